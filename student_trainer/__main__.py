@@ -16,11 +16,12 @@ from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
 from clients.config.rl import RLJob
-from clients.preflight.files import check_here
+from clients.preflight.files import check_files, check_here
 from clients.preflight.teachers import check_length, check_teachers
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import Progress, run_to_verdict
 from clients.runs.started_teacher import connected
+from clients.store.copies import files_on_disk
 from protos.errors import WrongState
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.parallel.launcher import end_with_launcher, is_main_process
@@ -89,6 +90,8 @@ def _attempt(
 ) -> Verdict:
     """Run the checks, cheapest first, connect to the teachers, and train; return the verdict."""
     progress.say("preflight", 0)
+    check_files(config)
+    config = files_on_disk(config)
     check_here(config, run.path)
     config = connected(config, run.path)
     stores = open_stores(config) if isinstance(config, OfflineJob) else None

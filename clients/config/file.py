@@ -15,6 +15,7 @@ from clients.config.kinds import AnyJob, kind_of
 from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config.problems import describe, fields, holds_text
 from clients.config.tables.after import FILE_KEYS, is_output
+from clients.data.object_urls import is_object_url
 from protos.errors import InvalidInput
 
 MAX_BYTES = 64 << 10
@@ -156,16 +157,21 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
 
     URLs and the outputs of other jobs are left out.
     """
+    return [(key, name) for key, name in _named(config) if "://" not in name]
+
+
+def named_urls(config: AnyJob) -> list[tuple[str, str]]:
+    """Return (key, value) of each key that names a file or directory in an object storage."""
+    return [(key, name) for key, name in _named(config) if is_object_url(name)]
+
+
+def _named(config: AnyJob) -> list[tuple[str, str]]:
     said = [(key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS]
     named = [(".".join(key), name) for key, name in said]
     mixed = getattr(getattr(config, "data", None), "mix", ())
     named += [(f"data.mix.{number}.path", other.path) for number, other in enumerate(mixed)]
     none = ("", None, "same", "auto")  # the last two: of the keys `tokenizer`
-    return [
-        (key, name)
-        for key, name in named
-        if name not in none and "://" not in name and not is_output(name)
-    ]
+    return [(key, name) for key, name in named if name not in none and not is_output(name)]
 
 
 def parse_override(override: str) -> tuple[KeyPath, Any]:

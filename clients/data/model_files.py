@@ -9,6 +9,10 @@ from typing import Any
 from protos.errors import InvalidInput
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
+# Keys of a job that name a model directory, and the suffixes of the files of one that programs
+# read. Others, pickles among them, are not copied.
+MODEL_KEYS = frozenset({"student.model", "teacher.model", "teacher.tokenizer", "data.tokenizer"})
+MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 
 
 def refuse_code(path: Path, field: str) -> None:

@@ -13,6 +13,7 @@ import grpc
 
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob
+from clients.data.model_files import MODEL_KEYS, MODEL_SUFFIXES
 from clients.data.records import FILE_SUFFIXES, DataSet, images_of
 from clients.jobs.connection import ServerConnection
 from protos import distill_pb2 as pb
@@ -25,9 +26,6 @@ _Job = TypeVar("_Job", bound=AnyJob)
 
 # A part that is cut off is lost, so parts are short.
 _PART_BYTES = 256 << 10
-_MODELS = frozenset({"student.model", "teacher.model", "teacher.tokenizer", "data.tokenizer"})
-# Of the files of a model directory that programs read; others, pickles among them, are not sent.
-_MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,7 @@ def _listed(key: str, place: Path) -> LocalFiles:
     if place.is_file():
         named = {place.name: place}
     else:
-        files = _of_model(place) if key in _MODELS else _of_folder(key, place)
+        files = _of_model(place) if key in MODEL_KEYS else _of_folder(key, place)
         named = {f"{place.name}/{path.relative_to(place).as_posix()}": path for path in files}
     if not named:
         raise InvalidInput(f"{place} has no files to send", field=key, hint="name another one")
@@ -237,7 +235,7 @@ def _listed(key: str, place: Path) -> LocalFiles:
 
 def _of_model(place: Path) -> Iterator[Path]:
     for path in sorted(place.iterdir()):
-        if path.suffix in _MODEL_SUFFIXES and not path.name.startswith(".") and path.is_file():
+        if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".") and path.is_file():
             yield path
 
 

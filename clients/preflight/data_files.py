@@ -1,7 +1,7 @@
 """Checks that the data files of a job can be read: format, first records and columns.
 
 Only the first records of a file are read, so a check takes milliseconds for a file of any size.
-Hub ids and directories are left to the job's program.
+Hub ids, URLs and directories are left to the job's program.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from clients.config.sft import SFTJob
 from clients.config.tables.data import DataConfig
 from clients.config.tables.reward import RewardConfig
 from clients.data.images import image_file
+from clients.data.object_urls import is_object_url
 from clients.data.records import FILE_SUFFIXES, images_of, record_in, weight_of
 from clients.data.regular_file import open_regular
 from protos.errors import InvalidInput
@@ -63,7 +64,8 @@ def check_data(config: AnyJob) -> None:
     is in none of its first records. Never blocks on a pipe.
     """
     for expected in data_files(config):
-        check_file(expected)
+        if not is_object_url(expected.path):
+            check_file(expected)
 
 
 def data_files(config: AnyJob) -> Iterator[Expected]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clients.config.file import named_files
-from clients.config.kinds import AnyJob, AnyTraining
+from clients.config.file import named_files, named_urls
+from clients.config.kinds import AnyJob, AnyTraining, SamplingJob
 from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig, TrainingJob
+from clients.data.object_urls import is_object_url, place_of
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.chat_template import check_template
 from clients.preflight.context_parallel import check_context_parallel
@@ -25,6 +26,10 @@ from clients.preflight.trackers import check_trackers
 from clients.store.captured_store import captured_store_of
 from protos.errors import InvalidInput
 
+# Keys whose files other programs read too, which make no copies of what is at a URL.
+_ON_DISK = frozenset(
+    {"teacher.model", "teacher.tokenizer", "data.tokenizer", "data.image_folder", "reward.file"}
+)
 RELATIVE = "relative paths start at the current directory"
 
 
@@ -44,6 +49,8 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, here: bool = 
     check_data(config)
     if not isinstance(config, TrainingJob):
         return
+    if not here and isinstance(config, SamplingJob) and config.rollouts.gpus:
+        _check_engines(config.student)
     check_student(config.student)
     check_tensor_parallel(config)
     check_context_parallel(config)
@@ -60,8 +67,11 @@ def check_files(config: AnyJob, hint: str = RELATIVE) -> None:
     """Raise InvalidInput if a file or directory that the job names does not exist.
 
     Only names that must be paths are checked: with a file suffix, a leading "/", "./", "../" or
-    "~", or more than one "/". Any other name may be a hub id.
+    "~", or more than one "/". Any other name may be a hub id. What is at a URL is looked for by the
+    job's program, with its credentials.
     """
+    for key, url in named_urls(config):
+        _check_url(key, url)
     for key, name in named_files(config):
         file = name.endswith((*FILE_SUFFIXES, ".py"))
         # A hub id has at most one slash and no NUL character.
@@ -76,6 +86,18 @@ def check_files(config: AnyJob, hint: str = RELATIVE) -> None:
             raise InvalidInput(f"no such file: {name}", field=key, hint=hint)
 
 
+def _check_url(key: str, url: str) -> None:
+    if key in _ON_DISK:
+        raise InvalidInput(
+            f"is not read from an object storage: {url}", field=key, hint="copy it to a disk"
+        )
+    try:
+        place_of(url)
+    except InvalidInput as error:
+        error.field = key
+        raise
+
+
 def check_student(student: StudentConfig) -> None:
     """Raise InvalidInput if the student is a local directory without config or safetensors."""
     path = Path(student.model)
@@ -85,6 +107,16 @@ def check_student(student: StudentConfig) -> None:
             f"no {missing} in {path}",
             field="student.model",
             hint="give a Hugging Face directory with config, tokenizer and safetensors",
+        )
+
+
+def _check_engines(student: StudentConfig) -> None:
+    """Raise InvalidInput if engines on the nodes of a cluster could not read the student."""
+    if is_object_url(student.model):
+        raise InvalidInput(
+            "rollouts.gpus on a cluster needs a path that all nodes read",
+            field="student.model",
+            hint="copy the model to a disk that the nodes share",
         )
 
 

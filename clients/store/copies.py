@@ -1,24 +1,33 @@
-"""Reading a store at a URL: its manifest alone, or a verified copy of all files in the cache.
+"""Copies of what is in an object storage: of a store at a URL, and of other files that a job names.
 
-A copy is a store on a disk, in `$XDG_CACHE_HOME/distill/stores` under the sha256 of its manifest,
-so that a store is copied once, and one that has changed is copied again.
+A copy of a store is a store on a disk, in `$XDG_CACHE_HOME/distill/stores` under the sha256 of its
+manifest, so that a store is copied once, and one that has changed is copied again. Other files are
+in `distill/files`, under the sha256 of their URL, names, sizes and times.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 from pathlib import Path
+from typing import TypeVar
 
-from clients.data.object_urls import is_object_url
+from clients.config.file import named_urls, replaced
+from clients.config.kinds import AnyJob
+from clients.config.offline import OfflineJob
+from clients.data.model_files import MODEL_KEYS, MODEL_SUFFIXES
+from clients.data.object_urls import is_object_url, place_of
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from clients.store.objects import ObjectFolder
 from clients.store.shards import ShardFacts, write_synced
-from protos.errors import Corrupt, NotFound
+from protos.errors import Corrupt, DistillError, NotFound
 
 log = logging.getLogger(__name__)
+
+_Job = TypeVar("_Job", bound=AnyJob)
 
 
 def manifest_at(place: Path | str) -> Manifest:
@@ -49,7 +58,7 @@ def on_disk(place: Path | str) -> Path:
     if data is None:
         raise _no_store(place)
     manifest = parse_manifest(data, str(place))
-    copy = _cache() / hashlib.sha256(data).hexdigest()
+    copy = _cache() / "stores" / hashlib.sha256(data).hexdigest()
     copy.mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -70,6 +79,51 @@ def on_disk(place: Path | str) -> Path:
     return copy
 
 
+def files_on_disk(job: _Job) -> _Job:
+    """Return the job with paths of copies in place of the URLs of its files; stores stay at theirs.
+
+    Several processes may call this at the same time: one copies. Raises NotFound, naming the key,
+    if there is no such file, OSError if the disk is full, and what ObjectFolder raises.
+    """
+    stores = ("data.path", "data.eval_path") if isinstance(job, OfflineJob) else ()
+    for key, url in named_urls(job):
+        if key not in stores:
+            job = replaced(job, key, str(_copied(key, url)))
+    return job
+
+
+def _copied(key: str, url: str) -> Path:
+    """Return the path of a copy of one file, or of the files of a model."""
+    try:
+        url = place_of(url)
+        parent, _, name = url.rpartition("/")
+        model = key in MODEL_KEYS
+        folder = ObjectFolder(url if model else parent)
+        facts = folder.facts("" if model else name)
+    except DistillError as error:
+        error.field = key
+        raise
+    if model:
+        facts = {file: one for file, one in facts.items() if file.endswith(MODEL_SUFFIXES)}
+    if not facts:
+        what = "model" if model else "file"
+        raise NotFound(f"there is no {what} at {url}", field=key, hint="correct the URL")
+    identity = hashlib.sha256(json.dumps([url, facts], sort_keys=True).encode()).hexdigest()
+    copy = _cache() / "files" / identity
+    place = copy / name
+    (place if model else copy).mkdir(parents=True, exist_ok=True)
+    with (copy / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for file in sorted(facts):
+            path = place / file if model else place
+            if not path.exists():
+                log.info("copying %s of %s to %s", file, url, copy)
+                partial = path.with_name(f"{file}.tmp")
+                folder.digest(file, partial)
+                partial.rename(path)
+    return place
+
+
 def _is_there(copy: Path, facts: ShardFacts) -> bool:
     file = copy / facts.name
     return file.exists() and file.stat().st_size == facts.bytes
@@ -77,7 +131,7 @@ def _is_there(copy: Path, facts: ShardFacts) -> bool:
 
 def _cache() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "distill" / "stores"
+    return caches / "distill"
 
 
 def _no_store(place: Path | str) -> NotFound:

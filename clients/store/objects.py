@@ -123,6 +123,16 @@ class ObjectFolder:
             if name.endswith(".arrow") and name not in named:
                 self._delete(name)
 
+    def facts(self, name: str = "") -> dict[str, tuple[int, int]]:
+        """Return size in bytes and time of change in ns of each file, or of one with this name."""
+        import pyarrow.fs
+
+        chosen = [self._path(name)]
+        if not name:
+            chosen = pyarrow.fs.FileSelector(self._base, allow_not_found=True)
+        infos = self._retried(lambda: self._files.get_file_info(chosen))
+        return {info.base_name: (info.size, info.mtime_ns) for info in infos if info.is_file}
+
     def read(self, name: str) -> bytes | None:
         """Return the content of a file; None if there is no such file."""
 
@@ -169,11 +179,7 @@ class ObjectFolder:
 
     def _sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file."""
-        import pyarrow.fs
-
-        chosen = pyarrow.fs.FileSelector(self._base, allow_not_found=True)
-        infos = self._retried(lambda: self._files.get_file_info(chosen))
-        return {info.base_name: info.size for info in infos if info.is_file}
+        return {name: size for name, (size, _) in self.facts().items()}
 
     def _delete(self, name: str) -> None:
         self._retried(lambda: self._files.delete_file(self._path(name)))

@@ -26,6 +26,7 @@ from clients.preflight.teachers import check_capture
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
+from clients.store.copies import files_on_disk
 from clients.store.objects import ObjectFolder
 from clients.store.writer import StoreWriter
 from clients.teacher.client import TeacherClient
@@ -63,6 +64,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
 
 def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
     progress.say("preflight", 0)
+    job = files_on_disk(job)
     check_here(job, run.path)
     place = job.method.store_in(run.path)
     if is_object_url(place):

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import clients
+from clients.jobs.client import DistillClient
 from clients.runs.directory import RunDirectory
+from protos.errors import InvalidInput
 from tests import small_disk
-from tests.end_to_end.processes import ENVIRONMENT, MakeServer, weights
+from tests.end_to_end.processes import ENVIRONMENT, MakeServer, RealServer, weights
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
@@ -100,3 +102,66 @@ def test_nothing_is_shared(
         used = run.config()
         assert Path(used.student.model).is_relative_to(server.runs / ".uploads")
     shutil.rmtree(tmp_path / "empty")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # moto's own
+def test_files_in_an_object_storage(
+    material: Material,
+    teacher: str,
+    undisturbed: RunDirectory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same bits; a job whose file is not there says so, and one that waits is not lost."""
+    from tests.student_trainer.tiny import job
+
+    storage = pytest.importorskip("tests.object_storage")
+    s3 = storage.S3Server()
+    for file in material.student.iterdir():
+        s3.write(f"models/student/{file.name}", file.read_bytes())
+    s3.write("models/student/pytorch_model.bin", b"is not read")
+    s3.write("data/train.jsonl", material.prompts.read_bytes())
+    keys = tmp_path / "credentials"
+    keys.write_text("[default]\naws_access_key_id = test\naws_secret_access_key = test\n")
+    places = {
+        "AWS_ENDPOINT_URL": s3.address,
+        "AWS_SHARED_CREDENTIALS_FILE": str(keys),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    for name, value in places.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+    config = job(
+        material,
+        teacher,
+        student__model=f"s3://{storage.BUCKET}/models/student",
+        data__path=f"s3://{storage.BUCKET}/data/train.jsonl",
+    )
+    server = RealServer(tmp_path / "runs")
+    server.start()
+    try:
+        with DistillClient(server.address) as client:
+            assert client.submit(config).wait(200).reason == ""
+            (path,) = (run.parent for run in server.runs.glob("*/job.json"))
+            assert weights(RunDirectory(path)) == weights(undisturbed)
+            copies = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+            assert "pytorch_model.bin" not in [path.name for path in copies]
+            times = {path: path.stat().st_mtime_ns for path in copies if path.name != "lock"}
+            assert client.submit(config).wait(200).reason == ""
+            assert all(path.stat().st_mtime_ns == time for path, time in times.items())
+            missing = config.model_copy(
+                update={"data": config.data.model_copy(update={"path": "s3://rows/no.jsonl"})}
+            )
+            ended = client.submit(missing).wait(100)
+            assert (
+                ended.reason == "data.path: there is no file at s3://rows/no.jsonl; correct the URL"
+            )
+            wrong = config.model_copy(
+                update={"data": config.data.model_copy(update={"path": "s3://rows"})}
+            )
+            with pytest.raises(InvalidInput, match="the URL is not s3://BUCKET/PREFIX"):
+                client.submit(wrong)
+    finally:
+        server.clean_up()
+        s3.stop()
