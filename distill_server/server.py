@@ -23,6 +23,7 @@ from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
 from distill_server.scheduler import Policy, Scheduler
+from distill_server.teachers.kept import KeptTeachers
 from distill_server.uploads import Uploads, collect_now, uploads_named_in
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
@@ -73,7 +74,10 @@ async def run_server(
         )
         streams = Streams(store, runs, bells, files)
         uploads = Uploads(runs)
-        service = DistillService(store, runs, control, streams, files, scheduler.teachers, uploads)
+        kept = KeptTeachers(scheduler.teachers, policy.machine, files, scheduler.order.held)
+        service = DistillService(
+            store, runs, control, streams, files, scheduler.teachers, uploads, kept
+        )
         pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
         pages = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:

@@ -571,6 +571,7 @@ class StartedTeacher(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """names its directory in the server's .teachers"""
     model: _builtins.str
@@ -585,6 +586,8 @@ class StartedTeacher(_message.Message):
     """number of its newest start, from 1"""
     reason: _builtins.str
     """why it ended last"""
+    kept: _builtins.bool
+    """it was started by StartTeacher, and runs until StopTeacher"""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids of the active jobs that use it"""
@@ -604,14 +607,55 @@ class StartedTeacher(_message.Message):
         since: _builtins.float = ...,
         attempt: _builtins.int = ...,
         reason: _builtins.str = ...,
+        kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "engine", b"engine", "gpus", b"gpus", "jobs", b"jobs", "key", b"key", "model", b"model", "reason", b"reason", "since", b"since", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "engine", b"engine", "gpus", b"gpus", "jobs", b"jobs", "kept", b"kept", "key", b"key", "model", b"model", "reason", b"reason", "since", b"since", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartedTeacher: _TypeAlias = StartedTeacher  # noqa: Y015
+
+@_typing.final
+class StartTeacherRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEACHER_JSON_FIELD_NUMBER: _builtins.int
+    teacher_json: _builtins.str
+    """the table `teacher` of a job with `model`, as JSON"""
+    def __init__(
+        self,
+        *,
+        teacher_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["teacher_json", b"teacher_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartTeacherRequest: _TypeAlias = StartTeacherRequest  # noqa: Y015
+
+@_typing.final
+class StopTeacherRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """of StartedTeacher, or an unambiguous prefix of it"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopTeacherRequest: _TypeAlias = StopTeacherRequest  # noqa: Y015
 
 @_typing.final
 class BeginUploadRequest(_message.Message):

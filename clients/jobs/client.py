@@ -22,6 +22,7 @@ from typing import TypeVar
 import grpc
 
 from clients.config.kinds import AnyJob
+from clients.config.tables.teacher import TeacherLink
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
@@ -155,13 +156,11 @@ class DistillClient:
     def upload(self, configs: Sequence[_Job], report: Report = lambda progress: None) -> list[_Job]:
         """Send the files that jobs name; return the jobs with the paths that the server gave them.
 
-        What the jobs name and what exists on this machine is sent: hub ids and paths of the server
-        stay. What the server has is not sent again, also if the call before was interrupted.
-        `report` is called as files are sent. Raises InvalidInput, naming the key, if a file cannot
-        be sent, and WrongState if the files do not fit on the disk of the server.
+        Hub ids and what does not exist on this machine stay. What the server has is not sent again.
+        Raises InvalidInput, naming the key, if a file cannot be sent, and WrongState if the files
+        do not fit on the disk of the server.
         """
-        uploader = Uploader(self._connection, self._stub, report)
-        return [uploader.upload(config) for config in configs]
+        return [*map(Uploader(self._connection, self._stub, report).upload, configs)]
 
     def check(self, *configs: AnyJob) -> None:
         """Raise the error that `submit`, or `submit_all`, would raise now. Queues nothing."""
@@ -222,15 +221,19 @@ class DistillClient:
         return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, again=False))
 
     def teachers(self) -> Sequence[StartedTeacher]:
-        """Return the teachers that the server runs for jobs with `teacher.model`."""
-        found = self._connection.call(self._stub.ListTeachers, pb.ListTeachersRequest()).teachers
-        return [
-            StartedTeacher(
-                *(one.key, one.model, one.engine, one.state, one.address, tuple(one.jobs)),
-                *(tuple(one.gpus), one.since, one.attempt, one.reason),
-            )
-            for one in found
-        ]
+        """Return the teachers that the server runs."""
+        request = pb.ListTeachersRequest()
+        return [*map(_teacher_of, self._connection.call(self._stub.ListTeachers, request).teachers)]
+
+    def start_teacher(self, teacher: TeacherLink) -> StartedTeacher:
+        """Start a teacher of `teacher.model`; it runs until `stop_teacher`. Does not wait."""
+        request = pb.StartTeacherRequest(teacher_json=teacher.model_dump_json())
+        return _teacher_of(self._connection.call(self._stub.StartTeacher, request))
+
+    def stop_teacher(self, key: str) -> StartedTeacher:
+        """Stop a teacher by its key, or a prefix of it; one with jobs ends after the last."""
+        one = self._connection.call(self._stub.StopTeacher, pb.StopTeacherRequest(key=key))
+        return _teacher_of(one)
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
@@ -343,6 +346,13 @@ class DistillClient:
         for event in self._connection.lasting(open_stream, deadline):
             request.after_seq = event.seq
             yield _event_of(event)
+
+
+def _teacher_of(one: pb.StartedTeacher) -> StartedTeacher:
+    return StartedTeacher(
+        *(one.key, one.model, one.engine, one.state, one.address, tuple(one.jobs)),
+        *(tuple(one.gpus), one.since, one.attempt, one.reason, one.kept),
+    )
 
 
 def _submission(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:

@@ -102,6 +102,7 @@ class StartedTeacher:
     why it ended last. `address` is HOST:PORT on the server's machine, "" before it listens. `jobs`
     are the ids of the active jobs that use it. `since` is the Unix time of its newest start, and
     `attempt` the number of that start, from 1.
+    `kept`: a person started it, and it runs until a person stops it.
     """
 
     key: str
@@ -114,3 +115,4 @@ class StartedTeacher:
     since: float
     attempt: int
     reason: str
+    kept: bool = False

@@ -61,6 +61,7 @@ def encode_teacher(teacher: Teacher, jobs: Sequence[str]) -> pb.StartedTeacher:
         since=teacher.since,
         attempt=teacher.record.attempt,
         reason=teacher.failure or teacher.trouble,
+        kept=teacher.record.kept,
     )
 
 

@@ -18,6 +18,7 @@ from distill_server.jobs.store import JobStore
 from distill_server.rpc.artifacts import notes_root, pieces_of
 from distill_server.rpc.encode import decode_state, encode_event, encode_job, encode_teacher
 from distill_server.rpc.streams import Streams
+from distill_server.teachers.kept import KeptTeachers
 from distill_server.teachers.started import Teacher
 from distill_server.uploads import UploadFile, Uploads
 from protos import distill_pb2 as pb
@@ -46,6 +47,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         files: RunFiles | None = None,
         teachers: Iterable[Teacher] = (),
         uploads: Uploads | None = None,
+        kept: KeptTeachers | None = None,
     ) -> None:
         self._store = store
         self._runs = runs
@@ -54,6 +56,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._files = files or RunFiles()
         self._teachers = teachers
         self._uploads = uploads or Uploads(runs)
+        self._kept = kept
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
@@ -135,6 +138,23 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         users = self._store.users_of_teachers()
         teachers = [encode_teacher(one, users.get(one.key, ())) for one in self._teachers]
         return pb.ListTeachersResponse(teachers=teachers)
+
+    async def StartTeacher(
+        self, request: pb.StartTeacherRequest, context: _Context
+    ) -> pb.StartedTeacher:
+        """Start a teacher, or keep one that runs for jobs, until StopTeacher."""
+        assert self._kept is not None, "a server has them"
+        return self._encoded(await self._kept.up(request.teacher_json))
+
+    async def StopTeacher(
+        self, request: pb.StopTeacherRequest, context: _Context
+    ) -> pb.StartedTeacher:
+        """Stop a teacher, or let it end with its last job."""
+        assert self._kept is not None, "a server has them"
+        return self._encoded(await self._kept.down(request.key))
+
+    def _encoded(self, teacher: Teacher) -> pb.StartedTeacher:
+        return encode_teacher(teacher, self._store.users_of_teachers().get(teacher.key, ()))
 
     async def BeginUpload(
         self, request: pb.BeginUploadRequest, context: _Context

@@ -86,12 +86,7 @@ class Machine:
         teacher = started_teacher(job)
         if teacher is None:
             return
-        if not self.has_teachers:
-            raise InvalidInput(
-                "a server with --ray or --slurm starts no teachers",
-                field="teacher.model",
-                hint="start a distill-teacher, and give its teacher.address",
-            )
+        self.require_teachers()
         gpus, more = self._gpus_of(job), teacher.gpus_of_model
         if self.gpus is not None and more and gpus + more > len(self.gpus):
             raise InvalidInput(
@@ -99,6 +94,15 @@ class Machine:
                 f" {len(self.gpus)} for jobs",
                 field="teacher.model",
                 hint="start the server with a larger --gpus, or set teacher.device = 'cpu'",
+            )
+
+    def require_teachers(self) -> None:
+        """Raise InvalidInput if the server starts no teachers."""
+        if not self.has_teachers:
+            raise InvalidInput(
+                "a server with --ray or --slurm starts no teachers",
+                field="teacher.model",
+                hint="start a distill-teacher, and give its teacher.address",
             )
 
     def _require_room_for_engines(self, job: AnyJob) -> None:

@@ -38,12 +38,16 @@ _LINE_CHARS = 500
 
 @dataclass(frozen=True)
 class Record:
-    """The content of teacher.json. port: of its newest attempt, 0 before it listens."""
+    """The content of teacher.json. port: of its newest attempt, 0 before it listens.
+
+    `kept`: a person started it, and it runs until a person stops it.
+    """
 
     teacher: Mapping[str, str | int | bool | None]
     attempt: int
     port: int
     gpus: tuple[str, ...] | None
+    kept: bool = False
 
     @property
     def link(self) -> TeacherLink:

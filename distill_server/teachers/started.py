@@ -119,7 +119,7 @@ class StartedTeachers:
 
     def held(self) -> list[Share]:
         """Return the GPUs that the teachers hold."""
-        return [teacher.share for teacher in self._teachers.values()]
+        return [teacher.share for teacher in self._teachers.values() if not teacher.failure]
 
     async def look(self, used: Mapping[str, Sequence[str]]) -> None:
         """Poll all teachers, restart those that died, and stop those that nobody needs any more.
@@ -157,19 +157,22 @@ class StartedTeachers:
             teacher.used_at = time.monotonic()
         return teacher
 
-    def start(self, key: str, config: TeacherLink, held: Sequence[Share]) -> Teacher:
-        """Start a teacher beside the shares that are held.
+    def start(
+        self, key: str, config: TeacherLink, held: Sequence[Share], *, kept: bool = False
+    ) -> Teacher:
+        """Start a teacher beside the shares that are held. `kept`: see Record.
 
         Raises LookupError, with what it must wait for, if the machine has no room.
         """
-        if len(self._teachers) >= self._machine.slots:
-            raise LookupError(f"the end of another teacher; {len(self._teachers)} run")
+        running = sum(not teacher.failure for teacher in self._teachers.values())
+        if running >= self._machine.slots:
+            raise LookupError(f"the end of another teacher; {running} run")
         gpus = self._machine.gpus_for(config, held)
         options = homes.options_of(config).model_dump(include=set(homes.OPTIONS))
         teacher = Teacher(
             key,
             homes.home_of(self._runs, key),
-            Record(options, attempt=0, port=0, gpus=gpus),
+            Record(options, attempt=0, port=0, gpus=gpus, kept=kept),
             used_at=time.monotonic(),
         )
         self._teachers[key] = teacher
@@ -179,7 +182,27 @@ class StartedTeachers:
     def idle(self, needed: Iterable[str]) -> list[Teacher]:
         """Return the running teachers that no active job uses and that are not `needed`."""
         busy = {*self._used, *needed}
-        return [one for key, one in self._teachers.items() if key not in busy and not one.stops]
+        free = (one for key, one in self._teachers.items() if key not in busy)
+        return [one for one in free if not one.stops and not one.record.kept]
+
+    async def keep(self, teacher: Teacher, *, kept: bool) -> None:
+        """Keep a teacher without jobs until this is called again with False."""
+        while teacher.work is not None:  # it may write the record, too
+            await asyncio.wait({teacher.work})
+        teacher.record = replace(teacher.record, kept=kept)
+        teacher.used_at = time.monotonic()
+        if teacher.record.attempt:  # else its start writes the record
+            await self._files.start(partial(homes.write_record, teacher.home, teacher.record))
+
+    def stop_if_unused(self, teacher: Teacher) -> None:
+        """Stop a teacher that no active job uses, or forget it if it has failed."""
+        if teacher.key in self._used or teacher.stops:
+            return
+        if teacher.runs:
+            self.stop(teacher)
+        else:
+            teacher.stops = True
+        self._wake()
 
     def stop(self, teacher: Teacher) -> None:
         """Ask a teacher to end; it is forgotten when it has."""
@@ -229,7 +252,7 @@ class StartedTeachers:
                 await self._listens(teacher, address, port)
             if self._is_idle(teacher) and not teacher.stops:
                 self.stop(teacher)
-        elif teacher.stops or (teacher.found and teacher.key not in self._used):
+        elif teacher.stops or (teacher.found and not self._is_needed(teacher)):
             teacher.runs, teacher.stops = False, True
             await self._forget(teacher)
         else:
@@ -299,4 +322,8 @@ class StartedTeachers:
         )
 
     def _is_idle(self, teacher: Teacher) -> bool:
-        return time.monotonic() - teacher.used_at > self._policy.linger
+        late = time.monotonic() - teacher.used_at > self._policy.linger
+        return late and not teacher.record.kept
+
+    def _is_needed(self, teacher: Teacher) -> bool:
+        return teacher.record.kept or teacher.key in self._used

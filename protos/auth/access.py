@@ -43,6 +43,8 @@ NEEDED: Mapping[str, Role | None] = {
     "/distill.v1.Distill/CancelJob": Role.SUBMIT,
     "/distill.v1.Distill/ResumeJob": Role.SUBMIT,
     "/distill.v1.Distill/ListTeachers": Role.READ,
+    "/distill.v1.Distill/StartTeacher": Role.SUBMIT,
+    "/distill.v1.Distill/StopTeacher": Role.SUBMIT,
     "/distill.v1.Distill/BeginUpload": Role.SUBMIT,
     "/distill.v1.Distill/SendFiles": Role.SUBMIT,
     "/distill.v1.Distill/GetArtifact": Role.READ,

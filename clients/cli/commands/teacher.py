@@ -1,21 +1,31 @@
-"""`distill teacher`: inspect a teacher directly, and list those that a job server runs."""
+"""`distill teacher`: inspect a teacher directly; list, start and stop those of a job server."""
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clients.cli.output import plain
 from clients.cli.settings import settings_of
 from clients.jobs.view import duration
+from protos.errors import ExitCode, InvalidInput, WrongState
 
-COLUMNS = ("key", "state", "model", "engine", "address", "age", "attempt", "jobs", "reason")
+if TYPE_CHECKING:
+    from clients.config.tables.teacher import TeacherLink
+    from clients.jobs.client import DistillClient
+    from clients.jobs.job import StartedTeacher
+
+COLUMNS = ("key", "state", "model", "engine", "address", "age", "attempt", "kept", "jobs", "reason")
+
+_PAUSE_SECONDS = 0.5
 
 app = typer.Typer(
-    help="Inspect teachers.",
+    help="Inspect, start and stop teachers.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -48,7 +58,7 @@ def info(context: typer.Context, address: AddressArgument) -> None:
 
 @app.command()
 def ls(context: typer.Context) -> None:
-    """List the teachers that the job server runs for jobs with teacher.model."""
+    """List the teachers that the job server runs."""
     settings = settings_of(context)
     with settings.client() as client:
         found = client.teachers()
@@ -59,7 +69,89 @@ def ls(context: typer.Context) -> None:
     if not settings.output.as_json:
         now = time.time()
         rows = [
-            {**row, "jobs": " ".join(row["jobs"]) or "-", "age": duration(now - row["since"])}
+            {
+                **row,
+                "jobs": " ".join(row["jobs"]) or "-",
+                "age": duration(now - row["since"]),
+                "kept": "yes" if row["kept"] else "no",
+            }
             for row in rows
         ]
     settings.output.table("teachers", rows, COLUMNS)
+
+
+@app.command()
+def up(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Directory on the server's machine, or hub id.")],
+    engine: Annotated[str, typer.Option(help="hf, vllm or fake.")] = "hf",
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another key of a job's table `teacher`, such as gpus=2. Repeatable.",
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until the teacher answers.")] = True,
+) -> ExitCode:
+    """Start a teacher on the job server, which keeps it until `distill teacher down`.
+
+    Jobs with the same teacher.model and options use it.
+    """
+    settings = settings_of(context)
+    teacher = _link(model, engine, sets or [])
+    with settings.client() as client:
+        found = client.start_teacher(teacher)
+        if wait:
+            with settings.output.stage(f"starting teacher {found.key}"):
+                found = _started(client, found)
+    settings.output.result(asdict(found), f"{found.key} {found.state} {found.address}".rstrip())
+    if found.state == "FAILED":
+        settings.output.say(f"it failed: {found.reason}")
+        return ExitCode.JOB_FAILED
+    return ExitCode.OK
+
+
+@app.command()
+def down(
+    context: typer.Context,
+    key: Annotated[str, typer.Argument(help="Its key in `distill teacher ls`, or a prefix of it.")],
+) -> None:
+    """Stop a teacher of the job server. One that jobs use ends after the last of them."""
+    settings = settings_of(context)
+    with settings.client() as client:
+        found = client.stop_teacher(key)
+    if found.jobs:
+        settings.output.say(f"it ends after its jobs: {' '.join(found.jobs)}")
+    settings.output.result(asdict(found), f"{found.key} {found.state}")
+
+
+def _link(model: str, engine: str, sets: list[str]) -> TeacherLink:
+    """Return the table `teacher` of a job. Raises InvalidInput, naming the key that is wrong."""
+    from pydantic import ValidationError
+
+    from clients.config.file import parse_override
+    from clients.config.tables.teacher import TeacherLink
+
+    model = str(Path(model).absolute()) if Path(model).exists() else model
+    values: dict[str, object] = {"model": model, "engine": engine}
+    for path, value in map(parse_override, sets):
+        values[".".join(path).removeprefix("teacher.")] = value
+    try:
+        return TeacherLink.model_validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(["teacher", *map(str, problem["loc"])])
+        raise InvalidInput(problem["msg"], field=field) from error
+
+
+def _started(client: DistillClient, teacher: StartedTeacher) -> StartedTeacher:
+    """Wait until a teacher is READY or FAILED, or somebody has stopped it."""
+    while teacher.state not in ("READY", "FAILED", "STOPPING"):
+        time.sleep(_PAUSE_SECONDS)
+        found = [one for one in client.teachers() if one.key == teacher.key]
+        if not found:
+            raise WrongState(f"teacher {teacher.key} was stopped", field="teacher.model")
+        teacher = found[0]
+    return teacher

@@ -236,3 +236,70 @@ def test_a_token_of_the_server_is_the_teachers(
             assert teacher.info().vocab_size == 50
         assert token not in " ".join(process_of(server, found).cmdline())
         client.cancel(job.id, now=True)
+
+
+def test_one_that_a_person_starts_stays_until_a_person_stops_it(
+    make_server: MakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It outlives its jobs, the server and its own death; a job shares it."""
+    server = make_server(slots=2, linger=0.2)
+    command = ["--server", server.address, "--json", "teacher"]
+    assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["kept"], told["jobs"]) == ("READY", True, [])
+    with DistillClient(server.address) as client:
+        job = client.submit(taught("x"))
+        assert job.wait(60).state is JobState.SUCCEEDED
+        assert only(client).key == told["key"], "the job used it"
+        assert only(client).attempt == 1
+        pid = process_of(server, only(client)).pid
+        server.kill()
+        server.start()
+        eventually(lambda: client.teachers() and only(client).state == "READY")
+        assert process_of(server, only(client)).pid == pid
+        server.kill()
+        os.kill(pid, signal.SIGKILL)
+        server.start()
+        eventually(lambda: client.teachers() and only(client).state == "READY")
+        assert (only(client).attempt, only(client).kept) == (2, True)
+        assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0, "it is there"
+        assert json.loads(capsys.readouterr().out)["attempt"] == 2
+
+        user = client.submit(taught("pause=0.2", max_steps=1000))
+        running(client, user)
+        assert main([*command, "down", told["key"][:6]]) == 0
+        assert f"it ends after its jobs: {user.id}" in capsys.readouterr().err
+        running(client, user, step=client.get(user.id).step + 2)
+        client.cancel(user.id, now=True)
+        eventually(lambda: not client.teachers())
+        assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
+        assert main([*command, "down", told["key"]]) == 0
+        eventually(lambda: not client.teachers())
+        assert main([*command, "down", told["key"]]) == 3
+
+
+def test_one_that_cannot_be_started_for_a_person(
+    make_server: MakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = make_server(slots=1)
+    command = ["--server", server.address, "teacher"]
+    assert main([*command, "up", "nonsense", "--engine", "fake"]) == 1
+    said = capsys.readouterr()
+    assert "it failed: teacher.model: its teacher cannot be started: --model: 'nonse" in said.err
+    key = said.out.split()[0]
+    # It holds no place, and stays in the list until somebody has read why.
+    assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
+    assert main([*command, "up", "vocab=60", "--engine", "fake"]) == 6
+    assert "no room for it: it would wait for the end of another teacher" in capsys.readouterr().err
+    assert main([*command, "down", key]) == 0
+    with DistillClient(server.address) as client:
+        eventually(lambda: len(client.teachers()) == 1)
+        assert only(client).model == "vocab=50"
+        client.stop_teacher(only(client).key)
+        eventually(lambda: not client.teachers())
+    assert main([*command, "up", "x", "--set", "gpus=-1"]) == 2
+    assert main([*command, "up", "x", "--set", "nothing=1"]) == 2
+    assert main([*command, "up", "/nowhere/at-all"]) == 2
+    errors = capsys.readouterr().err
+    for start in ("teacher.gpus: ", "teacher.nothing: ", "teacher.model: no such file: /nowhere"):
+        assert f"error: {start}" in errors

@@ -1,0 +1,96 @@
+"""Starts and stops teachers for people; jobs with the same model and options share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from clients.config.tables.teacher import TeacherLink
+from distill_server.jobs.run_files import RunFiles
+from distill_server.runners.machine import Machine, Share
+from distill_server.teachers.home import key_of, options_of
+from distill_server.teachers.started import StartedTeachers, Teacher
+from protos.errors import InvalidInput, NotFound, WrongState
+
+
+class KeptTeachers:
+    """Teachers that run until a person stops them. Call all methods on the event loop."""
+
+    def __init__(
+        self,
+        teachers: StartedTeachers,
+        machine: Machine,
+        files: RunFiles,
+        held: Callable[[], Sequence[Share]],
+    ) -> None:
+        """`held` returns what jobs and teachers hold of the machine."""
+        self._teachers = teachers
+        self._machine = machine
+        self._files = files
+        self._held = held
+
+    async def up(self, teacher_json: str) -> Teacher:
+        """Start a teacher, or keep one that runs for jobs; repeated calls have no effect.
+
+        `teacher_json`: the table `teacher` of a job, with `model`. Raises InvalidInput if it is not
+        valid, and WrongState if the machine has no room for it now.
+        """
+        config = _read(teacher_json)
+        self._machine.require_teachers()
+        key = await self._files.start(partial(key_of, config))
+        teacher = self._teachers.wanted(key)
+        if teacher is None or teacher.failure:
+            try:
+                return self._teachers.start(key, config, self._held(), kept=True)
+            except LookupError as lack:
+                raise WrongState(
+                    f"the server has no room for it: it would wait for {lack}",
+                    field="teacher.model",
+                    hint="stop another one (distill teacher down), or wait for the end of jobs",
+                ) from lack
+        if teacher.stops:
+            raise WrongState(
+                f"teacher {key} is stopping", field="teacher.model", hint="try again in a moment"
+            )
+        await self._teachers.keep(teacher, kept=True)
+        return teacher
+
+    async def down(self, text: str) -> Teacher:
+        """Stop a teacher, or let it end with its last job. `text`: its key, or a prefix of it."""
+        found = [one for one in self._teachers if text and one.key.startswith(text)]
+        if not found:
+            raise NotFound(
+                f"the server runs no teacher {text!r}",
+                field="key",
+                hint="distill teacher ls lists the keys",
+            )
+        if len(found) > 1:
+            keys = ", ".join(sorted(one.key for one in found))
+            raise InvalidInput(
+                f"{text!r} is ambiguous: {keys}", field="key", hint="give more of it"
+            )
+        (teacher,) = found
+        await self._teachers.keep(teacher, kept=False)
+        self._teachers.stop_if_unused(teacher)
+        return teacher
+
+
+def _read(teacher_json: str) -> TeacherLink:
+    try:
+        config = TeacherLink.model_validate_json(teacher_json, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(["teacher", *map(str, problem["loc"])])
+        raise InvalidInput(problem["msg"], field=field) from error
+    if config.model is None:
+        raise InvalidInput("names no model", field="teacher.model", hint="name one")
+    if config.model.startswith(("/", "./", "../")) and not Path(config.model).exists():
+        raise InvalidInput(
+            f"no such file: {config.model}",
+            field="teacher.model",
+            hint="name a directory that exists on the distill server's machine",
+        )
+    return options_of(config)
