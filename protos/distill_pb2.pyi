@@ -571,6 +571,8 @@ class StartedTeacher(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACTIVE_STREAMS_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """names its directory in the server's .teachers"""
@@ -586,6 +588,12 @@ class StartedTeacher(_message.Message):
     """number of its newest start, from 1"""
     reason: _builtins.str
     """why it ended last"""
+    queued_tokens: _builtins.int
+    """Of a teacher that answers; else 0.
+    of requests that wait for the model
+    """
+    active_streams: _builtins.int
+    """of its callers"""
     kept: _builtins.bool
     """it was started by StartTeacher, and runs until StopTeacher"""
     @_builtins.property
@@ -607,11 +615,13 @@ class StartedTeacher(_message.Message):
         since: _builtins.float = ...,
         attempt: _builtins.int = ...,
         reason: _builtins.str = ...,
+        queued_tokens: _builtins.int = ...,
+        active_streams: _builtins.int = ...,
         kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "engine", b"engine", "gpus", b"gpus", "jobs", b"jobs", "kept", b"kept", "key", b"key", "model", b"model", "reason", b"reason", "since", b"since", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_streams", b"active_streams", "address", b"address", "attempt", b"attempt", "engine", b"engine", "gpus", b"gpus", "jobs", b"jobs", "kept", b"kept", "key", b"key", "model", b"model", "queued_tokens", b"queued_tokens", "reason", b"reason", "since", b"since", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -352,6 +352,7 @@ def _teacher_of(one: pb.StartedTeacher) -> StartedTeacher:
     return StartedTeacher(
         *(one.key, one.model, one.engine, one.state, one.address, tuple(one.jobs)),
         *(tuple(one.gpus), one.since, one.attempt, one.reason, one.kept),
+        *(one.queued_tokens, one.active_streams),
     )
 
 

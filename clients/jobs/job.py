@@ -103,6 +103,7 @@ class StartedTeacher:
     are the ids of the active jobs that use it. `since` is the Unix time of its newest start, and
     `attempt` the number of that start, from 1.
     `kept`: a person started it, and it runs until a person stops it.
+    `queued_tokens` wait for its model; `active_streams` are those of its callers.
     """
 
     key: str
@@ -116,3 +117,5 @@ class StartedTeacher:
     attempt: int
     reason: str
     kept: bool = False
+    queued_tokens: int = 0
+    active_streams: int = 0

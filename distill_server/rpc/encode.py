@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clients.jobs.job import Job, JobEvent, JobState
+from clients.teacher.info import TeacherLoad
 from distill_server.teachers.started import Teacher
 from protos import distill_pb2 as pb
 from protos.errors import InvalidInput
@@ -47,7 +48,9 @@ def encode_event(event: JobEvent) -> pb.JobEvent:
     )
 
 
-def encode_teacher(teacher: Teacher, jobs: Sequence[str]) -> pb.StartedTeacher:
+def encode_teacher(
+    teacher: Teacher, jobs: Sequence[str], load: TeacherLoad | None = None
+) -> pb.StartedTeacher:
     """Convert a teacher that the server runs; `jobs` are the active ones that use it."""
     known = teacher.record.link
     return pb.StartedTeacher(
@@ -62,6 +65,8 @@ def encode_teacher(teacher: Teacher, jobs: Sequence[str]) -> pb.StartedTeacher:
         attempt=teacher.record.attempt,
         reason=teacher.failure or teacher.trouble,
         kept=teacher.record.kept,
+        queued_tokens=load.queued_tokens if load else 0,
+        active_streams=load.active_streams if load else 0,
     )
 
 

@@ -19,6 +19,7 @@ from distill_server.rpc.artifacts import notes_root, pieces_of
 from distill_server.rpc.encode import decode_state, encode_event, encode_job, encode_teacher
 from distill_server.rpc.streams import Streams
 from distill_server.teachers.kept import KeptTeachers
+from distill_server.teachers.load import loads_of
 from distill_server.teachers.started import Teacher
 from distill_server.uploads import UploadFile, Uploads
 from protos import distill_pb2 as pb
@@ -136,8 +137,13 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     ) -> pb.ListTeachersResponse:
         """Return the teachers that the server runs."""
         users = self._store.users_of_teachers()
-        teachers = [encode_teacher(one, users.get(one.key, ())) for one in self._teachers]
-        return pb.ListTeachersResponse(teachers=teachers)
+        loads = await loads_of(self._teachers, self._files)
+        return pb.ListTeachersResponse(
+            teachers=[
+                encode_teacher(one, users.get(one.key, ()), loads.get(one.key))
+                for one in self._teachers
+            ]
+        )
 
     async def StartTeacher(
         self, request: pb.StartTeacherRequest, context: _Context

@@ -20,7 +20,19 @@ if TYPE_CHECKING:
     from clients.jobs.client import DistillClient
     from clients.jobs.job import StartedTeacher
 
-COLUMNS = ("key", "state", "model", "engine", "address", "age", "attempt", "kept", "jobs", "reason")
+COLUMNS = (
+    "key",
+    "state",
+    "model",
+    "engine",
+    "address",
+    "age",
+    "attempt",
+    "kept",
+    "load",
+    "jobs",
+    "reason",
+)
 
 _PAUSE_SECONDS = 0.5
 
@@ -74,6 +86,7 @@ def ls(context: typer.Context) -> None:
                 "jobs": " ".join(row["jobs"]) or "-",
                 "age": duration(now - row["since"]),
                 "kept": "yes" if row["kept"] else "no",
+                "load": f"{row['active_streams']} streams, {row['queued_tokens']} tokens",
             }
             for row in rows
         ]

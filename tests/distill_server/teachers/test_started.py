@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -18,6 +19,7 @@ from clients.config.on_policy import OnPolicyJob, OnPolicyTeacher
 from clients.jobs.client import DistillClient, JobHandle
 from clients.jobs.job import JobState, StartedTeacher
 from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
 from distill_server.runners.local.process import identity_of
 from distill_server.runners.machine import Machine, Share
 from protos.errors import InvalidInput
@@ -95,6 +97,9 @@ def test_what_is_listed_answers(
         assert (found.state, found.engine, found.jobs) == ("READY", "fake", (job.id,))
         with TeacherClient(found.address) as teacher:
             assert teacher.info().vocab_size == 50
+            assert only(client).active_streams == 0
+            list(teacher.score([ScoreQuery(np.array([1, 2, 3], np.int32), start=1, top_k=4)]))
+            assert only(client).active_streams == 1, "it stays open"
         assert main(["--server", server.address, "teacher", "ls"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].split()[:5] == ["KEY", "STATE", "MODEL", "ENGINE", "ADDRESS"]
