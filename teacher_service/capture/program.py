@@ -64,7 +64,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
 
 def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
     progress.say("preflight", 0)
-    job = files_on_disk(job)
+    named, job = job, files_on_disk(job)
     check_here(job, run.path)
     place = job.method.store_in(run.path)
     if is_object_url(place):
@@ -92,7 +92,7 @@ def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: in
             )
         files = plan.files_of(*job.method.part)
         counts = [len(plan.file(number)) for number in files]
-        metadata = facts_of(job, teacher, plan, digest)
+        metadata = facts_of(named, teacher, plan, digest)
         progress.expect(sum(counts))
         with StoreWriter(place, metadata, counts, stopped=progress.stop_asked) as writer:
             done = sum(counts[: writer.files])

@@ -106,7 +106,7 @@ class StudentConfig(Table):
     """The model to train."""
 
     model: Name
-    """Hugging Face directory, its URL (s3://BUCKET/PREFIX or gs://), or hub id."""
+    """Hugging Face directory, its s3:// or gs:// URL, or hub id."""
     revision: str | None = None
     """Commit of the hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

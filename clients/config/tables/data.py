@@ -74,7 +74,7 @@ class MixConfig(Table):
     """Another data set, mixed into the prompts of every step; it has the same columns."""
 
     path: Name
-    """A .jsonl or .parquet file, its URL (s3:// or gs://), or a hub data set id."""
+    """A .jsonl or .parquet file, its s3:// or gs:// URL, or a hub data set id."""
     share: Annotated[float, Field(gt=0, lt=1)]
     """Its share of the prompts of every step; the rest comes from `data.path`."""
     name: str | None = None
@@ -87,7 +87,7 @@ class DataConfig(PromptKeys):
     """The prompts."""
 
     path: Name
-    """A .jsonl or .parquet file, its URL (s3:// or gs://), or a hub data set id."""
+    """A .jsonl or .parquet file, its s3:// or gs:// URL, or a hub data set id."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"

@@ -81,6 +81,26 @@ def test_the_same_bytes_as_on_a_disk(
     assert server.digests(prefix) == digests(whole)
 
 
+def test_data_in_a_storage(
+    data: Path, words: Path, whole: Path, server: S3Server, prefix: str, tmp_path: Path
+) -> None:
+    """The same rows; the store names the data by its URL, on whatever machine it was captured."""
+    server.write(f"{prefix}/{data.name}", data.read_bytes())
+    url = f"s3://{BUCKET}/{prefix}/{data.name}"
+    config = job(data, words)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"path": url})})
+    verdict, store = capture_here(tmp_path / "run", config)
+    assert verdict == "succeeded"
+    manifest = manifest_at(store)
+    assert manifest.metadata["data"] == url
+    assert manifest.metadata["data_fingerprint"] == manifest_at(whole).metadata["data_fingerprint"]
+    rows, undisturbed = LogitDataset(store), LogitDataset(whole)
+    assert len(rows) == len(undisturbed)
+    assert [rows.content(n) for n in range(len(rows))] == [
+        undisturbed.content(n) for n in range(len(rows))
+    ]
+
+
 @pytest.mark.parametrize("point", ["object-written", "capture-file-written", "capture-file-named"])
 def test_every_place_to_die(
     data: Path,
