@@ -1,14 +1,22 @@
-"""The standard health service (grpc.health.v1), as an asyncio servicer."""
+"""The standard health service (grpc.health.v1): an asyncio servicer, and a check for containers.
+
+    python -P -m protos.rpc.health ADDRESS
+
+ends with exit code 0 if the server at HOST:PORT, or https://HOST:PORT, is serving, else with 1.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.errors import NotFound
+from protos.errors import DistillError, NotFound
+from protos.rpc.channel import SERVER_TOKEN, open_channel
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -58,3 +66,33 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def _status(self) -> Any:
         serving = self._started.is_set() and not self._stopping.is_set()
         return _Status.SERVING if serving else _Status.NOT_SERVING
+
+
+def is_serving(address: str, *, seconds: float = 5.0) -> bool:
+    """Return whether the server at `address` answers in time that it serves.
+
+    `address` is HOST:PORT, or https://HOST:PORT with the authority of $DISTILL_TLS_CA. Raises
+    InvalidInput if it has no port or an unknown scheme, or if a file of TLS cannot be read.
+    """
+    with open_channel(address, token=SERVER_TOKEN) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == _Status.SERVING)
+
+
+def main() -> None:
+    """Check the server whose address is the only argument."""
+    (address,) = sys.argv[1:]
+    try:
+        serving = is_serving(address)
+    except DistillError as error:
+        sys.exit(f"error: {error}")
+    if not serving:
+        sys.exit(f"{address} is not serving")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The files of deploy/, and the commands that they give to our programs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from distill_server.command import app as server
+from teacher_service.command import app as teacher
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "distill"
+PROGRAMS = {"distill-server": server, "distill-teacher": teacher}
+_PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT: dict[str, Any] = _PYPROJECT["project"]
+WHEEL: dict[str, Any] = _PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+VERSION: str = PROJECT["version"]
+
+
+def parsed(program: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the program itself makes of its arguments. Raises typer's error for a wrong one."""
+    command = typer.main.get_command(PROGRAMS[program])
+    with command.make_context(program, list(arguments)) as context:
+        return dict(context.params)
+
+
+def is_guarded(options: dict[str, Any]) -> bool:
+    """Whether the program would have TLS, and does not say that it can do without."""
+    return bool(options["tls_cert"] and options["tls_key"] and not options["insecure"])
+
+
+def tool(name: str) -> str:
+    """The path of a program that `make test-deploy` installs; skips the test without it."""
+    places = f"{ROOT / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"
+    found = shutil.which(name, path=places)
+    if found is None:
+        pytest.skip(f"needs {name}: make test-deploy")
+    return found

@@ -1,0 +1,205 @@
+"""The chart: what helm makes of it is valid, and its commands are ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from tests.deploy.files import CHART, DEPLOY, PROGRAMS, VERSION, is_guarded, parsed, tool
+
+KUBERNETES = ("1.31", "1.34", "1.37")
+KUBERAY = DEPLOY / "kuberay" / "values.yaml"
+CLUSTER = [*yaml.safe_load_all((DEPLOY / "kuberay" / "cluster.yaml").read_text())]
+SECRETS = ("access.tokensSecret=tokens", "access.tlsSecret=tls")
+SMALL = (*SECRETS, "teacher.model=Qwen/Qwen3-4B")
+LARGE = (
+    *(*SMALL, "networkPolicy.enabled=true", "images.repository=registry.example/team"),
+    *("images.pullSecrets[0]=registry", "server.slots=2", "server.gpus=8", "server.runsClaim=runs"),
+    *("server.modelsClaim=models", "server.serviceType=LoadBalancer", "server.nodeSelector.pool=a"),
+    *("server.extraArgs[0]=--retries=5", "server.env[0].name=HF_HOME", "server.env[0].value=/data"),
+    *("server.tolerations[0].operator=Exists", "server.storage.className=fast"),
+    *("teacher.model=/models/teacher", "teacher.modelsClaim=models", "teacher.engine=vllm"),
+    *("teacher.gpus=4", "teacher.replicas=3"),
+    *("teacher.redisUrl=rediss://rows@redis:6379/0", "teacher.extraArgs[0]=--metrics-port=9464"),
+    *("teacher.extraArgs[1]=--metrics-host=0.0.0.0", "teacher.resources.limits.memory=64Gi"),
+)
+NO_TEACHER = (*SECRETS, "teacher.enabled=false", "server.gpus=0", "networkPolicy.enabled=true")
+RELEASES = {"small": SMALL, "large": LARGE, "no teacher": NO_TEACHER, "ray": ()}
+
+
+def helm(*values: str, file: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [tool("helm"), "template", "team", str(CHART)]
+    command += [] if file is None else ["--values", str(file)]
+    command += [word for value in values for word in ("--set", value)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def rendered(name: str) -> list[dict[str, Any]]:
+    done = helm(*RELEASES[name], file=KUBERAY if name == "ray" else None)
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def pods(name: str) -> list[dict[str, Any]]:
+    return [one["spec"]["template"]["spec"] for one in rendered(name) if "template" in one["spec"]]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_options_of_the_templates_exist(program: str) -> None:
+    """Without helm: by their names."""
+    text = (CHART / "templates" / f"{program.removeprefix('distill-')}.yaml").read_text()
+    named = set(re.findall(r"- (--[a-z-]+)=", text))
+    assert {"--host", "--port", "--tls-cert", "--tls-key"} <= named
+    options = typer.main.get_command(PROGRAMS[program]).params
+    assert named <= {option for parameter in options for option in parameter.opts}
+
+
+def test_the_version_is_ours() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
+
+
+def test_every_value_has_a_type() -> None:
+    """The schema refuses what it does not name, so it names every value that there is."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for table, keys in values.items():
+        assert set(schema[table]["properties"]) == set(keys), table
+        assert schema[table]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_commands_are_ours(name: str) -> None:
+    found = pods(name)
+    assert len(found) == (1 if name in ("ray", "no teacher") else 2)
+    for pod in found:
+        (container,) = pod["containers"]
+        (program,) = container["command"]
+        options = parsed(program, container["args"])
+        assert options["host"] == "0.0.0.0"
+        assert is_guarded(options)
+        # Tokens come from the environment, since a mounted secret has the group of the pod.
+        variables = {one["name"]: one.get("value", "") for one in container["env"]}
+        assert {"DISTILL_TOKENS", "DISTILL_TLS_CA"} <= set(variables)
+        address = f"https://localhost:{options['port']}"
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            command = container[probe]["exec"]["command"]
+            assert command == ["python", "-P", "-m", "protos.rpc.health", address]
+        if name == "ray":
+            assert options["ray"] == "http://distill-ray-head-svc:8265"
+            assert str(options["runs"]) == "/runs"
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_every_path_is_mounted(name: str) -> None:
+    for pod in pods(name):
+        (container,) = pod["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        claimed = {volume["name"] for volume in pod["volumes"]}
+        assert claimed | {"data"} == set(mounts)
+        said = [word.partition("=")[2] for word in container["args"]]
+        said += [str(one.get("value", "")) for one in container["env"]]
+        for path in (word for word in said if word.startswith("/")):
+            assert any(f"{path}/".startswith(f"{place}/") for place in mounts.values()), path
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("name", RELEASES)
+def test_kubernetes_takes_it(name: str, version: str, tmp_path: Path) -> None:
+    made = tmp_path / "made.yaml"
+    made.write_text(yaml.safe_dump_all(rendered(name)))
+    assert strictly(made, version) == 0
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_the_pods_of_ray(version: str, tmp_path: Path) -> None:
+    """A RayCluster is KubeRay's; the templates of its pods are pods of Kubernetes."""
+    claim, cluster = CLUSTER
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    made = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"node-{n}"}, **group["template"]}
+        for n, group in enumerate(groups)
+    ]
+    file = tmp_path / "pods.yaml"
+    file.write_text(yaml.safe_dump_all([claim, *made]))
+    assert strictly(file, version) == 0
+
+
+def test_kubernetes_does_not_take_everything(tmp_path: Path) -> None:
+    made = rendered("small")
+    made[1]["spec"]["prots"] = []
+    file = tmp_path / "wrong.yaml"
+    file.write_text(yaml.safe_dump_all(made))
+    assert strictly(file, KUBERNETES[0]) != 0
+
+
+def strictly(file: Path, version: str) -> int:
+    command = [tool("kubernetes-validate"), "--strict", "--kubernetes-version", version, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout + done.stderr)
+    return done.returncode
+
+
+def test_the_server_and_the_ray_cluster_fit_together() -> None:
+    claim, cluster = CLUSTER
+    values = yaml.safe_load(KUBERAY.read_text())
+    server = values["server"]
+    assert claim["metadata"]["name"] == server["runsClaim"]
+    assert server["ray"] == f"http://{cluster['metadata']['name']}-head-svc:8265"
+    assert cluster["spec"]["authOptions"]["secretName"] == server["raySecret"]
+    workers = cluster["spec"]["workerGroupSpecs"]
+    gpus = 0
+    for group in [cluster["spec"]["headGroupSpec"], *workers]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["image"].endswith(f"/distill-trainer:{VERSION}")
+        gpus += group.get("replicas", 1) * container["resources"]["limits"].get("nvidia.com/gpu", 0)
+        assert group["template"]["spec"]["securityContext"]["runAsUser"] == 10001
+        mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+        assert mounts["runs"] == "/runs"
+        secrets = {
+            volume["name"]: volume["secret"]["secretName"]
+            for volume in group["template"]["spec"]["volumes"]
+            if "secret" in volume
+        }
+        assert secrets == {"token": server["raySecret"], "authority": values["access"]["tlsSecret"]}
+    assert gpus == server["gpus"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((), "tokensSecret"),
+        ((*SECRETS,), "model"),
+        ((*SMALL, "server.slots=0"), "slots"),
+        ((*SMALL, "server.replicas=2"), "replicas"),
+        ((*SMALL, "teacher.engine=sglang"), "engine"),
+        ((*SMALL, "server.ray=http://head:8265"), "runsClaim"),
+        ((*SMALL, "server.sharedMemory=8"), "sharedMemory"),
+    ],
+)
+def test_a_wrong_value_is_refused(values: tuple[str, ...], said: str) -> None:
+    done = helm(*values)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_a_policy_lets_nobody_else_in() -> None:
+    found = [one["spec"] for one in rendered("large") if one["kind"] == "NetworkPolicy"]
+    assert [policy["policyTypes"] for policy in found] == [["Ingress"]] * 2
+    services = {
+        one["metadata"]["name"]: one["spec"]
+        for one in rendered("large")
+        if one["kind"] == "Service"
+    }
+    for policy in found:
+        selected = policy["podSelector"]["matchLabels"]
+        (service,) = (s for s in services.values() if s["selector"] == selected)
+        opened = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+        assert opened == {port["port"] for port in service["ports"]}

@@ -1,0 +1,48 @@
+"""The Dockerfile names programs, extras and files of ours; images are built in test_images.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from tests.deploy.dockerfile import DOCKERFILE, TARGETS
+from tests.deploy.files import PROJECT, ROOT, VERSION, WHEEL
+
+SENT = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_image_runs_a_program_of_ours_as_another_user_than_root(name: str) -> None:
+    target = TARGETS[name]
+    (program,) = target.entrypoint
+    assert program in PROJECT["scripts"]
+    assert target.user == "10001:10001"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_extras_exist(name: str) -> None:
+    installs = TARGETS[name].installs
+    (extras,) = re.findall(r'"\.\[([^\]]+)\]"', installs)
+    offered = set(PROJECT["optional-dependencies"])
+    assert set(extras.replace("${TEACHER_EXTRA}", "teacher,vllm").split(",")) <= offered
+    assert "sbom.json" in installs
+
+
+def test_the_version_is_ours() -> None:
+    assert re.findall(r'image\.version="(.*)"', DOCKERFILE.read_text()) == [VERSION]
+
+
+def test_what_is_sent_to_the_builder_is_what_the_package_is_made_of() -> None:
+    """Every file of the wheel, and nothing else that git knows; so no secret either."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert [line for line in lines if line and line[0] not in "#!"] == ["*", "**/__pycache__"]
+    assert [name for name in SENT if not (ROOT / name).exists()] == []
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    sent = {path for path in tracked if path.split("/")[0] in SENT}
+    assert {path.split("/")[0] for path in sent} == set(SENT)
+    read = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "constraints.txt"}
+    assert set(SENT) == read | set(WHEEL["packages"])

@@ -1,0 +1,59 @@
+"""The health check of containers, as its own program: its exit code is what they look at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protos.errors import InvalidInput
+from protos.rpc.health import is_serving
+from tests.ports import free_ports
+from tests.security.conftest import Certificates, Secrets, certificates, no_secrets, tokens
+from tests.teacher_service.http.asking import FAKE
+from tests.teacher_service.processes import TeacherProcess
+
+__all__ = ["certificates", "no_secrets", "tokens"]
+
+
+def check(address: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "protos.rpc.health", address]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_server_with_tokens_and_tls(
+    tmp_path: Path,
+    certificates: Certificates,
+    tokens: Secrets,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tls = [str(word) for word in certificates.tls()]
+    options = [*FAKE, "--no-cache", "--token-file", str(tokens.file), *tls]
+    teacher = TeacherProcess(options, log=tmp_path / "log")
+    try:
+        address = f"https://localhost:{teacher.port}"
+        assert not is_serving(address)  # the authority is not a public one
+        monkeypatch.setenv("DISTILL_TLS_CA", str(certificates.pem("ca")))
+        assert is_serving(address)
+        assert not is_serving(f"localhost:{teacher.port}", seconds=1)
+        done = check(address)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    finally:
+        teacher.close()
+
+
+def test_no_server() -> None:
+    (port,) = free_ports(1)
+    done = check(f"localhost:{port}")
+    assert (done.returncode, done.stderr) == (1, f"localhost:{port} is not serving\n")
+
+
+def test_no_port() -> None:
+    done = check("localhost")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "has no port" in done.stderr
+    with pytest.raises(InvalidInput):
+        is_serving("ftp://localhost:1")
