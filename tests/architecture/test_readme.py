@@ -22,7 +22,16 @@ from tests.architecture.reference import PAGES, with_reference
 from tests.documents import DOCUMENTS, ROOT, TYPED, Block, blocks, blocks_in
 
 # Of this package's documents; a quarter of an hour and more is for benchmarks.
-NEEDS = {"a cluster", "gpu", "hub", "root", "three minutes", "a quarter of an hour", "half an hour"}
+NEEDS = {
+    "a cluster",
+    "docker",
+    "gpu",
+    "hub",
+    "root",
+    "three minutes",
+    "a quarter of an hour",
+    "half an hour",
+}
 SHOWN = [
     block
     for document in DOCUMENTS

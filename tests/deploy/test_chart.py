@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import typer
 import yaml
 
 from tests.deploy.files import CHART, DEPLOY, PROGRAMS, VERSION, is_guarded, parsed, tool
+from tests.documents import blocks
 
 KUBERNETES = ("1.31", "1.34", "1.37")
 KUBERAY = DEPLOY / "kuberay" / "values.yaml"
@@ -200,6 +203,54 @@ def test_a_policy_lets_nobody_else_in() -> None:
     }
     for policy in found:
         selected = policy["podSelector"]["matchLabels"]
-        (service,) = (s for s in services.values() if s["selector"] == selected)
+        (service,) = (s for s in services if s["selector"] == selected)
         opened = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
         assert opened == {port["port"] for port in service["ports"]}
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """docs/deployment.md, without a cluster: `create` only prints, and so does `template`."""
+    tool("kubectl")
+    (secrets,) = blocks("docs/deployment.md", "secrets")
+    chart, ray = blocks("docs/deployment.md", "kubernetes")
+    for path in (CHART, KUBERAY.parent):
+        shutil.copytree(path, tmp_path / path.relative_to(DEPLOY.parent))
+    places = f"{DEPLOY.parent / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"
+    shown = []
+    for block in (secrets, chart, ray):
+        text = block.body.replace("helm install", "helm template")
+        text = text.replace(
+            "kubectl create secret", "kubectl create --dry-run=client -oyaml secret"
+        )
+        text = text.replace("kubectl apply -f", "cat")
+        # The first block changes into a directory, as somebody would who types it and goes back.
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text.replace("chown", ": chown")],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PATH": places, "KUBECONFIG": os.devnull},
+        )
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout)
+    made = [one for text in shown[1:] for one in documents(text)]
+    secrets_made = {one["metadata"]["name"]: one for one in made if one["kind"] == "Secret"}
+    assert set(secrets_made) == {"distill-tokens", "distill-tls", "distill-ray"}
+    keys = {(name, key) for name, one in secrets_made.items() for key in one["data"]}
+    asked = [variables(one["spec"]["template"]["spec"]) for one in made if "Set" in one["kind"]]
+    asked += [variables(one["spec"]["template"]["spec"]) for one in made if "Depl" in one["kind"]]
+    assert len(asked) == 3
+    assert set().union(*asked) == {key for key in keys if key[0] == "distill-tokens"}
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    """What several commands printed, of which some begin without a line of their own."""
+    separate = re.sub(r"^(?=apiVersion)", "---\n", text, flags=re.MULTILINE)
+    return [one for one in yaml.safe_load_all(separate) if one]
+
+
+def variables(pod: dict[str, Any]) -> set[tuple[str, str]]:
+    """The secrets, and their keys, that variables of the pod come from."""
+    given = [one for container in pod["containers"] for one in container["env"]]
+    found = [one["valueFrom"]["secretKeyRef"] for one in given if "valueFrom" in one]
+    return {(key["name"], key["key"]) for key in found}

@@ -1,0 +1,28 @@
+"""Images, built once for all tests that need them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy import containers
+from tests.deploy.containers import Images
+from tests.deploy.dockerfile import TARGETS
+
+
+@pytest.fixture(scope="session")
+def images() -> Iterator[Images]:
+    """The base and the three targets; six minutes."""
+    if reason := containers.missing():
+        pytest.skip(reason)
+    found = Images(Path(tempfile.mkdtemp(prefix="distill-images-")))
+    try:
+        found.make_base()
+        for target in TARGETS:
+            found.build(target)
+        yield found
+    finally:
+        found.close()

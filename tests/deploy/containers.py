@@ -1,0 +1,159 @@
+"""Images of deploy/images, built and run by buildah as far as one machine without Docker can.
+
+The base is a Debian with Python 3.11, under the name of the image that the Dockerfile starts from.
+Containers have their own files and user, and the network and processes of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.deploy.dockerfile import DOCKERFILE
+from tests.deploy.files import ROOT
+
+BASE = "docker.io/library/python:3.11-slim"
+SUITE = "bookworm"
+PACKAGES = "python3.11,python3-venv,ca-certificates"
+_AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def missing() -> str:
+    """Why images cannot be built here; "" if they can."""
+    if "DISTILL_BUILD_IMAGES" not in os.environ:
+        return "make test-deploy builds images"
+    if os.geteuid():
+        return "mmdebstrap and buildah's chroot need root"
+    absent = [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]
+    return f"needs {absent[0]}: make test-deploy" if absent else ""
+
+
+def debian(path: Path, *packages: str) -> None:
+    """Make a minimal Debian with Python: a directory, or an archive if `path` ends with .tar."""
+    names = ",".join((PACKAGES, *packages))
+    _run("mmdebstrap", "--quiet", "--variant=minbase", f"--include={names}", SUITE, str(path))
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+class Images:
+    """A store of images in an empty directory, which must be closed: it takes 8 GB."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._index = place / "index"
+        self._buildah = ["buildah", "--root", f"{place}/store", "--runroot", f"{place}/run"]
+
+    def make_base(self) -> None:
+        """Make the base, and an index with a build of PyTorch for CPUs."""
+        archive = self._place / "base.tar"
+        debian(archive)
+        name = self.call("from", "scratch").strip()
+        self.call("add", "--quiet", name, str(archive), "/")
+        archive.unlink()
+        # A machine may reach the package index through authorities of its own.
+        self.call("add", "--quiet", name, _AUTHORITIES, _AUTHORITIES)
+        self.call("config", "--env", f"PIP_CERT={_AUTHORITIES}", name)
+        self.call("config", "--env", "PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", name)
+        self.call("commit", "--quiet", "--rm", name, BASE)
+        wheels = self._index / "torch"
+        wheels.mkdir(parents=True)
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        download += ["--retries", "0", "--extra-index-url", _CPU_INDEX, "-c", "constraints.txt"]
+        _run(*download, "--dest", str(wheels), "torch")
+        (wheel,) = wheels.iterdir()
+        link = f'<a href="{wheel.name.replace("+", "%2B")}">{wheel.name}</a>'
+        (wheels / "index.html").write_text(link)
+
+    def build(self, target: str) -> str:
+        """Build a target without a compiler, and return the name of the image."""
+        options = ["--isolation", "chroot", "--format", "docker", "--pull-never", "--layers"]
+        options += ["--volume", f"{self._index}:/index:ro", "--build-arg", "PACKAGES="]
+        options += ["--build-arg", "TORCH_INDEX=file:///index", "--file", str(DOCKERFILE)]
+        image = f"localhost/distill-{target}:test"
+        self.call("build", *options, "--target", target, "--tag", image, str(ROOT))
+        return image
+
+    def settings(self, image: str) -> dict[str, Any]:
+        """What the image says about itself, as Docker reads it."""
+        found: dict[str, Any] = json.loads(self.call("inspect", "--type", "image", image))
+        config: dict[str, Any] = found["Docker"]["config"]
+        return config
+
+    def container(self, image: str) -> Container:
+        """Return a new container of the image."""
+        name = self.call("from", "--pull-never", image).strip()
+        return Container(self._buildah, name, Path(self.call("mount", name).strip()))
+
+    def call(self, *words: str) -> str:
+        """Run a command of buildah, and return what it printed."""
+        return _run(*self._buildah, *words)
+
+    def close(self) -> None:
+        """Delete all containers and images."""
+        self.call("rm", "--all")
+        shutil.rmtree(self._place)
+
+
+class Container:
+    """A container; `root` is its root directory."""
+
+    def __init__(self, buildah: list[str], name: str, root: Path) -> None:
+        self._buildah, self.name, self.root = buildah, name, root
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def run(self, *command: str) -> str:
+        """Run a command to its end as the user of the image, and return what it printed."""
+        return _run(*self._command(command, {}, ()))
+
+    def start(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] = {},
+        volumes: Sequence[str] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start a command as the user of the image; it ends with `close`."""
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                self._command(command, environment, volumes),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        """Kill what was started."""
+        for process in self._started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one = psutil.Process(process.pid)
+                for each in [*one.children(recursive=True), one]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+            process.wait(20)
+        self._started.clear()
+
+    def _command(
+        self, command: Sequence[str], environment: Mapping[str, str], volumes: Sequence[str]
+    ) -> list[str]:
+        options = ["--isolation", "chroot", "--network", "host"]
+        options += [word for volume in volumes for word in ("--volume", volume)]
+        options += [word for pair in environment.items() for word in ("--env", "=".join(pair))]
+        return [*self._buildah, "run", *options, self.name, "--", *command]
