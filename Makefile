@@ -60,12 +60,12 @@ test-slurm: setup  ## test jobs on a Slurm of this machine, as root; installs sl
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends slurm-wlm munge; }
 	DISTILL_SLURM_AWAY=60 $(BIN)/pytest tests/distill_server/runners/test_slurm.py tests/distill_server/runners/test_slurm_runner.py
 
-test-deploy: setup .venv-deploy/.installed  ## test images, the chart and the systemd units, as root; takes 15 minutes and 10 GB; installs buildah, mmdebstrap and systemd-container (Debian)
+test-deploy: setup .venv-deploy/.installed  ## test images, the chart and the systemd units, as root; takes 20 minutes and 10 GB; installs buildah, mmdebstrap and systemd-container (Debian)
 	command -v buildah >/dev/null && command -v mmdebstrap >/dev/null && command -v systemd-nspawn >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { \
 	    echo "error: make test-deploy needs root, and the packages buildah, mmdebstrap and systemd-container" >&2; exit 1; }; \
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends buildah mmdebstrap systemd-container; }
-	DISTILL_BUILD_IMAGES=1 $(BIN)/pytest tests/deploy
+	DISTILL_BUILD_IMAGES=1 $(BIN)/pytest --timeout 1800 tests/deploy
 
 test-8bit: setup  ## test the optimizer with moments in 8 bits; installs torchao, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit]'

@@ -154,6 +154,7 @@ def test_the_server_and_the_ray_cluster_fit_together() -> None:
     claim, cluster = CLUSTER
     values = yaml.safe_load(KUBERAY.read_text())
     server = values["server"]
+    assert parsed("distill-server", server["extraArgs"])["threads_per_job"] == 4
     assert claim["metadata"]["name"] == server["runsClaim"]
     assert server["ray"] == f"http://{cluster['metadata']['name']}-head-svc:8265"
     assert cluster["spec"]["authOptions"]["secretName"] == server["raySecret"]
@@ -196,11 +197,7 @@ def test_a_wrong_value_is_refused(values: tuple[str, ...], said: str) -> None:
 def test_a_policy_lets_nobody_else_in() -> None:
     found = [one["spec"] for one in rendered("large") if one["kind"] == "NetworkPolicy"]
     assert [policy["policyTypes"] for policy in found] == [["Ingress"]] * 2
-    services = {
-        one["metadata"]["name"]: one["spec"]
-        for one in rendered("large")
-        if one["kind"] == "Service"
-    }
+    services = [one["spec"] for one in rendered("large") if one["kind"] == "Service"]
     for policy in found:
         selected = policy["podSelector"]["matchLabels"]
         (service,) = (s for s in services if s["selector"] == selected)
