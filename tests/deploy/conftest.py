@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,13 +26,3 @@ def images() -> Iterator[Images]:
         yield found
     finally:
         found.close()
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
-    """A teacher, a student and their data, which every user can read."""
-    from tests.student_trainer.tiny import save_material
-
-    save_material(tmp_path / "models")
-    subprocess.run(["chmod", "--recursive", "a+rX", str(tmp_path / "models")], check=True)
-    return tmp_path / "models"

@@ -38,11 +38,6 @@ def missing() -> str:
     return f"needs {absent[0]}: make test-deploy" if absent else ""
 
 
-def image_of(target: str) -> str:
-    """The name of the image that the tests build of a target."""
-    return f"localhost/distill-{target}:test"
-
-
 def debian(path: Path, *packages: str) -> None:
     """Make a minimal Debian with Python: a directory, or an archive if `path` ends with .tar."""
     names = ",".join((PACKAGES, *packages))
@@ -86,10 +81,10 @@ class Images:
 
     def build(self, target: str) -> str:
         """Build a target without a compiler, and return the name of the image."""
-        options = ["--isolation", "chroot", "--format", "docker", "--pull-never"]
+        options = ["--isolation", "chroot", "--format", "docker", "--pull-never", "--layers"]
         options += ["--volume", f"{self._index}:/index:ro", "--build-arg", "PACKAGES="]
         options += ["--build-arg", "TORCH_INDEX=file:///index", "--file", str(DOCKERFILE)]
-        image = image_of(target)
+        image = f"localhost/distill-{target}:test"
         self.call("build", *options, "--target", target, "--tag", image, str(ROOT))
         return image
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from tests.deploy import booted
 from tests.deploy.booted import Booted
-from tests.deploy.containers import Images, image_of
+from tests.deploy.containers import Images
 from tests.deploy.files import ROOT
 from tests.documents import blocks
 
@@ -36,16 +37,20 @@ checkpoint.every = 1000
 
 
 @pytest.fixture
-def machine(images: Images, models: Path, tmp_path: Path) -> Iterator[Booted]:
+def machine(images: Images, tmp_path: Path) -> Iterator[Booted]:
     """With the programs of the trainer's image where the units expect them, and a model."""
+    from tests.student_trainer.tiny import save_material
+
     if reason := booted.missing():
         pytest.skip(reason)
-    container = images.container(image_of("trainer"))
-    (models / "job.toml").write_text(JOB)
+    container = images.container("localhost/distill-trainer:test")
+    save_material(tmp_path / "models")
+    (tmp_path / "models" / "job.toml").write_text(JOB)
+    subprocess.run(["chmod", "--recursive", "a+rX", str(tmp_path / "models")], check=True)
     programs = container.root / "opt" / "distill-service"
     binds = {
         programs: "/opt/distill-service",
-        models: "/srv/models",
+        tmp_path / "models": "/srv/models",
         ROOT / "deploy": "/src/deploy",
     }
     with tempfile.TemporaryDirectory(prefix="distill-booted-") as root:
