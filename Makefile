@@ -60,7 +60,7 @@ test-slurm: setup  ## test jobs on a Slurm of this machine, as root; installs sl
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends slurm-wlm munge; }
 	DISTILL_SLURM_AWAY=60 $(BIN)/pytest tests/distill_server/runners/test_slurm.py tests/distill_server/runners/test_slurm_runner.py
 
-test-deploy: setup .venv-deploy/.installed  ## test images, the chart and the systemd units, as root; takes 20 minutes and 10 GB; installs buildah, mmdebstrap and systemd-container (Debian)
+test-deploy: setup .venv-deploy/.installed  ## test images, the chart and the systemd units, as root; takes 20 minutes and 10 GB; needs npm, installs buildah, mmdebstrap and systemd-container (Debian)
 	command -v buildah >/dev/null && command -v mmdebstrap >/dev/null && command -v systemd-nspawn >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { \
 	    echo "error: make test-deploy needs root, and the packages buildah, mmdebstrap and systemd-container" >&2; exit 1; }; \
