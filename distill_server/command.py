@@ -14,6 +14,8 @@ from clients.cli.listen_options import (
     HELP_OPTIONS,
     HostOption,
     InsecureOption,
+    MetricsHostOption,
+    MetricsPortOption,
     TlsCertOption,
     TlsClientCaOption,
     TlsKeyOption,
@@ -57,6 +59,8 @@ def serve(
     give_up_after: options.GiveUpAfterOption = 24.0,
     dashboard: options.DashboardPortOption = None,
     external_url: options.ExternalUrlOption = "",
+    metrics_port: MetricsPortOption = 0,
+    metrics_host: MetricsHostOption = "127.0.0.1",
     database: options.DatabaseOption = None,
     ray: options.RayOption = None,
     slurm: options.SlurmOption = False,
@@ -71,6 +75,7 @@ def serve(
     from protos.rpc.server import read_endpoint
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("protos.rpc.metrics_page").setLevel(logging.INFO)  # tells its address
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
         machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
@@ -80,6 +85,7 @@ def serve(
                 runs,
                 database=database,
                 dashboard=_dashboard(dashboard, external_url, tls),
+                metrics=(metrics_host, metrics_port),
                 endpoint=endpoint,
                 runner=_runner(ray, slurm, slurm_option or []),
                 policy=Policy(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
@@ -19,6 +20,7 @@ from distill_server.jobs.database import open_database
 from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
+from distill_server.metrics import ServerMetrics
 from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
@@ -27,6 +29,7 @@ from distill_server.teachers.kept import KeptTeachers
 from distill_server.uploads import Uploads, collect_now, uploads_named_in
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
+from protos.rpc.metrics_page import MetricsPage, metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 
 if TYPE_CHECKING:
@@ -47,12 +50,14 @@ async def run_server(
     preflight: Preflight,
     on_ready: Callable[[int], None],
     dashboard: Dashboard | None = None,
+    metrics: tuple[str, int] = ("127.0.0.1", 0),
     database: Path | None = None,
 ) -> None:
     """Serve the jobs under `runs` until SIGTERM or SIGINT.
 
     Trainers keep running, and the next server on the same directory follows them. `on_ready` is
-    called with the port once the server listens. `database` defaults to server.sqlite in `runs`.
+    called with the port once the server listens. `metrics` is the (host, port) of the
+    metrics page, `database` defaults to server.sqlite in `runs`.
     Raises WrongState if another server uses the database, InvalidInput if the port is taken or
     `runs` cannot be a directory.
     """
@@ -78,11 +83,15 @@ async def run_server(
         service = DistillService(
             store, runs, control, streams, files, scheduler.teachers, uploads, kept
         )
+        page = MetricsPage(CollectorRegistry())
+        measured = ServerMetrics(store, policy.machine, scheduler.teachers, runs, files)
+        page.registry.register(measured)
         pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
         pages = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:
             pages = dashboard.serving(
-                endpoint, runs, store, bells, control, streams, scheduler, policy.machine
+                *(endpoint, runs, store, bells, control, streams, scheduler, policy.machine),
+                page.registry,
             )
         async with pages as announce:
 
@@ -92,7 +101,10 @@ async def run_server(
 
             garbage = asyncio.create_task(_collect_garbage(uploads, connection, files))
             try:
-                await _serve_and_schedule(service, scheduler, endpoint, ready, bells.close)
+                with metrics_page(page, metrics):
+                    await _serve_and_schedule(
+                        service, scheduler, endpoint, page, ready, bells.close
+                    )
             finally:
                 garbage.cancel()
 
@@ -113,10 +125,12 @@ async def _serve_and_schedule(
     service: DistillService,
     scheduler: Scheduler,
     endpoint: ServerEndpoint,
+    page: MetricsPage,
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT; the scheduler runs as long as the port is bound."""
+    page.follow(asyncio.get_running_loop())
     tasks: list[asyncio.Task[None]] = []
 
     def register(server: grpc.aio.Server) -> str:
@@ -127,8 +141,13 @@ async def _serve_and_schedule(
         # Only once the port is bound: a server that cannot be reached must not start jobs.
         tasks.append(asyncio.get_running_loop().create_task(scheduler.run()))
         on_ready(bound)
+        page.ready = True
 
-    await serve(register, endpoint, grace_seconds=_GRACE_SECONDS, on_ready=ready, on_stop=on_stop)
+    def end() -> None:
+        page.ready = False
+        on_stop()
+
+    await serve(register, endpoint, grace_seconds=_GRACE_SECONDS, on_ready=ready, on_stop=end)
     for task in tasks:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -78,7 +78,7 @@ def teacher(
     redis_url: options.RedisUrlOption = None,
     redis_ttl_hours: options.RedisTtlOption = 168,
     threads: ThreadsOption = None,
-    metrics_port: MetricsPortOption = None,
+    metrics_port: MetricsPortOption = 0,
     metrics_host: MetricsHostOption = "127.0.0.1",
     log_format: LogFormatOption = LogFormat.TEXT,
     log_level: LogLevelOption = LogLevel.INFO,
@@ -104,7 +104,7 @@ def teacher(
             engine=chosen,
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
             cache=_kept_cache(no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours),
-            metrics=None if metrics_port is None else (metrics_host, metrics_port),
+            metrics=(metrics_host, metrics_port),
             http=None if http_port is None else HttpFront(http_port, tls),
         )
         program.run(settings)

@@ -17,7 +17,7 @@ import grpc.aio
 from protos import teacher_pb2_grpc
 from protos.errors import ExitCode, InvalidInput
 from protos.rpc.logs import fields
-from protos.rpc.metrics_page import metrics_page
+from protos.rpc.metrics_page import MetricsPage, metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import AsksServer, ContinuousEngine, Engine
@@ -90,14 +90,14 @@ class EngineSettings:
 class TeacherSettings:
     """The settings of `distill-teacher`.
 
-    With `cache` None, no rows are kept. `metrics` is the (host, port) of the metrics page, or None
-    for no page. `http` None: the teacher answers gRPC only.
+    With `cache` None, no rows are kept. `metrics` is the (host, port) of the metrics page.
+    `http` None: the teacher answers gRPC only.
     """
 
     engine: EngineSettings
     endpoint: ServerEndpoint
     cache: CacheSettings | None
-    metrics: tuple[str, int] | None
+    metrics: tuple[str, int]
     http: HttpFront | None = None
 
 
@@ -112,12 +112,14 @@ def run(settings: TeacherSettings) -> None:
     """
     redis = open_redis(settings.cache) if settings.cache else None
     metrics = TeacherMetrics()
-    with metrics_page(metrics.registry, settings.metrics):
+    page = MetricsPage(metrics.registry)
+    metrics.gauge("ready", "1 while it answers requests, 0 while it loads.", lambda: page.ready)
+    with metrics_page(page, settings.metrics):
         # Check before loading, which takes minutes, and after the page has bound its port.
         settings.endpoint.require_usable()
         if settings.http:
             settings.http.require_usable(settings.endpoint)
-        asyncio.run(_Program(settings, redis, metrics).serve())
+        asyncio.run(_Program(settings, redis, metrics, page).serve())
 
 
 def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) -> Engine:
@@ -208,10 +210,13 @@ class _Program:
     `redis` is the connection of the cache, if the settings have one.
     """
 
-    def __init__(self, settings: TeacherSettings, redis: Any, metrics: TeacherMetrics) -> None:
+    def __init__(
+        self, settings: TeacherSettings, redis: Any, metrics: TeacherMetrics, page: MetricsPage
+    ) -> None:
         self._settings = settings
         self._redis = redis
         self._metrics = metrics
+        self._page = page
         self._progress = LoadProgress()
         self._servicer = LoadingServicer(self._progress)
         self._stop = asyncio.Event()
@@ -229,6 +234,7 @@ class _Program:
             teacher_pb2_grpc.add_TeacherServicer_to_server(self._servicer, server)
             return "distill.v1.Teacher"
 
+        self._page.follow(asyncio.get_running_loop())
         async with AsyncExitStack() as stack:
             ended_by = await serve(
                 register,
@@ -303,11 +309,13 @@ class _Program:
         )
 
     def _end_calls(self) -> None:
+        self._page.ready = False
         for end in self._enders:
             end()
 
     def _tell_ready(self, port: int) -> None:
         assert self._dispatcher
+        self._page.ready = True
         info = self._dispatcher.info
         facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
         log.info("serving", extra=fields(**facts, fingerprint=info.fingerprint[:16]))

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 def metrics_address(log: Path) -> str:
     """The HOST:PORT in the log of a service."""
-    found = re.search(r"address\W+(127\.0\.0\.1:\d+)", log.read_text())
+    found = re.search(r"metrics at http://(127\.0\.0\.1:\d+)/", log.read_text())
     assert found, log.read_text()
     return found[1]
 

@@ -40,17 +40,15 @@ InsecureOption = Annotated[
     typer.Option("--insecure", help="Allow other machines to connect without tokens or TLS."),
 ]
 MetricsPortOption = Annotated[
-    int | None,
+    int,
     typer.Option(
         min=0,
         max=65535,
-        help="Serve Prometheus metrics at /metrics on this port; 0: any free port. "
-        "Default: no metrics.",
+        help="Port of the HTTP page with /metrics (Prometheus), /healthz and /readyz; 0: any free"
+        " port, which the log names.",
     ),
 ]
 MetricsHostOption = Annotated[
     str,
-    typer.Option(
-        help="Address to serve /metrics on. It needs no token; it has numbers, but no contents."
-    ),
+    typer.Option(help="Address of that page. It needs no token; it has numbers, but no contents."),
 ]

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -42,6 +43,7 @@ from distill_server.runners.machine import Machine
 from distill_server.scheduler import Scheduler
 from protos.auth.access import Role, Tokens
 from protos.errors import DistillError, InvalidInput, NotFound
+from protos.rpc.metrics_page import CONTENT_TYPE
 from protos.rpc.server import ServerEndpoint
 from protos.rpc.transport import is_loopback
 
@@ -72,7 +74,7 @@ class Pages:
     """The request handlers: starlette endpoints, which take a request and return a response.
 
     They raise DistillError, which the application turns into an HTTP error. `endpoint` is that of
-    the gRPC server and `grpc_port` its port, 0 until it is bound. `exposition` returns the
+    the gRPC server and `grpc_port` its port, 0 until it is bound. `registry` has the
     Prometheus metrics.
     """
 
@@ -85,7 +87,7 @@ class Pages:
     scheduler: Scheduler
     machine: Machine
     endpoint: ServerEndpoint
-    exposition: Callable[[], bytes]
+    registry: CollectorRegistry
     looks: Looks
     grpc_port: int = 0
     turns: Turns = field(default_factory=Turns)
@@ -249,7 +251,7 @@ class Pages:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: the server's metrics in the text format of Prometheus."""
-        return Response(self.exposition(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE)
 
     def _run(self, request: Request) -> RunDirectory:
         return RunDirectory(self.runs / self.store.resolve(request.path_params["job"]).id)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from prometheus_client import CollectorRegistry
+
 from distill_server.dashboard.app import Pages, make_app
-from distill_server.dashboard.exposition import exposition
 from distill_server.dashboard.looks import Looks
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
@@ -50,6 +51,7 @@ class Dashboard:
         streams: Streams,
         scheduler: Scheduler,
         machine: Machine,
+        registry: CollectorRegistry,
     ) -> AsyncIterator[Callable[[int], None]]:
         """Serve the dashboard within the block.
 
@@ -68,7 +70,7 @@ class Dashboard:
             scheduler=scheduler,
             machine=machine,
             endpoint=endpoint,
-            exposition=exposition(store, machine.slots),
+            registry=registry,
             looks=Looks(streams.files),
         )
         external = external_host(self.external_url)

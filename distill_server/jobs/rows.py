@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clients.config.kinds import AnyJob
@@ -71,6 +72,19 @@ class NewJob:
     submitted: AnyJob
     key: str = ""
     before: Sequence[str] = ()
+
+
+@dataclass
+class Tally:
+    """What has happened to jobs since the store was opened.
+
+    `retries` are the attempts that were started because a trainer died; `ended` counts ends by
+    state.
+    """
+
+    attempts: int = 0
+    retries: int = 0
+    ended: Counter[JobState] = field(default_factory=Counter)
 
 
 def having(search: str) -> tuple[str, dict[str, str]]:

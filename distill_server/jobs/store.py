@@ -15,7 +15,7 @@ from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.jobs.database import transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
-from distill_server.jobs.rows import PHASE_CHARS, NewJob, having, job_of, share_of, typed
+from distill_server.jobs.rows import PHASE_CHARS, NewJob, Tally, having, job_of, share_of, typed
 from distill_server.jobs.rows import Attempt as Attempt
 from distill_server.jobs.rows import Change as Change
 from distill_server.jobs.steady_clock import steady_clock
@@ -46,7 +46,7 @@ class JobStore:
         self._db = connection
         self._on_change = on_change
         self._now = now or steady_clock()
-        self.dependencies = Dependencies(connection)
+        self.dependencies, self.tally = Dependencies(connection), Tally()
 
     def submitted(self, idempotency_key: str, config: AnyJob) -> Job | None:
         """Return the job that was submitted with this key, or None.
@@ -174,11 +174,6 @@ class JobStore:
         )
         found = {JobState(state): count for state, count in rows}
         return {state: found.get(state, 0) for state in JobState}
-
-    def attempt_counts(self) -> tuple[int, int]:
-        """Return the number of all attempts, and of those that are automatic retries."""
-        row = self._db.execute("SELECT count(*), total(retries > 0) FROM attempts").fetchone()
-        return row[0], int(row[1])
 
     def in_state(self, *states: JobState, limit: int = -1, also: str = "1") -> Sequence[Job]:
         """Return jobs in the order of the queue: highest priority first, then the oldest place.
@@ -344,6 +339,7 @@ class JobStore:
         if change.state is not None and (job.state, state) not in TRANSITIONS:
             raise WrongState(f"job {job_id} is {job.state} and cannot become {state}")
         self.dependencies.changed |= job.last_seq == 0 or state is not job.state
+        self.tally.ended[state] += state in TERMINAL and state is not job.state
         now = max(self._now(), self._newest_time(job))
         values: dict[str, Any] = {
             "state": state,
@@ -375,6 +371,8 @@ class JobStore:
         )
 
     def _insert_attempt(self, job_id: str, attempt: Attempt) -> None:
+        self.tally.attempts += 1
+        self.tally.retries += attempt.retries > 0
         self._db.execute(
             "INSERT INTO attempts (job_id, number, retries, from_step, seen_step, waiting_since,"
             " waits_for) VALUES (?, ?, ?, ?, ?, ?, ?)",

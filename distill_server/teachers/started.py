@@ -34,6 +34,9 @@ _LAST_SECONDS = 3.0
 _TROUBLE_SECONDS = 5.0
 
 
+STATES = ("READY", "LOADING", "RESTING", "STOPPING", "FAILED")
+
+
 @dataclass
 class Teacher:
     """One teacher: its record on the disk, and what this server knows about it.

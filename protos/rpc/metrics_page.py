@@ -1,51 +1,128 @@
-"""The HTTP page of a service that serves its metrics to Prometheus."""
+"""The HTTP page of a service for its operators: /metrics for Prometheus, /healthz and /readyz."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
 import logging
 import socket
+import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from protos.errors import InvalidInput
-from protos.rpc.logs import fields
 
 log = logging.getLogger(__name__)
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_ANSWER_SECONDS = 5.0
+
+_T = TypeVar("_T")
+
+
+class MetricsPage:
+    """The content of the page, as a WSGI application.
+
+    /metrics: the metrics of the registry, with those of the process (CPU, memory, start).
+    /healthz: 200 while the service is alive. /readyz: 200 while it answers its clients, else 503.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.ready = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        ProcessCollector(registry=registry)
+
+    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Compute all answers on this event loop from now on.
+
+        If the loop does not answer within five seconds, the service is not alive: status 503.
+        """
+        self._loop = loop
+
+    def __call__(
+        self, environ: Mapping[str, Any], start_response: Callable[..., object]
+    ) -> Iterable[bytes]:
+        """Answer a request."""
+        status, body = self._answer(environ["PATH_INFO"])
+        headers = [("Content-Type", CONTENT_TYPE), ("Content-Length", str(len(body)))]
+        start_response(status, headers)
+        return [body]
+
+    def _answer(self, path: str) -> tuple[str, bytes]:
+        try:
+            match path:
+                case "/metrics":
+                    return "200 OK", self._on_loop(partial(generate_latest, self.registry))
+                case "/healthz":
+                    self._on_loop(lambda: None)
+                    return "200 OK", b"ok\n"
+                case "/readyz" if self._on_loop(lambda: self.ready):
+                    return "200 OK", b"ok\n"
+                case "/readyz":
+                    return "503 Service Unavailable", b"not ready\n"
+            return "404 Not Found", b"/metrics, /healthz and /readyz are here\n"
+        except (TimeoutError, RuntimeError):  # RuntimeError: the loop is closed
+            return "503 Service Unavailable", b"the service does not answer\n"
+
+    def _on_loop(self, call: Callable[[], _T]) -> _T:
+        if self._loop is None:
+            return call()
+        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        return done.result(_ANSWER_SECONDS)
+
 
 @contextmanager
-def metrics_page(registry: CollectorRegistry, address: tuple[str, int] | None) -> Iterator[None]:
-    """Serve /metrics of a registry at (host, port), on a thread; None: serve nothing.
+def metrics_page(page: MetricsPage, address: tuple[str, int]) -> Iterator[None]:
+    """Serve the page at (host, port), on a thread.
 
     Port 0 is any free port; the log has the one that was taken. Raises InvalidInput if the address
     cannot be used.
     """
-    if address is None:
-        yield
-        return
     host, port = address
     try:
         kind = _PageOverIPv6 if ":" in host else _Page
-        server = make_server(host, port, make_wsgi_app(registry), kind, _Reading)
+        server = make_server(host, port, page, kind, _Reading)
     except OSError as error:
         raise InvalidInput(
             f"cannot listen on {host}:{port}: {error.strerror}",
             field="--metrics-port",
             hint="choose another port, or 0 for any free port",
         ) from error
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    ended = threading.Event()
+
+    def answer() -> None:
+        with server:
+            while not ended.is_set():
+                server.handle_request()
+
+    thread = threading.Thread(target=answer, name="metrics", daemon=True)
     thread.start()
+    shown = f"[{host}]" if ":" in host else host
+    log.info("metrics at http://%s:%d/metrics", shown, server.server_port)
     try:
-        log.info("metrics", extra=fields(address=f"{host}:{server.server_port}"))
         yield
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        ended.set()
+        with contextlib.suppress(OSError):
+            server.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a client
+        # Briefly: the page may wait for the event loop that runs this line.
+        thread.join(1.0)
 
 
 class _Reading(WSGIRequestHandler):
@@ -61,6 +138,12 @@ class _Page(WSGIServer):
     The page needs no token. Any number of idle connections takes no thread, and none of the file
     descriptors that the clients of the service need.
     """
+
+    def server_bind(self) -> None:
+        """Bind the socket, without the look-up of the host's name, which may take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("metrics: a client disconnected", exc_info=True)

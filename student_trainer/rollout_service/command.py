@@ -64,7 +64,7 @@ def rollouts(
     gpu_memory_share: GpuMemoryShareOption = 0.9,
     sleep: options.SleepOption = False,
     threads: ThreadsOption = None,
-    metrics_port: MetricsPortOption = None,
+    metrics_port: MetricsPortOption = 0,
     metrics_host: MetricsHostOption = "127.0.0.1",
     log_format: LogFormatOption = LogFormat.TEXT,
     log_level: LogLevelOption = LogLevel.INFO,
@@ -85,5 +85,5 @@ def rollouts(
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
-        page = None if metrics_port is None else (metrics_host, metrics_port)
-        run(EngineSettings(engine, model, revision, dtype, lora_rank, device, vllm), endpoint, page)
+        chosen = EngineSettings(engine, model, revision, dtype, lora_rank, device, vllm)
+        run(chosen, endpoint, (metrics_host, metrics_port))

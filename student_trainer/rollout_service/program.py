@@ -12,7 +12,7 @@ from clients.preflight.rollouts import gpus_here
 from protos import rollouts_pb2_grpc
 from protos.errors import InvalidInput
 from protos.rpc.logs import fields
-from protos.rpc.metrics_page import metrics_page
+from protos.rpc.metrics_page import MetricsPage, metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from protos.vllm_processes import require_vllm
 from student_trainer.rollout_service.engines.base import RolloutEngine
@@ -52,19 +52,17 @@ class EngineSettings:
     vllm: VllmSettings
 
 
-def run(
-    settings: EngineSettings, endpoint: ServerEndpoint, page: tuple[str, int] | None = None
-) -> None:
+def run(settings: EngineSettings, endpoint: ServerEndpoint, address: tuple[str, int]) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
-    `page`: (host, port) of the metrics page; None: there is none. Raises InvalidInput if the
-    settings cannot work.
+    `address`: (host, port) of the metrics page. Raises InvalidInput if the settings cannot work.
     """
     metrics = RolloutMetrics()
-    with metrics_page(metrics.registry, page):
+    page = MetricsPage(metrics.registry)
+    with metrics_page(page, address):
         endpoint.require_usable()  # before the model is loaded, which takes minutes
         engine = make_engine(settings)
-        asyncio.run(_serve(engine, endpoint, metrics))
+        asyncio.run(_serve(engine, endpoint, metrics, page))
 
 
 def make_engine(settings: EngineSettings) -> RolloutEngine:
@@ -141,18 +139,26 @@ def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:
     return InvalidInput(f"the {engine} engine has no such option", field=option, hint=hint)
 
 
-async def _serve(engine: RolloutEngine, endpoint: ServerEndpoint, metrics: RolloutMetrics) -> None:
+async def _serve(
+    engine: RolloutEngine, endpoint: ServerEndpoint, metrics: RolloutMetrics, page: MetricsPage
+) -> None:
     servicer = RolloutServicer(engine, metrics)
+    page.follow(asyncio.get_running_loop())
 
     def register(server: grpc.aio.Server) -> str:
         rollouts_pb2_grpc.add_RolloutsServicer_to_server(servicer, server)
         return "distill.v1.Rollouts"
 
     def on_ready(port: int) -> None:
+        page.ready = True
         info = engine.info
         facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
         log.info("serving", extra=fields(**facts, device=info.device))
         print(f"rollout service listening on {endpoint.address(port)}", flush=True)
+
+    def on_stop() -> None:
+        page.ready = False
+        servicer.drain()
 
     try:
         if engine.info.sleeps:
@@ -162,7 +168,7 @@ async def _serve(engine: RolloutEngine, endpoint: ServerEndpoint, metrics: Rollo
             endpoint,
             grace_seconds=GRACE_SECONDS,
             on_ready=on_ready,
-            on_stop=servicer.drain,
+            on_stop=on_stop,
         )
     finally:
         await engine.close()

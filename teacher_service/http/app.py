@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from clients.teacher.query import ScoreQuery
 from protos.auth.access import Tokens
 from protos.errors import DistillError, InvalidInput, Unavailable
+from protos.rpc.metrics_page import CONTENT_TYPE
 from teacher_service.http.asked import Asked, refuse
 from teacher_service.http.callers import Caller, Callers
 from teacher_service.http.chosen_ids import read_chosen_ids
@@ -78,7 +79,7 @@ class Teacher:
     async def exposition(self, request: Request) -> Response:
         """GET /metrics: the metrics in the text format of Prometheus."""
         text = generate_latest(self.metrics.registry)
-        return Response(text, media_type="text/plain; version=0.0.4")
+        return Response(text, media_type=CONTENT_TYPE)
 
     def completions(self, body: bytes) -> Asked:
         """POST /v1/completions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -28,7 +29,7 @@ from tests.distill_server.dashboard.site import TOKENS, Site
 from tests.documents import blocks
 from tests.security.processes import environment, teacher
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "dashboard.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "operations.md"
 MANY = 10_000
 
 
@@ -246,15 +247,17 @@ def test_a_teacher_that_the_server_runs_is_told(make_site: Callable[..., Site]) 
     assert seen[0]["jobs"] == [job_id]
 
 
-def test_prometheus_reads_what_the_database_holds(make_site: Callable[..., Site]) -> None:
+def test_prometheus_reads_what_the_server_did(make_site: Callable[..., Site]) -> None:
     site = make_site()
     done = site.submit(max_steps=1)
     failed = site.submit(name="crash_at=2 every=100", max_steps=3)
     eventually(lambda: site.job(done)["state"] == "SUCCEEDED")
     eventually(lambda: site.job(failed)["state"] == "FAILED")
+    site.ask("/metrics")  # the disk is measured for the next scrape
     families = {
         family.name: {tuple(s.labels.values()): s.value for s in family.samples}
         for family in text_string_to_metric_families(site.ask("/metrics").body.decode())
+        if not family.name.startswith("process_")
     }
     jobs = families["distill_server_jobs"]
     assert {state: int(count) for (state,), count in jobs.items() if count} == {
@@ -265,9 +268,16 @@ def test_prometheus_reads_what_the_database_holds(make_site: Callable[..., Site]
     assert families["distill_server_retries"] == {(): 1}
     assert families["distill_server_slots"] == {(): 4}
     assert families["distill_server_queue_seconds"] == {(): 0}
-    assert set(re.findall(r"`(distill_server_\w+?)(?:_total)?`", DOCUMENT.read_text())) == set(
-        families
-    )
+    ended = families["distill_server_ended_jobs"]
+    assert ended == {("CANCELLED",): 0, ("FAILED",): 1, ("SUCCEEDED",): 1}
+    assert families["distill_server_waiting_jobs"] == {(): 0}
+    assert families["distill_server_silent_seconds"] == {(): 0}
+    assert set(families["distill_server_teachers"].values()) == {0}
+    usage = shutil.disk_usage(site.runs)
+    assert families["distill_server_disk_bytes"] == {(): usage.total}
+    assert 0 < families["distill_server_disk_free_bytes"][()] <= usage.total
+    explained = re.findall(r"^\| `(distill_server_\w+?)(?:_total)?` \|", DOCUMENT.read_text(), re.M)
+    assert set(explained) == set(families)
 
 
 def test_what_is_not_found_says_so(site: Site) -> None:

@@ -1,0 +1,91 @@
+"""The page of a service for its operators, read by the standard library's client."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from protos.errors import InvalidInput
+from protos.rpc import metrics_page as module
+from protos.rpc.metrics_page import MetricsPage, metrics_page
+
+
+@contextmanager
+def serving(page: MetricsPage, caplog: pytest.LogCaptureFixture) -> Iterator[int]:
+    caplog.set_level("INFO", "protos.rpc.metrics_page")
+    with metrics_page(page, ("127.0.0.1", 0)):
+        found = re.search(r"metrics at http://127\.0\.0\.1:(\d+)/metrics", caplog.messages[-1])
+        assert found
+        yield int(found[1])
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_a_service_is_alive_and_then_ready(caplog: pytest.LogCaptureFixture) -> None:
+    page = MetricsPage(CollectorRegistry())
+    with serving(page, caplog) as port:
+        assert get(port, "/healthz") == (200, "ok\n")
+        assert get(port, "/readyz") == (503, "not ready\n")
+        page.ready = True
+        assert get(port, "/readyz") == (200, "ok\n")
+        status, text = get(port, "/metrics")
+        assert status == 200
+        assert "process_start_time_seconds " in text
+        assert get(port, "/")[0] == get(port, "/metrics/x")[0] == 404
+
+
+def test_answers_come_from_the_event_loop(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that runs answers; one that hangs, or is closed, is not alive."""
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.05)
+    page = MetricsPage(CollectorRegistry())
+    page.ready = True
+    hanging, closed = asyncio.new_event_loop(), asyncio.new_event_loop()
+    closed.close()
+    silent = (503, "the service does not answer\n")
+    with serving(page, caplog) as port:
+        for loop in (hanging, closed):
+            page.follow(loop)
+            assert get(port, "/healthz") == get(port, "/readyz") == silent
+            assert get(port, "/metrics") == silent
+    hanging.close()
+
+    async def answer() -> None:
+        page.follow(asyncio.get_running_loop())
+        with serving(page, caplog) as port:
+            assert await asyncio.to_thread(get, port, "/healthz") == (200, "ok\n")
+
+    monkeypatch.undo()
+    asyncio.run(answer())
+
+
+def test_the_page_ends_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its thread waits for a client without a limit of time, and its port is free afterwards."""
+    with serving(MetricsPage(CollectorRegistry()), caplog) as port:
+        [thread] = [one for one in threading.enumerate() if one.name == "metrics"]
+    assert not thread.is_alive()
+    with metrics_page(MetricsPage(CollectorRegistry()), ("127.0.0.1", port)):
+        pass
+
+
+def test_a_taken_port(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(MetricsPage(CollectorRegistry()), caplog) as port:
+        page = metrics_page(MetricsPage(CollectorRegistry()), ("127.0.0.1", port))
+        with pytest.raises(InvalidInput, match="--metrics-port: cannot listen on"), page:
+            pass
