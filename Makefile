@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-deploy test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -66,6 +66,13 @@ test-deploy: setup .venv-deploy/.installed  ## test images, the chart and the sy
 	    echo "error: make test-deploy needs root, and the packages buildah, mmdebstrap and systemd-container" >&2; exit 1; }; \
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends buildah mmdebstrap systemd-container; }
 	DISTILL_BUILD_IMAGES=1 $(BIN)/pytest --timeout 1800 tests/deploy
+
+test-monitoring: setup  ## test alerts and board with a real Prometheus and Alertmanager (Debian); as root, installs them
+	command -v prometheus >/dev/null && command -v amtool >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { \
+	    echo "error: make test-monitoring needs root, or the packages prometheus and prometheus-alertmanager" >&2; exit 1; }; \
+	  apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus prometheus-alertmanager; }
+	$(BIN)/pytest tests/deploy/monitoring
 
 test-8bit: setup  ## test the optimizer with moments in 8 bits; installs torchao, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit]'

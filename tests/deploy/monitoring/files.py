@@ -1,0 +1,35 @@
+"""The files of deploy/monitoring, and the metrics that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[3]
+FILES = ROOT / "deploy" / "monitoring"
+_METRIC = re.compile(r"\b(?:distill|process)_\w+\b|\bup\b(?=\{)")
+
+
+def rules() -> Iterator[tuple[str, str]]:
+    """Name and expression of each alert."""
+    for group in yaml.safe_load((FILES / "rules.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+
+
+def panels() -> Iterator[tuple[str, str]]:
+    """Title and expression of each curve of the board."""
+    board: Any = json.loads((FILES / "dashboard.json").read_text())
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+
+
+def metrics() -> set[str]:
+    """Every metric that an alert or a panel names."""
+    return {name for _, expr in (*rules(), *panels()) for name in _METRIC.findall(expr)}

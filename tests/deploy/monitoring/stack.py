@@ -1,0 +1,143 @@
+"""Prometheus and Alertmanager on free ports, with the files of deploy/monitoring.
+
+Of the copies that they read, only addresses and durations differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.monitoring.files import FILES
+from tests.distill_server.conftest import eventually
+from tests.ports import free_ports
+
+
+class Prometheus:
+    """A running Prometheus, by its HTTP interface."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/api/v1"
+
+    def query(self, expr: str) -> Sequence[Mapping[str, Any]]:
+        """The samples of an expression now."""
+        question = urllib.parse.urlencode({"query": expr})
+        found: Any = _read(f"{self._url}/query?{question}")
+        assert found["status"] == "success", found
+        samples: Sequence[Mapping[str, Any]] = found["data"]["result"]
+        return samples
+
+    def value(self, expr: str) -> float | None:
+        """The only sample of an expression; None if it has none."""
+        samples = self.query(expr)
+        assert len(samples) < 2, samples
+        return float(samples[0]["value"][1]) if samples else None
+
+    def firing(self) -> set[str]:
+        """Names of the alerts that fire."""
+        found = self.query('ALERTS{alertstate="firing"}')
+        return {sample["metric"]["alertname"] for sample in found}
+
+
+class Messages:
+    """What Alertmanager has sent: (name, status) of each alert."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def read(self, body: bytes) -> None:
+        for alert in json.loads(body)["alerts"]:
+            assert alert["annotations"]["summary"]
+            self.seen.add((alert["labels"]["alertname"], alert["status"]))
+
+
+@contextlib.contextmanager
+def monitoring(home: Path, targets: Mapping[str, str]) -> Iterator[tuple[Prometheus, Messages]]:
+    """Both programs within the block. `targets`: HOST:PORT by the name of the scrape job."""
+    messages = Messages()
+    with _receiver(messages) as port, contextlib.ExitStack() as stack:
+        here, alerts = free_ports(2)
+        text = (FILES / "alertmanager.yml").read_text().replace(":9095/", f":{port}/")
+        waits = r"(group_wait|group_interval): \w+"
+        (home / "alertmanager.yml").write_text(_change(waits, r"\1: 1s", text))
+        rules = (FILES / "rules.yml").read_text()
+        (home / "rules.yml").write_text(_change(r"for: \d+m", "for: 1s", rules))
+        (home / "prometheus.yml").write_text(_scraping(targets, alerts))
+        for words in (
+            [
+                "prometheus-alertmanager",
+                f"--storage.path={home}/alerts",
+                "--cluster.listen-address=",
+            ],
+            ["prometheus", f"--storage.tsdb.path={home}/series"],
+        ):
+            name = words[0].removeprefix("prometheus-")
+            words += [f"--config.file={home}/{name}.yml", "--log.level=warn"]
+            words += [f"--web.listen-address=127.0.0.1:{here if name == 'prometheus' else alerts}"]
+            stack.enter_context(_process(words, home / f"{name}.log"))
+        eventually(lambda: _answers(here) and _answers(alerts))
+        yield Prometheus(here), messages
+
+
+def _scraping(targets: Mapping[str, str], alerts: int) -> str:
+    text = (FILES / "prometheus.yml").read_text()
+    text = _change(r"(\w+_interval): 15s", r"\1: 1s", text).replace(":9093", f":{alerts}")
+    for job, target in targets.items():
+        text = _change(rf'(job_name: {job}\n.*\n.*targets: \[)"[^"]+"', rf'\1"{target}"', text)
+    return text
+
+
+def _change(pattern: str, replacement: str, text: str) -> str:
+    changed, count = re.subn(pattern, replacement, text)
+    assert count, pattern
+    return changed
+
+
+@contextlib.contextmanager
+def _process(words: Sequence[str], log: Path) -> Iterator[None]:
+    with log.open("wb") as file, subprocess.Popen(words, stdout=file, stderr=file) as process:
+        try:
+            yield
+            assert process.poll() is None, log.read_text()
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _receiver(messages: Messages) -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            messages.read(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready"):
+        return True
+    return False
+
+
+def _read(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.loads(answer.read())
