@@ -62,6 +62,7 @@ def serve(
     metrics_port: MetricsPortOption = 0,
     metrics_host: MetricsHostOption = "127.0.0.1",
     database: options.DatabaseOption = None,
+    on_end: options.OnEndOption = None,
     ray: options.RayOption = None,
     slurm: options.SlurmOption = False,
     slurm_option: options.SlurmOptionsOption = None,
@@ -69,13 +70,13 @@ def serve(
 ) -> None:
     """Accept distillation jobs, run them, and report their progress."""
     from distill_server.jobs.preflight import JobPreflight
+    from distill_server.on_end import EndCommand
     from distill_server.scheduler import Policy
     from distill_server.server import run_server
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("protos.rpc.metrics_page").setLevel(logging.INFO)  # tells its address
+    _start_logging()
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
         machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
@@ -85,6 +86,7 @@ def serve(
                 runs,
                 database=database,
                 dashboard=_dashboard(dashboard, external_url, tls),
+                on_end=None if on_end is None else EndCommand(on_end),
                 metrics=(metrics_host, metrics_port),
                 endpoint=endpoint,
                 runner=_runner(ray, slurm, slurm_option or []),
@@ -92,14 +94,21 @@ def serve(
                     machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600
                 ),
                 preflight=JobPreflight(here=ray is None and not slurm),
-                on_ready=lambda bound: print(
-                    f"server listening on {endpoint.address(bound)}", flush=True
-                ),
+                on_ready=lambda bound: _tell(endpoint.address(bound)),
             )
         )
     except (DistillError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def _start_logging() -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("protos.rpc.metrics_page").setLevel(logging.INFO)  # tells its address
+
+
+def _tell(address: str) -> None:
+    print(f"server listening on {address}", flush=True)
 
 
 def _machine(

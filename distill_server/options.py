@@ -63,6 +63,14 @@ DatabaseOption = Annotated[
         help="Job database. Default: server.sqlite in --runs. Not on a network file system.",
     ),
 ]
+OnEndOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND",
+        help="Run this command when a job has SUCCEEDED, FAILED or is CANCELLED, with the job's"
+        " record as JSON on its standard input, for at most 30 s. No shell reads it.",
+    ),
+]
 RayOption = Annotated[
     str | None,
     typer.Option(

@@ -21,6 +21,7 @@ from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.metrics import ServerMetrics
+from distill_server.on_end import EndCommand
 from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
@@ -52,29 +53,30 @@ async def run_server(
     dashboard: Dashboard | None = None,
     metrics: tuple[str, int] = ("127.0.0.1", 0),
     database: Path | None = None,
+    on_end: EndCommand | None = None,
 ) -> None:
     """Serve the jobs under `runs` until SIGTERM or SIGINT.
 
     Trainers keep running, and the next server on the same directory follows them. `on_ready` is
     called with the port once the server listens. `metrics` is the (host, port) of the
-    metrics page, `database` defaults to server.sqlite in `runs`.
+    metrics page, `database` defaults to server.sqlite in `runs`. `on_end` is told of ended jobs.
     Raises WrongState if another server uses the database, InvalidInput if the port is taken or
     `runs` cannot be a directory.
     """
     runs = _directory(runs)
     bells = ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
-        store = JobStore(connection, on_change=bells.ring)
+
+        def changed(job_id: str) -> None:
+            bells.ring(job_id)
+            if on_end is not None and store.has(job_id):
+                on_end.changed(store.job(job_id))
+
+        store = JobStore(connection, on_change=changed)
         files = RunFiles()
         scheduler = Scheduler(store, runs, runner, policy, preflight, files)
         control = JobControl(
-            store,
-            runs,
-            scheduler.wake,
-            policy.machine,
-            policy.most_queued,
-            preflight,
-            files,
+            *(store, runs, scheduler.wake, policy.machine, policy.most_queued, preflight, files),
             partial(runner.stop, now=False),
         )
         streams = Streams(store, runs, bells, files)

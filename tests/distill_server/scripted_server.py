@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_server.jobs.preflight import unchecked
+from distill_server.on_end import EndCommand
 from distill_server.runners.interface import CommandFactory, Runner
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import UNCOUNTED, Machine
@@ -99,6 +100,7 @@ def main() -> int:
                     **{**POLICY, "linger": options.get("linger", 60.0)},
                 ),
                 preflight=unchecked,
+                on_end=EndCommand(options["on_end"]) if "on_end" in options else None,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )
         )

@@ -1,0 +1,85 @@
+"""Runs a command of the operator at the end of each job, for example to send a message."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+
+from clients.jobs.job import TERMINAL, Job
+from protos.errors import InvalidInput
+
+log = logging.getLogger(__name__)
+
+_LIMIT_SECONDS = 30.0
+_MOST_WAITING = 1000
+
+
+class EndCommand:
+    """The command of `--on-end`, which gets the record of a job as JSON on its standard input.
+
+    It runs in a thread, for one job at a time, at most `seconds`; its output goes to the server's
+    log. No shell reads it, and no text of a client is among its arguments. Ends that a killed
+    server had not told are not told later.
+    """
+
+    def __init__(self, command: str, seconds: float = _LIMIT_SECONDS) -> None:
+        """Raises InvalidInput if the program of the command is not found."""
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise _unusable(command, str(error).lower()) from error
+        if not self._words or shutil.which(self._words[0]) is None:
+            raise _unusable(command, "there is no such program")
+        self._seconds = seconds
+        self._ended: queue.Queue[Job] = queue.Queue(_MOST_WAITING)
+        threading.Thread(target=self._work, name="on-end", daemon=True).start()
+
+    def changed(self, job: Job) -> None:
+        """Run the command for a job that has just changed, if it has ended. Returns at once."""
+        if job.state not in TERMINAL:
+            return
+        try:
+            self._ended.put_nowait(job)
+        except queue.Full:
+            log.warning("--on-end: not run for job %s, %d others wait", job.id, _MOST_WAITING)
+
+    def _work(self) -> None:
+        while True:
+            job = self._ended.get()
+            try:
+                self._run(job)
+            except Exception as error:
+                log.warning("--on-end: job %s: the command cannot run: %s", job.id, error)
+
+    def _run(self, job: Job) -> None:
+        record = asdict(job)
+        del record["config_json"], record["checkpoints"]
+        process = subprocess.Popen(
+            self._words, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True
+        )
+        try:
+            process.communicate(json.dumps(record).encode() + b"\n", self._seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            log.warning("--on-end: job %s: killed after %g s", job.id, self._seconds)
+            return
+        if process.returncode:
+            log.warning("--on-end: job %s: exit code %d", job.id, process.returncode)
+
+
+def _unusable(command: str, why: str) -> InvalidInput:
+    return InvalidInput(
+        f"cannot run {command!r}: {why}",
+        field="--on-end",
+        hint="give a program and its arguments, such as '/usr/local/bin/tell-people'",
+    )
