@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +15,16 @@ def metrics_address(log: Path) -> str:
     found = re.search(r"metrics at http://(127\.0\.0\.1:\d+)/", log.read_text())
     assert found, log.read_text()
     return found[1]
+
+
+def status(address: str, path: str) -> int:
+    """The HTTP status of a path of the page, such as /readyz."""
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 def scrape(address: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -10,11 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from clients.jobs.client import DistillClient
 from protos.errors import NotFound
+from tests.scraping import metrics_address, scrape, status
 
 
 def command(runs: Path, *options: str) -> list[str]:
@@ -22,10 +25,16 @@ def command(runs: Path, *options: str) -> list[str]:
 
 
 @contextmanager
-def program(runs: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def program(
+    runs: Path, *options: str, stderr: IO[bytes] | None = None, tokens: str = ""
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The program once it is ready, and its line."""
     with subprocess.Popen(
-        command(runs, "--port", "0", *options), stdout=subprocess.PIPE, text=True
+        command(runs, "--port", "0", *options),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env={**os.environ, "DISTILL_TOKENS": tokens},
     ) as process:
         assert process.stdout is not None
         try:
@@ -48,6 +57,21 @@ def test_starts_serves_and_stops(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.read() == ""
     assert (tmp_path / "runs" / "server.sqlite").exists()
+
+
+def test_its_page_is_always_there(tmp_path: Path) -> None:
+    """At any free port, which its log names; it needs no token."""
+    log = tmp_path / "server.log"
+    with (
+        log.open("wb") as stderr,
+        program(tmp_path / "runs", stderr=stderr, tokens="read " + 43 * "a") as (process, line),
+    ):
+        assert line.startswith("server listening on")
+        page = metrics_address(log)
+        assert (status(page, "/healthz"), status(page, "/readyz")) == (200, 200)
+        assert scrape(page)["distill_server_jobs[QUEUED]"] == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
 
 
 def test_the_database_may_be_elsewhere(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from protos.rpc.statuses import fault_of
 from protos.teacher_pb2_grpc import TeacherStub
 from tests.distill_server.conftest import eventually
 from tests.ports import free_ports
+from tests.scraping import metrics_address, scrape, status
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -105,6 +106,16 @@ def test_callers_learn_the_share_and_their_queries_wait(loading: GatedTeacher) -
 def test_doctor_tells_the_share(loading: GatedTeacher) -> None:
     problem = _reachable("teacher", loading.address).problem
     assert problem.startswith(f"{loading.address} answers: it is loading its model (reading")
+
+
+def test_probes_over_http(loading: GatedTeacher) -> None:
+    """Alive from the start on, ready once it answers."""
+    page = metrics_address(loading.log)
+    assert (status(page, "/healthz"), status(page, "/readyz")) == (200, 503)
+    assert scrape(page)["distill_teacher_ready"] == 0
+    loading.go_on()
+    assert (status(page, "/healthz"), status(page, "/readyz")) == (200, 200)
+    assert scrape(page)["distill_teacher_ready"] == 1
 
 
 def test_health_says_not_serving_until_the_model_is_loaded(loading: GatedTeacher) -> None:
