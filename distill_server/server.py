@@ -142,11 +142,11 @@ async def _serve_and_schedule(
     def ready(bound: int) -> None:
         # Only once the port is bound: a server that cannot be reached must not start jobs.
         tasks.append(asyncio.get_running_loop().create_task(scheduler.run()))
+        page.start()
         on_ready(bound)
-        page.ready = True
 
     def end() -> None:
-        page.ready = False
+        page.stop()
         on_stop()
 
     await serve(register, endpoint, grace_seconds=_GRACE_SECONDS, on_ready=ready, on_stop=end)

@@ -309,13 +309,13 @@ class _Program:
         )
 
     def _end_calls(self) -> None:
-        self._page.ready = False
+        self._page.stop()
         for end in self._enders:
             end()
 
     def _tell_ready(self, port: int) -> None:
         assert self._dispatcher
-        self._page.ready = True
+        self._page.start()
         info = self._dispatcher.info
         facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
         log.info("serving", extra=fields(**facts, fingerprint=info.fingerprint[:16]))

@@ -37,6 +37,7 @@ class MetricsPage:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.ready = False
+        self.address = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         ProcessCollector(registry=registry)
 
@@ -46,6 +47,15 @@ class MetricsPage:
         If the loop does not answer within five seconds, the service is not alive: status 503.
         """
         self._loop = loop
+
+    def start(self) -> None:
+        """Say that the service answers its clients from now on, and log the page's address."""
+        self.ready = True
+        log.info("metrics at http://%s/metrics", self.address)
+
+    def stop(self) -> None:
+        """Say that the service does not answer any more."""
+        self.ready = False
 
     def __call__(
         self, environ: Mapping[str, Any], start_response: Callable[..., object]
@@ -91,8 +101,8 @@ class MetricsPage:
 def metrics_page(page: MetricsPage, address: tuple[str, int]) -> Iterator[None]:
     """Serve the page at (host, port), on a thread.
 
-    Port 0 is any free port; the log has the one that was taken. Raises InvalidInput if the address
-    cannot be used.
+    Port 0 is any free port; the log has the one that was taken, once the service starts. Raises
+    InvalidInput if the address cannot be used.
     """
     host, port = address
     try:
@@ -114,7 +124,7 @@ def metrics_page(page: MetricsPage, address: tuple[str, int]) -> Iterator[None]:
     thread = threading.Thread(target=answer, name="metrics", daemon=True)
     thread.start()
     shown = f"[{host}]" if ":" in host else host
-    log.info("metrics at http://%s:%d/metrics", shown, server.server_port)
+    page.address = f"{shown}:{server.server_port}"
     try:
         yield
     finally:

@@ -150,14 +150,14 @@ async def _serve(
         return "distill.v1.Rollouts"
 
     def on_ready(port: int) -> None:
-        page.ready = True
+        page.start()
         info = engine.info
         facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
         log.info("serving", extra=fields(**facts, device=info.device))
         print(f"rollout service listening on {endpoint.address(port)}", flush=True)
 
     def on_stop() -> None:
-        page.ready = False
+        page.stop()
         servicer.drain()
 
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +17,9 @@ from protos.rpc.metrics_page import MetricsPage, metrics_page
 
 
 @contextmanager
-def serving(page: MetricsPage, caplog: pytest.LogCaptureFixture) -> Iterator[int]:
-    caplog.set_level("INFO", "protos.rpc.metrics_page")
+def serving(page: MetricsPage) -> Iterator[int]:
     with metrics_page(page, ("127.0.0.1", 0)):
-        found = re.search(r"metrics at http://127\.0\.0\.1:(\d+)/metrics", caplog.messages[-1])
-        assert found
-        yield int(found[1])
+        yield int(page.address.rpartition(":")[2])
 
 
 def get(port: int, path: str) -> tuple[int, str]:
@@ -38,20 +34,22 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 def test_a_service_is_alive_and_then_ready(caplog: pytest.LogCaptureFixture) -> None:
     page = MetricsPage(CollectorRegistry())
-    with serving(page, caplog) as port:
+    with serving(page) as port:
         assert get(port, "/healthz") == (200, "ok\n")
         assert get(port, "/readyz") == (503, "not ready\n")
-        page.ready = True
+        with caplog.at_level("INFO", "protos.rpc.metrics_page"):
+            page.start()
+        assert caplog.messages == [f"metrics at http://127.0.0.1:{port}/metrics"]
         assert get(port, "/readyz") == (200, "ok\n")
+        page.stop()
+        assert get(port, "/readyz") == (503, "not ready\n")
         status, text = get(port, "/metrics")
         assert status == 200
         assert "process_start_time_seconds " in text
         assert get(port, "/")[0] == get(port, "/metrics/x")[0] == 404
 
 
-def test_answers_come_from_the_event_loop(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_come_from_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that runs answers; one that hangs, or is closed, is not alive."""
     monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.05)
     page = MetricsPage(CollectorRegistry())
@@ -59,7 +57,7 @@ def test_answers_come_from_the_event_loop(
     hanging, closed = asyncio.new_event_loop(), asyncio.new_event_loop()
     closed.close()
     silent = (503, "the service does not answer\n")
-    with serving(page, caplog) as port:
+    with serving(page) as port:
         for loop in (hanging, closed):
             page.follow(loop)
             assert get(port, "/healthz") == get(port, "/readyz") == silent
@@ -68,24 +66,24 @@ def test_answers_come_from_the_event_loop(
 
     async def answer() -> None:
         page.follow(asyncio.get_running_loop())
-        with serving(page, caplog) as port:
+        with serving(page) as port:
             assert await asyncio.to_thread(get, port, "/healthz") == (200, "ok\n")
 
     monkeypatch.undo()
     asyncio.run(answer())
 
 
-def test_the_page_ends_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_page_ends_at_once() -> None:
     """Its thread waits for a client without a limit of time, and its port is free afterwards."""
-    with serving(MetricsPage(CollectorRegistry()), caplog) as port:
+    with serving(MetricsPage(CollectorRegistry())) as port:
         [thread] = [one for one in threading.enumerate() if one.name == "metrics"]
     assert not thread.is_alive()
     with metrics_page(MetricsPage(CollectorRegistry()), ("127.0.0.1", port)):
         pass
 
 
-def test_a_taken_port(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(MetricsPage(CollectorRegistry()), caplog) as port:
+def test_a_taken_port() -> None:
+    with serving(MetricsPage(CollectorRegistry())) as port:
         page = metrics_page(MetricsPage(CollectorRegistry()), ("127.0.0.1", port))
         with pytest.raises(InvalidInput, match="--metrics-port: cannot listen on"), page:
             pass

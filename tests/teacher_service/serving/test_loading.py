@@ -29,7 +29,7 @@ from protos.rpc.statuses import fault_of
 from protos.teacher_pb2_grpc import TeacherStub
 from tests.distill_server.conftest import eventually
 from tests.ports import free_ports
-from tests.scraping import metrics_address, scrape, status
+from tests.scraping import scrape, status
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -42,6 +42,7 @@ class GatedTeacher:
     address: str
     gate: Path
     log: Path
+    page: str
 
     def fault(self) -> DistillError:
         """What a call that does not wait gets."""
@@ -64,9 +65,10 @@ class GatedTeacher:
 @pytest.fixture
 def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
     """A teacher that holds 40% of its weights, and waits for a file to go on."""
-    [port], gate, log = free_ports(1), tmp_path / "gate", tmp_path / "teacher.log"
+    (port, page), gate, log = free_ports(2), tmp_path / "gate", tmp_path / "teacher.log"
     command = [sys.executable, "-m", "tests.teacher_service.serving.gated_teacher"]
     options = ["--model", str(tiny_model), "--no-cache", "--port", str(port)]
+    options += ["--metrics-port", str(page)]
     environment = {**os.environ, "GATE": str(gate), "OMP_NUM_THREADS": "1"}
     with log.open("ab") as stderr:
         process = subprocess.Popen(
@@ -77,7 +79,7 @@ def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
             env=environment,
         )
     with process:
-        teacher = GatedTeacher(process, f"127.0.0.1:{port}", gate, log)
+        teacher = GatedTeacher(process, f"127.0.0.1:{port}", gate, log, f"127.0.0.1:{page}")
         try:
             eventually(teacher.is_in_the_weights)
             yield teacher
@@ -110,7 +112,7 @@ def test_doctor_tells_the_share(loading: GatedTeacher) -> None:
 
 def test_probes_over_http(loading: GatedTeacher) -> None:
     """Alive from the start on, ready once it answers."""
-    page = metrics_address(loading.log)
+    page = loading.page
     assert (status(page, "/healthz"), status(page, "/readyz")) == (200, 503)
     assert scrape(page)["distill_teacher_ready"] == 0
     loading.go_on()
