@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,9 +85,7 @@ async def run_server(
         service = DistillService(
             store, runs, control, streams, files, scheduler.teachers, uploads, kept
         )
-        page = MetricsPage(CollectorRegistry())
-        measured = ServerMetrics(store, policy.machine, scheduler.teachers, runs, files)
-        page.registry.register(measured)
+        page = _page(ServerMetrics(store, policy.machine, scheduler.teachers, runs, files))
         pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
         pages = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:
@@ -95,20 +93,31 @@ async def run_server(
                 *(endpoint, runs, store, bells, control, streams, scheduler, policy.machine),
                 page.registry,
             )
-        async with pages as announce:
+        async with pages as announce, _collecting_garbage(uploads, connection, files):
 
             def ready(bound: int) -> None:
                 on_ready(bound)
                 announce(bound)
 
-            garbage = asyncio.create_task(_collect_garbage(uploads, connection, files))
-            try:
-                with metrics_page(page, metrics):
-                    await _serve_and_schedule(
-                        service, scheduler, endpoint, page, ready, bells.close
-                    )
-            finally:
-                garbage.cancel()
+            with metrics_page(page, metrics):
+                await _serve_and_schedule(service, scheduler, endpoint, page, ready, bells.close)
+
+
+def _page(metrics: ServerMetrics) -> MetricsPage:
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    return MetricsPage(registry)
+
+
+@contextlib.asynccontextmanager
+async def _collecting_garbage(
+    uploads: Uploads, connection: sqlite3.Connection, files: RunFiles
+) -> AsyncIterator[None]:
+    garbage = asyncio.create_task(_collect_garbage(uploads, connection, files))
+    try:
+        yield
+    finally:
+        garbage.cancel()
 
 
 async def _collect_garbage(
