@@ -302,7 +302,8 @@ class DistillClient:
         """Download the export or a checkpoint of a job into a new directory, and return its path.
 
         `checkpoint` is a step, "best" (see `clients.runs.best_step`) or "last". For a capture the
-        export is its store. `clients.jobs.artifacts.pull_run` copies from a run directory.
+        export is its store, for an evaluation its results. `clients.jobs.artifacts.pull_run` copies
+        from a run directory.
 
         `destination` appears only when the download is complete. Raises WrongState if the job has
         no export (with the reason if it failed), InvalidInput if `destination` is not empty, and

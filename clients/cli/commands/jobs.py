@@ -16,7 +16,7 @@ from clients.jobs.job import Job, JobState
 from clients.jobs.view import duration, kl_of
 from protos.errors import InvalidInput
 
-# The column of the KL, or else of the held-out loss: a job of method sft has no KL.
+# The column of the KL, or else of what the method has: the loss of sft, the accuracy of eval.
 KL_OR_LOSS = "kl/loss"
 COLUMNS = ("id", "state", "steps", KL_OR_LOSS, "age", "attempt", "name", "reason")
 
@@ -138,8 +138,12 @@ def _row(job: Job, now: float) -> Mapping[str, Any]:
 
 
 def _kl_or_loss(row: Mapping[str, Any]) -> str:
-    loss = row["metrics"].get("cross_entropy")
-    return f"{loss:.4g} loss" if row["kl"] == "-" and loss is not None else str(row["kl"])
+    if row["kl"] != "-":
+        return str(row["kl"])
+    named = (("cross_entropy", "loss"), ("eval/accuracy", "accuracy"))
+    metrics = row["metrics"]
+    found = (f"{metrics[name]:.4g} {label}" for name, label in named if name in metrics)
+    return next(found, "-")
 
 
 def _why(row: Mapping[str, Any]) -> str:
