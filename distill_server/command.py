@@ -55,6 +55,8 @@ def serve(
     retries: options.RetriesOption = 3,
     backoff: options.BackoffOption = 10.0,
     give_up_after: options.GiveUpAfterOption = 24.0,
+    keep_days: options.KeepDaysOption = None,
+    backup: options.BackupOption = None,
     dashboard: options.DashboardPortOption = None,
     external_url: options.ExternalUrlOption = "",
     database: options.DatabaseOption = None,
@@ -73,12 +75,18 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
+        if backup is not None:
+            from distill_server.retention.backup import back_up
+
+            back_up(database or runs / "server.sqlite", backup)
+            return
         machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
             run_server(
                 runs,
                 database=database,
+                keep_days=keep_days,
                 dashboard=_dashboard(dashboard, external_url, tls),
                 endpoint=endpoint,
                 runner=_runner(ray, slurm, slurm_option or []),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ from distill_server.jobs.database import open_database
 from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
+from distill_server.retention.keeper import Keeper
+from distill_server.retention.removals import Removals
 from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
@@ -48,11 +50,13 @@ async def run_server(
     on_ready: Callable[[int], None],
     dashboard: Dashboard | None = None,
     database: Path | None = None,
+    keep_days: float | None = None,
 ) -> None:
     """Serve the jobs under `runs` until SIGTERM or SIGINT.
 
     Trainers keep running, and the next server on the same directory follows them. `on_ready` is
     called with the port once the server listens. `database` defaults to server.sqlite in `runs`.
+    Jobs are removed `keep_days` after their end; None keeps them.
     Raises WrongState if another server uses the database, InvalidInput if the port is taken or
     `runs` cannot be a directory.
     """
@@ -75,8 +79,11 @@ async def run_server(
         streams = Streams(store, runs, bells, files)
         uploads = Uploads(runs)
         kept = KeptTeachers(scheduler.teachers, policy.machine, files, scheduler.order.held)
+        removals = Removals(connection, store, runs, files, bells.ring)
+        keeper = Keeper(removals, keep_days, store.now)
         service = DistillService(
-            store, runs, control, streams, files, scheduler.teachers, uploads, kept
+            *(store, runs, control, streams, removals, files),
+            *(scheduler.teachers, uploads, kept),
         )
         pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
         pages = contextlib.nullcontext(lambda bound: None)
@@ -90,11 +97,9 @@ async def run_server(
                 on_ready(bound)
                 announce(bound)
 
-            garbage = asyncio.create_task(_collect_garbage(uploads, connection, files))
-            try:
-                await _serve_and_schedule(service, scheduler, endpoint, ready, bells.close)
-            finally:
-                garbage.cancel()
+            collect = partial(_collect_garbage, uploads, connection, files)
+            work = (scheduler.run, keeper.run, collect)
+            await _serve_and_work(service, work, endpoint, ready, bells.close)
 
 
 async def _collect_garbage(
@@ -109,14 +114,14 @@ async def _collect_garbage(
         await asyncio.sleep(_COLLECT_SECONDS)
 
 
-async def _serve_and_schedule(
+async def _serve_and_work(
     service: DistillService,
-    scheduler: Scheduler,
+    work: Sequence[Callable[[], Coroutine[None, None, None]]],
     endpoint: ServerEndpoint,
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; the scheduler runs as long as the port is bound."""
+    """Serve until SIGTERM or SIGINT; `work` runs as long as the port is bound."""
     tasks: list[asyncio.Task[None]] = []
 
     def register(server: grpc.aio.Server) -> str:
@@ -125,7 +130,7 @@ async def _serve_and_schedule(
 
     def ready(bound: int) -> None:
         # Only once the port is bound: a server that cannot be reached must not start jobs.
-        tasks.append(asyncio.get_running_loop().create_task(scheduler.run()))
+        tasks.extend(asyncio.get_running_loop().create_task(one()) for one in work)
         on_ready(bound)
 
     await serve(register, endpoint, grace_seconds=_GRACE_SECONDS, on_ready=ready, on_stop=on_stop)
