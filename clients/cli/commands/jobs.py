@@ -87,6 +87,7 @@ def cancel(
             chosen,
             lambda job: client.cancel(job, now=now),
             lambda job: f"{job.id} {job.state}",
+            named=bool(jobs),
         )
 
 
@@ -117,6 +118,7 @@ def resume(
             chosen,
             lambda job: client.resume(job, max_steps=max_steps, from_step=from_step),
             lambda job: f"{job.id} {job.state} attempt {job.attempt}",
+            named=bool(jobs),
         )
 
 
@@ -137,7 +139,13 @@ def rm(
         chosen = _chosen(client, jobs, every, state, older_than, TERMINAL)
         if chosen and not yes:
             _ask(settings.output, [client.get(job) for job in chosen])
-        _each(settings.output, chosen, client.remove, lambda job: f"{job.id} removed")
+        _each(
+            settings.output,
+            chosen,
+            client.remove,
+            lambda job: f"{job.id} removed",
+            named=bool(jobs),
+        )
 
 
 def pin(
@@ -153,6 +161,7 @@ def pin(
             jobs or [],
             lambda job: client.pin(job, pinned=not off),
             lambda job: f"{job.id} {'pinned' if job.pinned else 'not pinned'}",
+            named=True,
         )
 
 
@@ -199,11 +208,13 @@ def _each(
     jobs: Sequence[str],
     act: Callable[[str], Job],
     line_of: Callable[[Job], str],
+    *,
+    named: bool,
 ) -> None:
-    """Call `act` for each job and print the results; an error does not stop the others.
+    """Call `act` for each job and print the results.
 
-    After that the errors are printed, and the first one is raised. Without an answer of the server
-    the jobs that are left are not tried.
+    `named`: the jobs are those that the user named, of which an error stops the rest. Otherwise the
+    rest goes on, unless the server does not answer. Then the first error is raised.
     """
     done: list[Job] = []
     faults: list[DistillError] = []
@@ -212,7 +223,7 @@ def _each(
             done.append(act(job))
         except DistillError as error:
             faults.append(error)
-            if isinstance(error, Unavailable):
+            if named or isinstance(error, Unavailable):
                 break
     if done or (output.as_json and not faults):
         print_jobs(output, done, [line_of(job) for job in done])
