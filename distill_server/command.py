@@ -67,6 +67,7 @@ def serve(
 ) -> None:
     """Accept distillation jobs, run them, and report their progress."""
     from distill_server.jobs.preflight import JobPreflight
+    from distill_server.retention.backup import back_up
     from distill_server.scheduler import Policy
     from distill_server.server import run_server
     from protos.auth.tls import TlsFiles
@@ -76,10 +77,7 @@ def serve(
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
         if backup is not None:
-            from distill_server.retention.backup import back_up
-
-            back_up(database or runs / "server.sqlite", backup)
-            return
+            return back_up(database or runs / "server.sqlite", backup)
         machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
@@ -94,14 +92,16 @@ def serve(
                     machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600
                 ),
                 preflight=JobPreflight(here=ray is None and not slurm),
-                on_ready=lambda bound: print(
-                    f"server listening on {endpoint.address(bound)}", flush=True
-                ),
+                on_ready=lambda bound: _say_ready(endpoint.address(bound)),
             )
         )
     except (DistillError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def _say_ready(address: str) -> None:
+    print(f"server listening on {address}", flush=True)
 
 
 def _machine(
