@@ -15,6 +15,7 @@ import protos  # noqa: F401  # before any of its users imports gRPC
 
 if TYPE_CHECKING:
     from clients.config.capture import CaptureJob
+    from clients.config.evaluation import EvalJob
     from clients.config.file import load_job, load_jobs
     from clients.config.offline import OfflineJob
     from clients.config.on_policy import OnPolicyJob
@@ -39,6 +40,7 @@ _MODULES = {
     "CaptureJob": "clients.config.capture",
     "DistillClient": "clients.jobs.client",
     "DistillError": "protos.errors",
+    "EvalJob": "clients.config.evaluation",
     "Job": "clients.jobs.job",
     "JobEvent": "clients.jobs.job",
     "JobHandle": "clients.jobs.client",
@@ -67,6 +69,7 @@ __all__ = [
     "CaptureJob",
     "DistillClient",
     "DistillError",
+    "EvalJob",
     "Job",
     "JobEvent",
     "JobHandle",

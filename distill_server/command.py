@@ -57,6 +57,8 @@ def serve(
     retries: options.RetriesOption = 3,
     backoff: options.BackoffOption = 10.0,
     give_up_after: options.GiveUpAfterOption = 24.0,
+    keep_days: options.KeepDaysOption = None,
+    backup: options.BackupOption = None,
     dashboard: options.DashboardPortOption = None,
     external_url: options.ExternalUrlOption = "",
     metrics_port: MetricsPortOption = 0,
@@ -71,6 +73,7 @@ def serve(
     """Accept distillation jobs, run them, and report their progress."""
     from distill_server.jobs.preflight import JobPreflight
     from distill_server.on_end import EndCommand
+    from distill_server.retention.backup import back_up
     from distill_server.scheduler import Policy
     from distill_server.server import run_server
     from protos.auth.tls import TlsFiles
@@ -79,12 +82,15 @@ def serve(
     _start_logging()
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
+        if backup is not None:
+            return back_up(database or runs / "server.sqlite", backup)
         machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
             run_server(
                 runs,
                 database=database,
+                keep_days=keep_days,
                 dashboard=_dashboard(dashboard, external_url, tls),
                 on_end=None if on_end is None else EndCommand(on_end),
                 metrics=(metrics_host, metrics_port),

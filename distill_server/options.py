@@ -56,6 +56,22 @@ GiveUpAfterOption = Annotated[
         min=0,
     ),
 ]
+KeepDaysOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="DAYS",
+        help="Remove jobs, with their files, this many days after their end. Default: keep them."
+        " Pinned jobs are kept, and those that a kept job comes after.",
+        min=0,
+    ),
+]
+BackupOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Copy the job database to this new file, also while a server uses it, and exit.",
+    ),
+]
 DatabaseOption = Annotated[
     Path | None,
     typer.Option(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,8 @@ from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.metrics import ServerMetrics
 from distill_server.on_end import EndCommand
+from distill_server.retention.keeper import Keeper
+from distill_server.retention.removals import Removals
 from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
@@ -54,12 +56,14 @@ async def run_server(
     metrics: tuple[str, int] = ("127.0.0.1", 0),
     database: Path | None = None,
     on_end: EndCommand | None = None,
+    keep_days: float | None = None,
 ) -> None:
     """Serve the jobs under `runs` until SIGTERM or SIGINT.
 
     Trainers keep running, and the next server on the same directory follows them. `on_ready` is
     called with the port once the server listens. `metrics` is the (host, port) of the
     metrics page, `database` defaults to server.sqlite in `runs`. `on_end` is told of ended jobs.
+    Jobs are removed `keep_days` after their end; None keeps them.
     Raises WrongState if another server uses the database, InvalidInput if the port is taken or
     `runs` cannot be a directory.
     """
@@ -82,8 +86,11 @@ async def run_server(
         streams = Streams(store, runs, bells, files)
         uploads = Uploads(runs)
         kept = KeptTeachers(scheduler.teachers, policy.machine, files, scheduler.order.held)
+        removals = Removals(connection, store, runs, files, bells.ring)
+        keeper = Keeper(removals, keep_days, store.now)
         service = DistillService(
-            store, runs, control, streams, files, scheduler.teachers, uploads, kept
+            *(store, runs, control, streams, removals, files),
+            *(scheduler.teachers, uploads, kept),
         )
         page = _page(ServerMetrics(store, policy.machine, scheduler.teachers, runs, files))
         pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
@@ -93,31 +100,22 @@ async def run_server(
                 *(endpoint, runs, store, bells, control, streams, scheduler, policy.machine),
                 page.registry,
             )
-        async with pages as announce, _collecting_garbage(uploads, connection, files):
+        async with pages as announce:
 
             def ready(bound: int) -> None:
                 on_ready(bound)
                 announce(bound)
 
+            collect = partial(_collect_garbage, uploads, connection, files)
+            work = (scheduler.run, keeper.run, collect)
             with metrics_page(page, metrics):
-                await _serve_and_schedule(service, scheduler, endpoint, page, ready, bells.close)
+                await _serve_and_work(service, work, endpoint, page, ready, bells.close)
 
 
 def _page(metrics: ServerMetrics) -> MetricsPage:
     registry = CollectorRegistry()
     registry.register(metrics)
     return MetricsPage(registry)
-
-
-@contextlib.asynccontextmanager
-async def _collecting_garbage(
-    uploads: Uploads, connection: sqlite3.Connection, files: RunFiles
-) -> AsyncIterator[None]:
-    garbage = asyncio.create_task(_collect_garbage(uploads, connection, files))
-    try:
-        yield
-    finally:
-        garbage.cancel()
 
 
 async def _collect_garbage(
@@ -132,15 +130,15 @@ async def _collect_garbage(
         await asyncio.sleep(_COLLECT_SECONDS)
 
 
-async def _serve_and_schedule(
+async def _serve_and_work(
     service: DistillService,
-    scheduler: Scheduler,
+    work: Sequence[Callable[[], Coroutine[None, None, None]]],
     endpoint: ServerEndpoint,
     page: MetricsPage,
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; the scheduler runs as long as the port is bound."""
+    """Serve until SIGTERM or SIGINT; `work` runs as long as the port is bound."""
     page.follow(asyncio.get_running_loop())
     tasks: list[asyncio.Task[None]] = []
 
@@ -150,7 +148,7 @@ async def _serve_and_schedule(
 
     def ready(bound: int) -> None:
         # Only once the port is bound: a server that cannot be reached must not start jobs.
-        tasks.append(asyncio.get_running_loop().create_task(scheduler.run()))
+        tasks.extend(asyncio.get_running_loop().create_task(one()) for one in work)
         page.start()
         on_ready(bound)
 

@@ -86,6 +86,7 @@ class Job(_message.Message):
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     LAST_SEQ_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     kind: _builtins.str
@@ -107,6 +108,8 @@ class Job(_message.Message):
     """the resolved job; only in the reply of GetJob"""
     last_seq: _builtins.int
     """seq of the newest event"""
+    pinned: _builtins.bool
+    """it is not removed"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """of the newest step"""
@@ -134,10 +137,11 @@ class Job(_message.Message):
         config_json: _builtins.str = ...,
         last_seq: _builtins.int = ...,
         checkpoints: _abc.Iterable[_builtins.int] | None = ...,
+        pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "config_json", b"config_json", "created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "kind", b"kind", "last_seq", b"last_seq", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "phase", b"phase", "reason", b"reason", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "config_json", b"config_json", "created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "kind", b"kind", "last_seq", b"last_seq", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -378,7 +382,7 @@ class JobEvent(_message.Message):
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    """per job, from 1, without gaps"""
+    """per job, from 1; old events of a long job are thinned, which leaves gaps"""
     time: _builtins.float
     """Unix seconds"""
     state: Global___JobState.ValueType
@@ -521,6 +525,48 @@ class ResumeJobRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeJobRequest: _TypeAlias = ResumeJobRequest  # noqa: Y015
+
+@_typing.final
+class RemoveJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveJobRequest: _TypeAlias = RemoveJobRequest  # noqa: Y015
+
+@_typing.final
+class PinJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    pinned: _builtins.bool
+    """false: the job can be removed again"""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinJobRequest: _TypeAlias = PinJobRequest  # noqa: Y015
 
 @_typing.final
 class ListTeachersRequest(_message.Message):

@@ -79,6 +79,16 @@ class DistillStub(object):
                 request_serializer=protos_dot_distill__pb2.ResumeJobRequest.SerializeToString,
                 response_deserializer=protos_dot_distill__pb2.Job.FromString,
                 _registered_method=True)
+        self.RemoveJob = channel.unary_unary(
+                '/distill.v1.Distill/RemoveJob',
+                request_serializer=protos_dot_distill__pb2.RemoveJobRequest.SerializeToString,
+                response_deserializer=protos_dot_distill__pb2.Job.FromString,
+                _registered_method=True)
+        self.PinJob = channel.unary_unary(
+                '/distill.v1.Distill/PinJob',
+                request_serializer=protos_dot_distill__pb2.PinJobRequest.SerializeToString,
+                response_deserializer=protos_dot_distill__pb2.Job.FromString,
+                _registered_method=True)
         self.ListTeachers = channel.unary_unary(
                 '/distill.v1.Distill/ListTeachers',
                 request_serializer=protos_dot_distill__pb2.ListTeachersRequest.SerializeToString,
@@ -172,6 +182,20 @@ class DistillServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoveJob(self, request, context):
+        """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the job as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinJob(self, request, context):
+        """A pinned job is not removed, by nobody.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListTeachers(self, request, context):
         """The teachers that the server runs for jobs with `teacher.model`.
         """
@@ -259,6 +283,16 @@ def add_DistillServicer_to_server(servicer, server):
             'ResumeJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ResumeJob,
                     request_deserializer=protos_dot_distill__pb2.ResumeJobRequest.FromString,
+                    response_serializer=protos_dot_distill__pb2.Job.SerializeToString,
+            ),
+            'RemoveJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveJob,
+                    request_deserializer=protos_dot_distill__pb2.RemoveJobRequest.FromString,
+                    response_serializer=protos_dot_distill__pb2.Job.SerializeToString,
+            ),
+            'PinJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinJob,
+                    request_deserializer=protos_dot_distill__pb2.PinJobRequest.FromString,
                     response_serializer=protos_dot_distill__pb2.Job.SerializeToString,
             ),
             'ListTeachers': grpc.unary_unary_rpc_method_handler(
@@ -534,6 +568,60 @@ class Distill(object):
             target,
             '/distill.v1.Distill/ResumeJob',
             protos_dot_distill__pb2.ResumeJobRequest.SerializeToString,
+            protos_dot_distill__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distill.v1.Distill/RemoveJob',
+            protos_dot_distill__pb2.RemoveJobRequest.SerializeToString,
+            protos_dot_distill__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distill.v1.Distill/PinJob',
+            protos_dot_distill__pb2.PinJobRequest.SerializeToString,
             protos_dot_distill__pb2.Job.FromString,
             options,
             channel_credentials,

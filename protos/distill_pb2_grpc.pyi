@@ -44,6 +44,10 @@ class DistillStub:
     """Sends the log of one attempt from byte `after_offset`; with `follow`, until that attempt ends."""
     CancelJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]
+    RemoveJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.RemoveJobRequest, _distill_pb2.Job]
+    """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the job as it was."""
+    PinJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.PinJobRequest, _distill_pb2.Job]
+    """A pinned job is not removed, by nobody."""
     ListTeachers: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]
     """The teachers that the server runs for jobs with `teacher.model`."""
     StartTeacher: _grpc.UnaryUnaryMultiCallable[_distill_pb2.StartTeacherRequest, _distill_pb2.StartedTeacher]
@@ -72,6 +76,10 @@ class DistillAsyncStub(DistillStub):
     """Sends the log of one attempt from byte `after_offset`; with `follow`, until that attempt ends."""
     CancelJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
+    RemoveJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.RemoveJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
+    """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the job as it was."""
+    PinJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.PinJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
+    """A pinned job is not removed, by nobody."""
     ListTeachers: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]  # type: ignore[assignment]
     """The teachers that the server runs for jobs with `teacher.model`."""
     StartTeacher: _aio.UnaryUnaryMultiCallable[_distill_pb2.StartTeacherRequest, _distill_pb2.StartedTeacher]  # type: ignore[assignment]
@@ -151,6 +159,22 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.ResumeJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.Job, _abc.Awaitable[_distill_pb2.Job]]: ...
+
+    @_abc_1.abstractmethod
+    def RemoveJob(
+        self,
+        request: _distill_pb2.RemoveJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.Job, _abc.Awaitable[_distill_pb2.Job]]:
+        """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the job as it was."""
+
+    @_abc_1.abstractmethod
+    def PinJob(
+        self,
+        request: _distill_pb2.PinJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.Job, _abc.Awaitable[_distill_pb2.Job]]:
+        """A pinned job is not removed, by nobody."""
 
     @_abc_1.abstractmethod
     def ListTeachers(

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
 from clients.config.rl import RLJob
@@ -61,7 +62,7 @@ def main() -> int:
     end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
-    assert not isinstance(config, CaptureJob), "launch.py starts another program for captures"
+    assert not isinstance(config, CaptureJob | EvalJob), "launch.py starts their own programs"
     progress = Progress(
         run,
         attempt=options.attempt,

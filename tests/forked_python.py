@@ -26,6 +26,7 @@ MODULES = {
     "distill_server",
     "student_trainer",
     "student_trainer.exam",
+    "student_trainer.exam.job",
     "student_trainer.rollout_service",
     "student_trainer.tools.pretrain",
     "teacher_service",

@@ -17,6 +17,7 @@ for _name in (
     "student_trainer.__main__",
     "student_trainer.assembly",
     "student_trainer.exam.__main__",
+    "student_trainer.exam.job",
     "student_trainer.model.lora",
     "student_trainer.rollout_service.__main__",
     "student_trainer.rollout_service.engines.hf",

@@ -25,7 +25,7 @@ JobArgument = Annotated[
     ),
 ]
 JobsArgument = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
         metavar="JOB...",
         help="Jobs, one after the other: id, an unambiguous prefix of it, or @last.",

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from clients.config.tables.common import Count, Name, Table
 from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.tables.reward import RewardConfig
-from clients.config.unused import refuse_unused
+from clients.config.unused import Rule, refuse_unused
+
+Temperature: TypeAlias = Annotated[float, Field(ge=0)]
+TopP: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+
+
+def evaluated_data_rules(data: DataConfig | None) -> list[Rule]:
+    """Return the rules of keys of `data` that an evaluation has no use for."""
+    return [
+        *prompt_rules(data),
+        (False, "data.mix data.weight_column", "it is for training; leave it out"),
+        (False, "data.image_column", "an evaluation reads no images; leave it out"),
+    ]
 
 
 class ExamConfig(Table):
@@ -28,9 +40,9 @@ class ExamConfig(Table):
     """Number of prompts, sampled by the seed; None: all."""
     samples: Count
     """Answers per prompt."""
-    temperature: Annotated[float, Field(ge=0)]
+    temperature: Temperature
     """Sampling temperature; 0: greedy decoding."""
-    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_p: TopP
     """Nucleus sampling: draw from the likeliest tokens with this total probability."""
     max_tokens: Count
     """Maximum number of tokens of an answer."""
@@ -52,9 +64,7 @@ class ExamConfig(Table):
         return refuse_unused(
             self,
             [
-                *prompt_rules(data),
-                (False, "data.mix data.weight_column", "it is for training; leave it out"),
-                (False, "data.image_column", "an evaluation reads no images; leave it out"),
+                *evaluated_data_rules(data),
                 (
                     not text,
                     "data.messages_column data.system data.template_arguments",

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
@@ -16,11 +17,16 @@ from clients.config.tables.common import TrainingJob
 from clients.config.tables.teacher import TeacherLink
 
 AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob | SFTJob
-AnyJob: TypeAlias = AnyTraining | CaptureJob
+AnyJob: TypeAlias = AnyTraining | CaptureJob | EvalJob
 # Jobs whose student samples answers to learn from; each has the table `rollouts`.
 SamplingJob: TypeAlias = OnPolicyJob | OfflineJob | RLJob
 Kind: TypeAlias = (
-    type[OnPolicyJob] | type[OfflineJob] | type[RLJob] | type[SFTJob] | type[CaptureJob]
+    type[OnPolicyJob]
+    | type[OfflineJob]
+    | type[RLJob]
+    | type[SFTJob]
+    | type[CaptureJob]
+    | type[EvalJob]
 )
 KINDS: Mapping[str, Kind] = {
     "on_policy": OnPolicyJob,
@@ -28,11 +34,12 @@ KINDS: Mapping[str, Kind] = {
     "rl": RLJob,
     "sft": SFTJob,
     "capture": CaptureJob,
+    "eval": EvalJob,
 }
 
 
 def processes_of(job: AnyJob) -> int:
-    """Return the number of processes of the job's program; a capture has one."""
+    """Return the number of processes of the job's program; a capture and an evaluation have one."""
     return job.train.processes if isinstance(job, TrainingJob) else 1
 
 
@@ -47,9 +54,9 @@ def started_teacher(job: AnyJob) -> TeacherLink | None:
 
     A capture loads its model itself.
     """
-    if isinstance(job, CaptureJob | SFTJob) or job.teacher is None or job.teacher.model is None:
+    if isinstance(job, CaptureJob | EvalJob | SFTJob) or job.teacher is None:
         return None
-    return job.teacher
+    return None if job.teacher.model is None else job.teacher
 
 
 def kind_of(values: Any) -> Kind:

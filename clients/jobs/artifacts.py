@@ -1,4 +1,7 @@
-"""The artifacts of a job: its export, the store of a capture, or one of its checkpoints."""
+"""The artifacts of a job: its export, or one of its checkpoints.
+
+The export of a capture is its store, that of an evaluation its answers and result.json.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,8 @@ def pull_run(
 def artifact_root(job: Job, run: RunDirectory, step: int | None) -> Path:
     """Return the directory of an artifact: a checkpoint, or the export if `step` is None.
 
-    For a capture the export is its store. Raises WrongState if the job has not succeeded and `step`
-    is None, and NotFound if the directory does not exist.
+    For a capture that is its store, for an evaluation its results. Raises WrongState if the job has
+    not succeeded and `step` is None, and NotFound if the directory does not exist.
     """
     require_files(job, run)
     if step is not None:
@@ -80,7 +83,7 @@ def artifact_root(job: Job, run: RunDirectory, step: int | None) -> Path:
             field="job_id",
             hint="wait until it succeeds, or choose a checkpoint",
         )
-    made = run.store if job.kind == "capture" else run.export
+    made = {"capture": run.store, "eval": run.evaluation}.get(job.kind, run.export)
     if not made.is_dir():
         raise NotFound(f"the {made.name} directory of job {job.id} was removed", field="job_id")
     return made

@@ -220,6 +220,21 @@ class DistillClient:
         # would fail.
         return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, again=False))
 
+    def remove(self, job_id: str) -> JobHandle:
+        """Remove a job that has ended, with its files on the server, and return it as it was.
+
+        Raises WrongState if the job has not ended, is pinned, or is needed by a job that has not
+        ended.
+        """
+        # Not retried: if only the reply was lost, a second call would not find the job.
+        request = pb.RemoveJobRequest(job_id=job_id)
+        return _handle_of(self, self._connection.call(self._stub.RemoveJob, request, again=False))
+
+    def pin(self, job_id: str, *, pinned: bool = True) -> JobHandle:
+        """Keep a job from being removed; with `pinned=False`, no longer."""
+        request = pb.PinJobRequest(job_id=job_id, pinned=pinned)
+        return _handle_of(self, self._connection.call(self._stub.PinJob, request))
+
     def teachers(self) -> Sequence[StartedTeacher]:
         """Return the teachers that the server runs."""
         request = pb.ListTeachersRequest()
@@ -259,8 +274,10 @@ class DistillClient:
         job = self.get(job_id)
         events: list[JobEvent] = []
         with closing(self._events(job.id, 0, deadline=None)) as stream:
-            while len(events) < job.last_seq and (event := next(stream, None)) is not None:
+            for event in stream:
                 events.append(event)
+                if event.seq >= job.last_seq:
+                    break
         return events
 
     def wait(self, job_id: str, timeout: float | None = None) -> JobHandle:
@@ -302,7 +319,8 @@ class DistillClient:
         """Download the export or a checkpoint of a job into a new directory, and return its path.
 
         `checkpoint` is a step, "best" (see `clients.runs.best_step`) or "last". For a capture the
-        export is its store. `clients.jobs.artifacts.pull_run` copies from a run directory.
+        export is its store, for an evaluation its results. `clients.jobs.artifacts.pull_run` copies
+        from a run directory.
 
         `destination` appears only when the download is complete. Raises WrongState if the job has
         no export (with the reason if it failed), InvalidInput if `destination` is not empty, and
@@ -381,6 +399,7 @@ def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:
         metrics=dict(job.metrics),
         config_json=job.config_json,
         checkpoints=tuple(job.checkpoints),
+        pinned=job.pinned,
     )
     object.__setattr__(handle, "client", client)  # the values are frozen
     return handle

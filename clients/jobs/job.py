@@ -53,7 +53,8 @@ TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
 class Job:
     """A job as the server reports it. Times are Unix seconds, 0 if the event has not happened.
 
-    `kind` is the method, `attempt` counts from 1, and `metrics` are those of the newest step.
+    `kind` is the method, `attempt` counts from 1, and `metrics` are those of the newest step. A
+    `pinned` job is not removed.
     `config_json` and `checkpoints` (steps of the existing checkpoints, ascending) are only set by
     DistillClient.get and by `record_of_run`.
     """
@@ -74,13 +75,15 @@ class Job:
     metrics: Mapping[str, float] = field(default_factory=dict)
     config_json: str = ""
     checkpoints: tuple[int, ...] = ()
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
 class JobEvent:
     """One change of a job: a new state, a new phase, or a step.
 
-    `seq` counts from 1 without gaps. `time` is in Unix seconds. Only a step has `metrics`.
+    `seq` counts from 1; where a server has thinned the old events of a long job, numbers are
+    missing. `time` is in Unix seconds. Only a step has `metrics`.
     """
 
     seq: int

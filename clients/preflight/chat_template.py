@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
 from clients.config.sft import SFTJob
@@ -11,7 +12,7 @@ from clients.data.prompt_format import check_chat_template, check_generation
 from clients.data.tokenizer_file import chat_template_in
 
 
-def check_template(config: AnyTraining) -> None:
+def check_template(config: AnyTraining | EvalJob) -> None:
     """Raise InvalidInput if the student's tokenizer has no chat template that the job's keys need.
 
     A hub id, and files that cannot be interpreted, are left to the job's program.

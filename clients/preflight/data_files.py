@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, assert_never
 
 from clients.config.capture import CaptureData, CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyJob
 from clients.config.offline import OfflineData, OfflineJob
 from clients.config.on_policy import OnPolicyJob
@@ -77,6 +78,10 @@ def data_files(config: AnyJob) -> Iterator[Expected]:
             if config.eval.metric != "none" and config.data.eval_prompts is not None:
                 path = config.data.eval_prompts
                 yield expected_prompts("data.eval_prompts", path, config.data, answers=True)
+        case EvalJob():
+            if config.data is not None:
+                answers = needs_reference(config.reward)
+                yield expected_prompts("data.path", config.data.path, config.data, answers=answers)
         case OnPolicyJob() | RLJob() | SFTJob():
             if config.data is not None:
                 yield from _prompts(config, config.data)

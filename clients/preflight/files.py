@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clients.config.evaluation import EvalJob, EvaluatedModel
 from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob, AnyTraining, SamplingJob
 from clients.config.offline import OfflineJob
@@ -47,6 +48,9 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, here: bool = 
         check_gpus(config)
     check_files(config, hint)
     check_data(config)
+    if isinstance(config, EvalJob):
+        check_student(config.student)
+        check_template(config)
     if not isinstance(config, TrainingJob):
         return
     if not here and isinstance(config, SamplingJob) and config.rollouts.gpus:
@@ -98,8 +102,8 @@ def _check_url(key: str, url: str) -> None:
         raise
 
 
-def check_student(student: StudentConfig) -> None:
-    """Raise InvalidInput if the student is a local directory without config or safetensors."""
+def check_student(student: StudentConfig | EvaluatedModel) -> None:
+    """Raise InvalidInput if the model is a local directory without config or safetensors."""
     path = Path(student.model)
     if path.is_dir() and not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
         missing = "*.safetensors" if (path / "config.json").is_file() else "config.json"

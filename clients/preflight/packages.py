@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyJob, SamplingJob, started_teacher
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
@@ -43,9 +44,11 @@ def check_packages(config: AnyJob) -> None:
             require_extra("vllm", "the engine vllm", field="teacher.engine")
     if isinstance(config, OnPolicyJob | RLJob) and config.data and config.data.image_column:
         require_pillow("data.image_column")
-    if isinstance(config, RLJob):
+    if isinstance(config, EvalJob):
+        require_extra("train", "an evaluation", field="method.type")
+    if isinstance(config, EvalJob | RLJob):
         check_reward(config.reward)
-        if config.environment is not None:
+        if isinstance(config, RLJob) and config.environment is not None:
             require_extra("rl", "the search environment", field="environment.type")
 
 

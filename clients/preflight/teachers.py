@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyJob, started_teacher
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
@@ -60,7 +61,7 @@ def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
 
 def adapter_of(config: AnyJob) -> str:
     """Return the adapter with which the job's teacher scores; "": none."""
-    teacher = None if isinstance(config, SFTJob) else config.teacher
+    teacher = None if isinstance(config, EvalJob | SFTJob) else config.teacher
     return (teacher and teacher.adapter) or ""
 
 
@@ -95,7 +96,7 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
 
 def _check_images(config: AnyJob, infos: Mapping[str, TeacherLimits]) -> None:
     """Check that a teacher reads the images of the prompts; of several, at least one."""
-    data = None if isinstance(config, OfflineJob | SFTJob) else config.data
+    data = None if isinstance(config, EvalJob | OfflineJob | SFTJob) else config.data
     if data is None or data.image_column is None or not infos:
         return
     if not any(info.takes_images for info in infos.values()):

@@ -13,6 +13,7 @@ The owner is the server or the CLI that started the program.
     checkpoints/step-000050/   samples/   tb/
     export/         a Hugging Face directory; contains adapter/ and anchor/ if the job has them
     store/          the rows of a capture
+    eval/           the answers of an evaluation, and result.json
 
 JSON files are replaced atomically: a reader never sees a partial file.
 """
@@ -152,6 +153,11 @@ class RunDirectory:
     def store(self) -> Path:
         """Default directory of a capture's rows; the job may name another one."""
         return self.path / "store"
+
+    @property
+    def evaluation(self) -> Path:
+        """Directory of the answers and the results of an evaluation."""
+        return self.path / "eval"
 
     @property
     def code_diff(self) -> Path:

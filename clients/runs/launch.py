@@ -1,10 +1,10 @@
 """The command lines of a job's programs, for `distill run`, the server and the trainer.
 
-The program of a capture is `teacher_service.capture`, of all other methods `student_trainer`. The
-program reads job.json, writes its progress to status.json, and reads control.json before every
-step. SIGTERM has the same effect as `stop = "checkpoint"`. The exit code is 0 if the verdict is
-"succeeded" or "cancelled"; otherwise it is the ExitCode of the error that the status names (1 under
-`accelerate launch`).
+The program of a capture is `teacher_service.capture`, of an evaluation `student_trainer.exam.job`,
+of all other methods `student_trainer`. The program reads job.json, writes its progress to
+status.json, and reads control.json before every step. SIGTERM has the same effect as
+`stop = "checkpoint"`. The exit code is 0 if the verdict is "succeeded" or "cancelled"; otherwise it
+is the ExitCode of the error that the status names (1 under `accelerate launch`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyTraining
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.config.tables.teacher import TeacherLink
@@ -31,8 +32,13 @@ def trainer_command(
     The program resumes from the checkpoint of `from_step`, or from the newest good checkpoint if
     `from_step` is None; it starts from the beginning if there is no checkpoint.
     """
-    captures = isinstance(RunDirectory(run).config(), CaptureJob)
-    program = "teacher_service.capture" if captures else "student_trainer"
+    match RunDirectory(run).config():
+        case CaptureJob():
+            program = "teacher_service.capture"
+        case EvalJob():
+            program = "student_trainer.exam.job"
+        case _:
+            program = "student_trainer"
     # -P: Python imports nothing from the working directory, which may belong to anybody.
     trainer = [sys.executable, "-P", "-m", program, str(run), "--attempt", str(attempt)]
     if from_step is not None:

@@ -47,6 +47,11 @@ class Progress:
         self._status = Status(attempt=attempt, verdict="running", max_steps=max_steps)
         self._written = -_SECONDS_BETWEEN_WRITES
 
+    @property
+    def attempt(self) -> int:
+        """Number of this attempt, from 1."""
+        return self._status.attempt
+
     def expect(self, max_steps: int) -> None:
         """Set the number of steps if the job does not contain it; written with the next status."""
         self._status = dataclasses.replace(self._status, max_steps=max_steps)

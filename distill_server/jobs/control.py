@@ -146,7 +146,15 @@ class JobControl:
         job, config = self._resumable(text, max_steps)
         await self._files.within(partial(self._require_files, job, from_step))
         config = config or parse_config(job.config_json)
-        if not outputs_in(config):
+        outputs = outputs_in(config)
+        for output in outputs:
+            if not self._store.has(output.job):
+                raise WrongState(
+                    f"job {output.job}, whose {output.kind} it reads, was removed",
+                    field=output.key,
+                    hint="submit it again with another value",
+                )
+        if not outputs:
             await self._preflight(config, self._runs / job.id)
         return self._resume(text, max_steps, from_step)
 
@@ -322,7 +330,9 @@ class JobControl:
         return next(
             job_id
             for job_id in run_ids(kind, name)
-            if not (job_id in taken or self._store.has(job_id) or (self._runs / job_id).exists())
+            if not (
+                job_id in taken or self._store.is_used(job_id) or (self._runs / job_id).exists()
+            )
         )
 
 

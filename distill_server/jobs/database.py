@@ -83,8 +83,15 @@ CREATE TABLE dependencies (
 _TEACHERS = """
 ALTER TABLE attempts ADD COLUMN teacher TEXT NOT NULL DEFAULT '';  -- key of a started teacher
 """
+_REMOVALS = """
+ALTER TABLE jobs ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;  -- 1: never removed
+CREATE TABLE removals (job_id TEXT PRIMARY KEY) WITHOUT ROWID;  -- whose files are to be deleted
+-- For the check that a removed job is referred to by no row.
+CREATE INDEX submissions_by_job ON submissions (job_id);
+CREATE INDEX dependencies_by_before ON dependencies (before_id);
+"""
 # Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
-_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS)
+_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyJob, parse_job
 from clients.config.rl import RLJob
 from protos.errors import InvalidInput
@@ -33,7 +34,7 @@ def parse_config(config_json: str) -> AnyJob:
             field="method.store",
             hint="leave it out; distill pull downloads the rows",
         )
-    if isinstance(job, RLJob) and job.reward is not None and job.reward.file is not None:
+    if isinstance(job, EvalJob | RLJob) and job.reward is not None and job.reward.file is not None:
         raise InvalidInput(
             "a server runs no code that a job names",
             field="reward.file",

@@ -99,7 +99,7 @@ def job_of(row: sqlite3.Row) -> Job:
     values = typed(row)
     for name in ("number", "place", "priority", "queued_at"):
         del values[name]
-    return Job(**values)
+    return Job(**values | {"pinned": bool(values["pinned"])})
 
 
 def share_of(row: sqlite3.Row) -> Share:

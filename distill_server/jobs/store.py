@@ -13,6 +13,7 @@ from typing import Any
 
 from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
+from distill_server.events.thinning import thin_events
 from distill_server.jobs.database import transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
 from distill_server.jobs.rows import PHASE_CHARS, NewJob, Tally, having, job_of, share_of, typed
@@ -122,6 +123,11 @@ class JobStore:
         """Return True if there is a job with exactly this id."""
         return bool(self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone())
 
+    def is_used(self, job_id: str) -> bool:
+        """Return True if a job has this id, or a removed one whose files are not deleted yet."""
+        ids = "SELECT id FROM jobs UNION ALL SELECT job_id FROM removals"
+        return bool(self._db.execute(f"SELECT 1 FROM ({ids}) WHERE id = ?", (job_id,)).fetchone())
+
     def resolve(self, text: str) -> Job:
         """Return a job by its id, an unambiguous prefix of the id, or `@last` for the newest job.
 
@@ -169,10 +175,8 @@ class JobStore:
     def counts(self, search: str = "") -> dict[JobState, int]:
         """Return the number of jobs in each of the seven states, restricted as in `page`."""
         condition, words = having(search)
-        rows = self._db.execute(
-            f"SELECT state, count(*) FROM jobs WHERE {condition} GROUP BY state", words
-        )
-        found = {JobState(state): count for state, count in rows}
+        query = f"SELECT state, count(*) FROM jobs WHERE {condition} GROUP BY state"
+        found = {JobState(state): count for state, count in self._db.execute(query, words)}
         return {state: found.get(state, 0) for state in JobState}
 
     def in_state(self, *states: JobState, limit: int = -1, also: str = "1") -> Sequence[Job]:
@@ -212,10 +216,8 @@ class JobStore:
 
     def queue_length(self) -> int:
         """Return the number of QUEUED jobs."""
-        length: int = self._db.execute(
-            "SELECT count(*) FROM jobs INDEXED BY jobs_by_state WHERE state = ?", (JobState.QUEUED,)
-        ).fetchone()[0]
-        return length
+        count = "SELECT count(*) FROM jobs INDEXED BY jobs_by_state WHERE state = ?"
+        return int(self._db.execute(count, (JobState.QUEUED,)).fetchone()[0])
 
     def held(self) -> Sequence[Share]:
         """Return the CPU threads and GPUs that the active jobs hold, one Share per job."""
@@ -369,6 +371,7 @@ class JobStore:
                 json.dumps(dict(change.metrics or {})),
             ),
         )
+        thin_events(self._db, job_id, values["last_seq"])
 
     def _insert_attempt(self, job_id: str, attempt: Attempt) -> None:
         self.tally.attempts += 1
@@ -383,16 +386,12 @@ class JobStore:
         )
 
     def _newest_time(self, job: Job) -> float:
-        """Return the time of the job's last event.
-
-        It is a lower bound for the next one: the machine's clock may have been set back while no
-        server was running.
-        """
+        """Return the time of the job's last event; the clock may have been set back since."""
         found = self._db.execute(
             "SELECT time FROM events WHERE job_id = ? AND seq = ?", (job.id, job.last_seq)
         ).fetchone()
         return found["time"] if found is not None else job.created_at
 
     def _last_place(self) -> int:
-        place: int = self._db.execute("SELECT coalesce(max(place), 0) + 1 FROM jobs").fetchone()[0]
-        return place
+        found = self._db.execute("SELECT coalesce(max(place), 0) + 1 FROM jobs").fetchone()
+        return int(found[0])

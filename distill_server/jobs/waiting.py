@@ -94,8 +94,8 @@ class Waits:
             due = not wait.over and wait.task is None and time.monotonic() >= wait.next_at
             if not due or asked >= _MOST_ASKED:
                 continue
-            job = self._store.job(job_id)
-            if not _is_queued(job, wait):  # it was cancelled
+            if not (self._store.has(job_id) and _is_queued(job := self._store.job(job_id), wait)):
+                # It was cancelled, or removed after that.
                 del self._waits[job_id]
                 continue
             asked += 1

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from clients.config.capture import CaptureJob
 from clients.config.file import replaced
 from clients.config.kinds import AnyJob, parse_job
-from clients.config.tables.after import Output, outputs_in
+from clients.config.tables.after import Output, output_of, outputs_in
 from clients.jobs.artifacts import artifact_root
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
@@ -19,6 +19,7 @@ from protos.errors import InvalidInput, NotFound, WrongState
 
 # Returns the job that a user means by a name or an id; raises NotFound or InvalidInput.
 Find: TypeAlias = Callable[[str], Job]
+_A = {"store": "a store", "export": "an export"}
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,10 @@ def linked(configs: Sequence[AnyJob], ids: Sequence[str], number: int, find: Fin
     config = config.model_copy(update={"after": tuple(before)})
     for output in outputs_in(config):
         job_id, kind = meant(output.job, output.key)
-        if (output.kind == "store") != (kind == "capture"):
-            has = "a store" if kind == "capture" else "an export"
+        if output.kind != (made := output_of(kind)):
+            has = f"{_A[made]}, and no" if made else "no"
             raise InvalidInput(
-                f"job {job_id} is of method {kind}: it has {has}, and no {output.kind}",
+                f"job {job_id} is of method {kind}: it has {has} {output.kind}",
                 field=output.key,
                 hint="name a job with this output",
             )

@@ -30,6 +30,7 @@ def encode_job(job: Job, *, with_config: bool = False, checkpoints: Sequence[int
         config_json=job.config_json if with_config else "",
         last_seq=job.last_seq,
         checkpoints=checkpoints,
+        pinned=job.pinned,
     )
 
 

@@ -15,6 +15,7 @@ from clients.runs.directory import NOTES, RunDirectory
 from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
+from distill_server.retention.removals import Removals
 from distill_server.rpc.artifacts import notes_root, pieces_of
 from distill_server.rpc.encode import decode_state, encode_event, encode_job, encode_teacher
 from distill_server.rpc.streams import Streams
@@ -45,6 +46,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         runs: Path,
         control: JobControl,
         streams: Streams,
+        removals: Removals,
         files: RunFiles | None = None,
         teachers: Iterable[Teacher] = (),
         uploads: Uploads | None = None,
@@ -54,6 +56,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._runs = runs
         self._control = control
         self._streams = streams
+        self._removals = removals
         self._files = files or RunFiles()
         self._teachers = teachers
         self._uploads = uploads or Uploads(runs)
@@ -131,6 +134,14 @@ class DistillService(distill_pb2_grpc.DistillServicer):
             request.job_id, max_steps=request.max_steps, from_step=request.from_step
         )
         return encode_job(job)
+
+    async def RemoveJob(self, request: pb.RemoveJobRequest, context: _Context) -> pb.Job:
+        """Remove a job that has ended, with its events and, after the reply, its files."""
+        return encode_job(self._removals.remove(request.job_id))
+
+    async def PinJob(self, request: pb.PinJobRequest, context: _Context) -> pb.Job:
+        """Pin a job, so that it is not removed, or unpin it; repeated calls have no effect."""
+        return encode_job(self._removals.pin(request.job_id, pinned=request.pinned))
 
     async def ListTeachers(
         self, request: pb.ListTeachersRequest, context: _Context

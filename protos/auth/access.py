@@ -42,6 +42,8 @@ NEEDED: Mapping[str, Role | None] = {
     "/distill.v1.Distill/StreamLogs": Role.READ,
     "/distill.v1.Distill/CancelJob": Role.SUBMIT,
     "/distill.v1.Distill/ResumeJob": Role.SUBMIT,
+    "/distill.v1.Distill/RemoveJob": Role.SUBMIT,
+    "/distill.v1.Distill/PinJob": Role.SUBMIT,
     "/distill.v1.Distill/ListTeachers": Role.READ,
     "/distill.v1.Distill/StartTeacher": Role.SUBMIT,
     "/distill.v1.Distill/StopTeacher": Role.SUBMIT,

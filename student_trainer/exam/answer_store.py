@@ -2,7 +2,7 @@
 
     settings.json         the settings that the answers depend on; other settings are refused
     part-000001.parquet   answers, written atomically
-    journal.jsonl         answers that are not in a part yet, one line each
+    journal.jsonl         answers that are not in a part yet, one line for those of one `add`
     lock                  held by the process that has the directory open
 
 A line of the journal is written to the operating system before `add` returns, so a killed process
@@ -11,10 +11,11 @@ loses no answer. Only one process can have the directory open.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -99,15 +100,18 @@ class AnswerStore:
         """Return the answer (prompt, sample), or None if it is not stored."""
         return self._answers.get((prompt, sample))
 
-    def add(self, answer: StoredAnswer) -> None:
-        """Store an answer. After this returns, killing the process does not lose it.
+    def add(self, *answers: StoredAnswer) -> None:
+        """Store answers: all of them, or none. After this returns, killing the process loses none.
 
-        Does nothing if the answer (prompt, sample) is already stored.
+        Skips answers (prompt, sample) that are already stored.
         """
-        if not self._is_new(answer):
+        new = [answer for answer in answers if self._is_new(answer)]
+        if not new:
             return
-        self._journal.write(_line(answer))
-        self._unwritten.append(answer)
+        line = _line(new)
+        if self._journal.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._unwritten += new
         if len(self._unwritten) >= self._rows:
             self.write_part()
 
@@ -135,11 +139,13 @@ class AnswerStore:
         file = self._path / "journal.jsonl"
         for line in file.read_bytes().splitlines(keepends=True) if file.exists() else ():
             if line.endswith(b"\n"):  # the last line may be incomplete
-                yield StoredAnswer(**json.loads(line))
+                found = json.loads(line)
+                for one in found if isinstance(found, list) else [found]:
+                    yield StoredAnswer(**one)
 
     def _rewritten_journal(self) -> IO[bytes]:
         fresh = self._path / "journal.jsonl.tmp"
-        fresh.write_bytes(b"".join(map(_line, self._unwritten)))
+        fresh.write_bytes(b"".join(_line([answer]) for answer in self._unwritten))
         file = fresh.replace(self._path / "journal.jsonl")
         return file.open("ab", buffering=0)
 
@@ -167,5 +173,6 @@ def write_parquet(table: pyarrow.Table, file: Path) -> None:
     os.replace(fresh, file)
 
 
-def _line(answer: StoredAnswer) -> bytes:
-    return json.dumps(asdict(answer)).encode() + b"\n"
+def _line(answers: Sequence[StoredAnswer]) -> bytes:
+    said = [asdict(answer) for answer in answers]
+    return json.dumps(said[0] if len(said) == 1 else said).encode() + b"\n"

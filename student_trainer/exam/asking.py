@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
 from protos.errors import DistillError
 from student_trainer.exam.answer_store import StoredAnswer
@@ -12,7 +12,16 @@ from student_trainer.exam.questions import Question
 log = logging.getLogger(__name__)
 
 Ask = tuple[Question, int]  # a question, and the number of the answer to sample
-Keep = Callable[[StoredAnswer], None]
+
+
+class Keep(Protocol):
+    """Stores answers of a model: all of one call, or none."""
+
+    def __call__(self, *answers: StoredAnswer) -> None: ...
+
+
+class Stopped(Exception):
+    """The evaluation was asked to stop. The answers so far are on the disk."""
 
 
 class Refusals:

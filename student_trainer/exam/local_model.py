@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,9 +11,9 @@ from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_store import StoredAnswer
-from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
+from student_trainer.exam.asking import Ask, Keep, Refusals, Stopped, seed_of
 from student_trainer.model.loading import load_model, load_tokenizer
-from student_trainer.rollouts.sampler import Sampler, noise_of
+from student_trainer.rollouts.sampler import SampledTokens, Sampler, noise_of
 
 _TOKENS_OF_A_BATCH = 65536
 
@@ -21,10 +21,16 @@ _TOKENS_OF_A_BATCH = 65536
 class LocalModel:
     """Generates answers with a local model: in bfloat16 on a GPU, otherwise in float32."""
 
-    def __init__(self, config: ExamConfig, model: str) -> None:
-        """Load the model. Raises InvalidInput if the directory has no usable model."""
+    def __init__(
+        self, config: ExamConfig, model: str, is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Load the model. Raises InvalidInput if the directory has no usable model.
+
+        `is_stopped` is asked for each token.
+        """
         student = StudentConfig(model=model)
         self._config = config
+        self._is_stopped = is_stopped
         try:
             self._tokenizer = load_tokenizer(student)
             loaded = load_model(student).eval()
@@ -45,7 +51,11 @@ class LocalModel:
         )
 
     def answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
-        """Generate all answers in batches, and pass each one to `keep` after its batch.
+        """Generate all answers in batches, and pass those of a batch to `keep` together.
+
+        So an evaluation that was killed goes on with the batches that it would have had, and comes
+        to the same bits on a CPU. Raises Stopped, without the answers of the batch, if it is asked
+        to stop.
 
         The random numbers of an answer depend only on the seed, the question and the number of the
         answer, not on the batch.
@@ -96,7 +106,14 @@ class LocalModel:
         if self._config.temperature > 0:
             seeds = [seed_of(self._config.seed, question.number, n) for question, n in asked]
             noise = [noise_of(seed, 0, most) for seed in seeds]
-        written = self._sampler.write(before, [most] * len(asked), noise)
-        for (question, sample), one in zip(asked, written, strict=True):
-            text = str(self._tokenizer.decode(one.token_ids, skip_special_tokens=True))
-            keep(StoredAnswer(question.number, sample, text, len(one.token_ids), not one.ended))
+        written = self._sampler.write(
+            before, [most] * len(asked), noise, is_cancelled=self._is_stopped
+        )
+        if self._is_stopped():
+            raise Stopped
+        keep(*map(self._answer_of, asked, written))
+
+    def _answer_of(self, asked: Ask, one: SampledTokens) -> StoredAnswer:
+        question, sample = asked
+        text = str(self._tokenizer.decode(one.token_ids, skip_special_tokens=True))
+        return StoredAnswer(question.number, sample, text, len(one.token_ids), not one.ended)

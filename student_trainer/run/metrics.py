@@ -93,6 +93,17 @@ eval/anchor/reward   eval/reward of the anchor
 eval/anchor/reward_stderr eval/reward_stderr of the anchor
 
 If the job has several teachers, kl/teacher/NAME is kl/teacher over the tokens that NAME scored.
+Metrics of an evaluation (method eval), whose steps are answers; those of the last step:
+
+eval/accuracy        share of all answers with a reward of at least 1 (pass@1)
+eval/reward          mean reward of all answers; an answer without a reward counts as 0
+eval/pass@N          share of prompts with a right answer among all N
+eval/maj@N           share of prompts whose most frequent answer of N is right
+eval/anchor/...      these four of the anchor, if the model has one
+reward/errors        share of answers without a reward
+length/mean          mean number of tokens of an answer, over prompts
+length/truncated     share of the answers that were cut at max_new_tokens
+
 Times and memory are those of the main process. A mean with nothing to count is left out.
 """
 

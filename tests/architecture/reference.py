@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.problems import table_in
@@ -33,6 +34,10 @@ Supervised fine-tuning (`method.type = "sft"`) has `student`, `data` (without `t
 CAPTURE = """\
 A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`.
 Of their keys these are its own:"""
+
+EVAL = """\
+An evaluation (`method.type = "eval"`) has no tables but `student`, `data`, `reward` (as in RL),
+`method` and `resources`. Of their keys these are its own:"""
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
@@ -55,7 +60,8 @@ def table() -> str:
     head = ["| key | default | |", "|---|---|---|"]
     training = [*rows(OnPolicyJob)]
     lines = [*head, *training]
-    for intro, kind in ((OFFLINE, OfflineJob), (RL, RLJob), (SFT, SFTJob), (CAPTURE, CaptureJob)):
+    others = ((RL, RLJob), (SFT, SFTJob), (CAPTURE, CaptureJob), (EVAL, EvalJob))
+    for intro, kind in ((OFFLINE, OfflineJob), *others):
         lines += ["", intro, "", *head, *(row for row in rows(kind) if row not in training)]
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "faults.md").read_text()
-LAST = {"T": 18, "C": 10, "J": 19, "R": 6, "S": 11}
+LAST = {"T": 18, "C": 10, "J": 22, "R": 6, "S": 11}
 
 
 def test_every_row_is_there() -> None:

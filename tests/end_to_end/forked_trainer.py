@@ -6,17 +6,20 @@ That the command starts the same program is for the tests that say `launched=Tru
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from clients.config.kinds import processes_of
 from clients.runs.directory import RunDirectory
+from clients.runs.launch import trainer_command
 from protos.rpc import failpoints
 from tests.end_to_end.processes import Attempt, Launched
 from tests.forks import Forks
@@ -82,7 +85,9 @@ def finish(run: RunDirectory, attempt: int = 1, *, launched: bool = False) -> Ru
         assert "Warning" not in process.log
     status = run.read_status()
     assert status is not None
-    assert (status.verdict, status.step) == ("succeeded", run.config().max_steps)
+    # A capture and an evaluation learn the number of their steps from the data.
+    steps = run.config().max_steps or status.max_steps
+    assert (status.verdict, status.step) == ("succeeded", steps)
     return run
 
 
@@ -95,10 +100,12 @@ def _train(path: Path, number: int, dying: int, failpoint: str, death: Death | N
         failpoints.arm(failpoint)
         if death is not None:
             _die_at(*death)
-    sys.argv = ["student_trainer", str(path), "--attempt", str(number)]
-    from student_trainer.__main__ import main
-
-    code = main()
+    *_, program, _, _, _ = trainer_command(path, attempt=number, processes=1)
+    sys.argv = [program, str(path), "--attempt", str(number)]
+    package = find_spec(program)
+    assert package is not None
+    module = f"{program}.__main__" if package.submodule_search_locations else program
+    code = importlib.import_module(module).main()
     if code:
         sys.exit(code)
 

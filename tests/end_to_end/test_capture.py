@@ -100,7 +100,7 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sound.endswith(": no damage")
     assert incomplete.startswith("incomplete: ")
     assert main(["run", "--resume", str(run), "--set", "max_steps=200"]) == 2
-    assert "a capture has no max_steps" in capsys.readouterr().err
+    assert "a job of method capture has no max_steps" in capsys.readouterr().err
 
 
 @pytest.mark.slow

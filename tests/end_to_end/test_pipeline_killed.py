@@ -1,7 +1,10 @@
-"""A pipeline of a server with its own teacher: server, teacher and trainers are killed."""
+"""A pipeline of one file, and of a server with its own teacher: server, teacher and trainers are
+killed, and it ends with the bits of the same jobs run one by one without a server.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -14,32 +17,35 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
+from clients.config.file import load_jobs, replaced
 from clients.config.kinds import AnyJob
+from clients.config.rl import RLJob
+from clients.config.tables.after import outputs_in
+from clients.config.tables.teacher import TeacherLink
 from clients.jobs.client import DistillClient, JobHandle
 from clients.jobs.job import TERMINAL, JobState
 from clients.runs.directory import RunDirectory
 from protos.errors import Unavailable
 from tests.distill_server.conftest import eventually
-from tests.end_to_end.processes import MakeServer, RealServer, metrics_of, weights
+from tests.end_to_end.forked_trainer import finish
+from tests.end_to_end.processes import MakeServer, RealServer, metrics_of, new_run, weights
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-KILLS = int(os.environ.get("DISTILL_PIPELINE_KILLS", "6"))
+REPEATS = int(os.environ.get("DISTILL_REPEATS", "3"))
 SEED = int(os.environ.get("DISTILL_PIPELINE_SEED", "1"))
-STEPS = 12
+STEPS = 8
 SECONDS = 240.0
-VICTIMS = ("server", "teacher", "trainer")
-# The capture ends too soon for a kill, and the first two jobs have no teacher.
-FIRST_JOBS = {"server": 0, "teacher": 2, "trainer": 1}
+# What is killed, with the first and the last job during which it is: only RL has a teacher.
+VICTIMS = {"server": (0, 3), "teacher": (2, 2), "trainer": (1, 3)}
 
 
 def pipeline(material: Material) -> list[AnyJob]:
-    """capture -> offline -> on-policy -> RL; the last two share a teacher of the server."""
-    from tests.student_trainer.tiny import job, offline_job, rl_job
+    """capture -> offline -> RL with a teacher that the server runs -> eval."""
+    from tests.student_trainer.tiny import offline_job, rl_job
 
-    model = {"model": str(material.teacher), "batch_invariant": True}
-    few = {"max_steps": STEPS, "train__warmup_steps": 2}
     rows = CaptureJob.model_validate(
         {
             "name": "rows",
@@ -48,27 +54,52 @@ def pipeline(material: Material) -> list[AnyJob]:
             "method": {"type": "capture", "max_tokens": 32, "shard_bytes": 20_000},
         }
     )
+    few = {"max_steps": STEPS, "train__warmup_steps": 2}
     learn = offline_job(material, Path("@rows/store"), name="learn", **few)
-    asked = job(material).model_dump(exclude={"teacher"}) | {"teacher": {**model, "top_k": 4}}
-    polish = type(job(material)).model_validate(
-        {**asked, "name": "polish", "max_steps": STEPS} | {"student": {"model": "@learn/export"}}
-    )
     steer = rl_job(
         *(material,),
-        **{"name": "steer", "student__model": "@polish/export", "teacher": model},
-        max_steps=STEPS,
+        **{"name": "steer", "student__model": "@learn/export", "max_steps": STEPS},
+        teacher={"model": str(material.teacher), "batch_invariant": True},
     )
-    return [rows, learn, polish, steer]
+    score = EvalJob.model_validate(
+        {
+            "name": "score",
+            "student": {"model": "@steer/export"},
+            "data": {"path": str(material.prompts)},
+            "reward": {"type": "regex", "pattern": "1"},
+            "method": {"type": "eval", "prompts": 256, "max_new_tokens": 6, "temperature": 2.0},
+        }
+    )
+    return [rows, learn, steer, score]
 
 
-def results(server: RealServer, jobs: Sequence[JobHandle]) -> list[Any]:
-    """The bits that the jobs made: rows, curves and weights."""
+def run_one_by_one(root: Path, jobs: Sequence[AnyJob], teacher: str) -> list[RunDirectory]:
+    """Run the jobs without a server, each with the paths of what those before it made."""
+    runs: dict[str, RunDirectory] = {}
+    for job in jobs:
+        for output in outputs_in(job):
+            made = runs[output.job]
+            path = made.store if output.kind == "store" else made.export
+            job = replaced(job, output.key, str(path))
+        if isinstance(job, RLJob):
+            job = job.model_copy(update={"teacher": TeacherLink(address=teacher)})
+        runs[job.name] = finish(new_run(root / job.name, job))
+    return list(runs.values())
+
+
+def results(runs: Sequence[RunDirectory]) -> list[Any]:
+    """The bits that the jobs made: rows, curves and weights, answers and scores."""
     from tests.student_trainer.tiny import curve
     from tests.teacher_service.capture.material import digests
 
-    runs = [RunDirectory(server.runs / job.id) for job in jobs]
-    trained = [(curve(metrics_of(run)), weights(run)) for run in runs[1:]]
-    return [digests(runs[0].store), *trained]
+    rows, *trained, scored = runs
+    files = sorted(scored.evaluation.glob("*/judged.parquet"))
+    answers = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    return [
+        digests(rows.store),
+        *((curve(metrics_of(run)), weights(run)) for run in trained),
+        (answers, (scored.evaluation / "result.json").read_text()),
+    ]
 
 
 class Killer:
@@ -78,17 +109,23 @@ class Killer:
         self.server, self.client = server, client
 
     def wait_for(self, job: JobHandle, step: int) -> None:
-        """Until it has made the step; at step 0, until it is not waiting for other jobs."""
+        """Until it has made the step; at step 0, until it is not waiting for other jobs.
+
+        An evaluation: until the first answers are stored, which are a third of all.
+        """
         run = RunDirectory(self.server.runs / job.id)
+        answers = run.evaluation / "student" / "journal.jsonl"
 
         def reached() -> bool:
+            if job.kind == "eval" and answers.exists() and answers.stat().st_size:
+                return True
             if step and any(line["step"] >= step for line in metrics_of(run)[-1:]):
                 return True
             with suppress(Unavailable):
                 now = self.client.get(job.id)
                 assert now.state is not JobState.FAILED, now.reason
                 begun = now.state is not JobState.QUEUED or "teacher.model" in now.phase
-                return now.state in TERMINAL or (begun and not step)
+                return now.state in TERMINAL or (begun and not step and job.kind != "eval")
             return False
 
         eventually(reached, SECONDS, pause=0.002)
@@ -118,29 +155,25 @@ class Killer:
 
 @pytest.mark.slow
 def test_killed_anywhere_it_comes_to_the_same_bits(
-    material: Material, make_server: MakeServer, tmp_path: Path
+    material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
     points = random.Random(SEED)
-    plain = make_server()
-    with DistillClient(plain.address) as client:
-        jobs = client.submit_all(pipeline(material))
-        for job in jobs:
-            ended = job.wait(SECONDS)
-            assert ended.state is JobState.SUCCEEDED, ended.reason
-        expected = results(plain, jobs)
-        (teacher,) = client.teachers()
-        assert teacher.attempt == 1, "two jobs shared it"
-    plain.clean_up()
+    named = [json.loads(job.model_dump_json(exclude_unset=True)) for job in pipeline(material)]
+    file = tmp_path / "pipeline.yaml"  # of which JSON is a part
+    file.write_text(json.dumps({"job": named}))
+    configs = [one.config for one in load_jobs(file)]
+    assert configs == pipeline(material)
+    expected = results(run_one_by_one(tmp_path / "plain", configs, teacher))
 
     server = make_server(runs=tmp_path / "killed")
-    victims = [VICTIMS[n % 3] for n in range(KILLS)]
+    victims = [list(VICTIMS)[n % 3] for n in range(REPEATS)]
     plan = sorted(
-        (points.randint(FIRST_JOBS[victim], 3), points.randint(0, STEPS - 2), victim)
+        (points.randint(*VICTIMS[victim]), points.randint(0, STEPS - 2), victim)
         for victim in victims
     )
     killed = []
     with DistillClient(server.address) as client:
-        jobs = client.submit_all(pipeline(material))
+        jobs = client.submit_all(configs, config_text=file.read_text())
         killer = Killer(server, client)
         for number, step, victim in plan:
             # A capture counts sequences.
@@ -150,9 +183,11 @@ def test_killed_anywhere_it_comes_to_the_same_bits(
         for job in jobs:
             ended = job.wait(SECONDS)
             assert ended.state is JobState.SUCCEEDED, ended.reason
-        assert results(server, jobs) == expected
+        assert results([RunDirectory(server.runs / job.id) for job in jobs]) == expected
         attempts = {job.name: job.refresh().attempt for job in jobs}
-    again = sum(attempts.values()) - len(jobs)
+        score = jobs[-1].refresh()
+        assert score.metrics["eval/accuracy"] > 0
+        scores = json.loads((jobs[-1].pull(tmp_path / "scores") / "result.json").read_text())
+        assert scores["models"][0]["pass@1"]["mean"] == score.metrics["eval/accuracy"]
     print(f"{len(killed)} of {len(plan)} kills hit: {killed}; attempts {attempts}")
     assert len(killed) >= len(plan) // 2
-    assert again >= 1, "a trainer did die"

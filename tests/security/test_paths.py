@@ -28,7 +28,9 @@ from clients.store.store import LogitStore
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
+from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Change, JobStore
+from distill_server.retention.removals import Removals
 from distill_server.rpc.artifacts import pieces_of
 from distill_server.rpc.service import DistillService
 from distill_server.rpc.streams import Streams
@@ -144,7 +146,9 @@ def test_what_clients_send_never_leaves_the_runs(place: Path) -> None:
     with open_database(place / "server.sqlite") as connection:
         store = JobStore(connection, on_change=lambda job_id: None)
         control = JobControl(store, runs, wake=lambda: None)
-        service = DistillService(store, runs, control, Streams(store, runs, ChangeNotifier()))
+        removals = Removals(connection, store, runs, RunFiles(), lambda job_id: None)
+        streams = Streams(store, runs, ChangeNotifier())
+        service = DistillService(store, runs, control, streams, removals)
         job_id = _finished_job(control, store, runs)
         refused, answered, touched = asyncio.run(_fuzz(service, order, job_id))
     print(f"\n{CASES} calls: {refused} refused, {answered} answered, {len(touched)} paths touched")

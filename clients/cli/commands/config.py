@@ -24,6 +24,7 @@ class MethodName(StrEnum):
     RL = "rl"
     SFT = "sft"
     CAPTURE = "capture"
+    EVAL = "eval"
 
 
 app = typer.Typer(help="Check job files and show their values.", no_args_is_help=True)

@@ -1,22 +1,41 @@
-"""`distill ls`, `show`, `cancel` and `resume`: the unary requests to the job server."""
+"""`distill ls`, `show`, `cancel`, `resume`, `rm` and `pin`: unary requests to the job server."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from clients.cli.output import Output, plain
 from clients.cli.settings import JobArgument, JobsArgument, SetOption, settings_of
-from clients.jobs.job import Job, JobState
+from clients.jobs.job import TERMINAL, Job, JobState
+from clients.jobs.selection import CANCELLABLE, RESUMABLE, jobs_in, seconds_of
 from clients.jobs.view import duration, kl_of
-from protos.errors import InvalidInput
+from protos.errors import DistillError, InvalidInput, Unavailable
 
-# The column of the KL, or else of the held-out loss: a job of method sft has no KL.
+if TYPE_CHECKING:
+    from clients.jobs.client import DistillClient
+
+AllOption = Annotated[bool, typer.Option("--all", help="All jobs that the command can be for.")]
+StateOption = Annotated[
+    JobState | None,
+    typer.Option(case_sensitive=False, help="All jobs in this state.", show_choices=True),
+]
+OlderThanOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Only jobs that ended (or, if they have not, were submitted) at least this long ago,"
+        " such as 30d, 12h or 90m.",
+    ),
+]
+
+# The column of the KL, or else of what the method has: the loss of sft, the accuracy of eval.
 KL_OR_LOSS = "kl/loss"
 COLUMNS = ("id", "state", "steps", KL_OR_LOSS, "age", "attempt", "name", "reason")
 
@@ -53,19 +72,31 @@ def show(context: typer.Context, job: JobArgument) -> None:
 
 def cancel(
     context: typer.Context,
-    jobs: JobsArgument,
+    jobs: JobsArgument = None,
+    every: AllOption = False,
+    state: StateOption = None,
+    older_than: OlderThanOption = None,
     now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
 ) -> None:
     """Write a checkpoint and stop jobs. It is safe to repeat."""
     settings = settings_of(context)
     with settings.client() as client:
-        found = [client.cancel(job, now=now) for job in jobs]
-    print_jobs(settings.output, found, [f"{job.id} {job.state}" for job in found])
+        chosen = _chosen(client, jobs, every, state, older_than, CANCELLABLE)
+        _each(
+            settings.output,
+            chosen,
+            lambda job: client.cancel(job, now=now),
+            lambda job: f"{job.id} {job.state}",
+            named=bool(jobs),
+        )
 
 
 def resume(
     context: typer.Context,
-    jobs: JobsArgument,
+    jobs: JobsArgument = None,
+    every: AllOption = False,
+    state: StateOption = None,
+    older_than: OlderThanOption = None,
     sets: SetOption = None,
     from_step: Annotated[
         int | None,
@@ -81,9 +112,127 @@ def resume(
     settings = settings_of(context)
     max_steps = max_steps_of(sets or [])
     with settings.client() as client:
-        found = [client.resume(job, max_steps=max_steps, from_step=from_step) for job in jobs]
-    lines = [f"{job.id} {job.state} attempt {job.attempt}" for job in found]
-    print_jobs(settings.output, found, lines)
+        chosen = _chosen(client, jobs, every, state, older_than, RESUMABLE)
+        _each(
+            settings.output,
+            chosen,
+            lambda job: client.resume(job, max_steps=max_steps, from_step=from_step),
+            lambda job: f"{job.id} {job.state} attempt {job.attempt}",
+            named=bool(jobs),
+        )
+
+
+def rm(
+    context: typer.Context,
+    jobs: JobsArgument = None,
+    every: AllOption = False,
+    state: StateOption = None,
+    older_than: OlderThanOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove jobs that have ended, with their files on the server.
+
+    Jobs that are pinned, or that a job needs which has not ended, are refused.
+    """
+    settings = settings_of(context)
+    with settings.client() as client:
+        chosen = _chosen(client, jobs, every, state, older_than, TERMINAL)
+        if chosen and not yes:
+            _ask(settings.output, [client.get(job) for job in chosen])
+        _each(
+            settings.output,
+            chosen,
+            client.remove,
+            lambda job: f"{job.id} removed",
+            named=bool(jobs),
+        )
+
+
+def pin(
+    context: typer.Context,
+    jobs: JobsArgument,
+    off: Annotated[bool, typer.Option("--off", help="Let the jobs be removed again.")] = False,
+) -> None:
+    """Keep jobs from being removed, by `distill rm` and by the server's --keep-days."""
+    settings = settings_of(context)
+    with settings.client() as client:
+        _each(
+            settings.output,
+            jobs or [],
+            lambda job: client.pin(job, pinned=not off),
+            lambda job: f"{job.id} {'pinned' if job.pinned else 'not pinned'}",
+            named=True,
+        )
+
+
+def _chosen(
+    client: DistillClient,
+    jobs: Sequence[str] | None,
+    every: bool,
+    state: JobState | None,
+    older_than: str | None,
+    states: Collection[JobState],
+) -> Sequence[str]:
+    """Return the jobs that the arguments name or describe, the oldest first.
+
+    `states`: those that the command is for. Raises InvalidInput if there is no argument, or if
+    there are both names and options.
+    """
+    if jobs:
+        if every or state or older_than:
+            hint = "give either jobs, or --all, --state and --older-than"
+            raise InvalidInput("cannot be combined with options", field="JOB", hint=hint)
+        return jobs
+    if not (every or state or older_than):
+        raise InvalidInput("missing", field="JOB", hint="give jobs, --all, --state or --older-than")
+    if state is not None and state not in states:
+        among = ", ".join(sorted(states))
+        raise InvalidInput(f"got {state}, expected one of {among}", field="--state")
+    seconds = 0.0 if older_than is None else seconds_of(older_than)
+    found = jobs_in(client, {state} if state else states, older_than_seconds=seconds)
+    return [job.id for job in found]
+
+
+def _ask(output: Output, jobs: Sequence[Job]) -> None:
+    """Ask on the terminal whether to remove the jobs; raises InvalidInput if there is none."""
+    what = jobs[0].id if len(jobs) == 1 else f"{len(jobs)} jobs"
+    if not sys.stdin.isatty():
+        raise InvalidInput(f"removes {what} for good", field="--yes", hint="give it to confirm")
+    for job in jobs if len(jobs) > 1 else ():
+        output.say(f"{job.id} {job.state}")
+    typer.confirm(f"Remove {what} with all files?", abort=True, err=True)
+
+
+def _each(
+    output: Output,
+    jobs: Sequence[str],
+    act: Callable[[str], Job],
+    line_of: Callable[[Job], str],
+    *,
+    named: bool,
+) -> None:
+    """Call `act` for each job and print the results.
+
+    `named`: the jobs are those that the user named, of which an error stops the rest. Otherwise the
+    rest goes on, unless the server does not answer. Then the first error is raised.
+    """
+    done: list[Job] = []
+    faults: list[DistillError] = []
+    for job in jobs:
+        try:
+            done.append(act(job))
+        except DistillError as error:
+            faults.append(error)
+            if named or isinstance(error, Unavailable):
+                break
+    if done or (output.as_json and not faults):
+        print_jobs(output, done, [line_of(job) for job in done])
+    elif not faults:
+        output.say("no jobs")
+    for fault in faults[1:]:
+        output.say(f"error: {fault}")
+    if faults:
+        raise faults[0]
 
 
 def max_steps_of(sets: list[str]) -> int | None:
@@ -138,8 +287,12 @@ def _row(job: Job, now: float) -> Mapping[str, Any]:
 
 
 def _kl_or_loss(row: Mapping[str, Any]) -> str:
-    loss = row["metrics"].get("cross_entropy")
-    return f"{loss:.4g} loss" if row["kl"] == "-" and loss is not None else str(row["kl"])
+    if row["kl"] != "-":
+        return str(row["kl"])
+    named = (("cross_entropy", "loss"), ("eval/accuracy", "accuracy"))
+    metrics = row["metrics"]
+    found = (f"{metrics[name]:.4g} {label}" for name, label in named if name in metrics)
+    return next(found, "-")
 
 
 def _why(row: Mapping[str, Any]) -> str:

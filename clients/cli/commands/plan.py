@@ -50,7 +50,9 @@ def plan(
     config = load_job(job, chosen).config
     if not isinstance(config, TrainingJob):
         raise InvalidInput(
-            "a capture trains no student", field="method.type", hint="plan a training job"
+            f"a job of method {config.method.type} trains no student",
+            field="method.type",
+            hint="plan a training job",
         )
     check_processes(config)
     check_tensor_parallel(config)

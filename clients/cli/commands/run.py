@@ -140,10 +140,13 @@ def _attempted(
 
 def _made_by(run: RunDirectory) -> dict[str, Path | str]:
     from clients.config.capture import CaptureJob
+    from clients.config.evaluation import EvalJob
 
     config = run.config()
     if isinstance(config, CaptureJob):
         return {"run": run.path, "store": config.method.store_in(run.path)}
+    if isinstance(config, EvalJob):
+        return {"run": run.path, "results": run.evaluation}
     return {"run": run.path}
 
 
@@ -205,9 +208,12 @@ def judged_beside(job: Path, config: AnyJob) -> AnyJob:
 
     Raises InvalidInput if the file does not exist.
     """
+    from clients.config.evaluation import EvalJob
     from clients.config.rl import RLJob
 
-    if not isinstance(config, RLJob) or config.reward is None or config.reward.file is None:
+    if not isinstance(config, EvalJob | RLJob):
+        return config
+    if config.reward is None or config.reward.file is None:
         return config
     file = (job.parent / config.reward.file).absolute()
     if not file.is_file():
@@ -247,7 +253,7 @@ def _stored_absolute(config: AnyJob) -> AnyJob:
 
 
 def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
-    from clients.config.capture import CaptureJob
+    from clients.config.tables.common import TrainingJob
     from clients.runs.directory import Control, RunDirectory, replace_file
 
     run = RunDirectory(path)
@@ -259,9 +265,9 @@ def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
                 f"the run {path} is finished: {status.step} of {status.max_steps} steps",
                 hint="give --set max_steps=N with a larger N to continue it",
             )
-        if max_steps and isinstance(config, CaptureJob):
+        if max_steps and not isinstance(config, TrainingJob):
             raise InvalidInput(
-                "a capture has no max_steps: it ends when all data is captured",
+                f"a job of method {config.method.type} has no max_steps: it ends with its data",
                 field="max_steps",
                 hint="resume it without --set",
             )

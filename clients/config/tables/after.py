@@ -63,6 +63,11 @@ def is_output(value: str) -> bool:
     return value.startswith("@")
 
 
+def output_of(method: str) -> str:
+    """Return the kind of output that a job of this method has for other jobs; "" if none."""
+    return {"capture": "store", "eval": ""}.get(method, "export")
+
+
 def outputs_in(job: BaseModel) -> list[Output]:
     """Return the outputs of other jobs that a valid job reads."""
     matches = ((key, _OUTPUT.fullmatch(value)) for key, value in _values(job))

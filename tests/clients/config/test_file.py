@@ -70,7 +70,7 @@ def test_every_problem_at_once_with_its_line(job_file: Write) -> None:
         "  a.toml:7: teacher.top_k: must be greater than or equal to 1 (got 0)\n"
         "  a.toml:6: teacher.topk: unknown key; did you mean 'top_k'?\n"
         "  a.toml:9: method.type: got 'on-policy', expected one of"
-        " 'on_policy', 'offline', 'rl', 'sft', 'capture'\n"
+        " 'on_policy', 'offline', 'rl', 'sft', 'capture', 'eval'\n"
         "  a.toml:10: method.divergence: got 'kl', expected one of 'reverse_kl', 'forward_kl'"
     )
 

@@ -330,7 +330,7 @@ class TestCommand:
             ([file, "--gpus", "0"], "--gpus"),
             ([file, "--gpus", "64"], "train.prompts_per_step: 32 sequences are too few for 64"),
             ([file, "--set", "student.model=no/model"], "student.model: no config.json of"),
-            ([capture], "method.type: a capture trains no student"),
+            ([capture], "method.type: a job of method capture trains no student"),
         ):
             assert main(["plan", *words]) == 2
             assert said in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyJob, parse_job
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
@@ -43,6 +44,12 @@ def capture(name: str) -> AnyJob:
 def offline(name: str, path: str, **change: Any) -> AnyJob:
     values = {"name": name, "student": {"model": "tiny"}, "data": {"path": path}}
     return parse_job(json.dumps({**values, "method": {"type": "offline"}, **change}))
+
+
+def evaluation(name: str, **change: Any) -> AnyJob:
+    values = {"name": name, "student": {"model": "tiny"}, "data": {"path": "x"}}
+    values |= {"method": {"type": "eval"}, "reward": {"type": "exact_match"}}
+    return EvalJob.model_validate(values | change)
 
 
 def submit(server: SmallServer, *configs: AnyJob, keys: str = "") -> list[Job]:
@@ -156,16 +163,26 @@ def test_an_output_that_was_removed_fails_the_job(server: SmallServer) -> None:
             r"student.model: job 'x': job capture-rows-\w+ is of method capture: it has a store",
         ),
         (offline("x", "@warm/store"), InvalidInput, "it has an export, and no store"),
+        (
+            made("x", student={"model": "@exam/export"}),
+            InvalidInput,
+            r"student.model: job 'x': job eval-exam-\w+ is of method eval: it has no export",
+        ),
+        (
+            evaluation("x", reward={"type": "python", "file": "/reward.py"}),
+            InvalidInput,
+            "reward.file: a server runs no code",
+        ),
     ],
 )
 def test_refused_at_submission(
     server: SmallServer, job: AnyJob, error: type[DistillError], text: str
 ) -> None:
-    submit(server, capture("rows"), made("warm"))
+    submit(server, capture("rows"), made("warm"), evaluation("exam"))
     with pytest.raises(error) as caught:
         submit(server, job, made("below"))
     assert re.search(text, str(caught.value)), str(caught.value)
-    assert len(server.store.page(limit=9)) == len(list(server.runs.glob("*-*-*"))) == 2
+    assert len(server.store.page(limit=9)) == len(list(server.runs.glob("*-*-*"))) == 3
 
 
 def test_all_of_a_file_or_none(server: SmallServer) -> None:

@@ -1,0 +1,100 @@
+"""The model of an evaluation: a job file with `method.type = "eval"`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from clients.config.exam import Temperature, TopP, evaluated_data_rules
+from clients.config.tables.after import After, check_outputs
+from clients.config.tables.common import Count, Name, Priority, ResourcesConfig, Table
+from clients.config.tables.data import DataConfig
+from clients.config.tables.reward import RewardConfig
+from clients.config.unused import refuse_unused
+
+
+class EvaluatedModel(Table):
+    """The model to evaluate, and its anchor, if its directory contains one."""
+
+    model: Name
+    """Hugging Face directory or hub id; or `@JOB/export`, the model of another job."""
+
+
+class EvalMethod(Table):
+    """Evaluation: sample answers of a model and score them with a reward."""
+
+    type: Literal["eval"]
+    """The method."""
+    prompts: Count | None = None
+    """Number of prompts, sampled by the seed; default: all."""
+    samples: Count = 32
+    """Answers per prompt."""
+    temperature: Temperature = 0.8
+    """Sampling temperature; 0: greedy decoding."""
+    top_p: TopP = 0.9
+    """Nucleus sampling: draw from the likeliest tokens with this total probability."""
+    max_new_tokens: Count = 1024
+    """Maximum number of tokens of an answer."""
+
+
+class EvalJob(Table):
+    """An evaluation of one model, the job of `distill eval`."""
+
+    student: EvaluatedModel
+    method: EvalMethod
+    reward: RewardConfig
+    data: Annotated[DataConfig | None, Field(validate_default=True)] = None
+    """The prompts. Leave the table out if a reasoning_gym task generates them."""
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
+    """Name for people; the job id is made from it."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of the choice of prompts and of the sampling."""
+    resources: ResourcesConfig = ResourcesConfig()
+    priority: Priority = 0
+    """Priority in a server's queue: higher starts first, equal in order of submission."""
+    after: After = ()
+    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+
+    @field_validator("data")
+    @classmethod
+    def _is_there_if_needed(cls, data: DataConfig | None, info: ValidationInfo) -> object:
+        if "reward" not in info.data:
+            return data
+        generated = info.data["reward"].task is not None
+        if data is not None and generated:
+            raise ValueError("the reward reasoning_gym:TASK generates its prompts; leave it out")
+        if data is None and not generated:
+            raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
+        return data
+
+    @model_validator(mode="after")
+    def _reads_outputs(self) -> Self:
+        check_outputs(self)
+        return self
+
+    @model_validator(mode="after")
+    def _uses_every_key(self) -> Self:
+        return refuse_unused(
+            self,
+            [
+                *evaluated_data_rules(self.data),
+                (False, "data.teacher_column", "an evaluation has no teacher; leave it out"),
+                (False, "data.eval_path", "an evaluation reads data.path; leave it out"),
+                (
+                    False,
+                    "reward.length",
+                    "it is for training, and changes no answer's quality; leave it out",
+                ),
+            ],
+        )
+
+    @property
+    def teacher_addresses(self) -> dict[str, str | list[str]]:
+        """As OnPolicyJob.teacher_addresses: empty, because the job has no teacher."""
+        return {}
+
+    @property
+    def max_steps(self) -> int:
+        """Always 0: an evaluation counts answers, and their number depends on the data."""
+        return 0

@@ -1,0 +1,1 @@
+"""Removal of ended jobs, and backups of the database."""

@@ -1,0 +1,57 @@
+"""The task that removes jobs which ended long ago, and deletes the files of removed jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from distill_server.retention.removals import Removals
+from protos.errors import WrongState
+
+log = logging.getLogger(__name__)
+
+_SECONDS_OF_A_DAY = 24 * 3600
+# The pause between two looks for expired jobs; a removal by a user wakes the task at once.
+_SECONDS_BETWEEN_LOOKS = 600.0
+# Jobs that are looked for at once.
+_PAGE = 100
+
+
+class Keeper:
+    """Removes ended jobs after `keep_days`; None keeps them. One instance per server."""
+
+    def __init__(
+        self, removals: Removals, keep_days: float | None, now: Callable[[], float]
+    ) -> None:
+        """`now` returns the time of the store's events, in Unix seconds."""
+        self._removals = removals
+        self._keep_days = keep_days
+        self._now = now
+        self._awake = asyncio.Event()
+        removals.wake = self._awake.set
+
+    async def run(self) -> None:
+        """Keep the database and the disk small until the task is cancelled."""
+        while True:
+            self._awake.clear()
+            try:
+                await self.look()
+            except Exception:  # the database is full, for example
+                log.exception("cannot remove jobs; trying again later")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SECONDS_BETWEEN_LOOKS):
+                    await self._awake.wait()
+
+    async def look(self) -> None:
+        """Remove the jobs that are due, and delete the files of all removed ones."""
+        if self._keep_days is not None:
+            before = self._now() - self._keep_days * _SECONDS_OF_A_DAY
+            while found := self._removals.expired(before, _PAGE):
+                for job_id in found:
+                    # A job may have come to need it meanwhile.
+                    with contextlib.suppress(WrongState):
+                        self._removals.remove(job_id)
+                    await asyncio.sleep(0)  # for the requests of others
+        await self._removals.delete_files()

@@ -1,0 +1,146 @@
+"""Removes ended jobs: first from the database, then their run directories.
+
+A job is gone for everybody once its rows are deleted. In the same transaction its id is written to
+the table `removals`; the id goes when the files have. So a server that is killed in between deletes
+the files at its next start, and no new job gets the id before.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from clients.jobs.job import TERMINAL, Job
+from distill_server.jobs.database import transaction
+from distill_server.jobs.run_files import RunFiles
+from distill_server.jobs.store import JobStore
+from protos.errors import Unavailable, WrongState
+from protos.rpc.failpoints import failpoint
+
+log = logging.getLogger(__name__)
+
+_ENDED = ", ".join(f"'{state}'" for state in sorted(TERMINAL))
+# Children before their parents.
+_DELETIONS = (
+    "DELETE FROM events WHERE job_id = :id",
+    "DELETE FROM attempts WHERE job_id = :id",
+    "DELETE FROM submissions WHERE job_id = :id",
+    "DELETE FROM dependencies WHERE :id IN (job_id, before_id)",
+    "DELETE FROM jobs WHERE id = :id",
+)
+
+
+class Removals:
+    """Pins and removes jobs. Call all methods on the event loop."""
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        store: JobStore,
+        runs: Path,
+        files: RunFiles,
+        on_change: Callable[[str], None],
+    ) -> None:
+        """`on_change` is called with the id of each job that was pinned or removed."""
+        self._db = connection
+        self._store = store
+        self._runs = runs
+        self._files = files
+        self._on_change = on_change
+        # Called when there are files to delete.
+        self.wake: Callable[[], None] = lambda: None
+
+    def pin(self, text: str, *, pinned: bool) -> Job:
+        """Pin a job, which is never removed then, or unpin it. Raises NotFound."""
+        job = self._store.resolve(text)
+        with transaction(self._db):
+            self._db.execute("UPDATE jobs SET pinned = ? WHERE id = ?", (pinned, job.id))
+        self._on_change(job.id)
+        return self._store.job(job.id)
+
+    def remove(self, text: str) -> Job:
+        """Remove an ended job with its events and keys; its files are deleted later.
+
+        Returns the job as it was. Raises NotFound if there is no such job, WrongState if it has not
+        ended, is pinned, or is needed by a job that has not ended, and Unavailable if the disk
+        refuses the write.
+        """
+        job = self._store.resolve(text)
+        if job.state not in TERMINAL:
+            raise WrongState(
+                f"job {job.id} is {job.state} and cannot be removed",
+                field="job_id",
+                hint="cancel it, and remove it when it has ended",
+            )
+        if job.pinned:
+            raise WrongState(
+                f"job {job.id} is pinned", field="job_id", hint=f"distill pin --off {job.id}"
+            )
+        needing = self._db.execute(
+            "SELECT id, state FROM dependencies JOIN jobs ON id = job_id"
+            f" WHERE before_id = ? AND state NOT IN ({_ENDED}) ORDER BY number LIMIT 1",
+            (job.id,),
+        ).fetchone()
+        if needing is not None:
+            raise WrongState(
+                f"job {job.id} is needed by job {needing['id']}, which is {needing['state']}",
+                field="job_id",
+                hint="cancel that job, or wait until it has ended",
+            )
+        with transaction(self._db):
+            self._db.execute("INSERT INTO removals VALUES (?)", (job.id,))
+            for deletion in _DELETIONS:
+                self._db.execute(deletion, {"id": job.id})
+        failpoint("removal-stored")
+        # A job that came after it may have waited for nothing else.
+        self._store.dependencies.changed = True
+        self._on_change(job.id)
+        self.wake()
+        return job
+
+    def expired(self, before: float, limit: int) -> Sequence[str]:
+        """Return the ids of up to `limit` jobs that ended before a Unix time, oldest first.
+
+        Pinned jobs are left out, and those that a job comes after which has not ended by then.
+        """
+        rows = self._db.execute(
+            f"SELECT id FROM jobs WHERE state IN ({_ENDED}) AND ended_at < :before AND NOT pinned"
+            " AND NOT EXISTS (SELECT 1 FROM dependencies JOIN jobs AS later ON later.id = job_id"
+            f" WHERE before_id = jobs.id AND NOT (later.state IN ({_ENDED})"
+            " AND later.ended_at < :before))"
+            " ORDER BY ended_at LIMIT :limit",
+            {"before": before, "limit": limit},
+        )
+        return [row["id"] for row in rows]
+
+    async def delete_files(self) -> None:
+        """Delete the run directories of removed jobs, one after the other.
+
+        What cannot be deleted is logged, and tried again by the next call.
+        """
+        for (job_id,) in self._db.execute("SELECT job_id FROM removals").fetchall():
+            try:
+                await self._files.start(partial(delete_run, self._runs, job_id))
+            except (OSError, Unavailable) as error:
+                log.warning("job %s: cannot delete its files: %s", job_id, error)
+                continue
+            failpoint("files-deleted")
+            with transaction(self._db):
+                self._db.execute("DELETE FROM removals WHERE job_id = ?", (job_id,))
+
+
+def delete_run(runs: Path, job_id: str) -> None:
+    """Delete the run directory of a job; nothing outside of `runs`, whatever links there are."""
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", job_id), "it was made by run_ids"
+    path = runs / job_id
+    with suppress(FileNotFoundError):
+        if path.is_symlink():
+            path.unlink()  # somebody moved the directory; what the link leads to is theirs
+        else:
+            shutil.rmtree(path)

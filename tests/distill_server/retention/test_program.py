@@ -1,0 +1,87 @@
+"""`distill rm`, `pin` and `cancel --all` against a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import main
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from protos.errors import ExitCode, NotFound
+from tests.distill_server.conftest import Server, eventually, job_config
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_the_commands(server: Server, client: DistillClient, capsys: Capture) -> None:
+    def distill(*arguments: str) -> int:
+        capsys.readouterr()
+        return main(["--server", server.address, *arguments])
+
+    done = [client.submit(job_config(f"done-{n}", max_steps=2)) for n in range(3)]
+    for job in done:
+        assert job.wait(60).state is JobState.SUCCEEDED
+    long = client.submit(job_config("long", max_steps=10_000))
+    waiting = [client.submit(job_config(f"waiting-{n}")) for n in range(2)]
+    assert distill("rm", long.id, "--yes") == ExitCode.WRONG_STATE
+    assert "cannot be removed; cancel it" in capsys.readouterr().err
+    assert distill("cancel", "--all", "--state", "QUEUED", "--older-than", "1d") == 0
+    assert capsys.readouterr().err == "no jobs\n"
+    assert distill("cancel", "--state", "QUEUED") == 0
+    states = {job.id: job.state for job in client.list()}
+    assert all(states[job.id] is JobState.CANCELLED for job in waiting)
+    assert states[long.id] in (JobState.PREPARING, JobState.RUNNING)
+
+    assert distill("pin", done[0].id) == 0
+    assert capsys.readouterr().out == f"{done[0].id} pinned\n"
+    assert distill("rm", "--all") == ExitCode.USAGE
+    assert "--yes: removes 5 jobs for good; give it to confirm" in capsys.readouterr().err
+    assert distill("--json", "rm", "--all", "--yes") == ExitCode.WRONG_STATE
+    shown = capsys.readouterr()
+    removed = {job["id"] for job in json.loads(shown.out)["jobs"]}
+    assert removed == {job.id for job in (*done[1:], *waiting)}, "the rest, in spite of the error"
+    assert "is pinned" in shown.err
+    left = {path.name for path in server.runs.glob("on-policy-*")}
+    eventually(lambda: {p.name for p in server.runs.glob("on-policy-*")} == {long.id, done[0].id})
+    assert left >= {long.id, done[0].id}
+    with pytest.raises(NotFound):
+        client.get(done[1].id)
+    assert distill("pin", "--off", done[0].id) == 0
+    assert distill("rm", done[0].id, "--yes") == 0
+    assert capsys.readouterr().out == f"{done[0].id} removed\n"
+    assert distill("cancel", "--all", "--now") == 0
+    assert long.wait(60).state is JobState.CANCELLED
+    assert distill("resume", "--all", "--older-than", "1d") == 0
+    assert capsys.readouterr().err == "no jobs\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rm"], "JOB: missing; give jobs, --all"),
+        (["rm", "x", "--all"], "JOB: cannot be combined with options"),
+        (["rm", "--state", "RUNNING"], "--state: got RUNNING, expected one of CANCELLED, FAILED"),
+        (["resume", "--state", "SUCCEEDED"], "--state: got SUCCEEDED, expected one of"),
+        (["cancel", "--older-than", "month"], "--older-than: 'month' is not a time"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: list[str], said: str, capsys: Capture) -> None:
+    assert main(["--server", "localhost:1", *arguments]) == ExitCode.USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_that_was_killed_deletes_the_files_at_its_next_start(
+    server: Server, client: DistillClient, tmp_path: Path
+) -> None:
+    job = client.submit(job_config(max_steps=2))
+    assert job.wait(60).state is JobState.SUCCEEDED
+    kept = tmp_path / "kept"
+    (server.runs / job.id).rename(kept)  # as if the deletion took long
+    client.remove(job.id)
+    server.kill()
+    kept.rename(server.runs / job.id)
+    server.start()
+    eventually(lambda: not (server.runs / job.id).exists())

@@ -1,0 +1,16 @@
+"""The database stays as large as its jobs; of 10,000 jobs see benchmarks/retention.py."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from benchmarks.retention import measure
+
+
+def test_the_database_stays_as_large_as_its_jobs(tmp_path: Path) -> None:
+    before, after = asyncio.run(measure(tmp_path, jobs=40, steps=10_000))
+    assert 40 <= before.jobs <= 52 >= after.jobs >= 40, (before, after)
+    # One job goes on: it has 1,500 events at most. All steps would be 4.8 MB.
+    assert after.events <= before.events + 1500
+    assert after.database_bytes <= before.database_bytes + 750_000

@@ -1,0 +1,69 @@
+"""Old events of long jobs are thinned; what people look for is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from clients.jobs.job import JobEvent, JobState
+from clients.jobs.record import points_of
+from distill_server.events.thinning import NEWEST, OLDER
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Change, JobStore
+from tests.distill_server.conftest import job_config
+
+STEPS, EVERY = 20_000, 100
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JobEvent]]:
+    """Of a job with an evaluation every 100 steps and a phase around it, and a retry."""
+    root = tmp_path_factory.mktemp("thinning")
+    with open_database(root / "server.sqlite") as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        store = JobStore(connection, on_change=lambda job_id: None)
+        for name in ("long", "other"):
+            store.add(name, job_config(), "")
+            store.change(name, Change(JobState.PREPARING), Change(JobState.RUNNING))
+        changes = []
+        for step in range(1, STEPS + 1):
+            metrics = {"loss": 1 / step} | ({"eval/kl": step} if step % EVERY == 0 else {})
+            changes.append(Change(step=step, metrics=metrics))
+            if step % EVERY == 0:
+                changes += [Change(phase="evaluating"), Change(phase="training")]
+            if step == STEPS // 3:
+                changes += [Change(JobState.QUEUED, reason="died"), Change(JobState.PREPARING)]
+                changes += [Change(JobState.RUNNING, reason="")]
+        for first in range(0, len(changes), 50):
+            store.change("long", *changes[first : first + 50])
+        store.change("other", *[Change(step=n, metrics={"loss": n}) for n in range(1, 900)])
+        assert len(store.events("other", 0, 9999)) == 902, "a short job keeps all of its events"
+        yield list(store.events("long", 0, 99_999))
+
+
+def test_their_number_has_a_bound(events: list[JobEvent]) -> None:
+    evaluations = STEPS // EVERY
+    assert NEWEST < len(events) <= NEWEST + OLDER + 500 + evaluations + 5
+
+
+def test_the_newest_the_evaluations_and_the_states_are_kept(events: list[JobEvent]) -> None:
+    last = events[-1].seq
+    assert [event.seq for event in events[-NEWEST:]] == list(range(last - NEWEST + 1, last + 1))
+    found = [event.step for event in events if "eval/kl" in event.metrics]
+    assert found == list(range(EVERY, STEPS + 1, EVERY))
+    # The last ones of these may have come since the last thinning.
+    states = [event.state for event in events[: -2 * NEWEST] if not event.metrics]
+    assert states == [
+        *(JobState.QUEUED, JobState.PREPARING, JobState.RUNNING),
+        *(JobState.QUEUED, JobState.PREPARING, JobState.RUNNING),
+    ]
+
+
+def test_the_steps_that_are_left_are_spread_evenly(events: list[JobEvent]) -> None:
+    steps = [point.step for point in points_of(events) if "eval/kl" not in point.metrics]
+    old = [step for step in steps if step < STEPS - 2 * NEWEST]
+    assert len(old) >= OLDER // 2
+    # Powers of two; the events since the last time are not thinned yet.
+    assert max(b - a for a, b in pairwise(old)) <= 128

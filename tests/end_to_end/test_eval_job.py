@@ -1,0 +1,186 @@
+"""Evaluations as jobs: the results of `distill eval`, and the same bits after kills."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet
+import pytest
+
+from clients.config.evaluation import EvalJob
+from clients.config.kinds import parse_job
+from clients.jobs.artifacts import pull_run
+from clients.jobs.record import record_of_run
+from clients.preflight.files import check_here
+from clients.runs.directory import Control, RunDirectory
+from protos.errors import InvalidInput
+from student_trainer.exam.evaluation import run as run_exam
+from student_trainer.exam.job import exam_of
+from tests.end_to_end.conftest import Once
+from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.processes import ENVIRONMENT, metrics_of, new_run
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+# 8192 answers, in more than one batch of student_trainer/exam/local_model.py.
+PROMPTS, SAMPLES = 256, 32
+
+
+def evaluation(material: Material, **change: Any) -> EvalJob:
+    """Answers with a 1 in them are right: of a random student, some are."""
+    values: dict[str, Any] = {
+        "student": {"model": str(material.student)},
+        "data": {"path": str(material.prompts)},
+        "reward": {"type": "regex", "pattern": "1"},
+        "method": {
+            "type": "eval",
+            "prompts": PROMPTS,
+            "samples": SAMPLES,
+            "max_new_tokens": 6,
+            "temperature": 5.0,
+        },
+        "seed": 3,
+    }
+    return EvalJob.model_validate(values | change)
+
+
+def results(run: RunDirectory) -> list[str]:
+    made = (run.evaluation / name for name in ("result.json", "student/judged.parquet"))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in made]
+
+
+@pytest.fixture
+def undisturbed(material: Material, once: Once) -> RunDirectory:
+    return RunDirectory(once("eval", lambda path: finish(new_run(path, evaluation(material)))))
+
+
+def test_the_results_are_those_of_the_command(
+    material: Material, undisturbed: RunDirectory, tmp_path: Path
+) -> None:
+    record = record_of_run(undisturbed.path)
+    last = metrics_of(undisturbed)[-1]
+    assert (record.job.kind, last["step"]) == ("eval", PROMPTS * SAMPLES)
+    config = exam_of(evaluation(material), RunDirectory(tmp_path))
+    (row,) = run_exam(config)
+    told = json.loads((undisturbed.evaluation / "result.json").read_text())
+    assert told == {"models": [row]}
+    table = pyarrow.parquet.read_table(undisturbed.evaluation / "student" / "judged.parquet")
+    rewards = [answer["reward"] for answer in table.to_pylist()]
+    assert len(rewards) == PROMPTS * SAMPLES
+    assert last["eval/accuracy"] == pytest.approx(sum(rewards) / len(rewards))
+    assert 0 < last["eval/accuracy"] < last[f"eval/pass@{SAMPLES}"] <= 1
+    assert (undisturbed.path / "environment.json").exists()
+    pulled = pull_run(undisturbed.path, tmp_path / "pulled")
+    assert json.loads((pulled / "result.json").read_text()) == told
+
+
+def test_killed_and_cancelled_it_comes_to_the_same_bits(
+    material: Material, undisturbed: RunDirectory, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run", evaluation(material))
+    with trainer(run, 1, failpoint="answers-stored:kill:1") as process:
+        assert process.wait() < 0
+    run.write_control(Control("checkpoint"))
+    with trainer(run, 2) as process:
+        assert process.wait() == 0, process.log
+    status = run.read_status()
+    assert status is not None
+    assert status.verdict == "cancelled"
+    assert 0 < status.step < PROMPTS * SAMPLES, "the first batch is kept"
+    run.write_control(Control())
+    finish(run, 3)
+    assert results(run) == results(undisturbed)
+    steps = [line["step"] for line in metrics_of(run)]
+    assert steps == sorted(set(steps))
+
+
+def test_an_anchor_is_evaluated_too(material: Material, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(material.student, model)
+    shutil.copytree(material.teacher, model / "anchor")
+    few = {"type": "eval", "prompts": 4, "samples": 2, "max_new_tokens": 6}
+    job = evaluation(material, student={"model": str(model)}, method=few)
+    run = finish(new_run(tmp_path / "run", job))
+    student, anchor = json.loads((run.evaluation / "result.json").read_text())["models"]
+    last = metrics_of(run)[-1]
+    assert last["step"] == 2 * 4 * 2
+    assert last["eval/accuracy"] == student["pass@1"]["mean"]
+    assert last["eval/anchor/accuracy"] == anchor["pass@1"]["mean"]
+    assert "gain" in anchor
+
+
+def test_another_model_under_the_answers_is_refused(material: Material, tmp_path: Path) -> None:
+    """The answers of two models are not mixed."""
+    model = tmp_path / "model"
+    shutil.copytree(material.student, model)
+    few = {"type": "eval", "prompts": 4, "samples": 2, "max_new_tokens": 6}
+    run = new_run(tmp_path / "run", evaluation(material, student={"model": str(model)}, method=few))
+    with trainer(run, 1, failpoint="answers-stored:kill") as process:
+        assert process.wait() < 0
+    shutil.copy(material.student / "model.safetensors", model)
+    with trainer(run, 2) as process:
+        assert process.wait() == 2
+    status = run.read_status()
+    assert status is not None
+    assert "has changed since the first attempt; submit the job" in status.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": {"path": "DATA", "answer_column": "x"}}, "data.answer_column: .*no column 'x'"),
+        ({"student": {"model": "DIRECTORY"}}, "student.model: no config.json in"),
+        ({"data": {"path": "absent.jsonl"}}, "data.path: no such file: absent.jsonl"),
+        ({"data": {"path": "DATA", "system": "Add."}}, "data.system: .*no chat template"),
+    ],
+)
+def test_refused_before_it_is_queued(
+    material: Material, tmp_path: Path, change: dict[str, dict[str, str]], said: str
+) -> None:
+    names = {"DATA": str(material.prompts), "DIRECTORY": str(tmp_path)}
+    filled = {t: {k: names.get(v, v) for k, v in of.items()} for t, of in change.items()}
+    job = evaluation(material, **{"reward": {"type": "exact_match"}, **filled})
+    with pytest.raises(InvalidInput, match=said):
+        check_here(job, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": None}, "only the reward reasoning_gym:TASK"),
+        ({"reward": {"type": "reasoning_gym:chain_sum"}}, "generates its prompts"),
+        ({"data": {"path": "x", "eval_path": "y"}}, "an evaluation reads data.path"),
+        ({"data": {"path": "@rows/store"}}, "reads no output of a job"),
+        ({"max_steps": 3}, "Extra inputs"),
+    ],
+)
+def test_keys_without_a_use(material: Material, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        evaluation(material, **change)
+
+
+@pytest.mark.slow
+def test_the_command_runs_it(material: Material, tmp_path: Path) -> None:
+    few = {"type": "eval", "prompts": 8, "samples": 4, "max_new_tokens": 6, "temperature": 5.0}
+    job = evaluation(material, method=few)
+    (tmp_path / "job.toml").write_text(
+        f'student.model = "{material.student}"\ndata.path = "{material.prompts}"\nseed = 3\n'
+        'reward = { type = "regex", pattern = "1" }\n'
+        '[method]\ntype = "eval"\nprompts = 8\nsamples = 4\nmax_new_tokens = 6\ntemperature = 5.0\n'
+    )
+    command = [sys.executable, "-m", "clients", "run", "job.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").glob("eval-distill-*")
+    assert parse_job((run / "job.json").read_text()) == job
+    told = json.loads((run / "eval" / "result.json").read_text())["models"][0]["pass@1"]["mean"]
+    last = done.stdout.splitlines()[-1]
+    assert f"SUCCEEDED  32/32 steps  eval/accuracy {told:.4g}" in last
+    assert last.endswith(f"results runs/{run.name}/eval")
