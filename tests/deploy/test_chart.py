@@ -207,7 +207,8 @@ def test_a_policy_lets_nobody_else_in() -> None:
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     """docs/deployment.md, without a cluster: `create` only prints, and so does `template`."""
-    tool("kubectl")
+    for needed in ("kubectl", "helm"):
+        tool(needed)
     (secrets,) = blocks("docs/deployment.md", "secrets")
     chart, ray = blocks("docs/deployment.md", "kubernetes")
     for path in (CHART, KUBERAY.parent):
