@@ -15,7 +15,6 @@ its mass. Writes benchmarks/results/evidence_gradients.json. Takes about ten min
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.draw_material import make_pair, prompts
 from benchmarks.draw_noise import Estimator, Position, exact_gradient, measure
 from benchmarks.draw_training import hidden, logits
-from benchmarks.evidence.runs import RESULTS, machine
+from benchmarks.evidence.runs import RESULTS, dumped, machine
 from student_trainer.losses import Direction
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 
@@ -63,12 +62,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "evidence_gradients.json")
     options = parser.parse_args(arguments)
     pair = make_pair("real", options.work, options.data)
-    found: dict[str, Any] = {"machine": machine(), "k": KS, "draws": DRAWS}
+    groups: list[dict[str, Any]] = []
     for name, student in (("before", pair.student), ("after 40 steps", options.trained)):
         of = places(pair.teacher, student, options.data, options.answers)
-        found[name] = {"positions": len(of), "groups": list(summary(of))}
+        groups += [{"student": name, **group} for group in summary(of)]
         print(f"{name}: {len(of)} positions", flush=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    found = {"machine": machine(), "draws": DRAWS, "groups": groups}
+    options.out.write_text(dumped(found))
 
 
 def places(teacher: Path, student: Path, data: Path, answers: int) -> list[Place]:

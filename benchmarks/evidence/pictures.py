@@ -38,7 +38,7 @@ def gradients(found: Mapping[str, Any], path: Path) -> None:
     """Bias (full) and sd of one token (dashed) by k, of the trained student, both directions."""
     plt = pyplot()
     figure, panels = plt.subplots(2, 2, figsize=(13, 9), layout="constrained", sharex=True)
-    groups = found["after 40 steps"]["groups"]
+    groups = [one for one in found["groups"] if one["student"] != "before"]
     for column, direction in enumerate(("reverse", "forward")):
         for name, axis in zip(("bias", "sd"), panels[:, column], strict=True):
             for tail, color in COLORS.items():

@@ -33,5 +33,16 @@ def write(path: Path, result: dict[str, Any], run: dict[str, Any]) -> None:
     with _writing:
         result["runs"].append(run)
         partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(result, indent=1) + "\n")
+        partial.write_text(dumped(result))
         partial.rename(path)
+
+
+def dumped(result: Mapping[str, Any]) -> str:
+    """Return the results as JSON with a line for each element of a list."""
+    fields = []
+    for name, value in result.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(f"  {json.dumps(one)}" for one in value) + "\n ]"
+        fields.append(f' "{name}": {text}')
+    return "{\n" + ",\n".join(fields) + "\n}\n"

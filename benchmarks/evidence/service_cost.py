@@ -27,7 +27,7 @@ import numpy as np
 import psutil
 
 from benchmarks.draw_material import make_pair
-from benchmarks.evidence.runs import RESULTS, machine
+from benchmarks.evidence.runs import RESULTS, dumped, machine
 from benchmarks.rl_statistics import mean_and_interval
 from benchmarks.rollouts_ahead import served
 from clients.teacher.client import TeacherClient
@@ -68,8 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
         for process in children.values():
             assert process.stdin is not None
             process.stdin.close()
-    result = {"machine": machine(), "threads": THREADS, "ways": found}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"machine": machine(), "threads": THREADS}
+    rounds_of = [{"way": way, **one} for way, measured in found.items() for one in measured]
+    options.out.write_text(dumped({**result, "rounds": rounds_of}))
     show(found)
 
 

@@ -57,7 +57,7 @@ def gradients(docs: Path) -> Section | None:
     if not found:
         return None
     pictures.gradients(found, docs / "evidence-gradients.png")
-    groups = found["after 40 steps"]["groups"]
+    groups = [one for one in found["groups"] if one["student"] != "before"]
     effects = []
     for direction in ("reverse", "forward"):
         for k in (8, 64):
@@ -70,7 +70,7 @@ def gradients(docs: Path) -> Section | None:
     text = f"""\
 ## The gradient at real checkpoints
 
-Every eighth token of {found["after 40 steps"]["positions"] // 8} sampled answers; closed form over
+Every eighth token of {groups[0]["positions"] // 8} sampled answers; closed form over
 all 49,152 ids (no sampling error). Bias and standard deviation (sd) of one token's gradient in the
 student's logits, over the exact gradient's norm; draws and teacher samples: M = {found["draws"]}. A
 standard deviation averages out over tokens; a bias does not. `bucket+sampled`, `sampled`, draws and
