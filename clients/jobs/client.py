@@ -27,6 +27,7 @@ from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState, StartedTeacher
+from clients.jobs.messages import event_of, teacher_of
 from clients.jobs.record import points_of
 from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
@@ -238,17 +239,17 @@ class DistillClient:
     def teachers(self) -> Sequence[StartedTeacher]:
         """Return the teachers that the server runs."""
         request = pb.ListTeachersRequest()
-        return [*map(_teacher_of, self._connection.call(self._stub.ListTeachers, request).teachers)]
+        return [*map(teacher_of, self._connection.call(self._stub.ListTeachers, request).teachers)]
 
     def start_teacher(self, teacher: TeacherLink) -> StartedTeacher:
         """Start a teacher of `teacher.model`; it runs until `stop_teacher`. Does not wait."""
         request = pb.StartTeacherRequest(teacher_json=teacher.model_dump_json())
-        return _teacher_of(self._connection.call(self._stub.StartTeacher, request))
+        return teacher_of(self._connection.call(self._stub.StartTeacher, request))
 
     def stop_teacher(self, key: str) -> StartedTeacher:
         """Stop a teacher by its key, or a prefix of it; one with jobs ends after the last."""
         one = self._connection.call(self._stub.StopTeacher, pb.StopTeacherRequest(key=key))
-        return _teacher_of(one)
+        return teacher_of(one)
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
@@ -363,15 +364,7 @@ class DistillClient:
 
         for event in self._connection.lasting(open_stream, deadline):
             request.after_seq = event.seq
-            yield _event_of(event)
-
-
-def _teacher_of(one: pb.StartedTeacher) -> StartedTeacher:
-    return StartedTeacher(
-        *(one.key, one.model, one.engine, one.state, one.address, tuple(one.jobs)),
-        *(tuple(one.gpus), one.since, one.attempt, one.reason, one.kept),
-        *(one.queued_tokens, one.active_streams),
-    )
+            yield event_of(event)
 
 
 def _submission(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
@@ -403,17 +396,3 @@ def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:
     )
     object.__setattr__(handle, "client", client)  # the values are frozen
     return handle
-
-
-def _event_of(event: pb.JobEvent) -> JobEvent:
-    return JobEvent(
-        seq=event.seq,
-        time=event.time,
-        state=JobState(pb.JobState.Name(event.state)),
-        reason=event.reason,
-        phase=event.phase,
-        attempt=event.attempt,
-        step=event.step,
-        max_steps=event.max_steps,
-        metrics=dict(event.metrics),
-    )

@@ -14,11 +14,12 @@ from clients.config.exam import ExamConfig
 from clients.config.file import named_files
 from clients.config.kinds import AnyJob
 from clients.data.hub import use_caches_if_away
-from clients.preflight.files import check_here
+from clients.preflight.files import check_files, check_here
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.program import run_program
 from clients.runs.progress import Progress
+from clients.store.copies import files_on_disk
 from protos.errors import DistillError
 from student_trainer.exam import evaluation
 from student_trainer.exam.answer_store import StoredAnswer
@@ -49,6 +50,8 @@ def evaluate(run: RunDirectory, job: AnyJob, progress: Progress) -> Verdict:
     """
     assert isinstance(job, EvalJob), "launch.py starts the program of each kind"
     progress.say("preflight", 0)
+    check_files(job)
+    job = files_on_disk(job)
     check_here(job, run.path)
     if not all(Path(name).exists() for _, name in named_files(job)):
         use_caches_if_away()
