@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from distill_server.dashboard.serve import Dashboard
     from distill_server.runners.interface import Runner
     from distill_server.runners.machine import Machine
+    from distill_server.scheduler import Policy
     from protos.auth.tls import TlsFiles
 
 app = typer.Typer(
@@ -73,17 +76,15 @@ def serve(
     """Accept distillation jobs, run them, and report their progress."""
     from distill_server.jobs.preflight import JobPreflight
     from distill_server.on_end import EndCommand
-    from distill_server.retention.backup import back_up
-    from distill_server.scheduler import Policy
     from distill_server.server import run_server
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
 
     _start_logging()
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-    try:
+    with _told():
         if backup is not None:
-            return back_up(database or runs / "server.sqlite", backup)
+            return _back_up(database or runs / "server.sqlite", backup)
         machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
@@ -96,16 +97,35 @@ def serve(
                 metrics=(metrics_host, metrics_port),
                 endpoint=endpoint,
                 runner=_runner(ray, slurm, slurm_option or []),
-                policy=Policy(
-                    machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600
-                ),
+                policy=_policy(machine, most_queued, retries, backoff, give_up_after),
                 preflight=JobPreflight(here=ray is None and not slurm),
                 on_ready=lambda bound: _tell(endpoint.address(bound)),
             )
         )
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Print an error of the block as one line, and exit with 2."""
+    try:
+        yield
     except (DistillError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def _policy(
+    machine: Machine, most_queued: int, retries: int, backoff: float, give_up_after: float
+) -> Policy:
+    from distill_server.scheduler import Policy
+
+    return Policy(machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600)
+
+
+def _back_up(database: Path, copy: Path) -> None:
+    from distill_server.retention.backup import back_up
+
+    back_up(database, copy)
 
 
 def _start_logging() -> None:

@@ -70,24 +70,18 @@ async def run_server(
     runs = _directory(runs)
     bells = ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
-
-        def changed(job_id: str) -> None:
-            bells.ring(job_id)
-            if on_end is not None and store.has(job_id):
-                on_end.changed(store.job(job_id))
-
-        store = JobStore(connection, on_change=changed)
+        store = JobStore(
+            connection, on_change=lambda job_id: _changed(job_id, store, bells, on_end)
+        )
         files = RunFiles()
         scheduler = Scheduler(store, runs, runner, policy, preflight, files)
         control = JobControl(
             *(store, runs, scheduler.wake, policy.machine, policy.most_queued, preflight, files),
             partial(runner.stop, now=False),
         )
-        streams = Streams(store, runs, bells, files)
-        uploads = Uploads(runs)
+        streams, uploads = Streams(store, runs, bells, files), Uploads(runs)
         kept = KeptTeachers(scheduler.teachers, policy.machine, files, scheduler.order.held)
         removals = Removals(connection, store, runs, files, bells.ring)
-        keeper = Keeper(removals, keep_days, store.now)
         service = DistillService(
             *(store, runs, control, streams, removals, files),
             *(scheduler.teachers, uploads, kept),
@@ -106,10 +100,19 @@ async def run_server(
                 on_ready(bound)
                 announce(bound)
 
-            collect = partial(_collect_garbage, uploads, connection, files)
-            work = (scheduler.run, keeper.run, collect)
+            garbage = partial(_collect_garbage, uploads, connection, files)
+            work = (scheduler.run, Keeper(removals, keep_days, store.now).run, garbage)
             with metrics_page(page, metrics):
                 await _serve_and_work(service, work, endpoint, page, ready, bells.close)
+
+
+def _changed(
+    job_id: str, store: JobStore, bells: ChangeNotifier, on_end: EndCommand | None
+) -> None:
+    """Tell watchers, and the command of ended jobs, that a job has changed."""
+    bells.ring(job_id)
+    if on_end is not None and store.has(job_id):
+        on_end.changed(store.job(job_id))
 
 
 def _page(metrics: ServerMetrics) -> MetricsPage:

@@ -95,6 +95,9 @@ def test_messages_that_are_none(both: tuple[Program, Program], garbage: bytes) -
         assert len(program.log.read_text()) == size
 
 
+WITHOUT_DATABASE = ("BeginUpload", "SendFiles", "StartTeacher", "StopTeacher")
+
+
 def test_defects_are_told_as_an_id(tmp_path: Path) -> None:
     """A database without its tables: names, queries and paths are the server's secret."""
     with server(tmp_path / "runs") as program:
@@ -105,6 +108,8 @@ def test_defects_are_told_as_an_id(tmp_path: Path) -> None:
                 database.execute(f"DROP TABLE {name}")
         with grpc.insecure_channel(program.address) as channel:
             for method in SERVER_METHODS:
+                if method.endswith(WITHOUT_DATABASE):
+                    continue
                 made = channel.stream_stream(method)(iter([request_of(method)]), timeout=20)
                 with pytest.raises(grpc.RpcError) as told:
                     list(made)
