@@ -21,9 +21,12 @@ from protos.errors import InternalFault, InvalidInput
 _LISTENS = re.compile(r"^teacher listening on (\S+)$", re.MULTILINE)
 _SECONDS_BETWEEN_POLLS = 0.1
 _SECONDS_TO_STOP = 20.0
-# Ends the process group $0 when the standard input ends: when all processes that hold its other end
-# have ended, in whatever way.
-_GUARD = 'cat > /dev/null; kill -s TERM -- "-$0"; sleep 20; kill -s KILL -- "-$0"'
+# Reads a process group, and ends it when the standard input ends: when all processes that hold its
+# other end have ended, in whatever way.
+_GUARD = (
+    'read group || exit; cat > /dev/null; kill -s TERM -- "-$group"; sleep 20; '
+    'kill -s KILL -- "-$group"'
+)
 
 
 @contextmanager
@@ -45,38 +48,57 @@ def foreground_teacher(
     # A closed terminal or a `kill` must not leave the teacher behind.
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        with _guard() as held:
+            process = _start(teacher_command(teacher, port=0), file, held)
+            try:
+                with output.stage(f"starting a teacher for {teacher.model}"):
+                    write_address(run.path, _address(process, file))
+                yield (held,)
+            finally:
+                _stop(process)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start(command: Sequence[str], file: Path, held: int) -> subprocess.Popen[bytes]:
+    """Start the teacher, which itself tells the guard of `held` its process group first.
+
+    So no moment is left in which this process could be killed and the teacher stay.
+    """
     with file.open("wb") as log:
-        process = subprocess.Popen(
-            teacher_command(teacher, port=0),
+        return subprocess.Popen(
+            command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             # A session of its own: after a Ctrl-C the trainer still needs its teacher.
             start_new_session=True,
+            # Runs in the new process, after its session was made and before its program.
+            preexec_fn=lambda: os.write(held, b"%d\n" % os.getpid()),
         )
-    try:
-        with _guarded(process) as held:
-            with output.stage(f"starting a teacher for {teacher.model}"):
-                write_address(run.path, _address(process, file))
-            yield (held,)
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_SECONDS_TO_STOP)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_SECONDS_TO_STOP)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextmanager
-def _guarded(process: subprocess.Popen[bytes]) -> Iterator[int]:
-    """Yield a file descriptor: if this process is killed, `process` ends with all that hold it."""
+def _guard() -> Iterator[int]:
+    """Yield a file descriptor for the number of a process group, in a line.
+
+    If this process is killed, the group ends with all processes that hold the descriptor.
+    """
     end, held = os.pipe()
     guard = subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, str(process.pid)],
+        ["/bin/sh", "-c", _GUARD],
         stdin=end,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

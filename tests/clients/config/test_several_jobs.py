@@ -105,4 +105,4 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "jobs.md").read_text()
     block = page.partition("## Pipelines")[2].partition("```toml\n")[2].partition("```")[0]
     jobs = load_jobs(written(tmp_path, block))
-    assert [job.config.method.type for job in jobs] == ["capture", "offline", "rl"]
+    assert [job.config.method.type for job in jobs] == ["capture", "offline", "rl", "eval"]
