@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
 import os
@@ -41,7 +43,9 @@ class EndCommand:
             raise _unusable(command, "there is no such program")
         self._seconds = seconds
         self._ended: queue.Queue[Job] = queue.Queue(_MOST_WAITING)
+        self._running: subprocess.Popen[bytes] | None = None
         threading.Thread(target=self._work, name="on-end", daemon=True).start()
+        atexit.register(self._close)
 
     def changed(self, job: Job) -> None:
         """Run the command for a job that has just changed, if it has ended. Returns at once."""
@@ -51,6 +55,17 @@ class EndCommand:
             self._ended.put_nowait(job)
         except queue.Full:
             log.warning("--on-end: not run for job %s, %d others wait", job.id, _MOST_WAITING)
+
+    def _close(self) -> None:
+        """End the command that runs as the server ends, and log the ends that it does not tell."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                log.warning("--on-end: not run for job %s", self._ended.get_nowait().id)
+        process = self._running
+        if process is not None and process.poll() is None:
+            log.warning("--on-end: the command is killed, because the server ends")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _work(self) -> None:
         while True:
@@ -66,6 +81,7 @@ class EndCommand:
         process = subprocess.Popen(
             self._words, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True
         )
+        self._running = process
         try:
             process.communicate(json.dumps(record).encode() + b"\n", self._seconds)
         except subprocess.TimeoutExpired:
@@ -73,6 +89,8 @@ class EndCommand:
             process.wait()
             log.warning("--on-end: job %s: killed after %g s", job.id, self._seconds)
             return
+        finally:
+            self._running = None
         if process.returncode:
             log.warning("--on-end: job %s: exit code %d", job.id, process.returncode)
 

@@ -211,6 +211,12 @@ class _Sending:
 def _listed(key: str, place: Path) -> LocalFiles:
     if place.is_file():
         named = {place.name: place}
+    elif not place.is_dir():
+        raise InvalidInput(
+            f"{place} is neither a regular file nor a directory",
+            field=key,
+            hint="name a file or a directory",
+        )
     else:
         files = _of_model(place) if key in MODEL_KEYS else _of_folder(key, place)
         named = {f"{place.name}/{path.relative_to(place).as_posix()}": path for path in files}
@@ -234,7 +240,8 @@ def _listed(key: str, place: Path) -> LocalFiles:
 
 
 def _of_model(place: Path) -> Iterator[Path]:
-    for path in sorted(place.iterdir()):
+    """Yield the files of a model that programs read, and those of the anchor in it."""
+    for path in (*sorted(place.iterdir()), *sorted(place.glob("anchor/*"))):
         if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".") and path.is_file():
             yield path
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from clients.config.tables.teacher import TeacherLink
+from clients.data.object_urls import is_object_url
 from distill_server.jobs.run_files import RunFiles
 from distill_server.runners.machine import Machine, Share
 from distill_server.teachers.home import key_of, options_of
@@ -87,6 +88,12 @@ def _read(teacher_json: str) -> TeacherLink:
         raise InvalidInput(problem["msg"], field=field) from error
     if config.model is None:
         raise InvalidInput("names no model", field="teacher.model", hint="name one")
+    if is_object_url(config.model):
+        raise InvalidInput(
+            f"is not read from an object storage: {config.model}",
+            field="teacher.model",
+            hint="copy it to a disk",
+        )
     if config.model.startswith(("/", "./", "../")) and not Path(config.model).exists():
         raise InvalidInput(
             f"no such file: {config.model}",

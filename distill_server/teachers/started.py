@@ -169,7 +169,9 @@ class StartedTeachers:
         """
         running = sum(not teacher.failure for teacher in self._teachers.values())
         if running >= self._machine.slots:
-            raise LookupError(f"the end of another teacher; {running} run")
+            by_hand = sum(one.record.kept for one in self._teachers.values())
+            stop = f", {by_hand} until distill teacher down" if by_hand else ""
+            raise LookupError(f"the end of another teacher; {running} run{stop}")
         gpus = self._machine.gpus_for(config, held)
         options = homes.options_of(config).model_dump(include=set(homes.OPTIONS))
         teacher = Teacher(

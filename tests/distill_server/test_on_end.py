@@ -6,6 +6,7 @@ import json
 import logging
 import shlex
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -70,6 +71,31 @@ def test_a_command_that_fails_or_hangs_is_told(
         "--on-end: job bad: exit code 3",
         "--on-end: job slow: killed after 5 s",
     ]
+
+
+def test_a_server_that_ends_takes_its_command_along(tmp_path: Path) -> None:
+    """A process of its own, as a server is: its exit must leave no command behind."""
+    mark = tmp_path / "pid"
+    sleeps = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    code = (
+        "import sys, time, logging; from pathlib import Path\n"
+        "from tests.distill_server.test_on_end import ended, EndCommand\n"
+        "logging.basicConfig()\n"
+        "command = EndCommand(sys.argv[1])\n"
+        "command.changed(ended('one')); command.changed(ended('two'))\n"
+        "mark = Path(sys.argv[2])\n"
+        "while not (mark.exists() and mark.read_text()): time.sleep(0.01)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, python(sleeps, mark), str(mark)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not run for job two" in done.stderr
+    eventually(lambda: not Path(f"/proc/{mark.read_text()}").exists())
 
 
 @pytest.mark.parametrize("command", ["", "no-such-program --now", "sh 'unclosed"])

@@ -57,9 +57,16 @@ def test_what_exists_here_is_sent_and_nothing_else(here: Path) -> None:
 def test_of_a_model_what_programs_read(here: Path) -> None:
     kept = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors"]
     left = ["pytorch_model.bin", "optimizer.pt", ".git/config", "checkpoint-5/config.json"]
-    made(here / "student", *kept, *left, "code.py", ".hidden.json")
+    anchor = ["anchor/config.json", "anchor/model.safetensors"]
+    made(here / "student", *kept, *left, *anchor, "code.py", ".hidden.json", "anchor/optimizer.pt")
     found = sent(job(student={"model": "student"}))["student.model"]
-    assert found == [f"student/{name}" for name in kept]
+    assert found == [f"student/{name}" for name in (*kept, *anchor)]
+
+
+def test_a_device_is_not_sent(here: Path) -> None:
+    with pytest.raises(InvalidInput, match="neither a regular file nor a directory") as caught:
+        sent(job(data={"path": "/dev/zero"}))
+    assert caught.value.field == "data.path"
 
 
 def test_a_model_of_links_as_in_the_cache_of_the_hub(here: Path) -> None:

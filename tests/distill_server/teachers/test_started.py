@@ -295,7 +295,11 @@ def test_one_that_cannot_be_started_for_a_person(
     # It holds no place, and stays in the list until somebody has read why.
     assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
     assert main([*command, "up", "vocab=60", "--engine", "fake"]) == 6
-    assert "no room for it: it would wait for the end of another teacher" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "no room for it: it would wait for the end of another teacher" in refused
+    assert "until distill teacher down" in refused
+    assert main([*command, "up", "s3://bucket/model"]) == 2
+    assert "teacher.model: is not read from an object storage" in capsys.readouterr().err
     assert main([*command, "down", key]) == 0
     with DistillClient(server.address) as client:
         eventually(lambda: len(client.teachers()) == 1)
