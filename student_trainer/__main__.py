@@ -6,8 +6,6 @@ Modules are imported in two stages, so that cheap checks run before torch is loa
 from __future__ import annotations
 
 import argparse
-import logging
-import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,6 +18,7 @@ from clients.config.rl import RLJob
 from clients.preflight.files import check_files, check_here
 from clients.preflight.teachers import check_length, check_teachers
 from clients.runs.directory import RunDirectory, Verdict
+from clients.runs.program import prepare
 from clients.runs.progress import Progress, run_to_verdict
 from clients.runs.started_teacher import connected
 from clients.store.copies import files_on_disk
@@ -48,17 +47,7 @@ def main() -> int:
         help="resume from the checkpoint of this step (default: the newest intact one)",
     )
     options = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    terminated = False
-
-    def on_sigterm(*_: object) -> None:
-        nonlocal terminated
-        terminated = True
-
-    signal.signal(signal.SIGTERM, on_sigterm)
+    terminated = prepare()
     end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
@@ -68,7 +57,7 @@ def main() -> int:
         attempt=options.attempt,
         max_steps=config.max_steps,
         main=is_main_process(),
-        terminated=lambda: terminated,
+        terminated=terminated,
     )
     try:
         # Only the main process of a launch locks the run directory.

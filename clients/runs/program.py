@@ -18,6 +18,22 @@ from clients.runs.progress import Progress, run_to_verdict
 from protos.errors import WrongState
 
 
+def prepare() -> Callable[[], bool]:
+    """Start logging; return a function that tells whether a SIGTERM, a wish to stop, has come."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    terminated = False
+
+    def on_sigterm(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    return lambda: terminated
+
+
 def run_program(
     name: str, description: str | None, work: Callable[[RunDirectory, AnyJob, Progress], Verdict]
 ) -> int:
@@ -30,22 +46,10 @@ def run_program(
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     options = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    terminated = False
-
-    def on_sigterm(*_: object) -> None:
-        nonlocal terminated
-        terminated = True
-
-    signal.signal(signal.SIGTERM, on_sigterm)
+    terminated = prepare()
     run = RunDirectory(options.run)
     job = run.config()
-    progress = Progress(
-        run, attempt=options.attempt, max_steps=0, main=True, terminated=lambda: terminated
-    )
+    progress = Progress(run, attempt=options.attempt, max_steps=0, main=True, terminated=terminated)
     try:
         with run.held():
             return run_to_verdict(progress, lambda: work(run, job, progress))
