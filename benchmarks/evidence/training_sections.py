@@ -168,9 +168,9 @@ Peak memory of all processes of a run together, pages that processes share count
 |---|---|---|
 {table}
 
-The aim was 0.7 of TRL's. The reason is not profiled; TRL has student and teacher in one process, and
-ours a trainer, an engine with weights of its own, and a teacher. The times of these short runs count
-for nothing: another program ran beside them.
+The aim was 0.7 of TRL's. The reason is not profiled; TRL has student and teacher in one process,
+ours a trainer, an engine with weights of its own, and a teacher. The times of these short runs
+count for nothing: another program ran beside them.
 """
     command = "make bench-trl DATA=train.jsonl"
     claim = "A step is 1.3 times as fast as TRL's at equal KL"
