@@ -10,10 +10,13 @@ A random student and a teacher that answers each batch after a fixed latency (th
     lag 1     likewise, but the engine is one step ahead: the teacher's latency follows sampling
     lag 2     likewise, two steps ahead: the teacher's latency too is hidden behind other work
     vllm ...  likewise, an engine of vLLM, run by the Python that --vllm names
+    ... at once   likewise, with a teacher that answers at once
 
 The most that an overlap can reach is a step as long as the slower of sampling and learning, with
 one thread each: the job "in turn" of the same engine measures both. All answers have the same
-length, so they reach the teacher at the same time, which is the worst case for lag 1.
+length, so they reach the teacher at the same time, which is the worst case for lag 1. The share of
+a step that is spent waiting for the teacher is what a teacher that answers at once saves:
+`time/teacher_wait` also counts what a slow engine makes the trainer wait.
 """
 
 from __future__ import annotations
@@ -72,22 +75,24 @@ def main(arguments: list[str] | None = None) -> None:
         root = Path(folder)
         weights = save_material(root, layers=2 if options.quick else 6)
         found = {}
-        with teacher(root) as address:
+        with teacher(root) as address, teacher(root, latency_ms=0) as prompt:
             for name, (threads, rollouts) in JOBS.items():
                 if "vllm" in name and options.vllm is None:
                     continue
                 python = options.vllm if "vllm" in name else sys.executable
                 given = {**rollouts, "python": str(python)} if "service" in rollouts else rollouts
-                lines = run(root / name, address, threads, given, steps, answers, tokens)
-                found[name] = stages(lines[1 + skipped :])
-                print(name, {key: round(value, 3) for key, value in found[name].items()})
+                teachers = {name: address} | ({f"{name} at once": prompt} if name in AHEAD else {})
+                for job, asked in teachers.items():
+                    lines = run(root / job, asked, threads, given, steps, answers, tokens)
+                    found[job] = stages(lines[1 + skipped :])
+                    print(job, {key: round(value, 3) for key, value in found[job].items()})
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores, "
         f"load average {os.getloadavg()[0]:.1f}",
         "workload": {"weights": weights, "answers": answers, "tokens": tokens, "steps": steps},
         "seconds_a_step": found,
         "ahead": {
-            name: compared(found[name], found["serial"], found[turn])
+            name: compared(found, name, turn)
             for name, turn in AHEAD.items()
             if name in found
         },
@@ -96,20 +101,21 @@ def main(arguments: list[str] | None = None) -> None:
     for name, one in result["ahead"].items():
         print(
             f"{name}: {one['times_serial']:.2f} times as fast as serial, "
-            f"{one['share_of_the_most']:.2f} of the most, waiting for the teacher "
-            f"{one['waiting']:.1%} of a step"
+            f"{one['share_of_the_most']:.2f} of the most, {one['waiting']:.1%} longer than with a "
+            "teacher that answers at once"
         )
 
 
-def compared(
-    ahead: dict[str, float], serial: dict[str, float], turn: dict[str, float]
-) -> dict[str, float]:
-    """Compare the seconds of a step with the serial job's, and with the slower stage of `turn`."""
-    most = max(turn["rollout"], turn["learning"])
+def compared(found: dict[str, dict[str, float]], name: str, turn: str) -> dict[str, float]:
+    """Compare the seconds of a step with the serial job's, with the slower stage of the job `turn`,
+    and with those beside a teacher that answers at once.
+    """
+    step = found[name]["step"]
+    most = max(found[turn]["rollout"], found[turn]["learning"])
     return {
-        "share_of_the_most": most / ahead["step"],
-        "times_serial": serial["step"] / ahead["step"],
-        "waiting": ahead["teacher_wait"] / ahead["step"],
+        "share_of_the_most": most / step,
+        "times_serial": found["serial"]["step"] / step,
+        "waiting": 1 - found[f"{name} at once"]["step"] / step,
     }
 
 
@@ -154,11 +160,11 @@ def save_material(root: Path, *, layers: int, hidden: int = 256) -> int:
 
 
 @contextmanager
-def teacher(root: Path) -> Iterator[str]:
+def teacher(root: Path, latency_ms: int = LATENCY_MS) -> Iterator[str]:
     """Serve a teacher of a fixed latency; yields its address."""
-    settings = f"vocab={VOCABULARY},latency_ms={LATENCY_MS}"
+    settings = f"vocab={VOCABULARY},latency_ms={latency_ms}"
     command = ["teacher_service", "--engine", "fake", "--model", settings, "--no-cache"]
-    with served(command, root / "teacher.log", threads=1) as address:
+    with served(command, root / f"teacher-{latency_ms}.log", threads=1) as address:
         yield address
 
 

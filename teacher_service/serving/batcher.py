@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# Long enough to collect the requests of one burst, and short compared to a forward pass.
-LINGER_SECONDS = 0.002
+# Queries of one burst arrive less than this apart; the most that an idle engine waits for them.
+GAP_SECONDS, LINGER_SECONDS = 0.002, 0.02
 # A batch is chosen from the queries whose turn it is, of so many batches' tokens.
 _CHOICE_BATCHES = 4
 
@@ -32,7 +32,8 @@ class Batcher(Dispatcher):
     A batch has at most `max_batch_tokens` tokens, padding included; a longer sequence forms a batch
     of its own. The query whose turn it is decides the length: those of similar length join it, so
     that little is padded. While the engine is busy, new queries wait and form the next batch. An
-    idle engine waits 2 ms for more queries before it scores the first one.
+    idle engine waits until none has arrived for 2 ms, at most 20 ms: the answers that end with a
+    step of generation come one after the other, and the first would make a forward pass alone.
 
     A batch has failed if the engine raised for each of its queries alone, and for a short probe as
     well, so that the queries are not the cause.
@@ -55,10 +56,18 @@ class Batcher(Dispatcher):
     async def _run(self) -> None:
         while True:
             await self._wake.wait()
-            await asyncio.sleep(LINGER_SECONDS)
+            await self._linger()
             while batch := self._take():
                 await self._score(batch)
             self._wake.clear()
+
+    async def _linger(self) -> None:
+        """Wait for the rest of a burst."""
+        ends = time.monotonic() + LINGER_SECONDS
+        arrived = -1
+        while arrived != self._queue.arrived and time.monotonic() < ends:
+            arrived = self._queue.arrived
+            await asyncio.sleep(GAP_SECONDS)
 
     def _take(self) -> list[Waiting]:
         """Take the next query, and of those due soon the ones whose lengths are nearest to its."""

@@ -71,6 +71,11 @@ class FairQueue:
         self._heap: list[Waiting] = []
 
     @property
+    def arrived(self) -> int:
+        """Number of queries that have ever been added."""
+        return self._arrived
+
+    @property
     def tokens(self) -> int:
         """Number of tokens in the queries that wait."""
         return sum(one.tokens for one in tuple(self._heap) if not one.answer.done())

@@ -13,6 +13,7 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError, Overloaded
 from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
+from teacher_service.serving import batcher as module
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.fair_queue import Scored, Sender
 
@@ -77,6 +78,39 @@ def test_a_batch_keeps_to_its_padded_tokens() -> None:
     asyncio.run(main())
     assert engine.batches == [[5, 5, 5, 5], [30], [4, 7]]
     # A sequence above the budget goes alone; all others stay below it.
+
+
+def test_a_burst_forms_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that end with a step of generation arrive one after the other."""
+    monkeypatch.setattr(module, "GAP_SECONDS", 0)  # a turn of the event loop
+    monkeypatch.setattr(module, "LINGER_SECONDS", 60)
+    engine = ScriptedEngine()
+
+    async def main() -> None:
+        async with Batcher(engine, max_batch_tokens=1000) as batcher:
+            burst = []
+            for _ in range(20):
+                burst.append(asyncio.create_task(batcher.score(query(1, 2))))
+                await asyncio.sleep(0)
+            await asyncio.gather(*burst)
+
+    asyncio.run(main())
+    assert engine.batches == [[2] * 20]
+
+
+def test_an_idle_engine_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_SECONDS", 0)
+    engine = ScriptedEngine()
+
+    async def main() -> None:
+        async with Batcher(engine, max_batch_tokens=1000) as batcher:
+            burst = []
+            while not engine.batches:  # queries arrive in every turn of the event loop
+                burst.append(asyncio.create_task(batcher.score(query(1, 2))))
+                await asyncio.sleep(0)
+            await asyncio.gather(*burst)
+
+    asyncio.run(main())
 
 
 def test_cancelled_queries_are_never_computed() -> None:
