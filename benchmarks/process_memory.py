@@ -9,7 +9,9 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
 
@@ -63,25 +65,43 @@ def peak_of(process: int) -> int:
         return 0
 
 
-@contextmanager
-def peak_of_children(pause_seconds: float = 0.5) -> Iterator[list[int]]:
-    """Yield a list whose only value becomes the peak of the bytes of all child processes together.
+@dataclass
+class Peak:
+    """The most bytes of some processes together, and those of each process at that time.
 
-    Children of children count too. A page that processes share counts once (PSS). The peak is that
-    of readings which are `pause_seconds` apart.
+    A process: its name, and the bytes of its own pages (`own`), of files (`file`: libraries and
+    mapped weights) and of shared memory (`shared`). A page that processes share counts once (PSS).
+    """
+
+    bytes: int = 0
+    processes: list[dict[str, Any]] = field(default_factory=list)
+
+
+@contextmanager
+def peak_of_children(pause_seconds: float = 0.5) -> Iterator[Peak]:
+    """Yield a `Peak`, which becomes that of all child processes, and theirs.
+
+    It is the peak of readings which are `pause_seconds` apart.
     """
     import psutil
 
-    peak, over, here = [0], threading.Event(), psutil.Process()
+    peak, over, here = Peak(), threading.Event(), psutil.Process()
 
-    def held(child: psutil.Process) -> int:
-        with suppress(psutil.Error):  # it has ended
-            return int(child.memory_full_info().pss)
-        return 0
+    def held(child: psutil.Process) -> Iterator[dict[str, Any]]:
+        with suppress(psutil.Error, OSError, KeyError):  # it has ended
+            path = Path(f"/proc/{child.pid}/smaps_rollup")
+            kinds = {"own": "Pss_Anon", "file": "Pss_File", "shared": "Pss_Shmem"}
+            counted = {kind: _field(path, name) for kind, name in kinds.items()}
+            command = child.cmdline()
+            module = command[command.index("-m") + 1] if "-m" in command else child.name()
+            yield {"name": module, **counted}
 
     def read() -> None:
         while not over.wait(pause_seconds):
-            peak[0] = max(peak[0], sum(map(held, here.children(recursive=True))))
+            found = [one for child in here.children(recursive=True) for one in held(child)]
+            total = sum(one["own"] + one["file"] + one["shared"] for one in found)
+            if total > peak.bytes:
+                peak.bytes, peak.processes = total, found
 
     reader = threading.Thread(target=read)
     reader.start()

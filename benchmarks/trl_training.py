@@ -101,7 +101,7 @@ def train(
     way: str, pair: Pair, options: argparse.Namespace, folder: Path, seed: int
 ) -> dict[str, Any]:
     """Train one student; return seconds (the median step), all seconds of steps, peak_bytes of all
-    processes together, and the KL.
+    processes together, peak_processes (those of each, see `Peak`), and the KL.
     """
     with peak_of_children() as peak:
         if way == "TRL":
@@ -118,7 +118,8 @@ def train(
     return {
         "seconds": statistics.median(steps[SKIPPED:]),
         "kl": kl,
-        "peak_bytes": peak[0],
+        "peak_bytes": peak.bytes,
+        "peak_processes": peak.processes,
         "steps_seconds": steps,
     }
 
