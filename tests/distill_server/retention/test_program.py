@@ -61,7 +61,7 @@ def test_the_commands(server: Server, client: DistillClient, capsys: Capture) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rm"], "JOB: missing; give jobs, --all"),
+        (["rm"], "JOB: missing; give jobs, or --all"),
         (["rm", "x", "--all"], "JOB: cannot be combined with options"),
         (["rm", "--state", "RUNNING"], "--state: got RUNNING, expected one of CANCELLED, FAILED"),
         (["resume", "--state", "SUCCEEDED"], "--state: got SUCCEEDED, expected one of"),
