@@ -69,15 +69,12 @@ async def run_server(
     Raises WrongState if another server uses the database, InvalidInput if the port is taken or
     `runs` cannot be a directory.
     """
-    runs = _directory(runs)
     require_counted_gpus(endpoint.tokens.quotas, policy.machine.gpus is not None)
-    bells = ChangeNotifier()
+    runs, bells = _directory(runs), ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
-        store = JobStore(
-            connection, on_change=lambda job_id: _changed(job_id, store, bells, on_end)
-        )
+        store = JobStore(connection, lambda job_id: _changed(job_id, store, bells, on_end))
         files, tokens = RunFiles(), endpoint.tokens
-        audit = Audit((database or runs / "server.sqlite").parent / AUDIT_FILE)
+        audit = Audit((database or runs / "server.sqlite").with_name(AUDIT_FILE))
         quotas = Quotas(connection, store, tokens.quotas)
         scheduler = Scheduler(store, runs, runner, policy, quotas, preflight, files)
         control = JobControl(
@@ -100,15 +97,16 @@ async def run_server(
                 *(page.registry, audit),
             )
         async with pages as announce:
-
-            def ready(bound: int) -> None:
-                on_ready(bound)
-                announce(bound)
-
+            ready = partial(_both, on_ready, announce)
             garbage = partial(_collect_garbage, uploads, connection, files)
             work = (scheduler.run, Keeper(removals, keep_days, store.now, audit).run, garbage)
             with metrics_page(page, metrics):
                 await _serve_and_work(service, work, endpoint, page, ready, bells.close)
+
+
+def _both(first: Callable[[int], None], second: Callable[[int], None], port: int) -> None:
+    first(port)
+    second(port)
 
 
 def _changed(

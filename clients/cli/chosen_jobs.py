@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clients.config.tables.labels import parse_labels
 from clients.jobs.job import JobState
 from clients.jobs.selection import jobs_in, seconds_of
 from protos.errors import InvalidInput
@@ -73,6 +72,17 @@ class Choice:
             {self.state} if self.state else states,
             older_than_seconds=0.0 if self.older_than is None else seconds_of(self.older_than),
             mine=self.mine,
-            labels=parse_labels([*(self.labels or ())]),
+            labels=parse_labels(self.labels),
         )
         return [job.id for job in found]
+
+
+def parse_labels(given: Sequence[str] | None) -> Mapping[str, str]:
+    """Parse the NAME=VALUE texts of the option --label; raises InvalidInput."""
+    found = {}
+    for one in given or ():
+        name, _, text = one.partition("=")
+        if not name or not text:
+            raise InvalidInput(f"{one!r} is not NAME=VALUE", field="--label")
+        found[name] = text
+    return found

@@ -18,10 +18,10 @@ from clients.cli.chosen_jobs import (
     MineOption,
     OlderThanOption,
     StateOption,
+    parse_labels,
 )
 from clients.cli.output import Output, plain
 from clients.cli.settings import JobArgument, JobsArgument, SetOption, settings_of
-from clients.config.tables.labels import parse_labels
 from clients.jobs.job import TERMINAL, Job, JobState
 from clients.jobs.selection import CANCELLABLE, RESUMABLE
 from clients.jobs.view import duration, kl_of

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
-
-from protos.errors import InvalidInput
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
 _MOST_LABELS, _MOST_CHARS = 32, 200
@@ -36,14 +33,3 @@ Labels = Annotated[
     PlainValidator(_labels),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
 ]
-
-
-def parse_labels(given: list[str] | None) -> Mapping[str, str]:
-    """Parse NAME=VALUE texts of the option --label; raises InvalidInput."""
-    found = {}
-    for one in given or ():
-        name, equals, text = one.partition("=")
-        if not equals or not text or not re.fullmatch(_NAME, name):
-            raise InvalidInput(f"{one!r} is not NAME=VALUE", field="--label")
-        found[name] = text
-    return found
