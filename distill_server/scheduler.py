@@ -30,6 +30,7 @@ from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import ACTIVE, Attempt, Change, JobStore
 from distill_server.jobs.verdict import Died, Ended, verdict_of
 from distill_server.jobs.waiting import Waits, clock, given_up
+from distill_server.people.quotas import Quotas
 from distill_server.pipelines.linking import with_paths
 from distill_server.policy import Policy as Policy
 from distill_server.runners.interface import Runner, Running
@@ -58,6 +59,7 @@ class Scheduler:
         runs: Path,
         runner: Runner,
         policy: Policy,
+        quotas: Quotas,
         preflight: Preflight = unchecked,
         files: RunFiles | None = None,
     ) -> None:
@@ -80,7 +82,8 @@ class Scheduler:
         self.teachers = StartedTeachers(runs, policy, self._files, self.wake)
         needs = TeacherNeeds(store, runs, self.teachers, self._files, self.wake)
         self.order = StartOrder(
-            *(store, policy.machine, self.waits, needs, self._is_left_alone, self._boundary)
+            *(store, policy.machine, self.waits, needs),
+            *(self._is_left_alone, self._boundary, quotas),
         )
         # By job: one task at a time reads or writes its run directory.
         self._work: dict[str, asyncio.Task[None]] = {}

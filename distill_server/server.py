@@ -22,6 +22,8 @@ from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.metrics import ServerMetrics
 from distill_server.on_end import EndCommand
+from distill_server.people.audit import AUDIT_FILE, Audit
+from distill_server.people.quotas import Quotas, require_counted_gpus
 from distill_server.retention.keeper import Keeper
 from distill_server.retention.removals import Removals
 from distill_server.rpc.service import SERVICE, DistillService
@@ -67,14 +69,14 @@ async def run_server(
     Raises WrongState if another server uses the database, InvalidInput if the port is taken or
     `runs` cannot be a directory.
     """
-    runs = _directory(runs)
-    bells = ChangeNotifier()
+    require_counted_gpus(endpoint.tokens.quotas, policy.machine.gpus is not None)
+    runs, bells = _directory(runs), ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
-        store = JobStore(
-            connection, on_change=lambda job_id: _changed(job_id, store, bells, on_end)
-        )
-        files = RunFiles()
-        scheduler = Scheduler(store, runs, runner, policy, preflight, files)
+        store = JobStore(connection, lambda job_id: _changed(job_id, store, bells, on_end))
+        files, tokens = RunFiles(), endpoint.tokens
+        audit = Audit((database or runs / "server.sqlite").with_name(AUDIT_FILE))
+        quotas = Quotas(connection, store, tokens.quotas)
+        scheduler = Scheduler(store, runs, runner, policy, quotas, preflight, files)
         control = JobControl(
             *(store, runs, scheduler.wake, policy.machine, policy.most_queued, preflight, files),
             partial(runner.stop, now=False),
@@ -84,7 +86,7 @@ async def run_server(
         removals = Removals(connection, store, runs, files, bells.ring)
         service = DistillService(
             *(store, runs, control, streams, removals, files),
-            *(scheduler.teachers, uploads, kept),
+            *(scheduler.teachers, uploads, kept, audit, tokens),
         )
         page = _page(ServerMetrics(store, policy.machine, scheduler.teachers, runs, files))
         pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
@@ -92,18 +94,19 @@ async def run_server(
         if dashboard is not None:
             pages = dashboard.serving(
                 *(endpoint, runs, store, bells, control, streams, scheduler, policy.machine),
-                page.registry,
+                *(page.registry, audit),
             )
         async with pages as announce:
-
-            def ready(bound: int) -> None:
-                on_ready(bound)
-                announce(bound)
-
+            ready = partial(_both, on_ready, announce)
             garbage = partial(_collect_garbage, uploads, connection, files)
-            work = (scheduler.run, Keeper(removals, keep_days, store.now).run, garbage)
+            work = (scheduler.run, Keeper(removals, keep_days, store.now, audit).run, garbage)
             with metrics_page(page, metrics):
                 await _serve_and_work(service, work, endpoint, page, ready, bells.close)
+
+
+def _both(first: Callable[[int], None], second: Callable[[int], None], port: int) -> None:
+    first(port)
+    second(port)
 
 
 def _changed(

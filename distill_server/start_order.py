@@ -11,6 +11,7 @@ from clients.jobs.job import Job, JobState
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.store import Change, JobStore
 from distill_server.jobs.waiting import Waits
+from distill_server.people.quotas import Quotas
 from distill_server.runners.machine import Machine, Share
 from distill_server.teachers.needs import Awaited, Crowded, Ready, TeacherNeeds
 from protos.errors import InvalidInput
@@ -37,6 +38,7 @@ class StartOrder:
         needs: TeacherNeeds,
         is_left_alone: Callable[[Job], bool],
         boundary: Callable[[Job], AbstractContextManager[None]],
+        quotas: Quotas,
     ) -> None:
         """`is_left_alone`: the job rests after a failure, or a task works on it.
 
@@ -48,6 +50,7 @@ class StartOrder:
         self._needs = needs
         self._is_left_alone = is_left_alone
         self._boundary = boundary
+        self._quotas = quotas
         # Queued jobs that request more than this server has.
         self._too_large: set[str] = set()
         # The number of jobs that the last pass went by.
@@ -62,16 +65,17 @@ class StartOrder:
 
         A job that waits for its share blocks the jobs behind it, because otherwise small jobs could
         delay a large one for ever; one whose teacher loads has its share reserved. Jobs that wait
-        for a retry or for what is away, or that request more than a restarted server has, block no
-        other job.
+        for a retry, for what is away or for the quota of their owner, or that request more than a
+        restarted server has, block no job of another owner.
         """
         self._needs.begin_pass()
+        self._quotas.begin_pass()
         held = self.held()
         free = max(0, self._machine.slots - sum(share.slots for share in held))
         # Read only as many jobs as can start: the queue may hold ten thousand.
         limit = free and free + max(self._passed, len(self._too_large) + len(self._waits))
         self._passed = 0
-        for job in self._store.startable(limit):
+        for job in self._store.startable(limit, self._quotas.others()):
             decision: Due | Awaited | None = Awaited()
             if not self._is_passed_over(job):
                 with self._boundary(job):
@@ -83,8 +87,10 @@ class StartOrder:
                     self._passed += 1
                 case Awaited(reserved=Share() as share):
                     held.append(share)
+                    self._quotas.take(job, len(share.gpus or ()))
                 case Due():
                     held.append(decision.share)
+                    self._quotas.take(job, len(decision.share.gpus or ()))
                     yield decision
 
     def _is_passed_over(self, job: Job) -> bool:
@@ -102,6 +108,9 @@ class StartOrder:
             # It waits until a server with more resources runs it.
             self._too_large.add(job.id)
             self._tell(job, str(error))
+            return Awaited()
+        if phase := self._quotas.lack(job, self._machine.gpus_of_job(config)):
+            self._tell(job, phase)
             return Awaited()
         share = self._machine.share(config, held)
         if share is None:

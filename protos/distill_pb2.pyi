@@ -70,6 +70,26 @@ class Job(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
@@ -87,6 +107,8 @@ class Job(_message.Message):
     LAST_SEQ_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     kind: _builtins.str
@@ -110,6 +132,8 @@ class Job(_message.Message):
     """seq of the newest event"""
     pinned: _builtins.bool
     """it is not removed"""
+    owner: _builtins.str
+    """of the token that submitted it; empty if the token has none"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """of the newest step"""
@@ -117,6 +141,10 @@ class Job(_message.Message):
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """steps of the existing checkpoints; only in the reply of GetJob"""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """of its configuration"""
 
     def __init__(
         self,
@@ -138,10 +166,12 @@ class Job(_message.Message):
         last_seq: _builtins.int = ...,
         checkpoints: _abc.Iterable[_builtins.int] | None = ...,
         pinned: _builtins.bool = ...,
+        owner: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "config_json", b"config_json", "created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "kind", b"kind", "last_seq", b"last_seq", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "config_json", b"config_json", "created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "kind", b"kind", "labels", b"labels", "last_seq", b"last_seq", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "owner", b"owner", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -280,25 +310,59 @@ Global___GetJobRequest: _TypeAlias = GetJobRequest  # noqa: Y015
 class ListJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STATE_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     BEFORE_ID_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    MINE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     state: Global___JobState.ValueType
     """unspecified: jobs in any state"""
     limit: _builtins.int
     """0: the server's page size"""
     before_id: _builtins.str
     """page cursor: only jobs older than this one"""
+    owner: _builtins.str
+    """empty: jobs of all owners"""
+    mine: _builtins.bool
+    """only jobs of the owner of the caller's token"""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """only jobs that have all of these"""
+
     def __init__(
         self,
         *,
         state: Global___JobState.ValueType = ...,
         limit: _builtins.int = ...,
         before_id: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        mine: _builtins.bool = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_id", b"before_id", "limit", b"limit", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_id", b"before_id", "labels", b"labels", "limit", b"limit", "mine", b"mine", "owner", b"owner", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

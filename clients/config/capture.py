@@ -17,6 +17,7 @@ from clients.config.tables.common import (
     Table,
 )
 from clients.config.tables.data import PromptKeys
+from clients.config.tables.labels import Labels
 from clients.config.tables.teacher import TeacherConfig
 from clients.config.unused import Rule, refuse_unused
 from clients.data.object_urls import place_of
@@ -142,6 +143,8 @@ class CaptureJob(Table):
     """Priority in a server's queue: higher starts first, equal in order of submission."""
     after: After = ()
     """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+    labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
+    """Names and values to find and group jobs by: `distill ls --label NAME=VALUE`."""
 
     @model_validator(mode="after")
     def _reads_outputs(self) -> Self:

@@ -10,6 +10,7 @@ from clients.config.exam import Temperature, TopP, evaluated_data_rules
 from clients.config.tables.after import After, check_outputs
 from clients.config.tables.common import Count, Name, Priority, ResourcesConfig, Table
 from clients.config.tables.data import DataConfig
+from clients.config.tables.labels import Labels
 from clients.config.tables.reward import RewardConfig
 from clients.config.unused import refuse_unused
 
@@ -55,6 +56,8 @@ class EvalJob(Table):
     """Priority in a server's queue: higher starts first, equal in order of submission."""
     after: After = ()
     """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+    labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
+    """Names and values to find and group jobs by: `distill ls --label NAME=VALUE`."""
 
     @field_validator("data")
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState, StartedTeacher
-from clients.jobs.messages import event_of, teacher_of
+from clients.jobs.messages import event_of, teacher_of, values_of
 from clients.jobs.record import points_of
 from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
@@ -180,17 +180,34 @@ class DistillClient:
         )
 
     def list(
-        self, *, state: JobState | None = None, limit: int = 50, before_id: str = ""
+        self,
+        *,
+        state: JobState | None = None,
+        limit: int = 50,
+        before_id: str = "",
+        owner: str = "",
+        mine: bool = False,
+        labels: Mapping[str, str] | None = None,
     ) -> list[JobHandle]:
         """Return up to `limit` jobs, newest first, optionally only those in `state`.
 
+        `owner`: only jobs of this owner; `mine`: of the owner of this client's token, for which
+        InvalidInput is raised if the token has none. `labels`: only jobs that have all of them.
         For the next page, pass the id of the last job as `before_id`.
         """
         number = pb.JobState.Value(state) if state else pb.JOB_STATE_UNSPECIFIED
+
         jobs: list[JobHandle] = []
         while len(jobs) < limit:
             asked = min(limit - len(jobs), MAX_PAGE_JOBS)
-            request = pb.ListJobsRequest(state=number, limit=asked, before_id=before_id)
+            request = pb.ListJobsRequest(
+                state=number,
+                limit=asked,
+                before_id=before_id,
+                owner=owner,
+                mine=mine,
+                labels=labels,
+            )
             page = self._connection.call(self._stub.ListJobs, request).jobs
             jobs += [_handle_of(self, job) for job in page]
             if len(page) < asked:
@@ -375,24 +392,6 @@ def _submission(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
 
 def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:
     """Return the handle of a job that the server of `client` has sent."""
-    handle = JobHandle(
-        id=job.id,
-        name=job.name,
-        kind=job.kind,
-        state=JobState(pb.JobState.Name(job.state)),
-        reason=job.reason,
-        phase=job.phase,
-        attempt=job.attempt,
-        step=job.step,
-        max_steps=job.max_steps,
-        created_at=job.created_at,
-        started_at=job.started_at,
-        ended_at=job.ended_at,
-        last_seq=job.last_seq,
-        metrics=dict(job.metrics),
-        config_json=job.config_json,
-        checkpoints=tuple(job.checkpoints),
-        pinned=job.pinned,
-    )
+    handle = JobHandle(**values_of(job))
     object.__setattr__(handle, "client", client)  # the values are frozen
     return handle

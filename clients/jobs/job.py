@@ -54,7 +54,8 @@ class Job:
     """A job as the server reports it. Times are Unix seconds, 0 if the event has not happened.
 
     `kind` is the method, `attempt` counts from 1, and `metrics` are those of the newest step. A
-    `pinned` job is not removed.
+    `pinned` job is not removed. `owner` is that of the token that submitted it, "" if it has none;
+    `labels` are those of the configuration.
     `config_json` and `checkpoints` (steps of the existing checkpoints, ascending) are only set by
     DistillClient.get and by `record_of_run`.
     """
@@ -76,6 +77,8 @@ class Job:
     config_json: str = ""
     checkpoints: tuple[int, ...] = ()
     pinned: bool = False
+    owner: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

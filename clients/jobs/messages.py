@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from clients.jobs.job import JobEvent, JobState, StartedTeacher
 from protos import distill_pb2 as pb
+
+
+def values_of(job: pb.Job) -> dict[str, Any]:
+    """Return the values of a Job."""
+    return {
+        "id": job.id,
+        "name": job.name,
+        "kind": job.kind,
+        "state": JobState(pb.JobState.Name(job.state)),
+        "reason": job.reason,
+        "phase": job.phase,
+        "attempt": job.attempt,
+        "step": job.step,
+        "max_steps": job.max_steps,
+        "created_at": job.created_at,
+        "started_at": job.started_at,
+        "ended_at": job.ended_at,
+        "last_seq": job.last_seq,
+        "metrics": dict(job.metrics),
+        "config_json": job.config_json,
+        "checkpoints": tuple(job.checkpoints),
+        "pinned": job.pinned,
+        "owner": job.owner,
+        "labels": dict(job.labels),
+    }
 
 
 def event_of(event: pb.JobEvent) -> JobEvent:

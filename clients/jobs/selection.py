@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clients.jobs.job import TERMINAL, Job, JobState
@@ -21,15 +21,24 @@ _TIME = re.compile(r"(\d{1,6})([mhd])")
 
 
 def jobs_in(
-    client: DistillClient, states: Collection[JobState], *, older_than_seconds: float
+    client: DistillClient,
+    states: Collection[JobState],
+    *,
+    older_than_seconds: float = 0.0,
+    mine: bool = False,
+    labels: Mapping[str, str] | None = None,
 ) -> Sequence[Job]:
     """Return the jobs in these states, the oldest first.
 
     `older_than_seconds`: the least time since their end or, if they have not ended, their start of
-    waiting in the queue.
+    waiting in the queue. `mine` and `labels` are those of DistillClient.list.
     """
     until = time.time() - older_than_seconds
-    found = {job.id: job for state in states for job in client.list(state=state, limit=_MOST_JOBS)}
+    found = {
+        job.id: job
+        for state in states
+        for job in client.list(state=state, limit=_MOST_JOBS, mine=mine, labels=labels)
+    }
     old = [job for job in found.values() if (job.ended_at or job.created_at) <= until]
     return sorted(old, key=lambda job: job.created_at)
 

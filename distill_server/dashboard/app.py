@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,9 @@ from distill_server.dashboard.samples import sample_steps, samples_of
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
+from distill_server.jobs.rows import Wanted
 from distill_server.jobs.store import JobStore
+from distill_server.people.audit import Audit, Entry
 from distill_server.rpc.streams import Streams
 from distill_server.runners.local.usage import usage_of
 from distill_server.runners.machine import Machine
@@ -89,6 +92,7 @@ class Pages:
     endpoint: ServerEndpoint
     registry: CollectorRegistry
     looks: Looks
+    audit: Audit
     grpc_port: int = 0
     turns: Turns = field(default_factory=Turns)
 
@@ -133,7 +137,8 @@ class Pages:
             )
 
         def page() -> Mapping[str, Any]:
-            jobs = self.store.page(state=state, limit=_PAGE_JOBS, before_id=before, search=search)
+            wanted = Wanted(search, state)
+            jobs = self.store.page(limit=_PAGE_JOBS, before_id=before, wanted=wanted)
             places = self._places()
             return {
                 "jobs": [self._row(job, places) for job in jobs],
@@ -234,16 +239,25 @@ class Pages:
     async def cancel(self, request: Request) -> Response:
         """POST /api/jobs/JOB/cancel with {"now": BOOL}: cancel the job and return it."""
         wish = await _wish(request, _Cancel)
-        job = await self.control.cancel(request.path_params["job"], now=wish.now)
+        with self._audited("CancelJob", request) as entry:
+            job = await self.control.cancel(request.path_params["job"], now=wish.now)
+            entry.about = (job.id,)
         return JSONResponse(job_record(job))
 
     async def resume(self, request: Request) -> Response:
         """POST /api/jobs/JOB/resume with {"max_steps": N, "from_step": N}: resume the job."""
         wish = await _wish(request, _Resume)
-        job = await self.control.resume_checked(
-            request.path_params["job"], max_steps=wish.max_steps, from_step=wish.from_step
-        )
+        with self._audited("ResumeJob", request) as entry:
+            job = await self.control.resume_checked(
+                request.path_params["job"], max_steps=wish.max_steps, from_step=wish.from_step
+            )
+            entry.about = (job.id,)
         return JSONResponse(job_record(job))
+
+    def _audited(self, action: str, request: Request) -> AbstractContextManager[Entry]:
+        client = request.client
+        peer = f"http:{client.host}:{client.port}" if client else "http"
+        return self.audit.entry(action, request.scope["caller"], peer, request.path_params["job"])
 
     async def seen_teachers(self, request: Request) -> Response:
         """GET /api/teachers: load and cache of the teachers of active jobs."""

@@ -59,6 +59,7 @@ class Gate:
 
         try:
             scope["role"] = self._admit(scope)
+            scope["caller"] = self._tokens.caller_in(Headers(scope=scope).items())
         except DistillError as fault:
             await fault_answer(fault)(scope, receive, guarded)
             return

@@ -16,6 +16,7 @@ from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.store import JobStore
+from distill_server.people.audit import Audit
 from distill_server.rpc.streams import Streams
 from distill_server.runners.machine import Machine
 from distill_server.scheduler import Scheduler
@@ -52,6 +53,7 @@ class Dashboard:
         scheduler: Scheduler,
         machine: Machine,
         registry: CollectorRegistry,
+        audit: Audit,
     ) -> AsyncIterator[Callable[[int], None]]:
         """Serve the dashboard within the block.
 
@@ -72,6 +74,7 @@ class Dashboard:
             endpoint=endpoint,
             registry=registry,
             looks=Looks(streams.files),
+            audit=audit,
         )
         external = external_host(self.external_url)
         app = make_app(pages, tokens=endpoint.tokens, host=endpoint.host, external=external)

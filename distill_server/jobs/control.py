@@ -83,12 +83,14 @@ class JobControl:
         """Raise the errors that `submit_checked` would raise, without queueing the jobs."""
         await self._require_sound([self._read(one, "", "") for one in config_json])
 
-    async def submit_checked(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
+    async def submit_checked(
+        self, config_json: str, config_text: str, idempotency_key: str, owner: str = ""
+    ) -> Job:
         """Run the preflight, then `submit`; for the errors see `submit_all`."""
-        return (await self.submit_all([(config_json, config_text, idempotency_key)]))[0]
+        return (await self.submit_all([(config_json, config_text, idempotency_key)], owner))[0]
 
-    async def submit_all(self, requests: Sequence[Submission]) -> list[Job]:
-        """Run the preflight of all jobs, then queue all of them, or none.
+    async def submit_all(self, requests: Sequence[Submission], owner: str = "") -> list[Job]:
+        """Run the preflight of all jobs, then queue all of them for `owner`, or none.
 
         Keys that were used before return their jobs without a preflight. A job may come after those
         before it in `requests`. Raises InvalidInput, WrongState, NotFound, Overloaded or the
@@ -99,7 +101,7 @@ class JobControl:
             return known
         await self._require_sound(configs)
         # The preflight awaits: another request may have used the key or filled the queue meanwhile.
-        return self._known(configs, requests) or self._queue(configs, requests)
+        return self._known(configs, requests) or self._queue(configs, requests, owner)
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
         """Queue a job without a preflight; a key that was used before returns its job.
@@ -233,11 +235,13 @@ class JobControl:
             )
         return found
 
-    def _queue(self, configs: Sequence[AnyJob], requests: Sequence[Submission]) -> list[Job]:
+    def _queue(
+        self, configs: Sequence[AnyJob], requests: Sequence[Submission], owner: str = ""
+    ) -> list[Job]:
         for config in configs:
             self._require_place(config, len(configs))
         new = [
-            NewJob(job_id, one.config, config, key, one.before)
+            NewJob(job_id, one.config, config, key, one.before, owner)
             for (job_id, one), config, (_, _, key) in zip(
                 self._linked(configs), configs, requests, strict=True
             )

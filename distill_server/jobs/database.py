@@ -90,8 +90,14 @@ CREATE TABLE removals (job_id TEXT PRIMARY KEY) WITHOUT ROWID;  -- whose files a
 CREATE INDEX submissions_by_job ON submissions (job_id);
 CREATE INDEX dependencies_by_before ON dependencies (before_id);
 """
+_PEOPLE = """
+ALTER TABLE jobs ADD COLUMN owner TEXT NOT NULL DEFAULT '';  -- of the token that submitted it
+ALTER TABLE jobs ADD COLUMN labels TEXT NOT NULL DEFAULT '{}';  -- a JSON object of texts
+-- For the jobs of an owner that have yet to be told that they wait for the owner's quota.
+CREATE INDEX jobs_untold ON jobs (owner) WHERE state = 'QUEUED' AND phase = '';
+"""
 # Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
-_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS)
+_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS, _PEOPLE)
 
 
 @contextmanager

@@ -65,6 +65,7 @@ class NewJob:
 
     `submitted` is the configuration as its client sent it, before names of jobs became ids. An
     empty `key` means no idempotency key. `before` are the jobs that must succeed before it starts.
+    `owner` is that of the token that submitted it.
     """
 
     id: str
@@ -72,6 +73,38 @@ class NewJob:
     submitted: AnyJob
     key: str = ""
     before: Sequence[str] = ()
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which jobs a list shows: those in a state, of an owner ("": of all), with all of the labels.
+
+    `search`: every word of it must be in the id, name, state, owner or labels; ASCII letters match
+    in both cases.
+    """
+
+    search: str = ""
+    state: JobState | None = None
+    owner: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def condition(self) -> tuple[str, dict[str, str]]:
+        """Return an SQL condition on rows of `jobs`, and its parameters."""
+        words = {f"word{number}": word for number, word in enumerate(self.search.split())}
+        text = "lower(id || ' ' || name || ' ' || state || ' ' || owner || ' ' || labels)"
+        terms = ["1", *(f"instr({text}, lower(:{name}))" for name in words)]
+        if self.state is not None:
+            terms.append("state = :state")
+            words["state"] = self.state
+        if self.owner:
+            terms.append("owner = :owner")
+            words["owner"] = self.owner
+        for number, (key, value) in enumerate(self.labels.items()):
+            found = f"key = :label{number} AND value = :value{number}"
+            terms.append(f"EXISTS (SELECT 1 FROM json_each(labels) WHERE {found})")
+            words |= {f"label{number}": key, f"value{number}": value}
+        return " AND ".join(terms), words
 
 
 @dataclass
@@ -87,19 +120,13 @@ class Tally:
     ended: Counter[JobState] = field(default_factory=Counter)
 
 
-def having(search: str) -> tuple[str, dict[str, str]]:
-    """Return an SQL condition on jobs and its parameters; ASCII letters match in both cases."""
-    words = {f"word{number}": word for number, word in enumerate(search.split())}
-    text = "lower(id || ' ' || name || ' ' || state)"
-    return " AND ".join(["1", *(f"instr({text}, lower(:{name}))" for name in words)]), words
-
-
 def job_of(row: sqlite3.Row) -> Job:
     """Convert a whole row of the table jobs."""
     values = typed(row)
     for name in ("number", "place", "priority", "queued_at"):
         del values[name]
-    return Job(**values | {"pinned": bool(values["pinned"])})
+    labels = json.loads(values["labels"])
+    return Job(**values | {"pinned": bool(values["pinned"]), "labels": labels})
 
 
 def share_of(row: sqlite3.Row) -> Share:

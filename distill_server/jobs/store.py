@@ -16,7 +16,7 @@ from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.events.thinning import thin_events
 from distill_server.jobs.database import transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
-from distill_server.jobs.rows import PHASE_CHARS, NewJob, Tally, having, job_of, share_of, typed
+from distill_server.jobs.rows import PHASE_CHARS, NewJob, Tally, Wanted, job_of, share_of, typed
 from distill_server.jobs.rows import Attempt as Attempt
 from distill_server.jobs.rows import Change as Change
 from distill_server.jobs.steady_clock import steady_clock
@@ -86,12 +86,12 @@ class JobStore:
         self._db.execute(
             "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
             " step, max_steps, metrics, created_at, queued_at, started_at, ended_at, last_seq,"
-            " place, priority)"
-            " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, ?, 0, 0, 0, ?, ?)",
+            " place, priority, owner, labels)"
+            " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, ?, 0, 0, 0, ?, ?, ?, ?)",
             (
                 *(new.id, config.name, config.method.type, config.model_dump_json()),
                 *(JobState.QUEUED, config.max_steps, now, now),
-                *(self._last_place(), config.priority),
+                *(self._last_place(), config.priority, new.owner, json.dumps(config.labels)),
             ),
         )
         self._insert_attempt(new.id, Attempt(1))
@@ -155,26 +155,20 @@ class JobStore:
             )
         return self.job(found[0]["id"] if found else text)
 
-    def page(
-        self, *, state: JobState | None = None, limit: int, before_id: str = "", search: str = ""
-    ) -> list[Job]:
-        """Return up to `limit` jobs, newest first.
-
-        `state`, if given, selects the jobs in that state; `before_id` the jobs submitted before
-        that one; `search` the jobs with every word of it in their id, name or state.
-        """
-        found, words = having(search)
+    def page(self, *, limit: int, before_id: str = "", wanted: Wanted | None = None) -> list[Job]:
+        """Return up to `limit` jobs, newest first, if `before_id` is given those before it."""
+        condition, values = (wanted or Wanted()).condition()
         rows = self._db.execute(
-            f"SELECT * FROM jobs WHERE {found} AND (:state IS NULL OR state = :state) AND"
+            f"SELECT * FROM jobs WHERE {condition} AND"
             " (:before = '' OR number < (SELECT number FROM jobs WHERE id = :before))"
             " ORDER BY number DESC LIMIT :limit",
-            {"state": state, "before": before_id, "limit": limit, **words},
+            {"before": before_id, "limit": limit, **values},
         )
         return [job_of(row) for row in rows]
 
     def counts(self, search: str = "") -> dict[JobState, int]:
         """Return the number of jobs in each of the seven states, restricted as in `page`."""
-        condition, words = having(search)
+        condition, words = Wanted(search).condition()
         query = f"SELECT state, count(*) FROM jobs WHERE {condition} GROUP BY state"
         found = {JobState(state): count for state, count in self._db.execute(query, words)}
         return {state: found.get(state, 0) for state in JobState}
@@ -192,9 +186,9 @@ class JobStore:
         )
         return [job_of(row) for row in rows]
 
-    def startable(self, limit: int) -> Sequence[Job]:
+    def startable(self, limit: int, also: str = "1") -> Sequence[Job]:
         """Return QUEUED jobs as `in_state` does, without those that come after unfinished jobs."""
-        return self.in_state(JobState.QUEUED, limit=limit, also=MET)
+        return self.in_state(JobState.QUEUED, limit=limit, also=f"{MET} AND {also}")
 
     def oldest_wait(self) -> float:
         """Return for how many seconds the next job has been QUEUED; 0 if the queue is empty."""

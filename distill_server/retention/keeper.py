@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from distill_server.people.audit import Audit
 from distill_server.retention.removals import Removals
 from protos.errors import WrongState
 
@@ -23,9 +24,14 @@ class Keeper:
     """Removes ended jobs after `keep_days`; None keeps them. One instance per server."""
 
     def __init__(
-        self, removals: Removals, keep_days: float | None, now: Callable[[], float]
+        self,
+        removals: Removals,
+        keep_days: float | None,
+        now: Callable[[], float],
+        audit: Audit | None = None,
     ) -> None:
         """`now` returns the time of the store's events, in Unix seconds."""
+        self._audit = audit or Audit(None)
         self._removals = removals
         self._keep_days = keep_days
         self._now = now
@@ -51,7 +57,8 @@ class Keeper:
             while found := self._removals.expired(before, _PAGE):
                 for job_id in found:
                     # A job may have come to need it meanwhile.
-                    with contextlib.suppress(WrongState):
+                    entry = self._audit.entry("RemoveJob", None, "", job_id)
+                    with contextlib.suppress(WrongState), entry:
                         self._removals.remove(job_id)
                     await asyncio.sleep(0)  # for the requests of others
         await self._removals.delete_files()

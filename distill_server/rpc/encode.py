@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from clients.jobs.job import Job, JobEvent, JobState
 from clients.teacher.info import TeacherLoad
+from distill_server.jobs.rows import Wanted
 from distill_server.teachers.started import Teacher
 from protos import distill_pb2 as pb
+from protos.auth.access import Caller
 from protos.errors import InvalidInput
 
 
@@ -31,6 +33,8 @@ def encode_job(job: Job, *, with_config: bool = False, checkpoints: Sequence[int
         last_seq=job.last_seq,
         checkpoints=checkpoints,
         pinned=job.pinned,
+        owner=job.owner,
+        labels=job.labels,
     )
 
 
@@ -76,3 +80,15 @@ def decode_state(state: pb.JobState.ValueType) -> JobState | None:
     if state not in pb.JobState.values():
         raise InvalidInput(f"there is no job state with number {state}", field="state")
     return JobState(pb.JobState.Name(state)) if state else None
+
+
+def decode_wanted(request: pb.ListJobsRequest, caller: Caller) -> Wanted:
+    """Return which jobs a list shows. Raises InvalidInput for `mine` if the caller has no owner."""
+    if request.mine and not caller.owner:
+        raise InvalidInput(
+            "the token has no owner, so no job is its owner's",
+            field="mine",
+            hint="add owner=NAME to its line in the server's --token-file",
+        )
+    owner = caller.owner if request.mine else request.owner
+    return Wanted("", decode_state(request.state), owner, dict(request.labels))

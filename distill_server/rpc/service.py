@@ -15,9 +15,16 @@ from clients.runs.directory import NOTES, RunDirectory
 from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
+from distill_server.people.audit import Audit
+from distill_server.people.audited import audited
 from distill_server.retention.removals import Removals
 from distill_server.rpc.artifacts import notes_root, pieces_of
-from distill_server.rpc.encode import decode_state, encode_event, encode_job, encode_teacher
+from distill_server.rpc.encode import (
+    decode_wanted,
+    encode_event,
+    encode_job,
+    encode_teacher,
+)
 from distill_server.rpc.streams import Streams
 from distill_server.teachers.kept import KeptTeachers
 from distill_server.teachers.load import loads_of
@@ -25,6 +32,7 @@ from distill_server.teachers.started import Teacher
 from distill_server.uploads import UploadFile, Uploads
 from protos import distill_pb2 as pb
 from protos import distill_pb2_grpc
+from protos.auth.access import Caller, Tokens
 from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Distill"].full_name
@@ -51,6 +59,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         teachers: Iterable[Teacher] = (),
         uploads: Uploads | None = None,
         kept: KeptTeachers | None = None,
+        audit: Audit | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self._store = store
         self._runs = runs
@@ -61,16 +71,25 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._teachers = teachers
         self._uploads = uploads or Uploads(runs)
         self._kept = kept
+        self.audit = audit or Audit(None)
+        self._tokens = tokens or Tokens()
 
+    def caller(self, context: _Context) -> Caller:
+        """Return who makes the call."""
+        return self._tokens.caller_in(context.invocation_metadata())
+
+    @audited
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
-        return encode_job(await self._control.submit_checked(*_submission(request)))
+        owner = self.caller(context).owner
+        return encode_job(await self._control.submit_checked(*_submission(request), owner))
 
     async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
         """Check a job as SubmitJob does, without queueing it."""
         await self._control.check(request.config_json)
         return pb.CheckJobResponse()
 
+    @audited
     async def SubmitJobs(
         self, request: pb.SubmitJobsRequest, context: _Context
     ) -> pb.SubmitJobsResponse:
@@ -78,7 +97,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         if request.check_only:
             await self._control.check(*(job.config_json for job in request.jobs))
             return pb.SubmitJobsResponse()
-        jobs = await self._control.submit_all([_submission(job) for job in request.jobs])
+        owner = self.caller(context).owner
+        jobs = await self._control.submit_all([_submission(job) for job in request.jobs], owner)
         return pb.SubmitJobsResponse(jobs=[encode_job(job) for job in jobs])
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
@@ -98,7 +118,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         """Return one page of jobs, newest first, without their configurations."""
         before = self._store.resolve(request.before_id).id if request.before_id else ""
         limit = min(request.limit or _PAGE_JOBS, MAX_PAGE_JOBS)
-        jobs = self._store.page(state=decode_state(request.state), limit=limit, before_id=before)
+        wanted = decode_wanted(request, self.caller(context))
+        jobs = self._store.page(limit=limit, before_id=before, wanted=wanted)
         return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs])
 
     async def WatchJob(
@@ -124,10 +145,12 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         async for piece in pieces:
             yield pb.LogChunk(data=piece.data, next_offset=piece.next_offset, attempt=piece.attempt)
 
+    @audited
     async def CancelJob(self, request: pb.CancelJobRequest, context: _Context) -> pb.Job:
         """Cancel a job, after a last checkpoint unless `now`; repeated calls have no effect."""
         return encode_job(await self._control.cancel(request.job_id, now=request.now))
 
+    @audited
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: _Context) -> pb.Job:
         """Queue a new attempt of a job that has ended."""
         job = await self._control.resume_checked(
@@ -135,10 +158,12 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         )
         return encode_job(job)
 
+    @audited
     async def RemoveJob(self, request: pb.RemoveJobRequest, context: _Context) -> pb.Job:
         """Remove a job that has ended, with its events and, after the reply, its files."""
         return encode_job(self._removals.remove(request.job_id))
 
+    @audited
     async def PinJob(self, request: pb.PinJobRequest, context: _Context) -> pb.Job:
         """Pin a job, so that it is not removed, or unpin it; repeated calls have no effect."""
         return encode_job(self._removals.pin(request.job_id, pinned=request.pinned))
@@ -156,6 +181,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
             ]
         )
 
+    @audited
     async def StartTeacher(
         self, request: pb.StartTeacherRequest, context: _Context
     ) -> pb.StartedTeacher:
@@ -163,6 +189,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         assert self._kept is not None, "a server has them"
         return self._encoded(await self._kept.up(request.teacher_json))
 
+    @audited
     async def StopTeacher(
         self, request: pb.StopTeacherRequest, context: _Context
     ) -> pb.StartedTeacher:
@@ -173,6 +200,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     def _encoded(self, teacher: Teacher) -> pb.StartedTeacher:
         return encode_teacher(teacher, self._store.users_of_teachers().get(teacher.key, ()))
 
+    @audited
     async def BeginUpload(
         self, request: pb.BeginUploadRequest, context: _Context
     ) -> pb.BeginUploadResponse:
@@ -182,6 +210,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         lacking = [pb.MissingFile(sha256=one.sha256, offset=one.offset) for one in missing]
         return pb.BeginUploadResponse(path=str(path or ""), missing=lacking)
 
+    @audited
     async def SendFiles(
         self, request: AsyncIterator[pb.FilePart], context: _Context
     ) -> pb.SendFilesResponse:

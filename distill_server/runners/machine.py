@@ -75,7 +75,7 @@ class Machine:
             )
         self._require_room_for_teacher(job)
         self._require_room_for_engines(job)
-        if (gpus := self._gpus_of(job)) > len(self.gpus or ()):
+        if (gpus := self.gpus_of_job(job)) > len(self.gpus or ()):
             raise InvalidInput(
                 f"the job asks for {gpus} GPUs, the server has {len(self.gpus or ())} for jobs",
                 field="resources.gpus",
@@ -87,7 +87,7 @@ class Machine:
         if teacher is None:
             return
         self.require_teachers()
-        gpus, more = self._gpus_of(job), teacher.gpus_of_model
+        gpus, more = self.gpus_of_job(job), teacher.gpus_of_model
         if self.gpus is not None and more and gpus + more > len(self.gpus):
             raise InvalidInput(
                 f"the job needs {_counted(gpus, 'GPU')} and its teacher {more} more, the server has"
@@ -133,7 +133,7 @@ class Machine:
         cpus = self._cpus_of(job)
         if self.gpus is None:
             return Share(cpus)
-        return Share(cpus, tuple(self._free_gpus(held)[: self._gpus_of(job)]))
+        return Share(cpus, tuple(self._free_gpus(held)[: self.gpus_of_job(job)]))
 
     def lack(self, job: AnyJob, held: Sequence[Share]) -> str:
         """Return what the job must wait for beside the shares already held; "" if for nothing."""
@@ -143,7 +143,7 @@ class Machine:
         cpus, free = self._cpus_of(job), self.all_cpus - sum(other.cpus for other in held)
         if cpus > free:
             return f"it needs {_counted(cpus, 'CPU thread')}; {free} of {self.all_cpus} are free"
-        gpus, left = self._gpus_of(job), len(self._free_gpus(held))
+        gpus, left = self.gpus_of_job(job), len(self._free_gpus(held))
         if self.gpus is not None and gpus > left:
             return f"it needs {_counted(gpus, 'GPU')}; {left} of {len(self.gpus)} are free"
         return ""
@@ -157,7 +157,8 @@ class Machine:
         # A process needs at least one, as far as there are some.
         return max(asked, min(processes_of(job), self.all_cpus))
 
-    def _gpus_of(self, job: AnyJob) -> int:
+    def gpus_of_job(self, job: AnyJob) -> int:
+        """Return the GPUs that the job holds while it runs; 0 if GPUs are not divided."""
         asked = job.resources.gpus
         if asked is None:
             return 0 if self.gpus is None else gpus_of(job)

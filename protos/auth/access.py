@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from protos.auth.owners import TERMS, Quota, Terms, quotas_of, read_terms
 from protos.auth.scoped_token import is_signed, parts_of, signing_key
 from protos.auth.tls import read_file
 from protos.errors import Forbidden, InvalidInput, Unauthenticated
@@ -72,18 +74,43 @@ _TEACHER, _ROLLOUTS = "/distill.v1.Teacher/", "/distill.v1.Rollouts/"
 
 log = logging.getLogger(__name__)
 
+# Hexadecimal digits of its SHA-256 that name a token where it must not be shown.
+_NAME_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who makes a call: the role, the owner and the name of the token.
+
+    `owner` is "" if the token has none, `token` the first digits of its SHA-256. A server without
+    tokens has one caller, of role ADMIN, without owner and name.
+    """
+
+    role: Role = Role.ADMIN
+    owner: str = ""
+    token: str = ""
+
 
 class Tokens:
     """The tokens that a server accepts. An empty set is false: the server then needs no token.
 
     Holds SHA-256 digests and derived signing keys, never the tokens. Immutable, so safe to share
-    between threads.
+    between threads. `quotas` are those of the owners, by name.
     """
 
-    def __init__(self, roles: Mapping[str, Role] | None = None) -> None:
-        """Digest the tokens. `roles` maps each token to its role."""
+    def __init__(
+        self,
+        roles: Mapping[str, Role] | None = None,
+        terms: Mapping[str, Terms] | None = None,
+    ) -> None:
+        """Digest the tokens. `roles` maps each token to its role, `terms` to its owner and quota.
+
+        Raises InvalidInput if two tokens of an owner have different quotas.
+        """
         self._roles = [(_digest(token), role) for token, role in (roles or {}).items()]
         self._keys = [signing_key(token) for token in roles or {}]
+        self._owners = {_digest(token): one.owner for token, one in (terms or {}).items()}
+        self.quotas: Mapping[str, Quota] = quotas_of((terms or {}).values())
 
     def __bool__(self) -> bool:
         return bool(self._roles)
@@ -99,6 +126,15 @@ class Tokens:
             if hmac.compare_digest(known, digest):
                 found = role
         return found
+
+    def caller_in(self, metadata: Any) -> Caller:
+        """Return who makes a call that was admitted, by the bearer token in its metadata."""
+        token = _bearer(metadata)
+        role = None if token is None else self.role_of(token)
+        if token is None or role is None:
+            return Caller()
+        digest = _digest(token)
+        return Caller(role, self._owners.get(digest, ""), digest.hex()[:_NAME_DIGITS])
 
     def scope_of(self, presented: str, *, rollouts: bool = False) -> str | None:
         """Return `JOB.ATTEMPT` of a token derived from one of these tokens, otherwise None.
@@ -142,16 +178,17 @@ def _bearer(metadata: Any) -> str | None:
 def read_tokens(file: Path | None) -> Tokens:
     """Read tokens from `file`, or from $DISTILL_TOKENS if `file` is None.
 
-    Each line is `ROLE TOKEN`, or a comment that starts with #. One role may have several tokens at
-    once. To rotate a token: add the new one, switch the clients to it, remove the old one.
+    Each line is `ROLE TOKEN`, optionally with `owner=NAME jobs=N gpus=N`, or a comment that starts
+    with #. One role may have several tokens at once. To rotate a token: add the new one, switch the
+    clients to it, remove the old one.
 
     Raises InvalidInput if the file cannot be read, can be read by other users, holds no token, or
     has a bad line. The message never quotes a token.
     """
     if file is None:
-        return Tokens(_parsed(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line "))
+        return Tokens(*_parsed(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line "))
     text = read_file(file, "--token-file", secret=0o077).decode("utf-8", "replace")
-    tokens = Tokens(_parsed(text, f"{file}:"))
+    tokens = Tokens(*_parsed(text, f"{file}:"))
     if not tokens:
         # The file may be truncated or not yet written. Whoever names a token file wants tokens to
         # be checked, so an empty file must not switch the check off.
@@ -163,26 +200,29 @@ def read_tokens(file: Path | None) -> Tokens:
     return tokens
 
 
-def _parsed(text: str, where: str) -> Mapping[str, Role]:
+def _parsed(text: str, where: str) -> tuple[Mapping[str, Role], Mapping[str, Terms]]:
     roles: dict[str, Role] = {}
+    terms: dict[str, Terms] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or words[0].upper() not in Role.__members__:
+        if len(words) < 2 or words[0].upper() not in Role.__members__:
             names = ", ".join(role.name.lower() for role in Role)
             raise InvalidInput(
-                f"{where}{number} is not ROLE TOKEN", hint=f"the role must be one of {names}"
+                f"{where}{number} is not ROLE TOKEN, optionally with {TERMS}",
+                hint=f"the role must be one of {names}",
             )
-        role, token = words
+        role, token, *more = words
         require_token(token, f"{where}{number}")
+        terms[token] = read_terms(more, f"{where}{number}")
         if token in roles:
             raise InvalidInput(
                 f"{where}{number} repeats the token of an earlier line",
                 hint="remove one of the two lines",
             )
         roles[token] = Role[role.upper()]
-    return roles
+    return roles, terms
 
 
 def require_token(token: str, where: str, hint: str = "make one with `distill token`") -> None:

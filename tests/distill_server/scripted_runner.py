@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,12 @@ from distill_server.jobs.database import open_database
 from distill_server.jobs.preflight import Preflight, unchecked
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
+from distill_server.people.quotas import Quotas
 from distill_server.runners.interface import Exited, Lost, Outcome, Running
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import Share
 from distill_server.scheduler import Policy, Scheduler
+from protos.auth.owners import Quota
 
 
 class ScriptedRunner(LocalRunner):
@@ -79,7 +81,9 @@ class SmallServer:
         policy: Policy,
         preflight: Preflight = unchecked,
         files: RunFiles | None = None,
+        quotas: Mapping[str, Quota] = {},
     ) -> None:
+        self.quotas = quotas
         # A look ends when all threads have, however busy the machine is.
         self.runs, self.runner, self.policy = runs, runner, replace(policy, look_every=60)
         self.preflight, self.files = preflight, files or RunFiles()
@@ -92,8 +96,9 @@ class SmallServer:
         connection.execute("PRAGMA synchronous = OFF")
         self._loop = self._open.enter_context(asyncio.Runner())
         self.store = JobStore(connection, on_change=lambda job_id: None)
+        quotas = Quotas(connection, self.store, self.quotas)
         self.scheduler = Scheduler(
-            self.store, self.runs, self.runner, self.policy, self.preflight, self.files
+            *(self.store, self.runs, self.runner, self.policy, quotas, self.preflight, self.files)
         )
         machine, most_queued = self.policy.machine, self.policy.most_queued
         self.control = JobControl(
@@ -131,8 +136,9 @@ def small_server(
     policy: Policy,
     preflight: Preflight = unchecked,
     files: RunFiles | None = None,
+    quotas: Mapping[str, Quota] = {},
 ) -> Iterator[SmallServer]:
-    server = SmallServer(runs, ScriptedRunner(), policy, preflight, files)
+    server = SmallServer(runs, ScriptedRunner(), policy, preflight, files, quotas)
     try:
         yield server
     finally:

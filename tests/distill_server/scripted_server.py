@@ -4,7 +4,7 @@ OPTIONS are JSON: `gpus`, how many to divide; `threads`, of a job; `retries`; `c
 "fast": what becomes of time.time; `ranks`, a program of which torch's launcher runs two, with the
 number of the attempt; `ray`, the address of a cluster that runs the jobs, with no launcher;
 `slurm`, options of sbatch: Slurm runs the jobs, with no launcher;
-`linger`, the seconds that a teacher stays without jobs.
+`linger`, the seconds that a teacher stays without jobs; `tokens`, the lines of a token file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import UNCOUNTED, Machine
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
+from protos.auth.access import read_tokens
 from protos.errors import DistillError
 from protos.rpc.server import ServerEndpoint
 
@@ -87,13 +89,14 @@ def main() -> int:
     gpus = tuple(str(n) for n in range(options["gpus"])) if "gpus" in options else None
     cpus = UNCOUNTED if {"ray", "slurm"} & options.keys() else 0  # as the program
     machine = Machine(slots=slots, cpus_per_job=options.get("threads", 1), cpus=cpus, gpus=gpus)
+    os.environ["DISTILL_TOKENS"] = options.get("tokens", "")
     spoil_clock(options.get("clock", ""))
     logging.basicConfig()
     try:
         asyncio.run(
             run_server(
                 runs,
-                endpoint=ServerEndpoint(host, port),
+                endpoint=ServerEndpoint(host, port, read_tokens(None)),
                 runner=runner_of(options),
                 policy=Policy(
                     *(machine, 10_000, options.get("retries", 1)),

@@ -103,6 +103,12 @@ class _Context:
     async def send_initial_metadata(self, metadata: object) -> None:
         pass
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer(self) -> str:
+        return "test"
+
 
 async def drained(answer: Any) -> bytes:
     """All that a method says, of whichever kind it is."""

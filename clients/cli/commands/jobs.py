@@ -5,39 +5,34 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clients.cli.chosen_jobs import (
+    AllOption,
+    Choice,
+    LabelOption,
+    MineOption,
+    OlderThanOption,
+    StateOption,
+    parse_labels,
+)
 from clients.cli.output import Output, plain
 from clients.cli.settings import JobArgument, JobsArgument, SetOption, settings_of
 from clients.jobs.job import TERMINAL, Job, JobState
-from clients.jobs.selection import CANCELLABLE, RESUMABLE, jobs_in, seconds_of
+from clients.jobs.selection import CANCELLABLE, RESUMABLE
 from clients.jobs.view import duration, kl_of
 from protos.errors import DistillError, InvalidInput, Unavailable
 
 if TYPE_CHECKING:
-    from clients.jobs.client import DistillClient
-
-AllOption = Annotated[bool, typer.Option("--all", help="All jobs that the command can be for.")]
-StateOption = Annotated[
-    JobState | None,
-    typer.Option(case_sensitive=False, help="All jobs in this state.", show_choices=True),
-]
-OlderThanOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TIME",
-        help="Only jobs that ended (or, if they have not, were submitted) at least this long ago,"
-        " such as 30d, 12h or 90m.",
-    ),
-]
+    pass
 
 # The column of the KL, or else of what the method has: the loss of sft, the accuracy of eval.
 KL_OR_LOSS = "kl/loss"
-COLUMNS = ("id", "state", "steps", KL_OR_LOSS, "age", "attempt", "name", "reason")
+COLUMNS = ("id", "state", "steps", KL_OR_LOSS, "age", "attempt", "owner", "name", "reason")
 
 
 def ls(
@@ -47,11 +42,15 @@ def ls(
         typer.Option(case_sensitive=False, help="Show only jobs in this state.", show_choices=True),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Show at most this many jobs.")] = 50,
+    mine: MineOption = False,
+    owner: Annotated[str, typer.Option(metavar="NAME", help="Show only jobs of this owner.")] = "",
+    labels: LabelOption = None,
 ) -> None:
     """List jobs, newest first."""
     settings = settings_of(context)
+    wanted = parse_labels(labels)
     with settings.client() as client:
-        jobs = client.list(state=state, limit=limit)
+        jobs = client.list(state=state, limit=limit, mine=mine, owner=owner, labels=wanted)
     if not jobs and not settings.output.as_json:
         settings.output.say("no jobs")
         return
@@ -59,7 +58,9 @@ def ls(
     rows = [_row(job, now) for job in jobs]
     if not settings.output.as_json:
         rows = [{**row, KL_OR_LOSS: _kl_or_loss(row), "reason": _why(row)} for row in rows]
-    settings.output.table("jobs", rows, COLUMNS)
+    owned = any(job.owner for job in jobs)
+    shown = [column for column in COLUMNS if owned or column != "owner"]
+    settings.output.table("jobs", rows, shown)
 
 
 def show(context: typer.Context, job: JobArgument) -> None:
@@ -76,12 +77,15 @@ def cancel(
     every: AllOption = False,
     state: StateOption = None,
     older_than: OlderThanOption = None,
+    mine: MineOption = False,
+    labels: LabelOption = None,
     now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
 ) -> None:
     """Write a checkpoint and stop jobs. It is safe to repeat."""
     settings = settings_of(context)
+    choice = Choice(jobs, every, state, older_than, mine, labels)
     with settings.client() as client:
-        chosen = _chosen(client, jobs, every, state, older_than, CANCELLABLE)
+        chosen = choice.ids(client, CANCELLABLE)
         _each(
             settings.output,
             chosen,
@@ -97,6 +101,8 @@ def resume(
     every: AllOption = False,
     state: StateOption = None,
     older_than: OlderThanOption = None,
+    mine: MineOption = False,
+    labels: LabelOption = None,
     sets: SetOption = None,
     from_step: Annotated[
         int | None,
@@ -110,9 +116,10 @@ def resume(
 ) -> None:
     """Resume jobs from a checkpoint, as new attempts. --set max_steps=N extends a job."""
     settings = settings_of(context)
+    choice = Choice(jobs, every, state, older_than, mine, labels)
     max_steps = max_steps_of(sets or [])
     with settings.client() as client:
-        chosen = _chosen(client, jobs, every, state, older_than, RESUMABLE)
+        chosen = choice.ids(client, RESUMABLE)
         _each(
             settings.output,
             chosen,
@@ -128,6 +135,8 @@ def rm(
     every: AllOption = False,
     state: StateOption = None,
     older_than: OlderThanOption = None,
+    mine: MineOption = False,
+    labels: LabelOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove jobs that have ended, with their files on the server.
@@ -135,8 +144,9 @@ def rm(
     Jobs that are pinned, or that a job needs which has not ended, are refused.
     """
     settings = settings_of(context)
+    choice = Choice(jobs, every, state, older_than, mine, labels)
     with settings.client() as client:
-        chosen = _chosen(client, jobs, every, state, older_than, TERMINAL)
+        chosen = choice.ids(client, TERMINAL)
         if chosen and not yes:
             _ask(settings.output, [client.get(job) for job in chosen])
         _each(
@@ -163,34 +173,6 @@ def pin(
             lambda job: f"{job.id} {'pinned' if job.pinned else 'not pinned'}",
             named=True,
         )
-
-
-def _chosen(
-    client: DistillClient,
-    jobs: Sequence[str] | None,
-    every: bool,
-    state: JobState | None,
-    older_than: str | None,
-    states: Collection[JobState],
-) -> Sequence[str]:
-    """Return the jobs that the arguments name or describe, the oldest first.
-
-    `states`: those that the command is for. Raises InvalidInput if there is no argument, or if
-    there are both names and options.
-    """
-    if jobs:
-        if every or state or older_than:
-            hint = "give either jobs, or --all, --state and --older-than"
-            raise InvalidInput("cannot be combined with options", field="JOB", hint=hint)
-        return jobs
-    if not (every or state or older_than):
-        raise InvalidInput("missing", field="JOB", hint="give jobs, --all, --state or --older-than")
-    if state is not None and state not in states:
-        among = ", ".join(sorted(states))
-        raise InvalidInput(f"got {state}, expected one of {among}", field="--state")
-    seconds = 0.0 if older_than is None else seconds_of(older_than)
-    found = jobs_in(client, {state} if state else states, older_than_seconds=seconds)
-    return [job.id for job in found]
 
 
 def _ask(output: Output, jobs: Sequence[Job]) -> None:
@@ -305,6 +287,8 @@ def _described(job: Job) -> str:
     lines = [
         ("id", job.id),
         ("name", plain(job.name)),
+        ("owner", plain(job.owner)),
+        ("labels", plain(", ".join(f"{name}={text}" for name, text in job.labels.items()))),
         ("state", plain(f"{job.state} {job.phase}".rstrip())),
         ("reason", plain(job.reason)),
         ("steps", f"{job.step}/{job.max_steps}, attempt {job.attempt}"),

@@ -24,8 +24,24 @@ class RoleName(StrEnum):
 def token(
     context: typer.Context,
     role: Annotated[RoleName, typer.Option(help="Role of the token.")] = RoleName.READ,
+    owner: Annotated[
+        str, typer.Option(metavar="NAME", help="Who has the token: the owner of its jobs.")
+    ] = "",
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Jobs of the owner that run at once; further ones wait."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs that these jobs may hold at once.")
+    ] = None,
 ) -> None:
-    """Generate a token and print its line for a server's --token-file: ROLE TOKEN."""
+    """Generate a token and print its line for a server's --token-file: ROLE TOKEN [owner=NAME]."""
+    from protos.auth.owners import read_terms
+
     made = secrets.token_urlsafe(_TOKEN_BYTES)
-    record = {"role": role.value, "token": made}
-    settings_of(context).output.result(record, f"{role.value} {made}")
+    given = {"owner": owner or None, "jobs": jobs, "gpus": gpus}
+    terms = {key: value for key, value in given.items() if value is not None}
+    words = [f"{key}={value}" for key, value in terms.items()]
+    read_terms(words, "the line")
+    line = " ".join([role.value, made, *words])
+    settings_of(context).output.result({"role": role.value, "token": made, **terms}, line)

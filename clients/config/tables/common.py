@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from clients.config.tables.after import After, check_outputs
+from clients.config.tables.labels import Labels
 from clients.config.unused import refusal
 
 # The upper end keeps every count within the integers of messages and of SQLite.
@@ -301,6 +302,8 @@ class TrainingJob(Table):
     """Priority in a server's queue: higher starts first, equal in order of submission."""
     after: After = ()
     """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+    labels: Labels = {}
+    """Names and values to find and group jobs by: `distill ls --label NAME=VALUE`."""
 
     @model_validator(mode="after")
     def _reads_outputs(self) -> Self:

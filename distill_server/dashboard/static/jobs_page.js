@@ -44,7 +44,7 @@ class JobsPage {
     this.older = el("button", {type: "button", click: () => this.turn(1)}, "Older");
     this.place = el("span", {role: "status"});
     this.search = el("input", {
-      type: "search", placeholder: "id, name, state", "aria-label": "Search jobs", maxlength: 100,
+      type: "search", placeholder: "id, name, owner", "aria-label": "Search jobs", maxlength: 100,
       spellcheck: "false", autocomplete: "off", input: () => this.searchSoon(),
     });
     root.append(
@@ -136,7 +136,8 @@ class JobsPage {
     const link = el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`}, job.name);
     return el("tr", {"data-job": job.id},
       el("td", {"data-label": COLUMNS[0]},
-        el("div", {class: "pick"}, box, el("div", {}, link, el("small", {}, job.id)))));
+        el("div", {class: "pick"}, box, el("div", {}, link,
+          el("small", {}, job.owner ? `${job.id}, ${job.owner}` : job.id)))));
   }
 
   /** Selects a job for the comparison, of at most four. */
@@ -155,7 +156,7 @@ class JobsPage {
   }
 
   emptyNote() {
-    if (this.search.value.trim()) return "No job has all of these words in its id, name or state.";
+    if (this.search.value.trim()) return "No job has all of these words in its id, name, owner, labels or state.";
     return this.state ? `No job is ${this.state.toLowerCase()}.`
       : "No jobs yet. To submit one: distill submit job.toml";
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,17 @@ class ScriptedClient:
     def get(self, job_id: str) -> Job:
         return made()
 
-    def list(self, *, state: JobState | None = None, limit: int = 50) -> list[Job]:
+    def list(
+        self,
+        *,
+        state: JobState | None = None,
+        limit: int = 50,
+        owner: str = "",
+        mine: bool = False,
+        labels: Mapping[str, str] | None = None,
+    ) -> list[Job]:
         self.asked.append(("list", state, limit))
+        assert (owner, mine, labels or {}) == ("", False, {})
         return [made(), made(JobState.FAILED, id="on-policy-y-0001", reason="no teacher")]
 
     def cancel(self, job_id: str, *, now: bool) -> Job:

@@ -13,6 +13,7 @@ import pytest
 
 from clients.jobs.job import JobState
 from distill_server.jobs.database import open_database
+from distill_server.jobs.rows import Wanted
 from distill_server.jobs.store import Attempt, Change, JobStore
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
 from tests.distill_server.conftest import job_config
@@ -129,7 +130,8 @@ def test_pages_cover_everything_once(store: JobStore) -> None:
     while page := store.page(limit=3, before_id=seen[-1] if seen else ""):
         seen += [job.id for job in page]
     assert seen == ids[::-1]
-    assert [job.id for job in store.page(state=JobState.CANCELLED, limit=9)] == ["job-3"]
+    stopped = Wanted(state=JobState.CANCELLED)
+    assert [job.id for job in store.page(limit=9, wanted=stopped)] == ["job-3"]
 
 
 def test_queue_order(store: JobStore) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from clients.cli.app import main
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
+from distill_server.jobs.database import open_database
+from distill_server.jobs.run_files import RunFiles
+from distill_server.jobs.store import JobStore
+from distill_server.retention.removals import Removals
 from protos.errors import ExitCode, NotFound
 from tests.distill_server.conftest import Server, eventually, job_config
 
@@ -61,7 +64,7 @@ def test_the_commands(server: Server, client: DistillClient, capsys: Capture) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rm"], "JOB: missing; give jobs, --all"),
+        (["rm"], "JOB: missing; give jobs, or --all"),
         (["rm", "x", "--all"], "JOB: cannot be combined with options"),
         (["rm", "--state", "RUNNING"], "--state: got RUNNING, expected one of CANCELLED, FAILED"),
         (["resume", "--state", "SUCCEEDED"], "--state: got SUCCEEDED, expected one of"),
@@ -74,14 +77,15 @@ def test_arguments_that_are_refused(arguments: list[str], said: str, capsys: Cap
 
 
 def test_a_server_that_was_killed_deletes_the_files_at_its_next_start(
-    server: Server, client: DistillClient, tmp_path: Path
+    server: Server, client: DistillClient
 ) -> None:
     job = client.submit(job_config(max_steps=2))
     assert job.wait(60).state is JobState.SUCCEEDED
-    kept = tmp_path / "kept"
-    (server.runs / job.id).rename(kept)  # as if the deletion took long
-    client.remove(job.id)
     server.kill()
-    kept.rename(server.runs / job.id)
+    # As a server does that is killed between the removal and the deletion.
+    with open_database(server.runs / "server.sqlite") as connection:
+        store = JobStore(connection, lambda job_id: None)
+        Removals(connection, store, server.runs, RunFiles(), lambda job_id: None).remove(job.id)
+    assert (server.runs / job.id).exists()
     server.start()
     eventually(lambda: not (server.runs / job.id).exists())

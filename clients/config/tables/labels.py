@@ -1,0 +1,35 @@
+"""The key `labels` of every job: names and values by which people find and group jobs."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
+_MOST_LABELS, _MOST_CHARS = 32, 200
+
+
+def _labels(value: Any) -> dict[str, str]:
+    """Return the labels; numbers become text, as --set makes them of digits."""
+    if not isinstance(value, dict):
+        raise ValueError("must be a table of names and texts")
+    if len(value) > _MOST_LABELS:
+        raise ValueError(f"must have at most {_MOST_LABELS} labels")
+    found = {
+        name: str(text) if type(text) in (int, float) else text for name, text in value.items()
+    }
+    for name, text in found.items():
+        if not re.fullmatch(_NAME, name):
+            raise ValueError(f"{name!r} is no name of a label: up to 63 of A-Z a-z 0-9 . _ / -")
+        if not isinstance(text, str) or not 0 < len(text) <= _MOST_CHARS:
+            raise ValueError(f"label {name!r} must be a text of 1 to {_MOST_CHARS} characters")
+    return found
+
+
+Labels = Annotated[
+    dict[str, str],
+    PlainValidator(_labels),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+]

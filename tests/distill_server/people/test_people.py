@@ -1,0 +1,163 @@
+"""Owners, labels, quotas and the audit log of a real server, by its commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import main
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from distill_server.rpc.service import DistillService
+from protos.auth.access import NEEDED, Role
+from protos.errors import ExitCode, InvalidInput, WrongState
+from tests.distill_server.conftest import Server, eventually, job_config
+
+ANN, BOB, BOT, READ = ("a" * 43, "b" * 43, "c" * 43, "d" * 43)
+TOKENS = (
+    f"submit {ANN} owner=ann jobs=1\nadmin {BOB} owner=bob@lab\nsubmit {BOT}\nread {READ} owner=ann"
+)
+Capture = pytest.CaptureFixture[str]
+MakeServer = Callable[..., Server]
+
+
+@pytest.fixture
+def as_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda token: monkeypatch.setenv("DISTILL_TOKEN", token)
+
+
+def lines_of(server: Server) -> list[dict[str, object]]:
+    text = (server.runs / "audit.jsonl").read_text()
+    assert not any(token in text for token in (ANN, BOB, BOT, READ))
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_owners_labels_and_the_audit_log(
+    make_server: MakeServer, as_one: Callable[[str], None], capsys: Capture
+) -> None:
+    server = make_server(slots=3, tokens=TOKENS)
+
+    def distill(*arguments: str) -> str:
+        capsys.readouterr()
+        code = main(["--server", server.address, "--json", *arguments])
+        shown = capsys.readouterr()
+        return shown.out if code == 0 else f"{code} {shown.err}"
+
+    as_one(ANN)
+    with DistillClient(server.address) as client:
+        long = job_config("long", max_steps=10_000).model_copy(update={"labels": {"for": "paper"}})
+        first = client.submit(long)
+        second = client.submit(job_config("second", max_steps=2))
+        assert (first.owner, first.labels) == ("ann", {"for": "paper"})
+        waits = "WAITING quota: ann may run 1 job at once"
+        eventually(lambda: second.refresh().phase == waits)
+    as_one(BOB)
+    with DistillClient(server.address) as client:
+        third = client.submit(job_config("third", max_steps=2))
+        assert third.wait(60).state is JobState.SUCCEEDED, "it passed the job of ann"
+        with pytest.raises(WrongState):
+            client.cancel(third.id)
+
+    def listed(*arguments: str) -> list[str]:
+        return [job["name"] for job in json.loads(distill("ls", *arguments))["jobs"]]
+
+    assert listed("--mine") == ["third"]
+    assert listed("--owner", "ann") == ["second", "long"]
+    assert listed("--label", "for=paper") == ["long"]
+    assert listed("--label", "for=thesis") == []
+    assert "is not NAME=VALUE" in distill("ls", "--label", "paper")
+    as_one(READ)
+    assert listed("--mine") == ["second", "long"], "every token of an owner"
+    assert distill("cancel", "--mine").startswith(f"{ExitCode.REFUSED.value} ")
+    as_one(BOT)
+    with DistillClient(server.address) as client, pytest.raises(InvalidInput, match="owner=NAME"):
+        client.list(mine=True)
+    as_one(ANN)
+    cancelled = json.loads(distill("cancel", "--mine", "--now"))["jobs"]
+    assert {job["id"] for job in cancelled} == {first.id, second.id}
+
+    found = [(one["by"], one["action"], one["about"], one["outcome"]) for one in lines_of(server)]
+    assert found == [
+        ("ann", "SubmitJob", [first.id], "OK"),
+        ("ann", "SubmitJob", [second.id], "OK"),
+        ("bob@lab", "SubmitJob", [third.id], "OK"),
+        ("bob@lab", "CancelJob", [third.id], "FAILED_PRECONDITION"),
+        ("ann", "CancelJob", [first.id], "OK"),
+        ("ann", "CancelJob", [second.id], "OK"),
+    ]
+    assert {one["role"] for one in lines_of(server)} == {"submit", "admin"}
+    assert (server.runs / "audit.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_removal_leaves_its_line_and_the_file_may_be_moved(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    server = make_server()
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config(max_steps=1))
+        assert job.wait(60).state is JobState.SUCCEEDED
+        (server.runs / "audit.jsonl").rename(tmp_path / "old.jsonl")
+        client.pin(job.id)
+        client.pin(job.id, pinned=False)
+        client.remove(job.id)
+        client.check(job_config())
+    actions = [(one["action"], one["about"]) for one in lines_of(server)]
+    assert actions == [("PinJob", [job.id])] * 2 + [("RemoveJob", [job.id])]
+    assert lines_of(server)[0]["by"] == "", "a server without tokens knows nobody"
+
+
+def test_a_full_disk_stops_no_request(make_server: MakeServer) -> None:
+    server = make_server()
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config(max_steps=10_000))
+        (server.runs / "audit.jsonl").unlink()
+        (server.runs / "audit.jsonl").mkdir()
+        assert client.cancel(job.id, now=True).wait(60).state is JobState.CANCELLED
+
+
+def test_every_method_that_changes_something_is_audited() -> None:
+    service = "/distill.v1.Distill/"
+    changing = {
+        name.removeprefix(service)
+        for name, role in NEEDED.items()
+        if name.startswith(service) and role is not Role.READ
+    }
+    for name in changing - {"CheckJob"}:
+        assert hasattr(getattr(DistillService, name), "__wrapped__"), name
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("owner=-x", "has a wrong owner"),
+        ("owner=a b=1", "is not ROLE TOKEN"),
+        ("owner=a owner=b", "is not ROLE TOKEN"),
+        ("jobs=2", "has a quota and no owner"),
+        ("owner=a jobs=two", "has a wrong jobs"),
+        ("owner=ann jobs=2", "the tokens of owner ann have different quotas"),
+    ],
+)
+def test_wrong_terms_of_a_token(word: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from protos.auth.access import read_tokens
+
+    monkeypatch.setenv("DISTILL_TOKENS", f"{TOKENS}\nread {'e' * 43} {word}")
+    with pytest.raises(InvalidInput, match=said) as caught:
+        read_tokens(None)
+    assert "eee" not in str(caught.value)
+
+
+def test_distill_token_writes_the_terms(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from protos.auth.access import read_tokens
+    from protos.auth.owners import Quota
+
+    assert main(["token", "--role", "submit", "--owner", "ann", "--jobs", "2", "--gpus", "4"]) == 0
+    line = capsys.readouterr().out
+    monkeypatch.setenv("DISTILL_TOKENS", line)
+    tokens = read_tokens(None)
+    assert tokens.quotas == {"ann": Quota(2, 4)}
+    caller = tokens.caller_in([("authorization", f"Bearer {line.split()[1]}")])
+    assert (caller.role, caller.owner, len(caller.token)) == (Role.SUBMIT, "ann", 8)
+    assert main(["token", "--jobs", "2"]) == ExitCode.USAGE
