@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data.context import with_context
+from clients.data.conversation import with_context
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from student_trainer.data.rollout import Rollout

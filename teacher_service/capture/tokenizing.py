@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from clients.config.capture import CaptureData
 from clients.data.answer_ids import answered_ids, completion_ids
-from clients.data.context import with_context
+from clients.data.conversation import with_context
 from clients.data.images import digest_of, read_image, stored_images
 from clients.data.records import images_of, text_of
 from protos.errors import InternalFault, InvalidInput
