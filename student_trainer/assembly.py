@@ -70,11 +70,13 @@ from student_trainer.run.model_checks import (
     check_stored_vocabulary,
     check_top_k,
     check_vocabulary,
+    check_width,
 )
 from student_trainer.run.provenance import write_environment
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.other_tokenizer_store import other_tokenizer_store
-from student_trainer.teachers.tokenizer_pair import TokenizerPair, tokenizer_pair
+from student_trainer.teachers.reading import reads_another_prompt
+from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, tokenizer_pair
 
 log = logging.getLogger(__name__)
 
@@ -250,6 +252,8 @@ def _prepared(
         pair = tokenizer_pair(config, teachers, tokenizer)
     if pair is None:
         vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
+    elif isinstance(pair, RolePair):
+        vocab_size = check_width(teachers[""], pair.tokens, shape.vocab_size)
     else:
         vocab_size = min(shape.vocab_size, pair.tokens)  # the ids beyond stand for no text
     if isinstance(config, SFTJob):
@@ -307,15 +311,15 @@ def _on_policy(
     teachers: Mapping[str, Connection],
     tokenizer: Any,
     vocab_size: int,
-    pair: TokenizerPair | None,
+    pair: TokenizerPair | RolePair | None,
     reader: ImageReader | None,
 ) -> MakeMethod:
     seeing = [name for name, connection in teachers.items() if connection.info.takes_images]
     prompts = _prompts(config, tokenizer, reader, seeing)
-    if pair is None:
+    if not isinstance(pair, TokenizerPair):
         check_top_k(config.top_k, vocab_size, "teacher.top_k")
-    else:
-        pair.log_shares(prompts[1])
+    if pair is not None:
+        pair.log_facts(prompts[1])
     return lambda accelerator, student, engine: on_policy_method(
         config, prompts, teachers, accelerator, student, tokenizer, engine, pair
     )
@@ -374,8 +378,8 @@ def _prompts(
         max_tokens=config.method.max_prompt_tokens,
         seed=config.seed,
         teachers=config.teachers,
-        # A teacher with another tokenizer renders the messages of a record in its own template.
-        with_fields=config.teacher.tokenizer != "same",
+        # A teacher may render the messages of a record in its own template, or read more columns.
+        with_fields=config.teacher.tokenizer != "same" or reads_another_prompt(config),
         reader=reader,
         seeing=seeing,
     )

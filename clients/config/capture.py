@@ -200,6 +200,11 @@ class CaptureJob(Table):
                 "plain text has no chat template; leave it out, or set another data.form",
             ),
             (
+                data.form != "text" and data.image_column is None,
+                "teacher.context",
+                "it is text before a prompt without images; leave it out",
+            ),
+            (
                 data.chat_template,
                 "data.system data.template_arguments data.image_column",
                 "data.chat_template = false switches the chat template off; leave one of them out",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.tables.common import Address, Count, Name, Table, Tail, TrainingJob, check_tail
-from clients.config.tables.data import DataConfig, check_beside_images, prompt_rules
+from clients.config.tables.data import (
+    DataConfig,
+    check_beside_images,
+    checked_arguments,
+    prompt_rules,
+)
 from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
 from clients.config.tables.teacher import TeacherConfig, started_rules
 from clients.config.unused import refusal, refuse_unused
@@ -23,6 +28,15 @@ class OnPolicyTeacher(TeacherConfig):
 
     tokenizer: Name = "same"
     """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
+    roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
+    """Special tokens of the teacher by those of the student, if not found; see docs/pairs.md."""
+    template_arguments: dict[Name, Any] | None = None
+    """Of the teacher's chat template. Default: those of data.template_arguments that it reads."""
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _are_of_the_template(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
+        return arguments and checked_arguments(arguments)
 
 
 class OnPolicyConfig(Table):
@@ -75,7 +89,7 @@ class OnPolicyJob(TrainingJob):
     def _fits_tokenizers(self) -> Self:
         if self.teacher.tokenizer == "same":
             return self
-        if self.method.divergence == "forward_kl":
+        if self.method.divergence == "forward_kl" and not self.teacher.roles:
             remedy = "needs the tokenizer of the student; use reverse_kl with another one"
             raise refusal(self, "method.divergence", remedy)
         if self.teachers:
@@ -85,8 +99,12 @@ class OnPolicyJob(TrainingJob):
 
     @model_validator(mode="after")
     def _fits_images(self) -> Self:
-        of_tokenizer = self.teacher.tokenizer == "same", "teacher.tokenizer"
-        check_beside_images(self, self.data, [of_tokenizer, *in_trainer_rules(self.rollouts)])
+        rules = [
+            (self.teacher.tokenizer == "same", "teacher.tokenizer"),
+            (self.teacher.context is None, "teacher.context"),
+            (self.teacher.template_arguments is None, "teacher.template_arguments"),
+        ]
+        check_beside_images(self, self.data, [*rules, *in_trainer_rules(self.rollouts)])
         return self
 
     @model_validator(mode="after")
@@ -108,8 +126,18 @@ class OnPolicyJob(TrainingJob):
                 ),
                 (
                     self.teacher.tokenizer != "same",
-                    "method.horizon",
+                    "method.horizon teacher.roles",
                     "it is for a teacher with another tokenizer; set teacher.tokenizer",
+                ),
+                (
+                    not self.teacher.roles,
+                    "method.horizon",
+                    "teacher.roles are for the rows of every token; leave one of them out",
+                ),
+                (
+                    self.data.chat_template,
+                    "teacher.template_arguments",
+                    "data.chat_template = false switches the chat template off; leave one out",
                 ),
                 (named, "data.teacher_column", "the job has no `teachers`; name them there"),
                 (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ TOOLS = "tools"
 # Chat templates leave out messages of a role that they do not know, without an error.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELD = "data.messages_column"
+_COLUMN = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,27 @@ class Conversation:
                 messages[number] = {**messages[number], "content": content}
                 return replace(self, messages=tuple(messages))
         return replace(self, messages=(*messages, {"role": "user", "content": text}))
+
+
+def with_context(
+    asked: Conversation, context: str, columns: Mapping[str, Any], field: str
+) -> Conversation:
+    """Return a conversation with `context` before its last user message.
+
+    `context` may contain {column} for each of `columns`. Raises InvalidInput, naming `field`, the
+    key of the context, if a column does not exist.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in columns:
+            raise InvalidInput(
+                f"the data has no column {match[1]!r}",
+                field=field,
+                hint=f"use one of these columns: {', '.join(sorted(columns))}",
+            )
+        return str(columns[match[1]])
+
+    return asked.prefixed(_COLUMN.sub(value, context))
 
 
 def text_of_content(content: Any) -> str:

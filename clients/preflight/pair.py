@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from clients.alignment.alignment import Aligner
 from clients.alignment.byte_tokenizer import tokenizer_in
 from clients.alignment.report import Shares, kind_of, measured
+from clients.alignment.roles import RoleMap, TokenRoles, role_map
 from clients.data.model_shape import logits_in
 from clients.data.records import DataSet
 from clients.data.tokenization import first_difference
@@ -27,8 +28,10 @@ class PairReport:
     """The report of a pair.
 
     same: whether it has one tokenizer; None if that is unknown. difference: the first one between
-    the tokenizers. shares: by kind of text, if they differ. refusals: why the pair cannot be
-    trained. loss: what a job would minimise. lines: for the job file.
+    the tokenizers. roles: tokens of student and teacher with the same role, if no others differ;
+    missing: tokens that stand for text and have no role in the other tokenizer. shares: by kind of
+    text, if the tokenizers have to be aligned. refusals: why the pair cannot be trained. loss: what
+    a job would minimise. lines: for the job file.
     """
 
     same: bool | None
@@ -37,6 +40,8 @@ class PairReport:
     refusals: Sequence[str]
     loss: str
     lines: Sequence[str]
+    roles: Sequence[tuple[str, str]] = ()
+    missing: Sequence[str] = ()
 
 
 def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairReport:
@@ -52,6 +57,11 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
     if theirs == ours:
         return _of_one_tokenizer(teacher, student, ours)
     difference = first_difference(theirs, ours)
+    roles = _roles_of(teacher, student)
+    if roles is not None and not roles.missing:
+        found = _of_one_tokenizer(teacher, student, max(theirs, ours, key=len))
+        lines = ['teacher.tokenizer = "auto"  # on_policy']
+        return replace(found, same=False, difference=difference, lines=lines, roles=roles.pairs)
     require_extra("train", "distill pair", only={"transformers"})  # no fault of the pair
     try:
         aligner = Aligner(
@@ -73,7 +83,18 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
         " where words begin"
     )
     lines = ['teacher.tokenizer = "auto"  # on_policy', 'data.tokenizer = "auto"  # offline']
-    return PairReport(False, difference, shares, [], loss, lines)
+    if roles is None:
+        return PairReport(False, difference, shares, [], loss, lines)
+    lines += [
+        f'teacher.roles = {{ "TOKEN" = "{token}" }}  # TOKEN of the student: rows of all tokens'
+        for token in roles.missing
+    ]
+    return PairReport(False, difference, shares, [], loss, lines, roles.pairs, roles.missing)
+
+
+def _roles_of(teacher: Path, student: Path) -> RoleMap | None:
+    ours, theirs = (TokenRoles.in_directory(model) for model in (student, teacher))
+    return None if ours is None or theirs is None else role_map(ours, theirs)
 
 
 def texts_in(path: str, columns: Sequence[str], most: int) -> list[str]:

@@ -231,6 +231,12 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
             field="teacher.address",
             hint="use a teacher that runs the model itself, or train from the store alone",
         )
+    if "context" in store.facts:
+        raise WrongState(
+            f"the teacher of the {store.label} has read a context, which the prompts in it lack",
+            field="teacher.address",
+            hint="train from the store alone, or capture again without teacher.context",
+        )
     stored = int(store.facts["vocab_size"])
     same = info.tokenizer_fingerprint == store.facts["tokenizer_fingerprint"]
     if not same or info.vocab_size < stored:

@@ -50,10 +50,11 @@ from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.other_tokenizer import OtherTokenizerTeacher
+from student_trainer.teachers.reading import Reading, reads_another_prompt, teacher_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeachersByName, TeacherSource
-from student_trainer.teachers.tokenizer_pair import TokenizerPair
+from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair
 
 
 class OnPolicySteps:
@@ -118,7 +119,7 @@ def on_policy_method(
     student: Replicated | Sharded,
     tokenizer: Any,
     engine: Engine | None,
-    pair: TokenizerPair | None = None,
+    pair: TokenizerPair | RolePair | None = None,
 ) -> Method:
     """Build the method of an on-policy job. The module docstring lists the steps.
 
@@ -136,8 +137,9 @@ def on_policy_method(
         "vocab_size": student.full.vocab_size,
     }
     teacher: TeacherSource
-    if pair is None:
-        teacher = TeachersByName(_remote_teachers(config, teachers, student.full.vocab_size))
+    if not isinstance(pair, TokenizerPair):
+        sources = _remote_teachers(config, teachers, student.full.vocab_size, tokenizer, pair)
+        teacher = TeachersByName(sources)
     else:
         objective = CrossTokenizerObjective(config.method.horizon, objective.temperature)
         sampling |= {"top_k": 1, "draws": 0}  # a row has a head, which nothing reads here
@@ -158,7 +160,11 @@ def on_policy_method(
 
 
 def _remote_teachers(
-    config: OnPolicyJob, teachers: Mapping[str, Connection], vocab_size: int
+    config: OnPolicyJob,
+    teachers: Mapping[str, Connection],
+    vocab_size: int,
+    tokenizer: Any,
+    pair: RolePair | None,
 ) -> dict[str, TeacherSource]:
     """Return the teacher services by name. `vocab_size`: number of ids that rows are about."""
     student_head = config.method.divergence == "reverse_kl"
@@ -170,9 +176,26 @@ def _remote_teachers(
             f32=config.teacher.logprob_format == "f32",
             tail_samples=config.tail_samples,
             vocab_size=connection.narrowed(vocab_size),
+            reading=_reading(config, connection, vocab_size, tokenizer, pair),
         )
         for name, connection in teachers.items()
     }
+
+
+def _reading(
+    config: OnPolicyJob,
+    connection: Connection,
+    vocab_size: int,
+    tokenizer: Any,
+    pair: RolePair | None,
+) -> Reading | None:
+    """Return what a teacher reads; None: the tokens of the student. `tokenizer`: the student's."""
+    most = connection.info.max_length
+    if pair is not None:
+        return Reading(teacher_prompt(config, pair.tokenizer, most), pair.ids(vocab_size))
+    if reads_another_prompt(config):
+        return Reading(teacher_prompt(config, tokenizer, most))
+    return None
 
 
 def _other_tokenizer_teacher(
@@ -181,7 +204,7 @@ def _other_tokenizer_teacher(
     return OtherTokenizerTeacher(
         connection.client,
         pair.aligner,
-        pair.prompt,
+        teacher_prompt(config, pair.tokenizer),
         temperature=config.method.temperature,
         max_length=connection.info.max_length,
     )

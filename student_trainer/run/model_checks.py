@@ -74,6 +74,15 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
     if tokenizer_fingerprint(tokens) != info.tokenizer_fingerprint:
         difference = first_difference(teacher.client.vocabulary(), tokens)
         raise other_tokenizer(difference, teacher.label)
+    return check_width(teacher, tokens, width)
+
+
+def check_width(teacher: Connection, tokens: Sequence[str], width: int) -> int:
+    """Return the number of ids that teacher and student have in common; see `check_vocabulary`.
+
+    `tokens`: by id, of tokenizers that differ in their special tokens only.
+    """
+    info = teacher.info
     common = common_ids(width, info.vocab_size, teacher.label, tokens)
     require_narrowing(info, common, teacher.label, "student.model")
     return common

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from clients.alignment.alignment import Aligner, Alignment
 from clients.teacher.client import TeacherClient
@@ -19,6 +21,7 @@ from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from student_trainer.data.aligned import AlignedRows
 from student_trainer.data.rollout import Rollout
+from student_trainer.teachers.remote import mapped
 from student_trainer.teachers.source import resolved
 
 # In nats, added to the cost of a word with another spelling than the student's tokenizer has: at
@@ -37,7 +40,7 @@ class OtherTokenizerTeacher:
         self,
         client: TeacherClient,
         aligner: Aligner,
-        prompt: Callable[[Rollout], NDArray[np.int32]],
+        prompt: Callable[[Rollout], Tensor],
         *,
         temperature: float,
         max_length: int,
@@ -58,7 +61,7 @@ class OtherTokenizerTeacher:
         """Request the rows of the completion; never blocks. Otherwise as `RemoteTeacher.score`."""
         ids = rollout.completion.numpy().astype(np.int32)
         found = self._aligner.align(ids, ended=not rollout.truncated)
-        before = self._prompt(rollout)
+        before = self._prompt(rollout).numpy().astype(np.int32)
         if found is None or len(before) + len(found.reader_ids) > self._max_length:
             return resolved(_left_out(rollout))
         query = ScoreQuery(
@@ -67,16 +70,7 @@ class OtherTokenizerTeacher:
             top_k=1,  # only the log-probs of the tokens are read
             temperature=self._temperature,
         )
-        made: Future[RowBlock] = Future()
-
-        def answered(rows: Future[RowBlock]) -> None:
-            try:
-                made.set_result(aligned_rows(rollout, found, rows.result()))
-            except BaseException as error:  # a cancelled future raises what is no Exception
-                made.set_exception(error)
-
-        self._client.submit(query).add_done_callback(answered)
-        return made
+        return mapped(self._client.submit(query), partial(aligned_rows, rollout, found))
 
     def finish(self) -> None:
         """Do nothing: the service answers each request on its own."""

@@ -1,63 +1,60 @@
-"""Privileged context: text that only the anchor reads, before the prompt.
+"""Privileged context: text before the prompt that only the anchor, or only the teacher, reads.
 
-The text is a template over the columns of the data. If it contains the solution or feedback, the
-anchor knows more than the student, and the student learns to answer without that knowledge
-(self-distillation).
+The text is a template over the columns of the data. If it contains the solution or feedback, its
+reader knows more than the student, and the student learns to answer without that knowledge
+(self-distillation, for the anchor).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clients.data.conversation import with_context
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from student_trainer.data.rollout import Rollout
 
-_COLUMN = re.compile(r"\{(\w+)\}")
-
 
 def privileged_prompt(
-    context: str, form: PromptFormat, tokenizer: Any, max_tokens: int | None = None
+    context: str,
+    form: PromptFormat,
+    tokenizer: Any,
+    max_tokens: int | None = None,
+    *,
+    reader: str = "anchor",
 ) -> Callable[[Rollout], Tensor]:
-    """Return a function from a rollout to the prompt ids [P] int64 that the anchor reads.
+    """Return a function from a rollout to the prompt ids [P] int64 that `reader` reads.
 
     The ids are those of the student's prompt with `context` before it; in a conversation, before
-    the last user message. `form`: the format of the student's prompts. `context` may contain
+    the last user message. `form`, `tokenizer`: of the reader's prompts. `context` may contain
     {column} for every column of the data, and {prompt} and {answer} for the prompt and the
-    reference answer, whatever their columns are called.
+    reference answer, whatever their columns are called. `reader`: the table of the job that has the
+    key `context`.
 
     The function raises InvalidInput if a column does not exist, or if its prompt and the completion
     together exceed `max_tokens` tokens (None: no limit).
     """
+    field = f"{reader}.context"
 
     def prompt(rollout: Rollout) -> Tensor:
         columns = {**rollout.fields, "prompt": rollout.text, "answer": rollout.answer}
-
-        def value(match: re.Match[str]) -> str:
-            if match[1] not in columns:
-                raise InvalidInput(
-                    f"the data has no column {match[1]!r}",
-                    field="anchor.context",
-                    hint=f"use one of these columns: {', '.join(sorted(columns))}",
-                )
-            return str(columns[match[1]])
-
         if form.messages_column is None:
             asked = form.asked(rollout.text)
         else:
             asked = form.conversation(rollout.fields, "the record").unanswered()
-        ids = torch.tensor(form.ids(tokenizer, asked.prefixed(_COLUMN.sub(value, context))))
+        if context:
+            asked = with_context(asked, context, columns, field)
+        ids = torch.tensor(form.ids(tokenizer, asked))
         length = len(ids) + len(rollout.completion)
         if max_tokens is not None and length > max_tokens:
             raise InvalidInput(
-                f"with the context the anchor would read {length} tokens, but it can read only"
+                f"with the context the {reader} would read {length} tokens, but it can read only"
                 f" {max_tokens}",
-                field="anchor.context",
+                field=field,
                 hint="shorten the context, or lower method.max_new_tokens",
             )
         return ids

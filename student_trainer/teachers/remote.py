@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future
-
-import numpy as np
 
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import Rollout
+from student_trainer.teachers.reading import Reading
 
 
 class RemoteTeacher:
@@ -27,6 +27,7 @@ class RemoteTeacher:
         f32: bool,
         tail_samples: int = 0,
         vocab_size: int | None = None,
+        reading: Reading | None = None,
     ) -> None:
         """Keep the settings of the requests.
 
@@ -34,7 +35,7 @@ class RemoteTeacher:
         `temperature`: divides the teacher's logits. `f32`: log-probs as float32, not float16.
         `tail_samples`: ids per row that the teacher draws from its tail; needs `top_k`.
         `vocab_size`: rows of the softmax over the teacher's first `vocab_size` logits; None: over
-        all of them.
+        all of them. `reading`: what the teacher reads; None: what the student reads.
         """
         self._client = client
         self._top_k = top_k
@@ -42,6 +43,7 @@ class RemoteTeacher:
         self._f32 = f32
         self._tail_samples = tail_samples
         self._vocab_size = vocab_size
+        self._reading = reading or Reading()
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request one row per token of the completion; never blocks.
@@ -50,8 +52,8 @@ class RemoteTeacher:
         image has changed. The future raises what the
         service answered, or Unavailable after `teacher.patience_seconds` without an answer.
         """
-        head = rollout.head_ids.numpy() if self._top_k is None else None
-        token_ids, start = rollout.token_ids.numpy().astype(np.int32), rollout.start
+        reading = self._reading
+        token_ids, start = reading.tokens(rollout)
         images: tuple[bytes, ...] = ()
         if rollout.images is not None:
             token_ids, start = rollout.images.collapsed(token_ids, start)
@@ -60,17 +62,32 @@ class RemoteTeacher:
             token_ids=token_ids,
             start=start,
             top_k=self._top_k,
-            head_ids=head,
+            head_ids=reading.theirs(rollout.head_ids) if self._top_k is None else None,
             temperature=self._temperature,
             f32=self._f32,
             tail_samples=self._tail_samples,
             # The same samples if the request is repeated, others for another rollout of the prompt.
             seed=zlib.crc32(rollout.token_ids.numpy().tobytes()) if self._tail_samples else 0,
-            draw_ids=None if rollout.draws is None else rollout.draws.ids.numpy(),
+            draw_ids=None if rollout.draws is None else reading.theirs(rollout.draws.ids),
             vocab_size=self._vocab_size,
             images=images,
         )
-        return self._client.submit(query)
+        asked = self._client.submit(query)
+        return asked if reading.ids is None else mapped(asked, reading.ours)
 
     def finish(self) -> None:
         """Do nothing: the service answers each request on its own."""
+
+
+def mapped(rows: Future[RowBlock], change: Callable[[RowBlock], RowBlock]) -> Future[RowBlock]:
+    """Return a future of the changed rows, or of the error of `rows` or `change`."""
+    made: Future[RowBlock] = Future()
+
+    def answered(found: Future[RowBlock]) -> None:
+        try:
+            made.set_result(change(found.result()))
+        except BaseException as error:  # a cancelled future raises what is no Exception
+            made.set_exception(error)
+
+    rows.add_done_callback(answered)
+    return made

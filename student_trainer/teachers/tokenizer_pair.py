@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 from clients.alignment.alignment import Aligner
 from clients.alignment.byte_tokenizer import ByteTokenizer
 from clients.alignment.report import measured
+from clients.alignment.roles import FIELD as ROLES
+from clients.alignment.roles import RoleMap, TokenRoles, role_map
 from clients.config.on_policy import OnPolicyJob
 from clients.config.tables.common import StudentConfig
 from clients.data.answer_end import answer_end
-from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
 from student_trainer.model.loading import load_tokenizer, vocabulary
 from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.reading import reads_another_prompt, teacher_form
 
 log = logging.getLogger(__name__)
 
@@ -31,31 +32,48 @@ _FIELD = "teacher.tokenizer"
 
 
 @dataclass(frozen=True)
+class RolePair:
+    """Tokenizers that differ in their special tokens only; see `clients/alignment/roles.py`.
+
+    tokenizer: the teacher's, as transformers loads it. tokens: of either by id, "" for an id that
+    is unused in both.
+    """
+
+    roles: RoleMap
+    tokenizer: Any
+    tokens: Sequence[str]
+
+    def ids(self, vocab_size: int) -> NDArray[np.int32]:
+        """Return the teacher's id of each of the first `vocab_size` ids of the student."""
+        found = np.arange(vocab_size, dtype=np.int32)
+        count = min(len(self.roles.ids), vocab_size)
+        found[:count] = self.roles.ids[:count]
+        return found
+
+    def log_facts(self, prompts: Sequence[Prompt]) -> None:
+        """Log one line: the tokens of student and teacher with the same role."""
+        log.info(
+            "the teacher has other special tokens: %s",
+            ", ".join(f"{ours} is {theirs}" for ours, theirs in self.roles.pairs) or "at other ids",
+        )
+
+
+@dataclass(frozen=True)
 class TokenizerPair:
     """The tokenizers of a student and of a teacher that has another one.
 
-    form: of the prompts. tokenizer: the teacher's, as transformers loads it.
+    tokenizer: the teacher's, as transformers loads it.
     """
 
     aligner: Aligner
     tokenizer: Any
-    form: PromptFormat
 
     @property
     def tokens(self) -> int:
         """Number of ids of the student's tokenizer; its model may have more logits."""
         return len(self.aligner.writer.lengths)
 
-    def prompt(self, rollout: Rollout) -> NDArray[np.int32]:
-        """Return the prompt ids [P] that the teacher reads for a rollout, in its own template."""
-        form = self.form
-        if form.messages_column is None:
-            asked = form.asked(rollout.text)
-        else:
-            asked = form.conversation(rollout.fields, "the record").unanswered()
-        return np.array(form.ids(self.tokenizer, asked), np.int32)
-
-    def log_shares(self, prompts: Sequence[Prompt]) -> None:
+    def log_facts(self, prompts: Sequence[Prompt]) -> None:
         """Log one line: how many of the student's tokens are one token of the teacher here."""
         texts = [f"{prompt.text}\n{prompt.answer}" for prompt in prompts]
         found = measured(self.aligner, texts)
@@ -69,30 +87,59 @@ class TokenizerPair:
 
 def tokenizer_pair(
     config: OnPolicyJob, teachers: Mapping[str, Connection], ours: Any
-) -> TokenizerPair | None:
+) -> TokenizerPair | RolePair | None:
     """Return the tokenizers of a job's student and teacher; None if they are, or must be, the same.
 
     `ours`: the student's. `teachers`: only one if it may have another tokenizer. Raises
     InvalidInput or WrongState, naming `teacher.tokenizer`, if the teacher's tokenizer is not found,
-    is not the teacher's, or cannot be aligned.
+    is not the teacher's, or cannot be aligned; naming `teacher.roles`, if the job gives roles that
+    the tokenizers do not have.
     """
+    found = _other(config, teachers, ours) if config.teacher.tokenizer != "same" else None
+    if found is not None or reads_another_prompt(config):
+        teacher_form(config, ours if found is None else found.tokenizer)  # may refuse its template
+    return found
+
+
+def _other(
+    config: OnPolicyJob, teachers: Mapping[str, Connection], ours: Any
+) -> TokenizerPair | RolePair | None:
     wanted = config.teacher.tokenizer
-    if wanted == "same":
-        return None
     [teacher] = teachers.values()
     theirs_known_by = teacher.info.tokenizer_fingerprint
     if tokenizer_fingerprint(vocabulary(ours)) == theirs_known_by:
         return None
     name = teacher.info.model if wanted == "auto" else wanted
     theirs = known_tokenizer(name, theirs_known_by, teacher.label, _FIELD)
-    form = config.data.prompt_format
-    check_chat_template(form, template_text(theirs.chat_template))
+    paired = _role_pair(config.teacher.roles, ours, theirs)
+    if paired is not None:
+        return paired
     student, reader = (
         bytes_of(ours, "student", "student.model"),
         bytes_of(theirs, "teacher", _FIELD),
     )
     aligner = Aligner(student, reader, end_of(theirs, "teacher", _FIELD))
-    return TokenizerPair(aligner, theirs, form)
+    return TokenizerPair(aligner, theirs)
+
+
+def _role_pair(given: Mapping[str, str], ours: Any, theirs: Any) -> RolePair | None:
+    """Return the pair if the tokenizers differ in their special tokens only, otherwise None.
+
+    Without `given`, tokens that stand for text, such as <think>, must be in both: a tokenizer that
+    has none spells the text with others. Raises InvalidInput if roles are given in vain.
+    """
+    student, teacher = TokenRoles.of(ours), TokenRoles.of(theirs)
+    found = role_map(student, teacher, given)
+    if given and found is None:
+        raise InvalidInput(
+            "the tokenizers of student and teacher differ in more than special tokens",
+            field=ROLES,
+            hint="leave it out: with teacher.tokenizer, they are aligned by their bytes",
+        )
+    if found is None or (found.missing and not given):
+        return None
+    both = [student.token(number) or teacher.token(number) for number in range(len(found.ids))]
+    return RolePair(found, theirs, both)
 
 
 def known_tokenizer(name: str, fingerprint: str, label: str, field: str) -> Any:

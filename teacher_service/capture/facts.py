@@ -46,8 +46,9 @@ def facts_of(
         "empty": plan.empty,
         PART: method.shard,
         SEQUENCES: sum(len(plan.file(number)) for number in files),
-        # A store without images has the facts that it had before there were any.
+        # A store without images or context has the facts that it had before there were any.
         **({"image_column": data.image_column} if data.image_column else {}),
+        **({} if job.teacher.context is None else {"context": json.dumps(job.teacher.context)}),
     }
     return {name: str(value) for name, value in facts.items()}
 
@@ -68,9 +69,10 @@ def _columns(data: CaptureData) -> tuple[str, ...]:
 
 
 def _digest(plan: Plan) -> str:
-    """Return the xxh3-128 hex digest of all token ids, ends, scored starts and images."""
+    """Return the xxh3-128 hex digest of all token ids, ends, starts, images and prompts."""
     hasher = xxhash.xxh3_128()
     of_images = (plan.images, plan.image_ends) if len(plan.images) else ()
-    for numbers in (plan.token_ids, plan.offsets, plan.starts, *of_images):
+    of_prompts = (plan.prompts, plan.prompt_ends) if len(plan.prompts) else ()
+    for numbers in (plan.token_ids, plan.offsets, plan.starts, *of_images, *of_prompts):
         hasher.update(numbers.data.cast("B"))
     return hasher.hexdigest()

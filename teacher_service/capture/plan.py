@@ -29,6 +29,8 @@ _DTYPES = {
     "starts": "<i4",
     "images": "|u1",
     "image_ends": "<i8",
+    "prompts": "<i4",
+    "prompt_ends": "<i8",
     "files": "<i8",
 }
 
@@ -38,8 +40,9 @@ class Plan:
     """All sequences of a capture and their division into files.
 
     Sequence i has the token ids token_ids[offsets[i]:offsets[i + 1]] and is scored from position
-    starts[i] on; its images are in images[image_ends[i]:image_ends[i + 1]]. File j of the store
-    holds the sequences files[j] to files[j + 1] - 1. The arrays are memory maps of files.
+    starts[i] on; its images are in images[image_ends[i]:image_ends[i + 1]], and what its teacher
+    reads as the prompt in `prompts`, likewise. File j of the store holds the sequences files[j] to
+    files[j + 1] - 1. The arrays are memory maps of files.
     `too_long`, `empty`: what the reader left out.
 
     The plan depends only on the data and the job, not on earlier attempts or on the number of
@@ -51,6 +54,8 @@ class Plan:
     starts: NDArray[np.int32]
     images: NDArray[np.uint8]
     image_ends: NDArray[np.int64]
+    prompts: NDArray[np.int32]
+    prompt_ends: NDArray[np.int64]
     files: NDArray[np.int64]
     too_long: int
     empty: int
@@ -61,7 +66,8 @@ class Plan:
     def __getitem__(self, index: int) -> CaptureSequence:
         first, last = self.offsets[index], self.offsets[index + 1]
         images = self.images[self.image_ends[index] : self.image_ends[index + 1]].tobytes()
-        return CaptureSequence(self.token_ids[first:last], int(self.starts[index]), images)
+        prompt = self.prompts[self.prompt_ends[index] : self.prompt_ends[index + 1]]
+        return CaptureSequence(self.token_ids[first:last], int(self.starts[index]), images, prompt)
 
     @property
     def rows(self) -> int:
@@ -105,24 +111,26 @@ def make_plan(
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    count = offset = image_end = 0
+    count = offset = image_end = prompt_end = 0
     ends = {0}
     size = 0.0
     with ExitStack() as stack:
-        token_ids, offsets, starts, images, image_ends = (
-            stack.enter_context((directory / name).open("wb"))
-            for name in ("token_ids", "offsets", "starts", "images", "image_ends")
-        )
-        offsets.write(np.int64(0).tobytes())
-        image_ends.write(np.int64(0).tobytes())
+        token_ids, offsets, starts, images, image_ends, prompts, prompt_ends, files = opened = [
+            stack.enter_context((directory / name).open("wb")) for name in _DTYPES
+        ]
+        for ends_of in (offsets, image_ends, prompt_ends):
+            ends_of.write(np.int64(0).tobytes())
         for sequence in sequences:
             count, offset = count + 1, offset + len(sequence.token_ids)
             image_end += len(sequence.images)
+            prompt_end += len(sequence.teacher_prompt)
             token_ids.write(sequence.token_ids.astype("<i4").tobytes())
             offsets.write(np.int64(offset).tobytes())
             starts.write(np.int32(sequence.start).tobytes())
             images.write(sequence.images)
             image_ends.write(np.int64(image_end).tobytes())
+            prompts.write(sequence.teacher_prompt.astype("<i4").tobytes())
+            prompt_ends.write(np.int64(prompt_end).tobytes())
             size += sequence.rows * row_bytes + sequence.token_ids.nbytes + _HEADER_BYTES
             if size >= file_bytes:
                 ends.add(count)
@@ -132,9 +140,8 @@ def make_plan(
         ends.add(count)
         if len(ends) <= _FEWEST_FILES:
             ends.update(count * part // _FEWEST_FILES for part in range(1, _FEWEST_FILES))
-        files = stack.enter_context((directory / "files").open("wb"))
         files.write(np.array(sorted(ends), "<i8").tobytes())
-        for file in (token_ids, offsets, starts, images, image_ends, files):
+        for file in opened:
             file.flush()
             os.fsync(file.fileno())
     facts = {"key": key, "too_long": sequences.too_long, "empty": sequences.empty}
@@ -153,8 +160,9 @@ def read_plan(directory: Path, key: str) -> Plan | None:
             return None
         arrays = {name: _mapped(directory / name, dtype) for name, dtype in _DTYPES.items()}
         plan = Plan(**arrays, too_long=facts["too_long"], empty=facts["empty"])
-        last = plan.offsets[-1], plan.image_ends[-1], plan.files[-1], len(plan.offsets)
-        whole = last == (len(plan.token_ids), len(plan.images), len(plan), len(plan) + 1)
+        ends = (plan.offsets[-1], plan.image_ends[-1], plan.prompt_ends[-1], plan.files[-1])
+        sizes = (len(plan.token_ids), len(plan.images), len(plan.prompts), len(plan))
+        whole = ends == sizes and len(plan.offsets) == len(plan) + 1
         return plan if whole else None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None

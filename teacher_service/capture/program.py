@@ -214,7 +214,8 @@ def _plan(
     key = _plan_key(job, tokenizer, [digest, row_bytes, file_bytes])
     plan = read_plan(directory, key)
     if plan is None:
-        reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
+        context, most = job.teacher.context, job.method.max_tokens
+        reader = SequenceReader(job.data, tokenizer, most, context=context)
         plan = make_plan(
             reader,
             directory,
@@ -239,7 +240,8 @@ def _plan(
 
 def _plan_key(job: CaptureJob, tokenizer: Any, others: Sequence[object]) -> str:
     """Return a digest of all that a plan depends on."""
-    facts = [job.data.model_dump(mode="json"), job.method.max_tokens, *others]
+    of_data = job.data.model_dump(mode="json"), job.teacher.context
+    facts = [*of_data, job.method.max_tokens, *others]
     hasher = hashlib.sha256(json.dumps(facts).encode())
     hasher.update(json.dumps(_facts_of(tokenizer)).encode())
     return hasher.hexdigest()

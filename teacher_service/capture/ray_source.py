@@ -172,15 +172,19 @@ def _packed(plan: Plan, number: int) -> dict[str, Any]:
         "token_ids": plan.token_ids[tokens].tobytes(),
         "lengths": lengths.tolist(),
         "starts": plan.starts[indices.start : indices.stop].tolist(),
+        "prompts": [plan[index].teacher_prompt.tobytes() for index in indices],
     }
 
 
 def _unpacked(packed: dict[str, Any]) -> list[CaptureSequence]:
     token_ids = np.frombuffer(packed["token_ids"], "<i4")
     ends = accumulate(packed["lengths"])
+    columns = zip(ends, packed["lengths"], packed["starts"], packed["prompts"], strict=True)
     return [
-        CaptureSequence(token_ids[end - length : end], start)
-        for end, length, start in zip(ends, packed["lengths"], packed["starts"], strict=True)
+        CaptureSequence(
+            token_ids[end - length : end], start, teacher_prompt=np.frombuffer(prompt, "<i4")
+        )
+        for end, length, start, prompt in columns
     ]
 
 

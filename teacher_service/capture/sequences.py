@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,16 +21,27 @@ class CaptureSequence:
     """A sequence of tokens, int32 [T]; positions from `start` (>= 1) on are scored.
 
     images: of its prompt, as `stored_images` writes them; each has one placeholder in the tokens.
+    teacher_prompt: int32 [P], what the teacher reads in place of the tokens before `start`; [0]:
+    those.
     """
 
     token_ids: NDArray[np.int32]
     start: int
     images: bytes = b""
+    teacher_prompt: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def rows(self) -> int:
         """Number of scored positions, T - start."""
         return len(self.token_ids) - self.start
+
+    @property
+    def read(self) -> tuple[NDArray[np.int32], int]:
+        """What the teacher reads: token ids, and the position of the first one that is scored."""
+        prompt = self.teacher_prompt
+        if not len(prompt):
+            return self.token_ids, self.start
+        return np.concatenate([prompt, self.token_ids[self.start :]]), len(prompt)
 
 
 class SequenceReader:
@@ -42,9 +53,15 @@ class SequenceReader:
     """
 
     def __init__(
-        self, data: CaptureData, tokenizer: Any, max_tokens: int, processes: int | None = None
+        self,
+        data: CaptureData,
+        tokenizer: Any,
+        max_tokens: int,
+        processes: int | None = None,
+        context: str | None = None,
     ) -> None:
-        """`processes`: see `encode_all`."""
+        """`processes`: see `encode_all`. `context`: text that only the teacher reads."""
+        self._context = context
         self._data = data
         self._source = DataSet(data.path, data.name, data.split)
         self._tokenizer = tokenizer
@@ -60,16 +77,17 @@ class SequenceReader:
             yield from self._packed()
             return
         check_chat_template(self._data.prompt_format, template_text(self._tokenizer.chat_template))
-        for ids, start, images in self._encoded():
+        for ids, start, images, prompt in self._encoded():
+            found = CaptureSequence(ids, start, images, prompt)
             if not len(ids):
                 self.empty += 1
-            elif len(ids) > self._max_tokens:
+            elif max(len(ids), len(found.read[0])) > self._max_tokens:
                 self.too_long += 1
             else:
-                yield CaptureSequence(ids, start, images)
+                yield found
 
-    def _encoded(self) -> Iterator[tuple[NDArray[np.int32], int, bytes]]:
-        encoder = RecordEncoder(self._data, self._tokenizer)
+    def _encoded(self) -> Iterator[tuple[NDArray[np.int32], int, bytes, NDArray[np.int32]]]:
+        encoder = RecordEncoder(self._data, self._tokenizer, self._context)
         for chunk in encode_all(self._placed(encoder.columns), encoder, self._processes):
             self.records += len(chunk.lengths)
             yield from chunk.records()
@@ -88,7 +106,7 @@ class SequenceReader:
                 hint="use another tokenizer, or another form",
             )
         waiting = np.empty(0, np.int32)
-        for ids, _, _ in self._encoded():
+        for ids, *_ in self._encoded():
             self.empty += not len(ids)
             # Some tokenizers start texts with the end token, so a document is never cut at one.
             ended = not len(ids) or ids[-1] == end

@@ -61,8 +61,7 @@ class Ask:
     def query(self, sequence: CaptureSequence) -> ScoreQuery:
         """Return the query for the rows of `sequence`. Raises Corrupt if an image has changed."""
         return ScoreQuery(
-            sequence.token_ids,
-            sequence.start,
+            *sequence.read,
             top_k=self.top_k,
             temperature=self.temperature,
             f32=self.f32,
@@ -179,7 +178,7 @@ def score_file(
     """
     rows: dict[int, RowBlock] = {}
     whole = [[*range(len(sequences))]]
-    lengths = [len(sequence.token_ids) for sequence in sequences]
+    lengths = [len(sequence.read[0]) for sequence in sequences]
     continuous = isinstance(engine, ContinuousEngine)
     for batch in whole if continuous else batches(lengths, max_batch_tokens):
         answers = engine.score([ask.query(sequences[index]) for index in batch])

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from clients.config.capture import CaptureData
 from clients.data.answer_ids import answered_ids, completion_ids
+from clients.data.conversation import with_context
 from clients.data.images import digest_of, read_image, stored_images
 from clients.data.records import images_of, text_of
 from protos.errors import InternalFault, InvalidInput
@@ -39,33 +40,42 @@ class Encoded:
 
     token_ids int32 [n]: of all records, one after the other. lengths, starts int32 [records]: a
     record's number of tokens, and of those before its first scored one. A record with nothing to
-    score has length 0. images: of each record, as `stored_images` writes them.
+    score has length 0. images: of each record, as `stored_images` writes them. teacher_prompts: of
+    each record, int32 [P], what the teacher reads in place of the tokens before `starts`; [0]:
+    those.
     """
 
     token_ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
     starts: NDArray[np.int32]
     images: tuple[bytes, ...]
+    teacher_prompts: tuple[NDArray[np.int32], ...]
 
-    def records(self) -> Iterator[tuple[NDArray[np.int32], int, bytes]]:
-        """Yield (token ids, start, images) of each record."""
+    def records(self) -> Iterator[tuple[NDArray[np.int32], int, bytes, NDArray[np.int32]]]:
+        """Yield (token ids, start, images, teacher prompt) of each record."""
         ends = np.cumsum(self.lengths)
-        columns = zip(ends, self.lengths, self.starts, self.images, strict=True)
-        for end, length, start, images in columns:
-            yield self.token_ids[end - length : end], int(start), images
+        columns = zip(
+            ends, self.lengths, self.starts, self.images, self.teacher_prompts, strict=True
+        )
+        for end, length, start, images, prompt in columns:
+            yield self.token_ids[end - length : end], int(start), images, prompt
 
 
 class RecordEncoder:
     """Encodes the records of a data set. It can be sent to another process."""
 
-    def __init__(self, data: CaptureData, tokenizer: Any) -> None:
+    def __init__(self, data: CaptureData, tokenizer: Any, context: str | None = None) -> None:
+        """`context`: text that only the teacher reads, before the prompt."""
         self._data = data
+        self._context = context
         self._form = data.prompt_format
         self._tokenizer = tokenizer
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that the records need."""
+        """The columns that the records need; none: all of them, for the context."""
+        if self._context is not None:
+            return ()
         match self._data.form:
             case "completion":
                 return *self._form.columns, self._data.answer_column
@@ -88,17 +98,18 @@ class RecordEncoder:
             case "text":
                 of_record = self._document
         ids: list[int] = []
-        lengths, starts, images = [], [], []
+        lengths, starts, images, others = [], [], [], []
         for where, record in records:
             prompt, scored = of_record(where, record)
             lengths.append(len(prompt) + len(scored) if scored else 0)
             starts.append(len(prompt))
             images.append(self._images(where, record))
+            others.append(np.array(self._teacher_prompt(where, record), np.int32))
             if scored:
                 ids += prompt
                 ids += scored
         found, sizes, firsts = (np.array(numbers, np.int32) for numbers in (ids, lengths, starts))
-        return Encoded(found, sizes, firsts, tuple(images))
+        return Encoded(found, sizes, firsts, tuple(images), tuple(others))
 
     def _completion(self, where: str, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         asked = self._form.conversation(record, where)
@@ -113,6 +124,20 @@ class RecordEncoder:
         if answer:
             _require_tokens(ids, where)
         return ids, answer
+
+    def _teacher_prompt(self, where: str, record: Mapping[str, Any]) -> list[int]:
+        """Return the ids of the prompt with the context; none without a context."""
+        if self._context is None:
+            return []
+        asked = self._form.conversation(record, where)
+        answer = asked.answer
+        if self._data.form == "completion":
+            answer = text_of(record, self._data.answer_column, "data.answer_column", where)
+        elif not (asked := asked.up_to_answer()).messages:
+            return []
+        columns = {**record, "prompt": self._form.text(record, asked), "answer": answer}
+        asked = with_context(asked.unanswered(), self._context, columns, "teacher.context")
+        return self._form.ids(self._tokenizer, asked, where)
 
     def _images(self, where: str, record: Mapping[str, Any]) -> bytes:
         """Return the names and digests of a record's images. Raises InvalidInput without a file."""

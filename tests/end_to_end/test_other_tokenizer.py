@@ -6,6 +6,7 @@ The tokenizers are trained here, on the same texts with other sizes; the teacher
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -192,6 +193,30 @@ def test_logits_without_a_token_are_left_out(root: Path, teacher: str, tmp_path:
     changes: dict[str, Any] = {"student__model": str(wide), **steps}
     run = finish(new_run(tmp_path / "run", job(root, teacher, **changes)))
     assert all(line.get("pair/left_out", 0) == 0 for line in metrics_of(run))
+
+
+def test_a_teacher_with_other_special_tokens(root: Path, tmp_path: Path) -> None:
+    """The student's own weights: the KL is 0, and with a context that of the context alone."""
+    renamed = shutil.copytree(root / "student", tmp_path / "renamed")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        text = (renamed / file).read_text()
+        assert "<|end|>" in text
+        (renamed / file).write_text(text.replace("<|end|>", "<stop>"))
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
+    process = ForkedTeacher(
+        ["--model", str(renamed), "--no-cache", "--device", "cpu"], log=tmp_path / "log"
+    )
+    found = {}
+    try:
+        for name, context in (("plain", None), ("context", "{answer}. ")):
+            changes = {**steps, "teacher__context": context, "teacher__logprob_format": "f32"}
+            run = finish(new_run(tmp_path / name, job(root, process.address, **changes)))
+            found[name] = metrics_of(run)[0]
+            assert "<|end|> is <stop>" in run.log_file(1).read_text()
+    finally:
+        process.close()
+    assert abs(found["plain"]["eval/kl"]) < 1e-5
+    assert found["context"]["eval/kl"] > 0.01
 
 
 def test_by_default_another_tokenizer_is_refused(root: Path, teacher: str, tmp_path: Path) -> None:

@@ -203,6 +203,10 @@ def _print_pair(found: PairReport) -> None:
         print(f"tokenizer: {'the same' if found.same else 'another one'}")
     if found.difference:
         print(f"{found.difference}\n")
+    for ours, theirs in found.roles:
+        print(f"role: {ours} of the student is {theirs} of the teacher")
+    if found.missing:
+        print(f"without a role in the other tokenizer: {', '.join(found.missing)}")
 
 
 def _conclusion_of_pair(found: PairReport) -> list[str]:

@@ -33,6 +33,13 @@ _RENDERING = {
 }
 
 
+def checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a chat template. Raises ValueError at one that the program sets."""
+    for name in sorted(arguments.keys() & _RENDERING):
+        raise ValueError(f"{name!r} is set by the program; leave it out")
+    return arguments
+
+
 class PromptKeys(Table):
     """Keys that decide how a record becomes the token ids of its prompt."""
 
@@ -48,9 +55,7 @@ class PromptKeys(Table):
     @field_validator("template_arguments")
     @classmethod
     def _are_of_the_template(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        for name in sorted(arguments.keys() & _RENDERING):
-            raise ValueError(f"{name!r} is set by the program; leave it out")
-        return arguments
+        return checked_arguments(arguments)
 
     def format_of(
         self,

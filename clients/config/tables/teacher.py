@@ -95,3 +95,5 @@ class TeacherConfig(TeacherLink):
     """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16; see tail."""
     tail_draws: TailDraws = 48
     """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
+    context: str | None = None
+    """Text that only the teacher reads, before the prompt; may contain {columns} of the data."""

@@ -42,6 +42,12 @@ def job(kind: type[Any], *changes: dict[str, Any]) -> Any:
         (OnPolicyJob, [{"rollouts": {"lag": 1}}], "rollouts.lag"),
         (OnPolicyJob, [{"rollouts": {"address": "r:1"}}], "rollouts.address"),
         (OnPolicyJob, [{"teacher": {"tokenizer": "auto"}}], "teacher.tokenizer"),
+        (OnPolicyJob, [{"teacher": {"context": "{answer}"}}], "teacher.context"),
+        (
+            OnPolicyJob,
+            [{"teacher": {"template_arguments": {"thinking": True}}}],
+            "teacher.template_arguments",
+        ),
         (OnPolicyJob, [{"student": {"compile": True}}], "student.compile"),
         (OnPolicyJob, [FSDP], "train.sharding"),
         (OnPolicyJob, [{"data": {"chat_template": False}}], "data.image_column"),

@@ -33,6 +33,14 @@ REFUSED = [
     (LOADED, "teacher.adapter = 'a'", "leave one of them out"),
     (ON_POLICY + COIN, "teacher.tail_draws = 4", "leave one of them out"),
     (ON_POLICY, "method.horizon = 'answer'", "set teacher.tokenizer"),
+    (ON_POLICY, "teacher.roles = { a = 'b' }", "set teacher.tokenizer"),
+    (
+        ON_POLICY + "teacher.tokenizer = 'auto'\nteacher.roles = { a = 'b' }\n",
+        "method.horizon = 'answer'",
+        "leave one of them out",
+    ),
+    (ON_POLICY + TEXT, "teacher.template_arguments = { a = 1 }", "switches the chat template off"),
+    (LOADED + "data.form = 'text'\n", "teacher.context = 'a'", "without images"),
     (ON_POLICY + "teachers.maths = 't:1'\n", "teacher.tokenizer = 'auto'", "leave one of them out"),
     (OFFLINE, "method.match = 'word'", "set data.tokenizer"),
     (OFFLINE, "data.prompts = 'p.jsonl'", "set data.tokenizer"),
@@ -118,6 +126,9 @@ USED = [
     ON_POLICY + "data.eval_path = 'org/data'\ndata.split = 'test'\n",
     ON_POLICY + "teacher.tail_draws = 4\n",
     ON_POLICY + "teacher.tokenizer = 'auto'\nmethod.horizon = 'answer'\n",
+    ON_POLICY + FORWARD + "teacher.tokenizer = 'auto'\nteacher.roles = { a = 'b' }\n",
+    ON_POLICY + "teacher.context = '{answer}'\nteacher.template_arguments = { thinking = true }\n",
+    LOADED + "teacher.context = '{answer}'\n",
     ON_POLICY + FORWARD + "teacher.tail_draws = 4\n",
     OFFLINE
     + OTHER

@@ -94,3 +94,35 @@ def test_data_without_text(tmp_path: Path) -> None:
     path.write_text('{"id": 1}\n')
     with pytest.raises(InvalidInput, match="no column with text"):
         texts_in(str(path), [], 10)
+
+
+def test_other_special_tokens(root: Path, capsys: Capture) -> None:
+    """Their roles, or the tokens of text that have none."""
+    document = json.loads((root / "teacher" / "tokenizer.json").read_text())
+    size = len(document["model"]["vocab"])
+
+    def save(name: str, *added: tuple[str, bool]) -> None:
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        tokens = [
+            {"id": size + number, "content": content, "special": special, **plain}
+            for number, (content, special) in enumerate(added)
+        ]
+        made = document | {"added_tokens": [*document["added_tokens"], *tokens]}
+        (root / name / "tokenizer.json").write_text(json.dumps(made))
+        config = {"eos_token": added[0][0]}
+        (root / name / "tokenizer_config.json").write_text(json.dumps(config))
+        (root / name / "config.json").write_text(json.dumps({"vocab_size": size + 8}))
+
+    save("student", ("<im_end>", True), ("<box>", True))
+    save("teacher", ("<end>", True), ("<User>", True))
+    arguments = [str(root / "teacher"), str(root / "student"), "--data", str(root / "data.jsonl")]
+    assert main(["pair", *arguments]) == ExitCode.OK
+    printed = capsys.readouterr().out
+    assert "role: <im_end> of the student is <end> of the teacher" in printed
+    assert f"KL of the rows of every token (docs/methods.md), over {size + 8} ids" in printed
+    assert 'teacher.tokenizer = "auto"' in printed
+    save("teacher", ("<end>", True), ("<think>", False))
+    found = pair_report(root / "teacher", root / "student", ["the cat"])
+    assert found.missing == ("<think>",)
+    assert found.shares
+    assert found.lines[-1].startswith('teacher.roles = { "TOKEN" = "<think>" }')

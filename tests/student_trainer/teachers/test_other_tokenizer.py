@@ -12,7 +12,6 @@ import torch
 
 from clients.alignment.alignment import Aligner
 from clients.data.answer_end import answer_end
-from clients.data.prompt_format import PromptFormat
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
 from protos.rows.codec import RowBlock
@@ -27,8 +26,9 @@ from student_trainer.teachers.other_tokenizer import (
     OtherTokenizerTeacher,
     aligned_rows,
 )
+from student_trainer.teachers.reading import teacher_prompt
 from student_trainer.teachers.source import resolved
-from student_trainer.teachers.tokenizer_pair import TokenizerPair, tokenizer_pair
+from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, tokenizer_pair
 from tests.clients.alignment import trained
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN
 from tests.student_trainer import tiny
@@ -149,7 +149,7 @@ def test_what_the_teacher_is_asked() -> None:
     client: Any = Answering()
     before = np.array([7, 8, 9], np.int32)
     options: dict[str, Any] = {"temperature": 0.5, "max_length": 40}
-    teacher = OtherTokenizerTeacher(client, ALIGNER, lambda _: before, **options)
+    teacher = OtherTokenizerTeacher(client, ALIGNER, lambda _: torch.from_numpy(before), **options)
     rows = teacher.score(rollout_of(encoded(TEXT), ended=True)).result()
     [query] = client.asked
     assert query.token_ids.tolist() == [7, 8, 9, *TEACHER.encode(TEXT), 0]
@@ -176,11 +176,10 @@ def test_words_of_several_answers_have_numbers_of_their_own() -> None:
 def test_the_teacher_reads_its_own_template() -> None:
     theirs = tiny.tokenizer(CHARACTERS)
     theirs.chat_template = PLAIN
-    form = PromptFormat()
-    pair = TokenizerPair(ALIGNER, theirs, form)
+    job = tiny.job(tiny.Material(Path(), Path(), Path()), teacher__tokenizer="auto")
     rollout = rollout_of(encoded("a"), ended=True)
     object.__setattr__(rollout, "text", "1+1=")
-    assert theirs.decode(pair.prompt(rollout)) == "U1+1=A"
+    assert theirs.decode(teacher_prompt(job, theirs)(rollout)) == "U1+1=A"
 
 
 def test_the_end_of_an_answer() -> None:
@@ -209,7 +208,7 @@ def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
     here = str(tmp_path / "theirs")
     theirs.save_pretrained(here)
 
-    def pair(tokenizer: str, model: str, words: Any) -> TokenizerPair | None:
+    def pair(tokenizer: str, model: str, words: Any) -> TokenizerPair | RolePair | None:
         job = tiny.job(material, teacher__tokenizer=tokenizer)
         return tokenizer_pair(job, connected(model, words), ours)
 
@@ -217,7 +216,7 @@ def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
     assert pair("auto", "nowhere", ours) is None
     for tokenizer, model in (("auto", here), (here, "nowhere")):
         found = pair(tokenizer, model, theirs)
-        assert found is not None
+        assert isinstance(found, TokenizerPair)
         assert found.tokens == len(ours)
         assert found.aligner.reader.data(np.array(theirs("1+U")["input_ids"])) == b"1+U"
     away = str(tmp_path / "away")

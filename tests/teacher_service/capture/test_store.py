@@ -27,6 +27,8 @@ from tests.teacher_service.capture.material import (
     job,
     pairs,
     save_words,
+    text,
+    write_lines,
     write_pairs,
 )
 
@@ -60,8 +62,6 @@ def test_rows_are_the_models_own(tmp_path: Path) -> None:
     path = tiny.save(made, tiny.tokenizer(), tmp_path / "model")
     records = [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 10, 11], [12] * 9)]
     data = tmp_path / "data.jsonl"
-    from tests.teacher_service.capture.material import write_lines
-
     words = tiny.tokenizer()
     write_lines(data, [{"prompt": words.decode(a), "answer": words.decode(b)} for a, b in records])
     _, store = capture_here(
@@ -92,6 +92,56 @@ def test_rows_are_the_models_own(tmp_path: Path) -> None:
         np.testing.assert_allclose(item["token_logprobs"], tokens, atol=1e-5)
         tail = np.log(1 - np.exp(head).sum(1))
         np.testing.assert_allclose(item["tail_logmass"], tail, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["completion", "messages"])
+def test_a_context_that_only_the_teacher_reads(words: Path, tmp_path: Path, form: str) -> None:
+    """Stored prompts lack it; rows are those of the engine for prompts that have it, by hand."""
+    from tests.teacher_service.capture.test_sequences import TEMPLATE
+
+    found = pairs(30)
+    if form == "completion":
+        records = [{"prompt": text(a), "answer": text(b), "hint": "t9"} for a, b in found]
+    else:
+        shutil.copytree(words, words := tmp_path / "chat")
+        (words / "chat_template.jinja").write_text(TEMPLATE)
+        records = [{"messages": told(text(a), text(b)), "hint": "t9"} for a, b in found]
+    data = write_lines(tmp_path / "data.jsonl", records)
+    config = job(data, words, data__form=form, teacher__context="{hint} {answer} ")
+    _, store = capture_here(tmp_path / "run", config)
+    stored = LogitDataset(store)
+    assert stored.metadata["context"] == '"{hint} {answer} "'
+    engine = FakeEngine(FakeSettings(vocab=VOCABULARY))
+    assert len(stored) == len(found)
+    for item, (prompt, answer) in zip(stored, found, strict=True):
+        before, asked = [9, *answer, *prompt], prompt
+        if form == "messages":
+            before, asked = [1, *before, 2], [1, *prompt, 2]
+        scored = [*answer, END]
+        assert item["input_ids"].tolist() == [*asked, *scored]
+        assert item["start"] == len(asked)
+        ids = np.array([*before, *scored], np.int32)
+        [rows] = engine.score([ScoreQuery(ids, len(before), top_k=4)])
+        assert isinstance(rows, RowBlock)
+        np.testing.assert_array_equal(item["head_ids"], rows.head_ids)
+        np.testing.assert_allclose(item["token_logprobs"], rows.token_logprobs, atol=1e-2)
+    plain = job(data, words, data__form=form, method__store=str(store))
+    with pytest.raises(WrongState, match="holds rows with"):
+        capture_here(tmp_path / "again", plain)
+
+
+def told(asked: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def test_a_context_that_makes_a_prompt_too_long(words: Path, tmp_path: Path) -> None:
+    records = [{"prompt": text([1] * n), "answer": "t2", "hint": text([3] * 40)} for n in (5, 30)]
+    data = write_lines(tmp_path / "data.jsonl", records)
+    _, store = capture_here(tmp_path / "run", job(data, words, teacher__context="{hint} "))
+    facts = LogitDataset(store).metadata
+    assert (facts["sequences"], facts["too_long"]) == ("1", "1")
+    with pytest.raises(InvalidInput, match="no column 'hints'"):
+        capture_here(tmp_path / "2", job(data, words, teacher__context="{hints} "))
 
 
 @pytest.mark.parametrize("compress", [False, True])

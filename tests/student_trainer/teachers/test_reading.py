@@ -1,0 +1,220 @@
+"""A teacher that reads another prompt, or other special tokens: rows of prompts made by hand."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clients.teacher.query import ScoreQuery
+from protos.errors import InvalidInput
+from protos.rows.codec import RowBlock
+from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.model.loading import vocabulary
+from student_trainer.teachers.reading import Reading, teacher_form, teacher_prompt
+from student_trainer.teachers.remote import RemoteTeacher
+from student_trainer.teachers.source import resolved
+from student_trainer.teachers.tokenizer_pair import RolePair, tokenizer_pair
+from teacher_service.engines.hf import HfEngine
+from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
+from tests.student_trainer import tiny
+from tests.student_trainer.model_teacher import ModelTeacher
+from tests.student_trainer.teachers.anchors import rollouts
+from tests.student_trainer.teachers.test_other_tokenizer import connected
+
+NOWHERE = tiny.Material(Path(), Path(), Path())
+THINKING = PLAIN.replace("A", "{% if not thinking %}N{% endif %}A", 1)
+
+
+class InThisProcess:
+    """A client that scores with an engine, and keeps what it was asked."""
+
+    def __init__(self, engine: HfEngine) -> None:
+        self._engine = engine
+        self.asked: list[ScoreQuery] = []
+
+    def submit(self, query: ScoreQuery) -> Future[RowBlock]:
+        self.asked.append(query)
+        [rows] = self._engine.score([query])
+        assert isinstance(rows, RowBlock), rows
+        if query.head_ids is not None:
+            rows = replace(rows, head_ids=query.head_ids)
+        return resolved(rows)
+
+
+def teacher_of(
+    made: Any, words: Any, path: Path, reading: Reading, **options: Any
+) -> tuple[RemoteTeacher, InThisProcess]:
+    engine = HfEngine(str(tiny.save(made, words, path)), device="cpu", dtype="float32")
+    client: Any = InThisProcess(engine)
+    settings: dict[str, Any] = {"top_k": None, "temperature": 1.3, "f32": True, **options}
+    return RemoteTeacher(client, reading=reading, **settings), client
+
+
+def assert_rows(found: RowBlock, wanted: RowBlock) -> None:
+    assert found.head_ids is not None
+    assert wanted.head_ids is not None
+    np.testing.assert_array_equal(found.head_ids, wanted.head_ids)
+    for name in ("head_logprobs", "tail_logmass", "token_logprobs", "draw_logprobs"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def drawn(rollout: Rollout) -> Rollout:
+    """The rollout with draws outside its head."""
+    inside = np.asarray(rollout.head_ids)
+    ids = np.stack([np.setdiff1d(np.arange(13), row)[:3] for row in inside]).astype(np.int32)
+    return replace(rollout, draws=TailDraws(torch.from_numpy(ids), torch.zeros(ids.shape)))
+
+
+def test_rows_with_a_context_are_those_of_the_prompt_with_it(tmp_path: Path) -> None:
+    words, made = tiny.tokenizer(), tiny.model(seed=1, layers=2)
+    job = tiny.job(NOWHERE, teacher__context="{hint}={answer}", data__template="{prompt}0")
+    reading = Reading(teacher_prompt(job, words))
+    teacher, client = teacher_of(made, words, tmp_path, reading)
+    oracle = ModelTeacher(made, temperature=1.3)
+    for number, plain in enumerate(rollouts()):
+        rollout = drawn(plain)
+        text = f"{number}+{number}={number}1+2=0"
+        ids = torch.tensor(words(text)["input_ids"])
+        by_hand = replace(rollout, token_ids=torch.cat([ids, rollout.completion]), start=len(ids))
+        found = teacher.score(rollout).result()
+        assert_rows(found, oracle.score(by_hand).result())
+        assert client.asked[-1].token_ids.tolist() == by_hand.token_ids.tolist()
+        other = oracle.score(rollout).result()
+        assert np.abs(other.token_logprobs - found.token_logprobs).max() > 1e-3
+
+
+def test_a_prompt_that_is_too_long_for_the_teacher() -> None:
+    job = tiny.job(NOWHERE, teacher__context="{hint}=")
+    prompt = teacher_prompt(job, tiny.tokenizer(), 8)
+    with pytest.raises(InvalidInput, match="the teacher would read 9 tokens") as caught:
+        prompt(rollouts(1)[0])
+    assert caught.value.field == "teacher.context"
+
+
+def test_the_arguments_of_the_teachers_template() -> None:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = THINKING
+    asked = replace(rollouts(1)[0], fields={"m": TALK})
+
+    def told(**changes: Any) -> str:
+        job = tiny.job(NOWHERE, data__messages_column="m", **changes)
+        return str(words.decode(teacher_prompt(job, words)(asked)))
+
+    quiet = told()
+    assert quiet.endswith("NA")
+    assert told(teacher__template_arguments={"thinking": True}) == quiet.replace("N", "")
+    # Arguments of the student's template are for it alone, unless the teacher's reads them too.
+    assert told(data__template_arguments={"thinking": True, "other": 1}) == quiet.replace("N", "")
+    assert (
+        told(data__template_arguments={"thinking": True}, teacher__template_arguments={}) == quiet
+    )
+    job = tiny.job(NOWHERE, teacher__template_arguments={"thinkin": True})
+    with pytest.raises(InvalidInput, match="reads no argument 'thinkin'") as caught:
+        teacher_form(job, words)
+    assert caught.value.field == "teacher.template_arguments"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Any, Any, Path]:
+    """Tokenizers of a student and a teacher with the same characters and other special tokens."""
+    student, teacher = tiny.tokenizer(CHARACTERS), tiny.tokenizer(CHARACTERS)
+    student.add_special_tokens({"additional_special_tokens": ["<start>", "<stop>"]})
+    student.eos_token = "<stop>"
+    teacher.add_special_tokens({"additional_special_tokens": ["<User>", "<think>"]})
+    student.chat_template = "{% for m in messages %}{{ m['content'] }}<stop>{% endfor %}A"
+    teacher.chat_template = (
+        "{% for m in messages %}<User>{{ m['content'] }}{{ eos_token }}{% endfor %}<think>"
+    )
+    path = tmp_path / "theirs"
+    teacher.save_pretrained(path)
+    return student, teacher, path
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: bool) -> None:
+    """Those of a teacher whose embeddings are in the order of the student's roles."""
+    student, words, path = pair
+    given = {"<start>": "<think>"}
+    job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles=given)
+    found = tokenizer_pair(job, connected(str(path), words), student)
+    assert isinstance(found, RolePair)
+    end = str(words.eos_token)
+    assert dict(found.roles.pairs) == {"<stop>": end, "<start>": "<think>"}
+    assert found.tokens == vocabulary(student)
+    size = len(student)
+    ids = found.ids(size + 3)
+    assert ids[size:].tolist() == [size, size + 1, size + 2]
+
+    torch.manual_seed(0)
+    from student_trainer.tools.pretrain import make_model
+
+    made = make_model(size, words, 2, 32).eval()
+    with torch.no_grad():
+        made.get_input_embeddings().weight.normal_(std=0.5)
+    options = {"top_k": 5, "tail_samples": 4, "vocab_size": None} if forward else {}
+    reading = Reading(teacher_prompt(job, found.tokenizer), found.ids(size))
+    teacher, client = teacher_of(made, words, tmp_path / "model", reading, **options)
+    answer = torch.tensor([*student("12")["input_ids"], student.eos_token_id])
+    heads = torch.tensor([[size - 1, 0, 5], [3, size - 2, 7], [size - 1, size - 2, size - 3]])
+    rollout = replace(
+        rollouts(1)[0],
+        token_ids=torch.cat([torch.tensor(student("1+2=")["input_ids"]), answer]),
+        start=4,
+        head_ids=heads.int(),
+        token_logprobs=torch.zeros(3),
+    )
+    rows = teacher.score(rollout).result()
+    read = words.decode(client.asked[0].token_ids)
+    assert read == f"<User>1+2={end}<think>12{end}"
+    # The oracle: the same weights with rows in the student's order, which reads the student's ids.
+    renamed = make_model(size, words, 2, 32).eval()
+    renamed.load_state_dict(made.state_dict())
+    order = torch.from_numpy(found.ids(size)).long()
+    with torch.no_grad():
+        renamed.get_input_embeddings().weight.copy_(made.get_input_embeddings().weight[order])
+    back = torch.argsort(order)
+    before = back[torch.tensor(words(f"<User>1+2={end}<think>")["input_ids"])]
+    asked = replace(rollout, token_ids=torch.cat([before, answer]), start=len(before))
+    oracle = ModelTeacher(renamed, temperature=1.3, top_k=5 if forward else 0)
+    wanted = oracle.score(asked).result()
+    if not forward:
+        assert_rows(rows, wanted)
+        return
+    assert rows.head_ids is not None
+    assert wanted.head_ids is not None
+    assert np.sort(rows.head_ids).tolist() == np.sort(wanted.head_ids).tolist()
+    np.testing.assert_allclose(rows.token_logprobs, wanted.token_logprobs, atol=2e-5)
+    assert rows.tail_sample_ids is not None
+    assert not any(
+        set(head) & set(tail)
+        for head, tail in zip(rows.head_ids.tolist(), rows.tail_sample_ids.tolist(), strict=True)
+    )
+
+
+def test_text_without_a_role_is_aligned(pair: tuple[Any, Any, Path], tmp_path: Path) -> None:
+    student, words, _ = pair
+    words.add_tokens(["</t>"])  # it stands for text
+    path = str(tmp_path / "more")
+    words.save_pretrained(path)
+
+    def paired(**changes: Any) -> Any:
+        job = tiny.job(NOWHERE, teacher__tokenizer="auto", **changes)
+        return tokenizer_pair(job, connected(path, words), student)
+
+    assert not isinstance(paired(), RolePair)
+    assert isinstance(paired(teacher__roles={"<start>": "</t>"}), RolePair)
+    other = tiny.tokenizer("0123456789+=xyz")
+    other.save_pretrained(path)
+    job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles={"<start>": "</t>"})
+    with pytest.raises(InvalidInput, match="differ in more than special tokens") as caught:
+        tokenizer_pair(job, connected(path, other), student)
+    assert caught.value.field == "teacher.roles"
