@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -75,6 +75,17 @@ class Replica:
         """Start a call that samples an order, and return the call. Raises as `ask` does."""
         stub, metadata = self._connected()
         return stub.Sample(iter(messages), metadata=metadata)
+
+    def push(self, parts: Iterator[rollouts_pb2.PushPart]) -> Any:
+        """Start a call that pushes weights, and return the call. Raises as `ask` does."""
+        stub, metadata = self._connected()
+        return stub.Push(parts, metadata=metadata)
+
+    @property
+    def host(self) -> str:
+        """The machine of the service, as it was last reached."""
+        target = (self._at or self.address).removeprefix("https://")
+        return target.rpartition(":")[0].strip("[]")
 
     def _connected(self) -> tuple[rollouts_pb2_grpc.RolloutsStub, tuple[tuple[str, str], ...]]:
         """Return a stub of the channel to where the service is now, and the metadata of calls."""
