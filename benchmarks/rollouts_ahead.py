@@ -92,9 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         "workload": {"weights": weights, "answers": answers, "tokens": tokens, "steps": steps},
         "seconds_a_step": found,
         "ahead": {
-            name: compared(found, name, turn)
-            for name, turn in AHEAD.items()
-            if name in found
+            name: compared(found, name, turn) for name, turn in AHEAD.items() if name in found
         },
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")

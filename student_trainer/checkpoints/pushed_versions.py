@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.snapshots import Snapshots
 from student_trainer.parallel.collectives import largest
-from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.engine_replica import Pushed
 from student_trainer.rollout_client.order import WeightsVersion
 from student_trainer.rollout_client.push.pusher import WeightPusher
 from student_trainer.rollout_client.push.stream import WeightsOffer, WeightSpec
@@ -31,13 +31,13 @@ class PushedVersions:
         self,
         accelerator: Accelerator,
         snapshots: Snapshots,
-        client: EngineClient,
+        pushed: Pushed,
         pusher: WeightPusher | None,
     ) -> None:
         """`pusher`: None in a process that only takes part in gathering the weights."""
         self._accelerator = accelerator
         self._snapshots = snapshots
-        self._client = client
+        self._pushed = pushed
         self._pusher = pusher
 
     @property
@@ -55,19 +55,20 @@ class PushedVersions:
             if self._sent(version):
                 version = replace(version, pushed=True)
             else:
-                self._snapshots.write(number)
-        self._client.newest = version
+                version = self._snapshots.write(number)
+        self._pushed.newest = version
         return version
 
-    def restore_lost(self, version: WeightsVersion) -> WeightsVersion | None:
-        """Collective. Write a version as files if an order of any process needs it.
+    def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
+        """Collective. Write the current weights as files if an order of any process needs it.
 
-        `version`: of the current weights. Returns it as it is then, or None.
+        `version`: pushed last. `number`: of the current weights. Returns their version, or None.
         """
-        if not largest(self._accelerator, int(self._client.lacks(version))):
+        if not largest(self._accelerator, int(self._pushed.lacks(version))):
             return None
-        log.warning("no engine has version %d any more; it is written as files", version.number)
-        self._client.newest = written = self._snapshots.write(version.number)
+        if self._accelerator.is_main_process:
+            log.warning("no engine has version %d; %d is written as files", version.number, number)
+        self._pushed.newest = written = self._snapshots.write(number)
         return written
 
     def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:

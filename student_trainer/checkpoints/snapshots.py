@@ -115,6 +115,14 @@ class Snapshots:
         self._written = [*(one for one in self._written if one != version), version]
         return version
 
+    def push(self, number: int) -> WeightsVersion:
+        """Collective. Write the current weights; see `PushedVersions.push`."""
+        return self.write(number)
+
+    def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
+        """Return None: files are not lost; see `PushedVersions.restore_lost`."""
+        return None
+
     def version(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Return a version, which may not be written; see `write`."""
         kind = "anchor" if anchor else "version"

@@ -13,11 +13,11 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import (
+from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     ProcessGroup,
     ProcessGroupGloo,
@@ -88,7 +88,9 @@ class Store:
 class WeightGroup:
     """A member of a group; see the module docstring."""
 
-    def __init__(self, seat: Seat, device: torch.device, bucket: SharedBucket | None = None) -> None:
+    def __init__(
+        self, seat: Seat, device: torch.device, bucket: SharedBucket | None = None
+    ) -> None:
         """Collective. Join the group. Raises GroupBroken if a member does not come in time.
 
         `device`: of the tensors that are sent; the CPU with gloo. `bucket`: of rank 0 in an ipc
@@ -148,7 +150,7 @@ class WeightGroup:
         One word over gloo says that the buffer is full, another one that all have read it.
         """
         word = torch.zeros(1, dtype=torch.uint8)
-        for piece in tensor.view(-1).view(torch.uint8).split(self._bucket.size):
+        for piece in torch.split(tensor.view(-1).view(torch.uint8), self._bucket.size):
             if self.seat.rank == 0:
                 self._bucket.fill(piece)
             self._broadcast(word)
@@ -164,7 +166,7 @@ class WeightGroup:
 
     def _join_gloo(self, met: PrefixStore, limit: timedelta) -> None:
         seat = self.seat
-        options = ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = limit
         options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(seat.host))]
         backend = ProcessGroupGloo(met, seat.rank, seat.size, options)
@@ -181,7 +183,7 @@ class WeightGroup:
         # The communicator is made by the first transfer.
         self._broadcast(torch.zeros(1, device=self.device))
 
-    def _register(self, kind: ProcessGroup.BackendType, device: str, backend: object) -> None:
+    def _register(self, kind: ProcessGroup.BackendType, device: str, backend: Any) -> None:
         self._group._set_default_backend(kind)
         self._group._register_backend(torch.device(device), kind, backend)
 

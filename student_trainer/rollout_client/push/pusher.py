@@ -31,10 +31,7 @@ from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
 from protos.rpc.transport import is_loopback
 from student_trainer.rollout_client.engine_replica import Replica
-from student_trainer.rollout_client.push.wire import offer_message, start_message
-from student_trainer.rollout_client.push.shared_bucket import SharedBucket
 from student_trainer.rollout_client.push.group import (
-    SECONDS,
     Backend,
     GroupBroken,
     Seat,
@@ -42,7 +39,9 @@ from student_trainer.rollout_client.push.group import (
     WeightGroup,
     address_towards,
 )
+from student_trainer.rollout_client.push.shared_bucket import SharedBucket
 from student_trainer.rollout_client.push.stream import WeightSender, WeightsOffer
+from student_trainer.rollout_client.push.wire import offer_message, start_message
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class WeightPusher:
     ) -> None:
         """`device`: of the weights. `shared`: the engines are on this GPU; the group is ipc."""
         self._replicas = replicas
-        self._device = device
+        self.device = device
         self._shared = shared
         self._store: Store | None = None
         self._group: WeightGroup | None = None
@@ -78,6 +77,8 @@ class WeightPusher:
 
         An engine that cannot be reached, or that refuses, is left out; it is logged.
         """
+        if self._shared:
+            torch.cuda.empty_cache()  # for engines that wake
         asked = [_Member(replica, offer) for replica in self._replicas]
         self._members = [member for member in asked if member.wait_until_ready()]
         waiting = [member for member in self._members if not member.loaded]
@@ -144,18 +145,18 @@ class WeightPusher:
         backend: Backend = "gloo"
         if self._shared:
             backend = "ipc"
-        elif {self._device.type, *(member.device for member in members)} == {"cuda"}:
+        elif {self.device.type, *(member.device for member in members)} == {"cuda"}:
             backend = "nccl"
         seat = self._store.seat(backend, 1 + sum(member.ranks for member in members))
         if backend != "ipc":
             return seat
         if self._bucket is None:
-            data = torch.empty(seat.bucket_bytes, dtype=torch.uint8, device=self._device)
+            data = torch.empty(seat.bucket_bytes, dtype=torch.uint8, device=self.device)
             self._bucket = SharedBucket(data)
         return replace(seat, memory=self._bucket.handle)
 
     def _buffers_on(self, backend: Backend) -> torch.device:
-        return torch.device("cpu") if backend == "gloo" else self._device
+        return torch.device("cpu") if backend == "gloo" else self.device
 
     def _break(self, error: GroupBroken) -> None:
         log.warning("the weights are sent as files: %s", error)
@@ -229,6 +230,3 @@ class _Member:
         finally:
             if timer:
                 timer.cancel()
-
-
-

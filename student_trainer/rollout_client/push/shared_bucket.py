@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -20,7 +21,8 @@ class SharedBucket:
     @property
     def handle(self) -> bytes:
         """What `opened` needs in another process. Plain values: nothing is unpickled."""
-        values = self._data.untyped_storage()._share_cuda_()
+        storage: Any = self._data.untyped_storage()
+        values = storage._share_cuda_()
         coded = [b64encode(of).decode() if isinstance(of, bytes) else of for of in values]
         return json.dumps(coded).encode()
 

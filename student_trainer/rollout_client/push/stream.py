@@ -125,7 +125,7 @@ class WeightSender:
 def received(
     weights: Sequence[WeightSpec], bucket_bytes: int, device: torch.device, broadcast: Broadcast
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) of weights that a `WeightSender` sends, each in memory of its own bucket.
+    """Yield (name, weight) of weights that a `WeightSender` sends; a bucket's share its memory.
 
     Raises GroupBroken, also if a checksum does not match.
     """

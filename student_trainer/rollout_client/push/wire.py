@@ -11,9 +11,9 @@ import torch
 from protos import rollouts_pb2
 from protos.errors import InvalidInput
 from student_trainer.rollout_client.order import WeightsVersion
-from student_trainer.rollout_client.snapshot import Probe
 from student_trainer.rollout_client.push.group import Backend, Seat
 from student_trainer.rollout_client.push.stream import WeightsOffer, WeightSpec
+from student_trainer.rollout_client.snapshot import Probe
 from student_trainer.rollout_client.wire import OrderLimits, read_version, version_message
 
 _HINT = "use the trainer of this version of distill-service"

@@ -183,7 +183,9 @@ class HfRolloutEngine:
             weights = self._receiver.receive(seat, offer.weights)
             _copy({one.name for one in offer.weights}, weights, self._model)
         except GroupBroken as error:
-            raise Unavailable(f"the push of version {offer.version.number} broke: {error}") from error
+            raise Unavailable(
+                f"the push of version {offer.version.number} broke: {error}"
+            ) from error
         self._verify(offer.probe, offer.dtype)
         self._version = offer.version.number
 
