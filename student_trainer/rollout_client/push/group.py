@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -30,7 +31,10 @@ from student_trainer.rollout_client.push.shared_bucket import SharedBucket
 Backend = Literal["gloo", "nccl", "ipc"]
 # Of joining a group, and of each transfer: a bucket, or a weight that is larger than one.
 SECONDS = 60.0
-_LOOK_SECONDS = 0.001
+BUCKET_BYTES = 1 << 26
+_LOOK_SECONDS = 0.0005
+_MEET_SECONDS = 0.005
+_ALL_HERE, _GIVEN_UP = "all here", "given up"
 # NCCL's own watchdog ends the process when a transfer takes longer; this program aborts before.
 _WATCHDOG = timedelta(days=1)
 
@@ -54,8 +58,8 @@ class Seat:
     port: int
     size: int
     rank: int
-    seconds: float = SECONDS
-    bucket_bytes: int = 1 << 26
+    seconds: float
+    bucket_bytes: int
     memory: bytes = b""
 
     def after(self, ranks: int) -> Seat:
@@ -82,26 +86,34 @@ class Store:
 
     def seat(self, backend: Backend, size: int) -> Seat:
         """Return the first seat of a new group."""
-        return Seat(secrets.token_hex(8), backend, self.host, self.port, size, 0)
+        name = secrets.token_hex(8)
+        return Seat(name, backend, self.host, self.port, size, 0, SECONDS, BUCKET_BYTES)
 
 
 class WeightGroup:
     """A member of a group; see the module docstring."""
 
     def __init__(
-        self, seat: Seat, device: torch.device, bucket: SharedBucket | None = None
+        self,
+        seat: Seat,
+        device: torch.device,
+        bucket: SharedBucket | None = None,
+        alive: Callable[[], bool] = lambda: True,
     ) -> None:
         """Collective. Join the group. Raises GroupBroken if a member does not come in time.
 
         `device`: of the tensors that are sent; the CPU with gloo. `bucket`: of rank 0 in an ipc
-        group.
+        group. `alive`: whether the other members live, as far as this one knows; asked while it
+        waits for them.
         """
         self.seat = seat
         self.device = device
+        self._alive = alive
         limit = timedelta(seconds=seat.seconds)
         try:
             store = TCPStore(seat.host, seat.port, is_master=False, timeout=limit)
             met = PrefixStore(seat.group, store)
+            self._meet(met)
             self._group = ProcessGroup(met, seat.rank, seat.size)
             if seat.backend == "nccl":
                 self._join_nccl(met)
@@ -125,24 +137,43 @@ class WeightGroup:
     def close(self) -> None:
         """Leave the group. Its other members get GroupBroken from transfers that run."""
         self._group.abort()
+        # With gloo only this closes the connections, so that the others notice.
+        del self._group
+
+    def _meet(self, met: PrefixStore) -> None:
+        """Wait until all members are there: while a group is formed, a missing one blocks it."""
+        seat = self.seat
+        deadline = time.monotonic() + seat.seconds
+        met.set(f"here-{seat.rank}", "")
+        due = [f"here-{rank}" for rank in range(seat.size)] if seat.rank == 0 else [_ALL_HERE]
+        while not met.check(due):
+            if time.monotonic() > deadline or not self._alive() or met.check([_GIVEN_UP]):
+                if seat.rank == 0:
+                    met.set(_GIVEN_UP, "")
+                raise GroupBroken("a member of the group did not come")
+            time.sleep(_MEET_SECONDS)
+        if seat.rank == 0:
+            met.set(_ALL_HERE, "")
 
     def _broadcast(self, tensor: Tensor) -> None:
         options = BroadcastOptions()
         options.rootRank = 0
         deadline = time.monotonic() + self.seat.seconds
         try:
-            work = self._group.broadcast([tensor], options)
+            work: Any = self._group.broadcast([tensor], options)
             if self.seat.backend == "nccl":
                 # `wait` would not wait, and the watchdog would end the process.
                 while not work.is_completed():
-                    if time.monotonic() > deadline:
+                    if time.monotonic() > deadline or not self._alive():
                         self._group.abort()
-                        raise GroupBroken(f"no transfer in {self.seat.seconds:g} s")
+                        raise GroupBroken("a member is gone or does not answer")
                     time.sleep(_LOOK_SECONDS)
             else:
                 work.wait(timedelta(seconds=self.seat.seconds))
         except RuntimeError as error:
             raise GroupBroken(f"a member is gone or does not answer: {error}") from error
+        finally:
+            work = None  # a traceback must not keep the connections open
 
     def _share(self, tensor: Tensor) -> None:
         """Copy a tensor through the trainer's buffer, which all members have mapped.

@@ -134,7 +134,9 @@ class WeightPusher:
             member.start(later)
             later = later.after(member.ranks)
         if new:
-            self._group = WeightGroup(seat, self._buffers_on(seat.backend), self._bucket)
+            self._group = WeightGroup(
+                seat, self._buffers_on(seat.backend), self._bucket, self._members_live
+            )
             self._processes = processes
 
     def _new_seat(self, members: Sequence[_Member]) -> Seat:
@@ -154,6 +156,9 @@ class WeightPusher:
             data = torch.empty(seat.bucket_bytes, dtype=torch.uint8, device=self.device)
             self._bucket = SharedBucket(data)
         return replace(seat, memory=self._bucket.handle)
+
+    def _members_live(self) -> bool:
+        return all(member.lives for member in self._members)
 
     def _buffers_on(self, backend: Backend) -> torch.device:
         return torch.device("cpu") if backend == "gloo" else self.device
@@ -188,6 +193,11 @@ class _Member:
     def host(self) -> str:
         """The machine of the engine."""
         return self._replica.host
+
+    @property
+    def lives(self) -> bool:
+        """Whether the engine has the version, or its call has not ended."""
+        return self.loaded or (self._call is not None and self._call.is_active())
 
     def wait_until_ready(self) -> bool:
         """Return whether the engine may load the weights, or has them; wait for either."""
