@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 FIELD = "rollouts.address"
 # Of what a trainer and a service must agree on: the messages, the files of a snapshot, and the
 # tokens that a seed and a rollout number give. A test fails if they change without it.
-PROTOCOL = 1
+PROTOCOL = 2
 _SECONDS = 5.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from student_trainer.model.lora import (
 )
 from student_trainer.parallel.shards import full_tensors
 from student_trainer.teachers.anchor import Anchor
+
+_CPU = torch.device("cpu")
 
 
 def export_model(
@@ -88,10 +90,8 @@ def write_weights(
     A process whose `path` is None only takes part. `weights`: those of the model, or others in
     their places, by name. Raises OSError after it has taken part in all collectives.
     """
-    stored = without_aliases(model, weights)
-    sizes = {name: _size(weight) for name, weight in stored.items()}
-    published = _published(model, sizes, dtype)
-    files, index = split_weights(published, model.num_parameters())
+    published = PublishedWeights(model, weights, dtype)
+    files, index = split_weights(published.sizes, model.num_parameters())
     faults: list[OSError] = []
     with ExitStack() as stack:
         places: dict[str, PartWriter] = {}
@@ -100,18 +100,47 @@ def write_weights(
                 for file, of in files.items():
                     writer = PartWriter(path / file, layout(of, {"format": "pt"}), hashed=False)
                     places |= dict.fromkeys(of, stack.enter_context(closing(writer)))
-        for group in _groups(model, sizes, published):
-            keep = path is not None and not faults
-            full = full_tensors({name: stored[name] for name in group}, keep=keep)
-            on_cpu = {name: weight.cpu() for name, weight in full.items()}
+        for group in published.gathered(lambda: path is not None and not faults):
             with _noted(faults):
-                for name, weight in _published(model, on_cpu, dtype).items():
+                for name, weight in group.items():
                     places[name].write(name, weight)
     if faults:
         raise faults[0]
     if path is not None:
         for name, text in index.items():
             (path / name).write_bytes(text)
+
+
+class PublishedWeights:
+    """The weights of a model as `write_weights` writes them: merged, rounded, renamed.
+
+    sizes: each by its name in the files, without data, in the order of `gathered`.
+    """
+
+    def __init__(self, model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """`weights`: those of the model, or others in their places, by name."""
+        self._model = model
+        self._dtype = dtype
+        self._stored = without_aliases(model, weights)
+        sizes = {name: _size(weight) for name, weight in self._stored.items()}
+        self._groups = _groups(model, sizes, _published(model, sizes, dtype))
+        self.sizes: dict[str, Tensor] = {}
+        for group in self._groups:
+            self.sizes |= _published(model, group, dtype)
+
+    def gathered(
+        self, keep: Callable[[], bool], device: torch.device = _CPU
+    ) -> Iterator[dict[str, Tensor]]:
+        """Collective. Yield the weights of one layer after the other on `device`, unsharded.
+
+        `keep`: asked before each layer; a process for which it is false takes part and gets {}.
+        """
+        for group in self._groups:
+            full = full_tensors(
+                {name: self._stored[name] for name in group}, keep=keep(), device=device
+            )
+            moved = {name: weight.to(device) for name, weight in full.items()}
+            yield _published(self._model, moved, self._dtype) if moved else {}
 
 
 def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:

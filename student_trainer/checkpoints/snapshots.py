@@ -21,7 +21,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.memory_disk import delete_abandoned, has_room, locked_directory
 from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
-from student_trainer.checkpoints.export import write_adapters, write_weights
+from student_trainer.checkpoints.export import PublishedWeights, write_adapters, write_weights
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.lora import learned
 from student_trainer.parallel.collectives import raise_on_all_ranks
@@ -107,22 +107,52 @@ class Snapshots:
         Raises Unavailable on all ranks if there is no room for it, or if its disk fails. Nothing of
         the version is left then.
         """
-        lineage = f"{self._job}-{self._attempt}{'-anchor' if anchor else ''}"
-        directory = self._root / f"{'anchor' if anchor else 'version'}-{number:06d}"
-        version = WeightsVersion(
-            lineage, number, directory, self._in_flight, self._job, self._attempt
-        )
+        version = self.version(number, anchor=anchor)
         if version not in self._written:
             if anchor:  # an evaluation has ended when the next one begins
-                self._delete([one for one in self._written if one.lineage == lineage])
+                self._delete([one for one in self._written if one.lineage == version.lineage])
             self._write(version)
         self._written = [*(one for one in self._written if one != version), version]
         return version
 
+    def push(self, number: int) -> WeightsVersion:
+        """Collective. Write the current weights; see `PushedVersions.push`."""
+        return self.write(number)
+
+    def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
+        """Return None: files are not lost; see `PushedVersions.restore_lost`."""
+        return None
+
+    def version(self, number: int, *, anchor: bool = False) -> WeightsVersion:
+        """Return a version, which may not be written; see `write`."""
+        kind = "anchor" if anchor else "version"
+        return WeightsVersion(
+            f"{self._job}-{self._attempt}{'-anchor' if anchor else ''}",
+            number,
+            self._root / f"{kind}-{number:06d}",
+            self._in_flight,
+            self._job,
+            self._attempt,
+        )
+
+    def has(self, version: WeightsVersion) -> bool:
+        """Return whether a version is written."""
+        return version in self._written
+
+    def published(self) -> PublishedWeights:
+        """Return the current weights, as a snapshot has them."""
+        model = self._student.trained.model
+        return PublishedWeights(model, model.state_dict(keep_vars=True), self._dtype)
+
+    def probe(self) -> tuple[Probe, str]:
+        """Collective. Score the probe; return it with the dtype of the computation."""
+        dtype = "bfloat16" if self._student.trained.bf16 else "float32"
+        return Probe(self._probe_ids, self._probe_logprobs()), dtype
+
     def _write(self, version: WeightsVersion) -> None:
         main = self._accelerator.is_main_process
         raise_on_all_ranks(self._accelerator, self._begin(version) if main else lambda: None)
-        logprobs = self._probe_logprobs()
+        probe, dtype = self.probe()
         model = self._student.trained.model
         weights = model.state_dict(keep_vars=True)
         path = version.directory if main else None
@@ -134,8 +164,6 @@ class Snapshots:
                 write_weights(path, model, weights, self._dtype)
             failpoint("snapshot-weights-written")
             if main:
-                dtype = "bfloat16" if self._student.trained.bf16 else "float32"
-                probe = Probe(self._probe_ids, logprobs)
                 seal(version.directory, number=version.number, dtype=dtype, probe=probe)
 
         # After it the snapshot is complete for every rank.

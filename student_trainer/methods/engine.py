@@ -13,12 +13,14 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from clients.config.kinds import AnyTraining, SamplingJob
+from clients.config.tables.rollouts import RolloutsConfig
 from clients.preflight.rollouts import another_engine
 from clients.runs.directory import RunDirectory
 from clients.runs.identity import run_identity
 from clients.runs.launch import adapter_rank
-from protos.errors import WrongState
+from protos.errors import InvalidInput, WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
+from student_trainer.checkpoints.pushed_versions import PushedVersions
 from student_trainer.checkpoints.snapshots import Snapshots, bytes_of, snapshot_root
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
@@ -32,6 +34,7 @@ from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.lost_services import fail_when_lost
 from student_trainer.rollout_client.order import SamplingSettings, WeightsVersion
 from student_trainer.rollout_client.placed_services import PlacedServices
+from student_trainer.rollout_client.push.pusher import WeightPusher
 from student_trainer.rollouts.search import SearchConversations
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import TeacherSource
@@ -55,7 +58,7 @@ class Engine:
 
     client: EngineClient
     accelerator: Accelerator
-    snapshots: Snapshots
+    snapshots: Snapshots | PushedVersions
     sleeps: bool
 
     def rollouts_ahead(
@@ -152,7 +155,32 @@ def connect_engine(
         probe_ids=_probe_ids(tokenizer, width),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    return Engine(client, accelerator, snapshots, info.sleeps and not rollouts.lag)
+    pushes = rollouts.push != "file" and not adapters
+    versions = _pushed(rollouts, accelerator, snapshots, client) if pushes else snapshots
+    return Engine(client, accelerator, versions, info.sleeps and not rollouts.lag)
+
+
+def _pushed(
+    rollouts: RolloutsConfig, accelerator: Accelerator, snapshots: Snapshots, client: EngineClient
+) -> PushedVersions:
+    """Return versions that are pushed. Raises InvalidInput if the layout does not allow it."""
+    cuda = accelerator.device.type == "cuda"
+    shares = not rollouts.gpus and rollouts.address is None
+    if rollouts.push == "ipc" and not cuda:
+        raise InvalidInput("needs a GPU", field="rollouts.push", hint="use 'broadcast'")
+    if rollouts.push == "broadcast" and cuda and shares:
+        raise InvalidInput(
+            "NCCL allows one process of a group on a GPU, and the engine shares the trainer's",
+            field="rollouts.push",
+            hint="use 'ipc', or give the engine GPUs with rollouts.gpus",
+        )
+    own, pusher = accelerator.process_index, None
+    if rollouts.push == "ipc":
+        mine = client.replicas[own : own + 1]  # engine n is on the GPU of process n
+        pusher = WeightPusher(mine, accelerator.device, shared=True) if mine else None
+    elif accelerator.is_main_process:
+        pusher = WeightPusher(client.replicas, accelerator.device)
+    return PushedVersions(accelerator, snapshots, client.pushed, pusher)
 
 
 def _check(client: EngineClient, config: AnyTraining, width: int) -> RolloutServiceInfo:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+_CPU = torch.device("cpu")
+
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one. Collective if `tensor` is sharded.
@@ -27,8 +29,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Collective. Return each tensor unsharded; sharded ones are copied to the CPU.
+def full_tensors(
+    tensors: Mapping[str, Tensor], *, keep: bool, device: torch.device = _CPU
+) -> dict[str, Tensor]:
+    """Collective. Return each tensor unsharded; sharded ones are copied to `device`.
 
     Processes with `keep` false take part but return {}. Names that share a tensor share it in the
     result too.
@@ -37,7 +41,7 @@ def full_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tens
     for number, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
         gathered = full_tensor(tensor.detach())
         if keep:
-            found[number] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
+            found[number] = gathered.to(device) if isinstance(tensor, DTensor) else gathered
     return {name: found[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 

@@ -19,6 +19,7 @@ from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable, Wro
 from student_trainer.rollout_client.engine_replica import (
     CONNECT_SECONDS,
     PartRequest,
+    Pushed,
     Replica,
     no_answer,
 )
@@ -56,6 +57,8 @@ class EngineClient:
     parts for `patience_seconds`, without time in which a replica had accepted it: an accepted part
     may take any time, as long as the connection lives. Replicas that answer Overloaded are asked
     again without end.
+
+    pushed: the newest pushed version; an order whose pushed weights are lost goes on with it.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class EngineClient:
         self._rank = rank
         self._patience_seconds = patience_seconds
         self._vocab_size: int | None = None
+        self.pushed = Pushed()
         self._lock = threading.Lock()
         self._closed: DistillError | None = None  # why no order is sent any more
         self._unfinished: set[Sampling] = set()
@@ -206,6 +210,11 @@ class EngineClient:
         for replica in self._replicas:
             replica.close()
 
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The services, in the order of their addresses."""
+        return self._replicas
+
     def _start(self, sampling: Sampling, order: Order) -> None:
         count, total = len(self._replicas), len(order.sequences)
         for number in range(count):
@@ -218,6 +227,7 @@ class EngineClient:
                     ring=[*self._replicas[home:], *self._replicas[:home]],
                     patience_seconds=self._patience_seconds,
                     vocab_size=self._vocab_size,
+                    pushed=self.pushed,
                 )
 
     def _forget(self, sampling: Sampling) -> None:
@@ -248,6 +258,7 @@ class Sampling:
         ring: Sequence[Replica],
         patience_seconds: float,
         vocab_size: int | None,
+        pushed: Pushed,
     ) -> None:
         """Send a part of the order, its sequences from `first` on, as `PartRequest` does."""
         self._left += 1
@@ -256,6 +267,7 @@ class Sampling:
             ring,
             patience_seconds=patience_seconds,
             vocab_size=vocab_size,
+            pushed=pushed,
             deliver=lambda index, sampled: self._found.put((first + index, sampled)),
             done=self._found.put,
         )

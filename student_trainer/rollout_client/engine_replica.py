@@ -9,7 +9,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,7 +22,7 @@ from protos.errors import DistillError, Overloaded, Unavailable
 from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel, open_cluster_channel
 from protos.rpc.statuses import TLS_HINT, fault_of
 from protos.rpc.transport import STREAM_OPEN
-from student_trainer.rollout_client.order import Order
+from student_trainer.rollout_client.order import LACKS_PUSHED, Order, WeightsVersion
 from student_trainer.rollout_client.wire import SampledReader, order_parts
 from student_trainer.rollouts.sampler import SampledTokens
 
@@ -76,6 +77,17 @@ class Replica:
         stub, metadata = self._connected()
         return stub.Sample(iter(messages), metadata=metadata)
 
+    def push(self, parts: Iterator[rollouts_pb2.PushPart]) -> Any:
+        """Start a call that pushes weights, and return the call. Raises as `ask` does."""
+        stub, metadata = self._connected()
+        return stub.Push(parts, metadata=metadata)
+
+    @property
+    def host(self) -> str:
+        """The machine of the service, as it was last reached."""
+        target = (self._at or self.address).removeprefix("https://")
+        return target.rpartition(":")[0].strip("[]")
+
     def _connected(self) -> tuple[rollouts_pb2_grpc.RolloutsStub, tuple[tuple[str, str], ...]]:
         """Return a stub of the channel to where the service is now, and the metadata of calls."""
         with self._lock:
@@ -120,6 +132,30 @@ def no_answer(replicas: Sequence[Replica], last: DistillError, seconds: float) -
     )
 
 
+class Pushed:
+    """The newest version of a trainer that pushes, and whether an order lacks it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.newest: WeightsVersion | None = None
+        self._lacked: WeightsVersion | None = None
+
+    def lacks(self, version: WeightsVersion) -> bool:
+        """Return whether an order has found no service that has a version."""
+        return self._lacked == version
+
+    def instead_of(self, lost: WeightsVersion) -> WeightsVersion:
+        """Return the version for an order whose weights a service lacks: the newest one.
+
+        If that is the lost one itself, the trainer is to write it as files.
+        """
+        newest = self.newest
+        if newest is None or newest.lineage != lost.lineage:
+            return lost
+        if newest == lost:
+            self._lacked = lost
+        return newest
+
+
 class PartRequest:
     """A part of an order, in a thread that sends it to one replica after the other.
 
@@ -134,6 +170,7 @@ class PartRequest:
         *,
         patience_seconds: float,
         vocab_size: int | None,
+        pushed: Pushed,
         deliver: Callable[[int, SampledTokens], None],
         done: Callable[[Exception | None], None],
     ) -> None:
@@ -145,6 +182,7 @@ class PartRequest:
         self._ring = ring
         self._patience_seconds = patience_seconds
         self._vocab_size = vocab_size
+        self._pushed = pushed
         self._deliver = deliver
         self._done = done
         self._delivered: set[int] = set()
@@ -190,6 +228,10 @@ class PartRequest:
             if str(fault) != last:
                 log.warning("%s; the order is sent again", fault)
             failures, last = failures + 1, str(fault)
+            if fault.field == LACKS_PUSHED and failures >= len(self._ring):  # all were asked
+                weights = self._pushed.instead_of(self._order.weights)
+                self._order = replace(self._order, weights=weights)
+                self._messages = order_parts(self._order)
             self._pause(fault, failures // len(self._ring))
         raise self._reason or Unavailable("the order was cancelled")
 

@@ -10,6 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 InFlight = Literal["drain", "recompute", "keep"]
+# Field of the error for an order whose weights were pushed, but not to the service that got it.
+LACKS_PUSHED = "weights.pushed"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class WeightsVersion:
     drain: they are finished first, so each sequence is of one version. recompute: they go on with
     the new weights, and their KV cache is computed again. keep: they go on with the KV cache of the
     older weights. job, attempt: the run directory of the trainer and the number of its attempt; a
-    service that has heard a later attempt of a job refuses this one. "": not compared.
+    service that has heard a later attempt of a job refuses this one. "": not compared. pushed: the
+    weights came through a process group, and `directory` may be missing.
     """
 
     lineage: str
@@ -31,6 +34,7 @@ class WeightsVersion:
     in_flight: InFlight = "drain"
     job: str = ""
     attempt: int = 0
+    pushed: bool = False
 
 
 @dataclass(frozen=True)

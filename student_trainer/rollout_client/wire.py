@@ -106,6 +106,7 @@ def version_message(version: WeightsVersion) -> rollouts_pb2.WeightsVersion:
         in_flight=_IN_FLIGHT[version.in_flight],
         job=version.job,
         attempt=version.attempt,
+        pushed=version.pushed,
     )
 
 
@@ -126,7 +127,7 @@ class OrderReader:
         """Read the next message."""
         match part.WhichOneof("part"):
             case "header" if self._header is None:
-                self._weights = _version(part.header.weights, self._limits)
+                self._weights = read_version(part.header.weights, self._limits)
                 _check(part.header, self._limits)
                 self._header = part.header
             case "sequence" if self._header is not None:
@@ -202,7 +203,8 @@ class OrderReader:
         return SequenceRequest(token_ids, request.number, request.limit, request.used)
 
 
-def _version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> WeightsVersion:
+def read_version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> WeightsVersion:
+    """Return the version of a message. Raises InvalidInput."""
     if not 0 < len(message.lineage) <= MAX_TEXT_CHARS:
         hint = "name the trainer's attempt"
         _refuse("weights.lineage", f"must be 1 to {MAX_TEXT_CHARS} characters", hint)
@@ -227,6 +229,7 @@ def _version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> Weigh
         in_flight,
         message.job,
         message.attempt,
+        message.pushed,
     )
 
 

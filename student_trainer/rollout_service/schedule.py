@@ -11,6 +11,10 @@ from student_trainer.rollout_client.order import WeightsVersion
 MAX_WAITING_ORDERS = 256
 
 
+class Withdrawn(Unavailable):
+    """A load has not begun: the weights are as before."""
+
+
 class Place:
     """An order in the schedule.
 
@@ -50,7 +54,7 @@ class Schedule:
     one of the loaded lineage, its weights are loaded while orders run.
 
     A load that fails, fails the orders that wait for it, and those that run: they have lost their
-    weights. A later order of the same version loads it again.
+    weights, unless it was Withdrawn. A later order of the same version loads it again.
     """
 
     def __init__(
@@ -77,6 +81,10 @@ class Schedule:
     def waiting(self) -> int:
         """Number of orders that wait."""
         return len(self._waiting)
+
+    def has(self, weights: WeightsVersion) -> bool:
+        """Return whether the weights are loaded now."""
+        return self._is_loaded(weights)
 
     def enter(self, weights: WeightsVersion) -> Place:
         """Add an order. Raises Overloaded if too many wait, Unavailable after `drain`."""
@@ -164,10 +172,12 @@ class Schedule:
             self.loaded = weights
             self.loads += 1
         except Exception as error:
-            self.loaded = None
+            untouched = isinstance(error, Withdrawn)
+            if not untouched:
+                self.loaded = None
             same = [place for place in self._waiting if _same(place.weights, weights)]
             self._waiting = [place for place in self._waiting if place not in same]
-            for place in (*same, *self._running):
+            for place in same if untouched else (*same, *self._running):
                 place.fail(error)
         finally:
             self._loading = None

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from clients.preflight.rollouts import PROTOCOL
 from protos import rollouts_pb2, rollouts_pb2_grpc
-from protos.errors import Overloaded, TimedOut, WrongState
+from protos.errors import Overloaded, TimedOut, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 from protos.rpc.logs import fields
 from protos.rpc.transport import STREAM_OPEN
-from student_trainer.rollout_client.order import Order, WeightsVersion
+from student_trainer.rollout_client.order import LACKS_PUSHED, Order, WeightsVersion
+from student_trainer.rollout_client.push.wire import read_offer, read_start
 from student_trainer.rollout_client.wire import (
     OrderLimits,
     OrderReader,
@@ -25,6 +27,7 @@ from student_trainer.rollout_client.wire import (
 from student_trainer.rollout_service.engines.base import RolloutEngine
 from student_trainer.rollout_service.fence import Fence
 from student_trainer.rollout_service.metrics import RolloutMetrics
+from student_trainer.rollout_service.push import IncomingPush
 from student_trainer.rollout_service.schedule import Place, Schedule
 from student_trainer.rollouts.sampler import SampledTokens
 
@@ -39,6 +42,7 @@ SECONDS_TO_READ = 300.0
 
 # Sequences, then an error or None. It holds one: the engine waits for a client that reads slowly.
 _Parts = AsyncIterator[rollouts_pb2.OrderPart]
+_Part = TypeVar("_Part")
 _Results = asyncio.Queue[tuple[int, SampledTokens] | Exception | None]
 
 
@@ -52,6 +56,8 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         self._limits = OrderLimits(info.vocab_size, info.max_length, info.in_flight)
         self._schedule = schedule = Schedule(self._load)
         self._fence = Fence()
+        self._pushes: dict[WeightsVersion, IncomingPush] = {}
+        self._process = secrets.token_hex(8)
         self._held_bytes = 0
         metrics.gauge("running_orders", "Orders that are sampled.", lambda: schedule.running)
         metrics.gauge("waiting_orders", "Orders that wait.", lambda: schedule.waiting)
@@ -95,6 +101,41 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         await self._schedule.rest(self._engine.sleep)
         return rollouts_pb2.SleepReply()
 
+    async def Push(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[rollouts_pb2.PushReply]:
+        """Load weights that come through a process group; see protos/rollouts.proto.
+
+        Raises InvalidInput if the offer is wrong, WrongState if a later attempt of the job has sent
+        an order, and the error of the engine.
+        """
+        parts = aiter(request_iterator)
+        push = IncomingPush(read_offer(await _next(parts, "push"), self._limits))
+        weights = push.offer.version
+        self._hear(weights)
+        context.add_done_callback(lambda _: push.withdraw())
+        self._pushes[weights] = push
+        place = self._schedule.enter(weights)
+        loaded = asyncio.ensure_future(place.started())
+        wanted = asyncio.ensure_future(push.wanted.wait())
+        try:
+            await asyncio.wait((loaded, wanted), return_when=asyncio.FIRST_COMPLETED)
+            if not loaded.done():
+                info = self._engine.info
+                ready = rollouts_pb2.PushReady(
+                    process=self._process, ranks=info.ranks, device=info.device.partition(":")[0]
+                )
+                yield rollouts_pb2.PushReply(ready=ready)
+                push.start(read_start(await anext(parts)))
+            await loaded
+            yield rollouts_pb2.PushReply(loaded=rollouts_pb2.PushLoaded())
+        finally:
+            push.withdraw()
+            self._pushes.pop(weights, None)
+            self._schedule.leave(place)
+            loaded.cancel()
+            wanted.cancel()
+
     async def Sample(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[rollouts_pb2.SampledPart]:
@@ -107,9 +148,13 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         held = _HeldBytes(self)
         try:
             order = await self._read(aiter(request_iterator), held)
-            replaced = self._fence.hear(order.weights)
-            if replaced is not None:
-                self._schedule.end_earlier(order.weights, replaced)
+            self._hear(order.weights)
+            if order.weights.pushed and not self._schedule.has(order.weights):
+                raise Unavailable(
+                    f"the pushed version {order.weights.number} is not loaded here",
+                    field=LACKS_PUSHED,
+                    hint="the trainer writes it as files",
+                )
             place = self._schedule.enter(order.weights)
             results: _Results = asyncio.Queue(1)
             place.sampling = sampling = asyncio.create_task(self._sample(order, place, results))
@@ -131,12 +176,23 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         facts = {"lineage": weights.lineage, "number": weights.number}
         try:
             with self._metrics.load():
-                await self._engine.load(weights)
+                push = self._pushes.get(weights)
+                if push is None:
+                    await self._engine.load(weights)
+                else:
+                    seat = await push.seat()
+                    failpoint("push-started")
+                    await self._engine.receive(push.offer, seat)
         except Exception as error:
             log.warning("weights refused", extra=fields(**facts, error=str(error)))
             raise
         seconds = round(time.perf_counter() - began, 3)
         log.info("weights", extra=fields(**facts, seconds=seconds))
+
+    def _hear(self, weights: WeightsVersion) -> None:
+        replaced = self._fence.hear(weights)
+        if replaced is not None:
+            self._schedule.end_earlier(weights, replaced)
 
     def drain(self) -> None:
         """Fail the orders that wait with Unavailable; those that run go on."""
@@ -146,14 +202,9 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         reader = OrderReader(self._limits)
         while True:
             try:
-                async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
-                    part = await anext(parts)
+                part = await _next(parts, "order")
             except StopAsyncIteration:
                 return reader.order()
-            except TimeoutError as error:
-                raise TimedOut(
-                    f"no part of the order arrived for {SECONDS_BETWEEN_PARTS:g} s"
-                ) from error
             held.take(part.ByteSize())
             reader.add(part)
 
@@ -185,6 +236,15 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             if place.error is None:
                 raise  # the client is gone
             raise place.error from None
+
+
+async def _next(parts: AsyncIterator[_Part], what: str) -> _Part:
+    """Return the next message. Raises TimedOut, and StopAsyncIteration after the last one."""
+    try:
+        async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
+            return await anext(parts)
+    except TimeoutError as error:
+        raise TimedOut(f"no part of the {what} arrived for {SECONDS_BETWEEN_PARTS:g} s") from error
 
 
 async def _hand_over(results: _Results, result: tuple[int, SampledTokens]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -33,7 +33,7 @@ from protos.errors import DistillError
 from protos.rows.codec import RowBlock
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
-from student_trainer.parallel.collectives import raise_on_all_ranks
+from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
 from student_trainer.rollout_client.order import WeightsVersion
@@ -42,6 +42,7 @@ from student_trainer.teachers.scored_rollouts import Asked
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
 _PAUSE = 0.02  # seconds between two looks at an order
+_LOOK = 0.5  # seconds between two looks at whether pushed weights are lost
 # Makes this process's files of a checkpoint, by name. It waits until the orders that ran when it
 # was made have ended; {} if the event is set first. For another thread than the trainer's.
 LaterFiles = Callable[[threading.Event], Mapping[str, bytes]]
@@ -54,6 +55,15 @@ class WeightVersions(Protocol):
         """Collective. Write the current weights as version `number`, and return it.
 
         `anchor`: they are those of the anchor, which is in the student's place.
+        """
+
+    def push(self, number: int) -> WeightsVersion:
+        """Collective. Give the engines the current weights as version `number`, and return it."""
+
+    def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
+        """Collective. If an order lacks the pushed `version`, write the current weights for it.
+
+        `number`: of the current weights. Returns their version, or None if no order lacks any.
         """
 
     def delete_before(self, number: int) -> None:
@@ -109,13 +119,14 @@ class RolloutsAhead:
         ahead = range(step, min(step + self._lag, self._last_step) + 1)
         new = [later for later in ahead if later not in self._orders]
         if new:
-            weights = self._newest = self._snapshots.write(step - 1)
+            weights = self._newest = self._snapshots.push(step - 1)
             self._make_room()
             raise_on_all_ranks(
                 self._accelerator,
                 lambda: self._orders.update({n: self._given(weights, *asked(n)) for n in new}),
             )
         running = self._orders[step]
+        self._keep_weights(running, step - 1)
         return raise_on_all_ranks(self._accelerator, lambda: self._pending(running))
 
     def before_learning(self) -> None:
@@ -164,6 +175,19 @@ class RolloutsAhead:
         total = sum(late * tokens for late, tokens in behind)
         count = sum(tokens for _, tokens in behind)
         return {"rollout/lag": torch.tensor([total, count], dtype=torch.float64)}
+
+    def _keep_weights(self, running: _Running, number: int) -> None:
+        """Collective. Wait for an order of pushed weights.
+
+        If no engine has them any more, write the current ones, version `number`, for its rest.
+        """
+        while self._newest.pushed:
+            wait([running.done], _LOOK)
+            if not largest(self._accelerator, int(not running.done.done())):
+                return
+            written = self._snapshots.restore_lost(self._newest, number)
+            if written is not None:
+                self._newest = written
 
     def _make_room(self) -> None:
         """Collective. Free cached memory of the GPUs for engines that wake with the next order."""

@@ -25,6 +25,8 @@ class RolloutsConfig(Table):
     """GPUs of the engine that the trainer starts, beside its own; 0: it shares the trainer's."""
     tensor_parallel_size: Count = 1
     """GPUs that share each layer of the engine (vllm); `gpus` is a multiple of it."""
+    push: Literal["file", "broadcast", "ipc"] = "file"
+    """How new weights come: files, a process group (NCCL, gloo), or memory of a shared GPU."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the memory for the engine (vllm). Default: 0.9 of own GPUs, 0.4 of the trainer's."""
     patience_seconds: Annotated[float, Field(gt=0)] = 600.0
@@ -44,6 +46,19 @@ class RolloutsConfig(Table):
         if size > 1 and (not gpus or gpus % size):
             raise ValueError(f"rollouts.gpus = {gpus} is no multiple of it; raise rollouts.gpus")
         return size
+
+    @field_validator("push")
+    @classmethod
+    def _fits_layout(cls, push: str, info: ValidationInfo) -> str:
+        given = info.data
+        if push != "file" and given.get("in_flight") == "drain" and given.get("lag", 0) > 1:
+            raise ValueError(
+                "the trainer would wait until older answers have ended; set rollouts.in_flight ="
+                " 'recompute', lower rollouts.lag to 1, or leave push out"
+            )
+        if push == "ipc" and (given.get("gpus") or given.get("address") is not None):
+            raise ValueError("needs engines on the trainer's GPUs; use 'broadcast'")
+        return push
 
     @property
     def in_trainer(self) -> bool:
@@ -85,7 +100,7 @@ def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
             "rollouts.tensor_parallel_size rollouts.gpu_memory_share",
             "only a vllm engine that the trainer starts reads it; leave it out",
         ),
-        (not rollouts.in_trainer, "rollouts.patience_seconds", own),
+        (not rollouts.in_trainer, "rollouts.patience_seconds rollouts.push", own),
         (
             rollouts.lag > 0,
             "rollouts.in_flight",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from student_trainer.rollout_client.order import InFlight, Order, WeightsVersion
+from student_trainer.rollout_client.push.group import Seat
+from student_trainer.rollout_client.push.stream import WeightsOffer
 from student_trainer.rollouts.sampler import SampledTokens
 
 
@@ -17,6 +19,7 @@ class EngineInfo:
     max_length: most tokens of one sequence; None: no limit. in_flight: the values of
     `WeightsVersion.in_flight` that it knows. lora_rank: of the adapters that its snapshots have;
     0: they have all weights. sleeps: `RolloutEngine.sleep` frees memory, and the engine starts so.
+    ranks: processes that receive pushed weights.
     """
 
     name: str
@@ -28,6 +31,7 @@ class EngineInfo:
     in_flight: tuple[InFlight, ...] = ("drain", "recompute", "keep")
     lora_rank: int = 0
     sleeps: bool = False
+    ranks: int = 1
 
 
 class RolloutEngine(Protocol):
@@ -47,6 +51,13 @@ class RolloutEngine(Protocol):
         Orders that run go on with the new weights, after "recompute" with a new KV cache. Raises
         Corrupt if the snapshot is incomplete or damaged, or if the engine's log-probs of the probe
         differ from the trainer's: no order may be sampled then before a later `load` succeeds.
+        """
+
+    async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
+        """Load weights that come through a process group, and verify them, as `load` does.
+
+        `seat`: of the first process of the engine. Raises Unavailable if the group breaks, and
+        Corrupt as `load` does: no order may be sampled then before a later load succeeds.
         """
 
     def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -14,14 +14,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from protos.errors import InvalidInput, WrongState
+from protos.errors import InvalidInput, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.model.loading import computes_in_bfloat16, load_model, load_tokenizer
 from student_trainer.model.lora import has_adapters, load_adapters, scale_adapters
 from student_trainer.rollout_client.order import Order, SequenceRequest, WeightsVersion
-from student_trainer.rollout_client.snapshot import Snapshot, verify
+from student_trainer.rollout_client.push.group import GroupBroken, Seat
+from student_trainer.rollout_client.push.receiver import WeightReceiver
+from student_trainer.rollout_client.push.stream import WeightsOffer
+from student_trainer.rollout_client.snapshot import Probe, verify
 from student_trainer.rollout_service.engines.base import EngineInfo
 from student_trainer.rollout_service.engines.student_model import (
+    check_shapes,
     open_version,
     snapshot_shapes,
     student_config,
@@ -60,6 +64,7 @@ class HfRolloutEngine:
         self._shapes = snapshot_shapes(self._model)
         self._marks: tuple[tuple[str, ...], Marks] | None = None
         self._version: int | None = None  # of the weights; None: not verified
+        self._receiver = WeightReceiver(self._model.device)
         self._turns = _Turns()
         self._orders = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -83,6 +88,10 @@ class HfRolloutEngine:
     async def load(self, version: WeightsVersion) -> None:
         """Copy the weights of a snapshot into the model; see `RolloutEngine.load`."""
         await self._in_thread(lambda: self._load(version))
+
+    async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
+        """Copy weights that come through a process group; see `RolloutEngine.receive`."""
+        await self._in_thread(lambda: self._receive(offer, seat))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
         """Yield the sequences of each batch when it is finished; see `RolloutEngine.sample`.
@@ -161,11 +170,27 @@ class HfRolloutEngine:
             load_adapters(snapshot.directory, self._model)
             scale_adapters(snapshot.directory, self._model)
         else:
-            _copy(snapshot, self._model)
+            _copy(snapshot.shapes().keys(), snapshot.tensors(), self._model)
         failpoint("weights-copied")
-        coarser = self._info.dtype if snapshot.dtype == "float32" else snapshot.dtype
-        verify(snapshot.probe(), self._logprobs, coarser)
+        self._verify(snapshot.probe(), snapshot.dtype)
         self._version = version.number
+
+    @torch.no_grad()
+    def _receive(self, offer: WeightsOffer, seat: Seat) -> None:
+        self._version = None
+        check_shapes("the push", {one.name: one.shape for one in offer.weights}, self._shapes)
+        try:
+            weights = self._receiver.receive(seat, offer.weights)
+            _copy({one.name for one in offer.weights}, weights, self._model)
+        except GroupBroken as error:
+            raise Unavailable(
+                f"the push of version {offer.version.number} broke: {error}"
+            ) from error
+        self._verify(offer.probe, offer.dtype)
+        self._version = offer.version.number
+
+    def _verify(self, probe: Probe, dtype: str) -> None:
+        verify(probe, self._logprobs, self._info.dtype if dtype == "float32" else dtype)
 
     def _logprobs(self, token_ids: Tensor) -> Tensor:
         """Return the log-probs [n, T - 1] of the tokens of token_ids [n, T] after the first."""
@@ -184,11 +209,11 @@ def _noise(request: SequenceRequest, order: Order, *, draws: bool) -> Tensor:
     return stream[request.used : request.used + request.limit]
 
 
-def _copy(snapshot: Snapshot, model: Any) -> None:
-    """Copy the weights of a snapshot, which are those of the model, into the model's."""
+def _copy(names: Set[str], weights: Iterable[tuple[str, Tensor]], model: Any) -> None:
+    """Copy published weights, which are those of the model and have these names, into it."""
     own: Mapping[str, Tensor] = model.state_dict()
-    if own.keys() >= snapshot.shapes().keys():
-        for name, weight in snapshot.tensors():
+    if own.keys() >= names:
+        for name, weight in weights:
             own[name].copy_(weight)
         return
     # transformers converts the weights of some formats when it loads them: it stacks the experts
@@ -196,7 +221,7 @@ def _copy(snapshot: Snapshot, model: Any) -> None:
     loaded = type(model).from_pretrained(
         None,
         config=model.config,
-        state_dict=dict(snapshot.tensors()),
+        state_dict=dict(weights),
         dtype=torch.float32,
     )
     for name, weight in loaded.state_dict().items():

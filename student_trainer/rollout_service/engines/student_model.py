@@ -49,23 +49,29 @@ def open_version(version: WeightsVersion, shapes: Mapping[str, tuple[int, ...]])
     snapshot = open_snapshot(version.directory)
     if snapshot.number != version.number:
         raise Corrupt(f"{version.directory} has version {snapshot.number}, not {version.number}")
-    found = snapshot.shapes()
+    check_shapes(str(version.directory), snapshot.shapes(), shapes)
+    return snapshot
+
+
+def check_shapes(
+    where: str, found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise Corrupt unless the weights `found` at `where` are those of the model; see above."""
     for name, shape in sorted(found.items()):
         if name not in shapes:
             raise Corrupt(
-                f"{version.directory} has {name}, which the model of the rollout service has not",
+                f"{where} has {name}, which the model of the rollout service has not",
                 hint=_OTHER_MODEL,
             )
         if shape != shapes[name]:
             raise Corrupt(
-                f"{version.directory} has {name} in shape {list(shape)}, but the model of the"
+                f"{where} has {name} in shape {list(shape)}, but the model of the"
                 f" rollout service has {list(shapes[name])}",
                 hint=_OTHER_MODEL,
             )
     missing = shapes.keys() - found.keys()
     if missing:
         raise Corrupt(
-            f"{version.directory} has no {min(missing)}, a weight of the rollout service's model",
+            f"{where} has no {min(missing)}, a weight of the rollout service's model",
             hint=_OTHER_MODEL,
         )
-    return snapshot

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -27,9 +28,12 @@ from protos.vllm_processes import SHUTDOWN_SECONDS, DeathWatch, require_vllm
 from student_trainer.model.loading import computes_in_bfloat16, load_config, load_tokenizer
 from student_trainer.model.lora import add_adapters
 from student_trainer.rollout_client.order import Order, WeightsVersion
-from student_trainer.rollout_client.snapshot import Snapshot, verify
+from student_trainer.rollout_client.push.group import Seat
+from student_trainer.rollout_client.push.stream import WeightsOffer
+from student_trainer.rollout_client.snapshot import Probe, verify
 from student_trainer.rollout_service.engines.base import EngineInfo
 from student_trainer.rollout_service.engines.student_model import (
+    check_shapes,
     open_version,
     snapshot_shapes,
     student_config,
@@ -118,7 +122,33 @@ class VllmRolloutEngine:
         """
         self._fault = f"the weights of version {version.number} are not loaded"
         snapshot = await asyncio.to_thread(open_version, version, self._shapes)
-        await asyncio.shield(asyncio.ensure_future(self._replace(snapshot, version)))
+
+        async def bring() -> None:
+            place = str(snapshot.directory), version.number, list(snapshot.files)
+            await self._llm.collective_rpc("load_snapshot", args=place)
+
+        replacing = self._replace(version, bring, snapshot.probe(), snapshot.dtype)
+        await asyncio.shield(asyncio.ensure_future(replacing))
+
+    async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
+        """Load weights that come through a process group; see `RolloutEngine.receive`.
+
+        It goes on if the caller is cancelled.
+        """
+        version = offer.version
+        self._fault = f"the weights of version {version.number} are not loaded"
+        check_shapes("the push", {one.name: one.shape for one in offer.weights}, self._shapes)
+
+        async def bring() -> None:
+            specs = [(one.name, one.dtype, one.shape) for one in offer.weights]
+            place = asdict(seat), specs, version.number
+            broken = await self._llm.collective_rpc("receive_weights", args=place)
+            if any(broken):
+                why = next(filter(None, broken))
+                raise Unavailable(f"the push of version {version.number} broke: {why}")
+
+        replacing = self._replace(version, bring, offer.probe, offer.dtype)
+        await asyncio.shield(asyncio.ensure_future(replacing))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
         """Sample the sequences of an order; see `RolloutEngine.sample`.
@@ -164,7 +194,17 @@ class VllmRolloutEngine:
         # Not in a thread: vLLM's own tasks would see its processes end, and log that as an error.
         self._llm.shutdown(SHUTDOWN_SECONDS)
 
-    async def _replace(self, snapshot: Snapshot, version: WeightsVersion) -> None:
+    async def _replace(
+        self,
+        version: WeightsVersion,
+        bring: Callable[[], Awaitable[None]],
+        probe: Probe,
+        dtype: str,
+    ) -> None:
+        """Replace the weights and verify them; `probe`, `dtype`: of the trainer.
+
+        `bring` has the workers load them. After Unavailable the service can load again.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         async with self._loading:
@@ -176,13 +216,14 @@ class VllmRolloutEngine:
             if not self._asleep:
                 await self._llm.pause_generation(mode="keep", clear_cache=recompute)
             failpoint("generation-paused")
+            broken: Unavailable | None = None
             try:
                 if self._asleep:
                     await self._llm.wake_up(["weights"])
-                await self._llm.collective_rpc(
-                    "load_snapshot",
-                    args=(str(snapshot.directory), version.number, list(snapshot.files)),
-                )
+                try:
+                    await bring()
+                except Unavailable as error:
+                    broken = error
                 if self._asleep:  # only now: a load needs memory that is free again after it
                     await self._llm.wake_up(["kv_cache"])
                     self._asleep = False
@@ -190,12 +231,14 @@ class VllmRolloutEngine:
                     for running in self._running:
                         await self._submit_waiting_again(running)
             except Exception as error:
-                log.exception("the load of %s failed", snapshot.directory)
+                log.exception("the load of version %d failed", version.number)
                 self._watch.exit(f"the load of version {version.number} failed: {error}")
             await self._llm.resume_generation()
             failpoint("generation-resumed")
             try:
-                await self._verify(snapshot)
+                if broken is not None:
+                    raise broken
+                await self._verify(probe, dtype)
                 failpoint("probe-scored")
             except EngineDeadError as error:
                 self._watch.check()
@@ -207,13 +250,12 @@ class VllmRolloutEngine:
                 raise
             self._fault = None
 
-    async def _verify(self, snapshot: Snapshot) -> None:
-        probe = snapshot.probe()
+    async def _verify(self, probe: Probe, dtype: str) -> None:
         found = torch.stack(
             await asyncio.gather(*(self._logprobs_of(row) for row in probe.token_ids))
         )
         computed = self.info.dtype
-        verify(probe, lambda _: found, snapshot.dtype if computed == "float32" else computed)
+        verify(probe, lambda _: found, dtype if computed == "float32" else computed)
 
     async def _logprobs_of(self, token_ids: Tensor) -> Tensor:
         """Return the log-probs [T - 1] of token ids [T] after those before them, from vLLM."""
@@ -333,6 +375,7 @@ class VllmRolloutEngine:
             device=config.device_config.device_type,
             lora_rank=self._lora_rank,
             sleeps=sleeps,
+            ranks=config.parallel_config.world_size,
         )
 
 

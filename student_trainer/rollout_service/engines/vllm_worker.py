@@ -6,7 +6,7 @@ It takes the place of vLLM's sampler, and it loads snapshots of the weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from protos.rpc.failpoints import failpoint
 from protos.vllm_processes import die_with
+from student_trainer.rollout_client.push.group import GroupBroken, Seat
+from student_trainer.rollout_client.push.receiver import WeightReceiver
+from student_trainer.rollout_client.push.stream import WeightSpec
 from student_trainer.rollout_client.snapshot import Snapshot
 from student_trainer.rollout_service.engines.vllm_orders import WorkerOrders
 from student_trainer.rollout_service.engines.vllm_wire import ADAPTERS
@@ -55,6 +58,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         super().load_model(**options)
         self._orders = WorkerOrders()
+        self._receiver = WeightReceiver(self.device)
         self.model_runner.sampler = OrderSampler(self.model_runner, self._orders)
 
     def load_snapshot(self, directory: str, number: int, files: Sequence[str]) -> None:
@@ -66,21 +70,41 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         if self.lora_config is not None:
             self._replace_adapters(snapshot)
         else:
-            self._replace_weights(snapshot)
+            self._replace_weights(snapshot.tensors())
         failpoint("weights-replaced")
         self._orders.version = number
 
-    def _replace_weights(self, snapshot: Snapshot) -> None:
+    def receive_weights(
+        self, seat: Mapping[str, Any], weights: Sequence[Sequence[Any]], number: int
+    ) -> str:
+        """Replace all weights by those that come through a process group.
+
+        `seat`: of the first process of the engine, as plain values. `weights`: (name, dtype, shape)
+        of each. No sequence may be scheduled meanwhile. Returns why the group is broken, or "". The
+        weights are then a mixture, and a later load replaces all of them.
+        """
+        specs = [WeightSpec(name, dtype, tuple(shape)) for name, dtype, shape in weights]
+        try:
+            self._replace_weights(self._receiver.receive(Seat(**seat).after(self.rank), specs))
+        except GroupBroken as error:
+            return str(error)
+        failpoint("weights-received")
+        self._orders.version = number
+        return ""
+
+    def _replace_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             failpoint("weights-dropped")
-            loaded = model.load_weights(snapshot.tensors())
-            finalize_layerwise_reload(model, self.model_config)
+            try:
+                loaded = model.load_weights(weights)
+            finally:  # also after a part of the weights: the next load begins anew
+                finalize_layerwise_reload(model, self.model_config)
         _repack_heads(model)
         missing = {name for name, _ in model.named_parameters()} - set(loaded)
         if missing:
-            raise ValueError(f"the snapshot has no weights for {', '.join(sorted(missing))}")
+            raise ValueError(f"there are no weights for {', '.join(sorted(missing))}")
 
     def _replace_adapters(self, snapshot: Snapshot) -> None:
         self.remove_lora(ADAPTERS)

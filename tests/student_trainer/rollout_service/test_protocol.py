@@ -20,7 +20,10 @@ from student_trainer.rollouts.sampler import noise_of
 from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
 
 # Of all that trainer and service must agree on, by protocol.
-DIGESTS = {1: "065b283165fb87f1f57e2d1fcc3a196bf624928d64240a04f72594ce67cb7ec2"}
+DIGESTS = {
+    1: "065b283165fb87f1f57e2d1fcc3a196bf624928d64240a04f72594ce67cb7ec2",
+    2: "95483257a2afcf073cedc64a172f116d6d1656c8e23fa6b1379c40ac0b2493d3",  # pushes
+}
 
 
 def test_a_change_of_the_protocol_has_a_number(tmp_path: Path) -> None:

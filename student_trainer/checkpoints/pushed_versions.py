@@ -1,0 +1,105 @@
+"""Versions of the weights that go to the engines through a process group, or else as files.
+
+Versions of training steps are pushed (`rollout_client/push/`). Those of evaluations are files, as
+all are without pushes: an evaluation may outlive an engine. A push that some engine does not verify
+is also written as files, and so is one whose last engine is lost before its orders have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from accelerate import Accelerator
+
+from protos.rpc.failpoints import failpoint
+from student_trainer.checkpoints.snapshots import Snapshots
+from student_trainer.parallel.collectives import largest
+from student_trainer.rollout_client.engine_replica import Pushed
+from student_trainer.rollout_client.order import WeightsVersion
+from student_trainer.rollout_client.push.pusher import WeightPusher
+from student_trainer.rollout_client.push.stream import WeightsOffer, WeightSpec
+
+log = logging.getLogger(__name__)
+
+
+class PushedVersions:
+    """The versions of one attempt. Every process has one; those with a pusher send."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        snapshots: Snapshots,
+        pushed: Pushed,
+        pusher: WeightPusher | None,
+    ) -> None:
+        """`pusher`: None in a process that only takes part in gathering the weights."""
+        self._accelerator = accelerator
+        self._snapshots = snapshots
+        self._pushed = pushed
+        self._pusher = pusher
+
+    @property
+    def newest(self) -> WeightsVersion:
+        """The version that was written last as files."""
+        return self._snapshots.newest
+
+    def push(self, number: int) -> WeightsVersion:
+        """Collective. Send the current weights as version `number`; return it.
+
+        Raises Unavailable on all ranks if some engine does not have them and their disk fails.
+        """
+        version = self._snapshots.version(number)
+        if not self._snapshots.has(version):
+            if self._sent(version):
+                version = replace(version, pushed=True)
+            else:
+                version = self._snapshots.write(number)
+        self._pushed.newest = version
+        return version
+
+    def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
+        """Collective. Write the current weights as files if an order of any process needs it.
+
+        `version`: pushed last. `number`: of the current weights. Returns their version, or None.
+        """
+        if not largest(self._accelerator, int(self._pushed.lacks(version))):
+            return None
+        if self._accelerator.is_main_process:
+            log.warning("no engine has version %d; %d is written as files", version.number, number)
+        self._pushed.newest = written = self._snapshots.write(number)
+        return written
+
+    def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
+        """Collective. Write the current weights as files; see `Snapshots.write`."""
+        return self._snapshots.write(number, anchor=anchor)
+
+    def delete_before(self, number: int) -> None:
+        """Delete the versions before `number` that are files."""
+        self._snapshots.delete_before(number)
+
+    def close(self) -> None:
+        """Leave the group, and delete all files. Not collective."""
+        if self._pusher is not None:
+            self._pusher.close()
+        self._snapshots.close()
+
+    def _sent(self, version: WeightsVersion) -> bool:
+        """Collective. Send the weights to the engines; return whether all have verified them."""
+        probe, dtype = self._snapshots.probe()
+        published = self._snapshots.published()
+        pusher = self._pusher
+        if pusher is not None:
+            specs = [WeightSpec.of(name, size) for name, size in published.sizes.items()]
+            pusher.begin(WeightsOffer(replace(version, pushed=True), dtype, specs, probe))
+        sends = pusher is not None and pusher.sends
+        if largest(self._accelerator, int(sends)):
+            device = pusher.device if pusher is not None else torch.device("cpu")
+            for group in published.gathered(lambda: pusher is not None and pusher.sends, device):
+                if pusher is not None:
+                    for name, weight in group.items():
+                        pusher.send(name, weight)
+                failpoint("layer-gathered")
+        failed = pusher is not None and not pusher.finish()
+        return not largest(self._accelerator, int(failed))

@@ -1,0 +1,242 @@
+"""A push: a version of the weights that the trainer sends to its engines through a process group.
+
+    trainer                            engine
+    offer: version, specs, probe  ->   waits until the weights may be replaced (`in_flight`)
+                                  <-   ready
+    start: its seat in the group  ->   joins the group, unless it has that seat already
+    the weights, through the group     loads them
+                                  <-   loaded: the probe has verified them
+
+The trainer sends when every engine is ready or has failed. An engine that fails does not have the
+version; the trainer then writes it as files (`snapshot.py`) for all. A group serves as long as its
+members are the same processes and every push succeeds; after that the next push makes another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from protos import rollouts_pb2
+from protos.errors import Unavailable
+from protos.rpc.failpoints import failpoint
+from protos.rpc.transport import is_loopback
+from student_trainer.rollout_client.engine_replica import Replica
+from student_trainer.rollout_client.push.group import (
+    Backend,
+    GroupBroken,
+    Seat,
+    Store,
+    WeightGroup,
+    address_towards,
+)
+from student_trainer.rollout_client.push.shared_bucket import SharedBucket
+from student_trainer.rollout_client.push.stream import WeightSender, WeightsOffer
+from student_trainer.rollout_client.push.wire import offer_message, start_message
+
+log = logging.getLogger(__name__)
+
+# From the last byte to the verified probe.
+_VERIFY_SECONDS = 120.0
+_LOOPBACK = "127.0.0.1"
+
+
+class WeightPusher:
+    """Pushes versions from one process of the trainer to engines. Use it from one thread."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], device: torch.device, *, shared: bool = False
+    ) -> None:
+        """`device`: of the weights. `shared`: the engines are on this GPU; the group is ipc."""
+        self._replicas = replicas
+        self.device = device
+        self._shared = shared
+        self._store: Store | None = None
+        self._group: WeightGroup | None = None
+        self._bucket: SharedBucket | None = None
+        self._processes: list[tuple[str, int]] = []  # of the group: process and ranks
+        self._members: list[_Member] = []
+        self._sender: WeightSender | None = None
+
+    @property
+    def sends(self) -> bool:
+        """Whether `send` would send: a push has begun, and is not broken."""
+        return self._sender is not None
+
+    def begin(self, offer: WeightsOffer) -> None:
+        """Offer a version, wait until the engines are ready, and form the group if it is new.
+
+        An engine that cannot be reached, or that refuses, is left out; it is logged.
+        """
+        if self._shared:
+            torch.cuda.empty_cache()  # for engines that wake
+        asked = [_Member(replica, offer) for replica in self._replicas]
+        self._members = [member for member in asked if member.wait_until_ready()]
+        waiting = [member for member in self._members if not member.loaded]
+        if not waiting:
+            return
+        try:
+            self._seat(waiting)
+        except GroupBroken as error:
+            self._break(error)
+            return
+        assert self._group is not None
+        self._sender = WeightSender(
+            offer.weights,
+            self._group.seat.bucket_bytes,
+            self._group.device,
+            self._group.broadcast,
+        )
+        failpoint("push-begun")
+
+    def send(self, name: str, weight: Tensor) -> None:
+        """Send the next weight, unless the push is broken."""
+        if self._sender is None:
+            return
+        try:
+            self._sender.send(name, weight)
+        except GroupBroken as error:
+            self._break(error)
+
+    def finish(self) -> bool:
+        """Wait until the engines have verified the weights; return whether all have them."""
+        failpoint("weights-sent")
+        loaded = [member.wait_until_loaded() for member in self._members]
+        self._sender = None
+        if not all(loaded):
+            self._leave()
+        members, self._members = self._members, []
+        return all(loaded) and len(members) == len(self._replicas)
+
+    def close(self) -> None:
+        """End the pushes and leave the group."""
+        for member in self._members:
+            member.cancel()
+        self._members, self._sender = [], None
+        self._leave()
+
+    def _seat(self, members: Sequence[_Member]) -> None:
+        """Give each member its ranks; join the group if it is another one than before."""
+        processes = [(member.process, member.ranks) for member in members]
+        new = self._group is None or processes != self._processes
+        seat = self._new_seat(members) if new or self._group is None else self._group.seat
+        later = seat.after(1)
+        for member in members:
+            member.start(later)
+            later = later.after(member.ranks)
+        if new:
+            self._group = WeightGroup(
+                seat, self._buffers_on(seat.backend), self._bucket, self._members_live
+            )
+            self._processes = processes
+
+    def _new_seat(self, members: Sequence[_Member]) -> Seat:
+        self._leave()
+        if self._store is None:
+            hosts = [member.host for member in members if not is_loopback(member.host)]
+            self._store = Store(address_towards(hosts[0]) if hosts else _LOOPBACK)
+        backend: Backend = "gloo"
+        if self._shared:
+            backend = "ipc"
+        elif {self.device.type, *(member.device for member in members)} == {"cuda"}:
+            backend = "nccl"
+        seat = self._store.seat(backend, 1 + sum(member.ranks for member in members))
+        if backend != "ipc":
+            return seat
+        if self._bucket is None:
+            data = torch.empty(seat.bucket_bytes, dtype=torch.uint8, device=self.device)
+            self._bucket = SharedBucket(data)
+        return replace(seat, memory=self._bucket.handle)
+
+    def _members_live(self) -> bool:
+        return all(member.lives for member in self._members)
+
+    def _buffers_on(self, backend: Backend) -> torch.device:
+        return torch.device("cpu") if backend == "gloo" else self.device
+
+    def _break(self, error: GroupBroken) -> None:
+        log.warning("the weights are sent as files: %s", error)
+        self._sender = None
+        self._leave()  # first: the members get an error at once
+        for member in self._members:
+            member.cancel()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+class _Member:
+    """The call of a push to one engine."""
+
+    def __init__(self, replica: Replica, offer: WeightsOffer) -> None:
+        self.loaded = False  # without a transfer: the engine had the version
+        self.process, self.ranks, self.device = "", 0, ""
+        self._replica = replica
+        self._parts: queue.SimpleQueue[rollouts_pb2.PushPart | None] = queue.SimpleQueue()
+        self._parts.put(offer_message(offer))
+        self._call: Any = None
+        with suppress(Unavailable):  # it is placed nowhere
+            self._call = replica.push(iter(self._parts.get, None))
+
+    @property
+    def host(self) -> str:
+        """The machine of the engine."""
+        return self._replica.host
+
+    @property
+    def lives(self) -> bool:
+        """Whether the engine has the version, or its call has not ended."""
+        return self.loaded or (self._call is not None and self._call.is_active())
+
+    def wait_until_ready(self) -> bool:
+        """Return whether the engine may load the weights, or has them; wait for either."""
+        reply = self._next(None)
+        if reply is None:
+            return False
+        self.loaded = reply.WhichOneof("reply") == "loaded"
+        ready = reply.ready
+        self.process, self.ranks, self.device = ready.process, ready.ranks, ready.device
+        return True
+
+    def start(self, seat: Seat) -> None:
+        """Have the engine join the group and receive."""
+        self._parts.put(start_message(seat))
+        self._parts.put(None)
+
+    def wait_until_loaded(self) -> bool:
+        """Return whether the engine has verified the weights, at most after 120 s."""
+        return self.loaded or self._next(_VERIFY_SECONDS) is not None
+
+    def cancel(self) -> None:
+        """End the call."""
+        if self._call is not None:
+            self._call.cancel()
+        self._parts.put(None)
+
+    def _next(self, seconds: float | None) -> rollouts_pb2.PushReply | None:
+        """Return the next reply; None, and a message in the log, if the call has failed."""
+        if self._call is None:
+            return None
+        timer = threading.Timer(seconds, self._call.cancel) if seconds else None
+        if timer:
+            timer.start()
+        try:
+            return next(self._call, None)
+        except grpc.RpcError as error:
+            log.warning("no push to the %s: %s", self._replica.name, self._replica.fault_of(error))
+            self.cancel()
+            return None
+        finally:
+            if timer:
+                timer.cancel()

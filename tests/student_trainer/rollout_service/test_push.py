@@ -1,0 +1,174 @@
+"""Weights through a process group: bits, late engines, and what dies in the middle of a push."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+
+from protos.errors import WrongState
+from protos.rpc.failpoints import arm
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.order import Order, WeightsVersion
+from student_trainer.rollout_client.push.stream import WeightSpec, buckets
+from tests.forks import Forks
+from tests.student_trainer.rollout_service.conftest import StartService
+from tests.student_trainer.rollout_service.in_process import in_process
+from tests.student_trainer.rollout_service.material import assert_same, order, student
+from tests.student_trainer.rollout_service.pushing import SMALL_BUCKET, Trainer, trainer
+
+# Of the small student.
+BUCKETS = len(
+    list(buckets([WeightSpec.of(*one) for one in student(0).named_parameters()], SMALL_BUCKET))
+)
+
+
+def order_of(version: WeightsVersion, **options: Any) -> Order:
+    return replace(order(version.directory, **options), weights=version)
+
+
+def assert_sampled(client: EngineClient, version: WeightsVersion, number: int) -> None:
+    """An order of a version has the bits of the trainer's own process, part by part."""
+    wanted = order_of(version)
+    found = dict(client.sample(wanted))
+    parts = len(client.replicas)
+    total = len(wanted.sequences)
+    for part in range(parts):
+        own = slice(total * part // parts, total * (part + 1) // parts)
+        expected = in_process(replace(wanted, sequences=wanted.sequences[own]), student(number))
+        for index, one in enumerate(expected, own.start):
+            assert_same(found[index], one)
+            assert found[index].versions == ((number, len(one.token_ids)),)
+
+
+def push_and_sample(addresses: list[str], root: Path, sharding: str) -> None:
+    """In each process of a trainer: several pushes through one group."""
+    with trainer(student(0), root, addresses, sharding=sharding) as made:
+        groups = set()
+        for number in (1, 2, 3):
+            version = made.push(number, student(number))
+            assert version.pushed
+            assert not version.directory.exists()
+            assert_sampled(made.client, version, number)
+            if made.pusher is not None:
+                groups.add(made.pusher._group.seat.group)
+        assert len(groups) == (made.pusher is not None)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pushed_weights_sample_the_bits_of_the_trainer(
+    start_service: StartService, tmp_path: Path, world: int
+) -> None:
+    """A trainer of one process, or of two with FSDP2; two engines."""
+    addresses = [start_service().address for _ in range(2)]
+    sharding = "fsdp2" if world > 1 else "none"
+    root = tmp_path / "weights"
+    forks = Forks(world, tmp_path / "group", push_and_sample, addresses, root, sharding)
+    assert forks.wait() == [0] * world
+
+
+def test_an_engine_that_was_replaced_is_in_the_next_group(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    services = [start_service() for _ in range(2)]
+    with trainer(student(0), tmp_path / "weights", [one.address for one in services]) as made:
+        assert made.push(1, student(1)).pushed
+        first = made.pusher._group.seat.group
+        services[0].kill()
+        start_service(port=services[0].port)
+        version = made.push(2, student(2))
+        assert version.pushed
+        assert made.pusher._group.seat.group != first
+        assert_sampled(made.client, version, 2)
+
+
+def test_an_engine_that_missed_a_push_gets_files(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    services = [start_service() for _ in range(2)]
+    with trainer(student(0), tmp_path / "weights", [one.address for one in services]) as made:
+        services[1].kill()
+        version = made.push(1, student(1))
+        assert not version.pushed
+        start_service(port=services[1].port)
+        made.client.info()  # waits until it can be reached
+        assert_sampled(made.client, version, 1)
+        version = made.push(2, student(2))
+        assert version.pushed, "both are in the next group"
+        assert_sampled(made.client, version, 2)
+
+
+@pytest.mark.parametrize(
+    "failpoint", ["push-started:kill:2", f"bucket-received:kill:{BUCKETS + 2}"]
+)
+def test_an_engine_dies_in_a_push(
+    start_service: StartService, tmp_path: Path, failpoint: str
+) -> None:
+    """The other engine loads the files that are written then, and is in the next group."""
+    victim, survivor = start_service(failpoint=failpoint), start_service()
+    addresses = [victim.address, survivor.address]
+    with trainer(student(0), tmp_path / "weights", addresses) as made:
+        assert made.push(1, student(1)).pushed
+        version = made.push(2, student(2))
+        assert not version.pushed
+        assert victim.process.wait(20) == -9
+        start_service(port=victim.port)
+        made.client.info()  # waits until it can be reached
+        assert_sampled(made.client, version, 2)
+        assert made.push(3, student(3)).pushed
+
+
+def push_twice(address: str, root: Path, failpoint: str) -> None:
+    made = Trainer(student(0), root, [address])
+    made.push(1, student(1))
+    arm(failpoint)
+    made.push(2, student(2))
+
+
+@pytest.mark.parametrize(
+    "failpoint", ["push-begun:kill", "layer-gathered:kill", "bucket-sent:kill", "weights-sent:kill"]
+)
+def test_a_trainer_dies_in_a_push(
+    start_service: StartService, tmp_path: Path, failpoint: str
+) -> None:
+    """The engine is free for its next attempt at once."""
+    address = start_service().address
+    forks = Forks(1, tmp_path / "group", push_twice, address, tmp_path / "weights", failpoint)
+    assert forks.wait(60) == [-9]
+    with trainer(student(0), tmp_path / "second", [address], attempt=2) as made:
+        version = made.push(5, student(5))
+        assert version.pushed
+        assert_sampled(made.client, version, 5)
+
+
+def test_a_push_of_an_earlier_attempt_is_refused(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    address = start_service().address
+    with (
+        trainer(student(0), tmp_path / "1", [address]) as earlier,
+        trainer(student(0), tmp_path / "2", [address], attempt=2) as later,
+    ):
+        assert earlier.push(1, student(1)).pushed
+        version = later.push(2, student(2))
+        refused = earlier.push(3, student(3))
+        assert not refused.pushed
+        with pytest.raises(WrongState, match="attempt 2 of this job has replaced"):
+            list(earlier.client.sample(order_of(refused)))
+        assert_sampled(later.client, version, 2)
+
+
+def test_a_push_of_another_model_is_refused(start_service: StartService, tmp_path: Path) -> None:
+    """The engine keeps no mixture of weights: it has none until the next push."""
+    address = start_service().address
+    with trainer(student(0, layers=3), tmp_path / "1", [address]) as other:
+        assert not other.push(1, student(1, layers=3)).pushed
+    with trainer(student(0), tmp_path / "2", [address], attempt=2) as made:
+        version = made.push(2, student(2))
+        assert version.pushed
+        assert_sampled(made.client, version, 2)
