@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from clients.preflight.rollouts import PROTOCOL
 from protos import rollouts_pb2, rollouts_pb2_grpc
-from protos.errors import Overloaded, TimedOut, Unavailable, WrongState
+from protos.errors import Overloaded, TimedOut, WrongState
 from protos.rpc.failpoints import failpoint
 from protos.rpc.logs import fields
 from protos.rpc.transport import STREAM_OPEN
@@ -28,7 +28,7 @@ from student_trainer.rollout_service.engines.base import RolloutEngine
 from student_trainer.rollout_service.fence import Fence
 from student_trainer.rollout_service.metrics import RolloutMetrics
 from student_trainer.rollout_service.push import IncomingPush
-from student_trainer.rollout_service.schedule import Place, Schedule
+from student_trainer.rollout_service.schedule import Place, Schedule, Withdrawn
 from student_trainer.rollouts.sampler import SampledTokens
 
 log = logging.getLogger(__name__)
@@ -150,11 +150,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             order = await self._read(aiter(request_iterator), held)
             self._hear(order.weights)
             if order.weights.pushed and not self._schedule.has(order.weights):
-                raise Unavailable(
-                    f"the pushed version {order.weights.number} is not loaded here",
-                    field=LACKS_PUSHED,
-                    hint="the trainer writes it as files",
-                )
+                raise _lacks(order.weights)
             place = self._schedule.enter(order.weights)
             results: _Results = asyncio.Queue(1)
             place.sampling = sampling = asyncio.create_task(self._sample(order, place, results))
@@ -178,6 +174,8 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             with self._metrics.load():
                 push = self._pushes.get(weights)
                 if push is None:
+                    if weights.pushed:
+                        raise _lacks(weights)
                     await self._engine.load(weights)
                 else:
                     seat = await push.seat()
@@ -236,6 +234,14 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             if place.error is None:
                 raise  # the client is gone
             raise place.error from None
+
+
+def _lacks(weights: WeightsVersion) -> Withdrawn:
+    return Withdrawn(
+        f"the pushed version {weights.number} is not loaded here",
+        field=LACKS_PUSHED,
+        hint="the trainer sends a newer one, or writes files",
+    )
 
 
 async def _next(parts: AsyncIterator[_Part], what: str) -> _Part:
