@@ -173,9 +173,9 @@ Peak memory of all processes of a run together, pages that processes share count
 The aim was 0.7 of TRL's, 2.7 GiB, and is missed. In float32 the student's weights, gradients and
 moments of AdamW take 1.58 GiB and the teacher's weights 0.50 GiB in every run; the trainer's other
 1.2 GiB are Python, its libraries and what the backward pass keeps, not told apart here. `serial`
-has what TRL has, in two processes. `vllm` adds a second copy of the student, vLLM's 1 GiB of prefix cache, and two processes
-with their libraries. The times of these short runs count for nothing: other programs ran beside
-them.
+has what TRL has, in two processes. `vllm` adds a second copy of the student, vLLM's 1 GiB of
+prefix cache, and two processes with their libraries. The times of these short runs count for
+nothing: other programs ran beside them.
 """
     command = "make bench-trl DATA=train.jsonl"
     claim = "A step is 1.3 times as fast as TRL's at equal KL"
