@@ -6,10 +6,12 @@ R1: answers with our sampler in vLLM's worker (head ids and draws as named), wit
 and no log-probs, and with transformers' generate, in turn, in tokens per second. R2: a push of all
 weights. "write": the trainer's side, from float32 weights on the device to sealed files in memory;
 "load": the engine's, from the call to the verified probe; "least": copying as many bytes from the
-device to the host and back. R3: seconds of a step of whole jobs: the engine on the trainer's GPU,
-asleep while the trainer learns (lag = 0), and beside it (lag = 1); with two GPUs also on one of its
-own. R4: sigma, the standard deviation of log p - log mu over the sampled tokens, in nats: p of the
-trainer, mu of the engine, equal weights, bfloat16 layers and a float32 head in the engine.
+device to the host and back; "ipc": all of a push through memory of the GPU that both share;
+"broadcast": all of a push through NCCL from another GPU, if there is one; on a CPU through gloo. R3:
+seconds of a step of whole jobs: the engine on the trainer's GPU, asleep while the trainer learns
+(lag = 0), and beside it (lag = 1); with two GPUs also on one of its own. R4: sigma, the standard
+deviation of log p - log mu over the sampled tokens, in nats: p of the trainer, mu of the engine,
+equal weights, bfloat16 layers and a float32 head in the engine.
 
 All weights are random; logits have a standard deviation of 3 nats. Writes
 benchmarks/results/gpu-rollouts-<device>.json. `--device cpu --quick` runs the same code without a
@@ -40,6 +42,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import rollouts_ahead
 from benchmarks.gpu import machine, options_of, write
+from benchmarks.gpu_pushes import PushChannel, backends
 from benchmarks.rollout_peers import generate_tokens, start_vllm, vllm_tokens
 from benchmarks.vllm_engine import save_tokenizer
 from protos.vllm_processes import SHUTDOWN_SECONDS
@@ -231,6 +234,10 @@ def pair(folder: str, shape: Shape, sizes: Sizes, device: str) -> Iterator[Pair]
 def pushes(own: Pair, sizes: Sizes) -> dict[str, Any]:
     """Write and load the weights a few times; return the median seconds, after a warm-up."""
     seconds: dict[str, list[float]] = {"write": [], "load": [], "least": []}
+    channels = [
+        PushChannel(own.snapshots, own.engine, own.runner, backend)
+        for backend in backends(own.device)
+    ]
     for number in range(sizes.pushes + 1):
         own.snapshots.delete_before(number)
         own.synchronize()
@@ -243,6 +250,12 @@ def pushes(own: Pair, sizes: Sizes) -> dict[str, Any]:
         times.append(time.perf_counter())
         for name, began, ended in zip(seconds, times, times[1:], strict=False):
             seconds[name].append(ended - began)
+        for channel in channels:
+            began = time.perf_counter()
+            channel.push(version)
+            seconds.setdefault(channel.name, []).append(time.perf_counter() - began)
+    for channel in channels:
+        channel.close()
     medians = {name: statistics.median(of[1:]) for name, of in seconds.items()}
     memory = str(own.root).startswith("/dev/shm")
     return {"bytes": own.bytes, "in_memory": memory, **medians}
@@ -347,12 +360,15 @@ def show(found: dict[str, Any]) -> None:
             f"{rate / peer:>8.1f} x generate"
         )
     print("  must be, with 64 ids: >= 0.9 x vLLM's own, >= 10 x generate")
-    print("\nR2 push, seconds (through files; by CUDA IPC it would have to be 0.1 and 0.35)")
+    print("\nR2 push, seconds (by CUDA IPC it must be <= 0.1 of 1.5B and <= 0.35 of 8B)")
     for row in found["pushes"]:
         place = "in memory" if row["in_memory"] else "on disk"
+        pushed = "".join(
+            f", {name} {row[name]:.2f}" for name in ("ipc", "broadcast") if name in row
+        )
         print(
             f"  {row['model']:<6}{row['bytes'] / 1e9:>8.2f} GB {place}: write {row['write']:.2f},"
-            f" load {row['load']:.2f}, there and back {row['least']:.2f}"
+            f" load {row['load']:.2f}, there and back {row['least']:.2f}" + "".join(pushed)
         )
     print("\nR3 seconds a step")
     for name, stages in found["steps"].items():

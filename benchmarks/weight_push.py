@@ -5,7 +5,9 @@
 Random weights in float32 in the sizes of SmolLM2-135M, snapshots in memory (/dev/shm), one thread.
 "write": the trainer's side, from the model to its files. "load": the engine's side, from the call
 to verified weights. "least": reading the same files and copying every weight once, in this process,
-in turn with the loads. "adapters": of a LoRA student. Memory is that of all processes without
+in turn with the loads. "adapters": of a LoRA student. "broadcast": a push through a process group
+(gloo), from the model in this process to verified weights in a service of its own: "push" is all of
+it, and "least" is as above. Memory is that of all processes without
 mapped files, after each of N loads of two versions in turn; growth: of the least over the last
 quarter above the least over the second quarter.
 """
@@ -36,6 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--pushes", type=int, default=200)
     parser.add_argument("--engines", nargs="*", default=["hf", "vllm"], choices=("hf", "vllm"))
+    parser.add_argument(
+        "--channels", nargs="*", default=["file", "broadcast"], choices=("file", "broadcast")
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/weight_push.json"))
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -48,10 +53,15 @@ def main(arguments: list[str] | None = None) -> None:
         "cases": [],
     }
     for engine in options.engines:
-        for adapters in (False, True):
-            row = {"engine": engine, "adapters": adapters, **pushed(engine, size, pushes, adapters)}
-            found["cases"].append(row)
-            print(json.dumps({k: v for k, v in row.items() if k != "resident"}), flush=True)
+        rows: list[dict[str, Any]] = []
+        if "file" in options.channels:
+            rows += [{"adapters": of, **pushed(engine, size, pushes, of)} for of in (False, True)]
+        if "broadcast" in options.channels:
+            rows.append({"channel": "broadcast", **broadcast(engine, size, pushes)})
+        for row in rows:
+            found["cases"].append({"engine": engine, **row})
+            told = {k: v for k, v in found["cases"][-1].items() if k != "resident"}
+            print(json.dumps(told), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -87,12 +97,46 @@ def pushed(name: str, size: dict[str, int], pushes: int, adapters: bool) -> dict
                 times["least"].append(time.perf_counter() - began)
                 resident.append(memory())
             runner.run(engine.close())
-    ratios = [load / least for load, least in zip(times["load"], times["least"], strict=True)][1:]
-    quarter = pushes // 4
+    return summary(size_read, times, "load", resident)
+
+
+def broadcast(name: str, size: dict[str, int], pushes: int) -> dict[str, Any]:
+    from tests.student_trainer.rollout_service.processes import ServiceProcess
+    from tests.student_trainer.rollout_service.pushing import Trainer
+    from tests.vllm.rollouts import Student
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder)
+        student = Student(path, **size)
+        options = ["--engine", name, "--model", str(student.path), "--dtype", "float32"]
+        service = ServiceProcess(*options, log=path / "log", launched=True)
+        trainer = Trainer(student.model, path / "weights", [service.address])
+        directory = student.snapshot().directory
+        times: dict[str, list[float]] = {"push": [], "least": []}
+        resident = []
+        for number in range(pushes):
+            began = time.perf_counter()
+            version = trainer.versions.push(number)
+            times["push"].append(time.perf_counter() - began)
+            assert version.pushed
+            began = time.perf_counter()
+            size_read = read_and_copy(directory)
+            times["least"].append(time.perf_counter() - began)
+            resident.append(memory())
+        trainer.close()
+        service.close()
+    return summary(size_read, times, "push", resident)
+
+
+def summary(
+    size: int, times: dict[str, list[float]], named: str, resident: list[int]
+) -> dict[str, Any]:
+    ratios = [one / least for one, least in zip(times[named], times["least"], strict=True)][1:]
+    quarter = max(1, len(resident) // 4)
     return {
-        "bytes": size_read,
+        "bytes": size,
         **{name: statistics.median(of[1:]) for name, of in times.items() if of},
-        "load_over_least": statistics.median(ratios),
+        f"{named}_over_least": statistics.median(ratios),
         "growth_mb": (min(resident[-quarter:]) - min(resident[quarter : 2 * quarter])) / 1e6,
         "resident": resident,
     }

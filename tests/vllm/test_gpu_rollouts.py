@@ -26,7 +26,7 @@ def test_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["sampling"].keys() == {"model", *ours, *peers}
     [push] = found["pushes"]
     assert push["bytes"] < 10**6
-    assert min(push["write"], push["load"], push["least"]) > 0
+    assert min(push["write"], push["load"], push["least"], push["broadcast"]) > 0
     assert len(found["steps"]) == 2
     assert all(stages["step"] > 0 for stages in found["steps"].values())
     ratio = found["log_ratio"]

@@ -58,6 +58,8 @@ class RolloutsConfig(Table):
             )
         if push == "ipc" and (given.get("gpus") or given.get("address") is not None):
             raise ValueError("needs engines on the trainer's GPUs; use 'broadcast'")
+        if push != "file" and "https://" in str(given.get("address")):
+            raise ValueError("sends weights without TLS; use 'file', or an address without https")
         return push
 
     @property

@@ -49,6 +49,7 @@ REFUSED = [
     (RL + FORWARD, "method.tail_draws = 4", "the loss reads no draws"),
     (RL + "method.beta = 0.0\n", "method.tail_draws = 4", "needs a KL"),
     (ON_POLICY, "rollouts.gpus = 1", "the trainer itself samples"),
+    (ON_POLICY, "rollouts.push = 'broadcast'", "the trainer itself samples"),
     (ON_POLICY, "rollouts.patience_seconds = 5.0", "set rollouts.engine or rollouts.lag"),
     (RL + "rollouts.address = 'r:1'\n", "rollouts.gpus = 1", "rollouts.address has its own"),
     (RL + "rollouts.lag = 1\n", "rollouts.gpu_memory_share = 0.5", "only a vllm engine"),
