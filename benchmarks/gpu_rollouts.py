@@ -7,7 +7,8 @@ and no log-probs, and with transformers' generate, in turn, in tokens per second
 weights. "write": the trainer's side, from float32 weights on the device to sealed files in memory;
 "load": the engine's, from the call to the verified probe; "least": copying as many bytes from the
 device to the host and back; "ipc": all of a push through memory of the GPU that both share;
-"broadcast": all of a push through NCCL from another GPU, if there is one; on a CPU through gloo. R3:
+"broadcast": all of a push through NCCL from another GPU, if there is one; on a CPU through gloo.
+R3:
 seconds of a step of whole jobs: the engine on the trainer's GPU, asleep while the trainer learns
 (lag = 0), and beside it (lag = 1); with two GPUs also on one of its own. R4: sigma, the standard
 deviation of log p - log mu over the sampled tokens, in nats: p of the trainer, mu of the engine,
