@@ -54,3 +54,23 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.forked_python import ForkedPython
 
     monkeypatch.setattr(subprocess, "Popen", ForkedPython)
+
+
+_tie_weights: list[object] = []
+
+
+@pytest.fixture(autouse=True)
+def _weights_are_tied() -> None:
+    """Undo what transformers leaves behind when two threads of a test load models at once.
+
+    `from_pretrained` replaces `PreTrainedModel.tie_weights` while it loads and puts back what it
+    found, which is the replacement if another load had begun before.
+    """
+    module = sys.modules.get("transformers.modeling_utils")
+    found = getattr(getattr(module, "PreTrainedModel", None), "tie_weights", None)
+    if found is None:
+        return
+    if found.__name__ == "tie_weights":
+        _tie_weights[:] = [found]
+    elif _tie_weights:
+        module.PreTrainedModel.tie_weights = _tie_weights[0]  # type: ignore[union-attr]

@@ -35,7 +35,7 @@ PHASES = (
     "generation-paused:kill:2",
     "weights-dropped:kill:2",
     "bucket-received:kill:middle",
-    "weights-received:kill:2",
+    "push-received:kill:2",
     "generation-resumed:kill:2",
     "probe-scored:kill:2",
 )

@@ -88,7 +88,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
             self._replace_weights(self._receiver.receive(Seat(**seat).after(self.rank), specs))
         except GroupBroken as error:
             return str(error)
-        failpoint("weights-received")
+        failpoint("push-received")
         self._orders.version = number
         return ""
 

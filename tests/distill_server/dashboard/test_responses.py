@@ -244,7 +244,7 @@ def test_a_teacher_that_the_server_runs_is_told(make_site: Callable[..., Site]) 
         return len(seen) == 1 and "load" in seen[0]
 
     eventually(reached)
-    assert seen[0]["jobs"] == [job_id]
+    eventually(lambda: reached() and seen[0]["jobs"] == [job_id])
 
 
 def test_prometheus_reads_what_the_server_did(make_site: Callable[..., Site]) -> None:
