@@ -162,7 +162,7 @@ class OfflineJob(TrainingJob):
 
     def _rules_of_rollouts(self) -> list[Rule]:
         if self.method.on_policy_fraction > 0:
-            return rollout_rules(self.rollouts)
+            return rollout_rules(self.rollouts, self.student)
         keys = " ".join(f"rollouts.{key}" for key in RolloutsConfig.model_fields)
         why = "the student samples no answers to learn from; leave it out, or set "
         return [(False, keys, f"{why}method.on_policy_fraction")]

@@ -144,7 +144,7 @@ class RLJob(TrainingJob):
     def _uses_every_key(self) -> Self:
         rules = [*self._rules_of_rewards(), *self._rules_of_kls(), *prompt_rules(self.data)]
         rules += started_rules(self.teacher)
-        return refuse_unused(self, [*rules, *rollout_rules(self.rollouts)])
+        return refuse_unused(self, [*rules, *rollout_rules(self.rollouts, self.student)])
 
     def _rules_of_rewards(self) -> list[Rule]:
         method, reward = self.method, self.reward

@@ -19,7 +19,6 @@ from clients.config.tables.rollouts import RolloutsConfig
 from clients.config.tables.teacher import TeacherLink
 from clients.runs.directory import RunDirectory
 
-_MOST_LORA_RANK = 512  # of vLLM
 # The event under which a teacher that loads logs the stage of its start, as the field `stage`.
 PROGRESS = "loading"
 
@@ -78,14 +77,8 @@ def teacher_command(teacher: TeacherLink, port: int, token_file: Path | None = N
 
 
 def adapter_rank(config: AnyTraining) -> int:
-    """Return the rank of the adapters that an engine gets; 0: it gets all weights, merged.
-
-    A head that is trained in full is not in the adapters.
-    """
-    lora = config.student.lora
-    if lora is None or lora.train_head or lora.rank > _MOST_LORA_RANK:
-        return 0
-    return lora.rank
+    """Return the rank of the adapters that an engine gets; 0: it gets all weights."""
+    return config.student.lora.rank_of_engines if config.student.lora else 0
 
 
 def rollouts_command(config: AnyTraining, rollouts: RolloutsConfig) -> list[str]:

@@ -155,7 +155,13 @@ def connect_engine(
         probe_ids=_probe_ids(tokenizer, width),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    pushes = rollouts.push != "file" and not adapters
+    pushes = rollouts.push != "file"
+    if pushes and adapters:
+        raise InvalidInput(
+            "the service at rollouts.address takes the adapters alone, as files",
+            field="rollouts.push",
+            hint="leave it out, or start the service without --lora-rank",
+        )
     versions = _pushed(rollouts, accelerator, snapshots, client) if pushes else snapshots
     return Engine(client, accelerator, versions, info.sleeps and not rollouts.lag)
 
@@ -174,12 +180,12 @@ def _pushed(
             field="rollouts.push",
             hint="use 'ipc', or give the engine GPUs with rollouts.gpus",
         )
-    own, pusher = accelerator.process_index, None
+    own, patience, pusher = accelerator.process_index, rollouts.patience_seconds, None
     if rollouts.push == "ipc":
         mine = client.replicas[own : own + 1]  # engine n is on the GPU of process n
-        pusher = WeightPusher(mine, accelerator.device, shared=True) if mine else None
+        pusher = WeightPusher(mine, accelerator.device, patience, shared=True) if mine else None
     elif accelerator.is_main_process:
-        pusher = WeightPusher(client.replicas, accelerator.device)
+        pusher = WeightPusher(client.replicas, accelerator.device, patience)
     return PushedVersions(accelerator, snapshots, client.pushed, pusher)
 
 

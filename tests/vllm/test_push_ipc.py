@@ -27,7 +27,7 @@ def test_an_engine_on_the_same_gpu_reads_the_trainers_buffer(tmp_path: Path) -> 
     try:
         with trainer(students[0].frozen().model, tmp_path / "weights", [service.address]) as made:
             device = torch.device("cuda", 0)
-            made.versions._pusher = WeightPusher(made.client.replicas, device, shared=True)
+            made.versions._pusher = WeightPusher(made.client.replicas, device, 60.0, shared=True)
             for number in (0, 1, 2):
                 pushed = made.push(number, students[number].model)
                 assert pushed.pushed

@@ -92,6 +92,9 @@ class Table(BaseModel):
     )
 
 
+_MOST_LORA_RANK = 512  # of vLLM
+
+
 class LoraConfig(Table):
     """Low-rank adapters on every linear layer except the head; other weights are frozen."""
 
@@ -101,6 +104,14 @@ class LoraConfig(Table):
     """Adapters are scaled by alpha / rank. Default: twice the rank."""
     train_head: bool = False
     """Also train the full head, and the embeddings if they share its weights."""
+
+    @property
+    def rank_of_engines(self) -> int:
+        """The rank of the adapters that a rollout engine gets; 0: it gets all weights, merged.
+
+        A head that is trained in full is not in the adapters, and vLLM limits their rank.
+        """
+        return 0 if self.train_head or self.rank > _MOST_LORA_RANK else self.rank
 
 
 class StudentConfig(Table):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from clients.config.tables.common import Address, Count, Table
+from clients.config.tables.common import Address, Count, StudentConfig, Table
 from clients.config.unused import Rule
 
 
@@ -88,8 +88,9 @@ class RolloutsConfig(Table):
         return max(1, self.gpus // self.tensor_parallel_size)
 
 
-def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
+def rollout_rules(rollouts: RolloutsConfig, student: StudentConfig) -> list[Rule]:
     """Return the rules of the keys that the job does not use."""
+    adapters = student.lora is not None and student.lora.rank_of_engines > 0
     started = rollouts.replicas > 0
     vllm = started and rollouts.engine == "vllm"
     remote = "the service at rollouts.address has its own; leave it out"
@@ -103,6 +104,11 @@ def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
             "only a vllm engine that the trainer starts reads it; leave it out",
         ),
         (not rollouts.in_trainer, "rollouts.patience_seconds rollouts.push", own),
+        (
+            not (started and adapters),
+            "rollouts.push",
+            "an engine gets the adapters of student.lora alone, as files; leave it out",
+        ),
         (
             rollouts.lag > 0,
             "rollouts.in_flight",

@@ -73,7 +73,8 @@ class Store:
     def __init__(self, host: str) -> None:
         """Listen at a free port of `host`, an address of this machine."""
         self.host = host
-        listening = socket.create_server((host, 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family)
         self.port = int(listening.getsockname()[1])
         self._store = TCPStore(
             host,

@@ -7,7 +7,9 @@
     the weights, through the group     loads them
                                   <-   loaded: the probe has verified them
 
-The trainer sends when every engine is ready or has failed. An engine that fails does not have the
+The offers follow one another, in the order of the addresses, each when the engine before is ready:
+two trainers that share engines then never wait for each other. The trainer sends when every engine
+is ready, or has failed. An engine that fails does not have the
 version; the trainer then writes it as files (`snapshot.py`) for all. A group serves as long as its
 members are the same processes and every push succeeds; after that the next push makes another one.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -54,11 +57,20 @@ class WeightPusher:
     """Pushes versions from one process of the trainer to engines. Use it from one thread."""
 
     def __init__(
-        self, replicas: Sequence[Replica], device: torch.device, *, shared: bool = False
+        self,
+        replicas: Sequence[Replica],
+        device: torch.device,
+        patience_seconds: float,
+        *,
+        shared: bool = False,
     ) -> None:
-        """`device`: of the weights. `shared`: the engines are on this GPU; the group is ipc."""
-        self._replicas = replicas
+        """`device`: of the weights. `patience_seconds`: in which all engines must be ready.
+
+        `shared`: the engines are on this GPU; the group is ipc.
+        """
+        self._replicas = sorted(replicas, key=lambda replica: replica.address)
         self.device = device
+        self._patience_seconds = patience_seconds
         self._shared = shared
         self._store: Store | None = None
         self._group: WeightGroup | None = None
@@ -75,18 +87,23 @@ class WeightPusher:
     def begin(self, offer: WeightsOffer) -> None:
         """Offer a version, wait until the engines are ready, and form the group if it is new.
 
-        An engine that cannot be reached, or that refuses, is left out; it is logged.
+        An engine that cannot be reached, that refuses, or that is not ready in time, is left out;
+        it is logged.
         """
         if self._shared:
             torch.cuda.empty_cache()  # for engines that wake
-        asked = [_Member(replica, offer) for replica in self._replicas]
-        self._members = [member for member in asked if member.wait_until_ready()]
+        self._members = []
+        end = time.monotonic() + self._patience_seconds
+        for replica in self._replicas:
+            member = _Member(replica, offer)
+            if member.wait_until_ready(max(1.0, end - time.monotonic())):
+                self._members.append(member)
         waiting = [member for member in self._members if not member.loaded]
         if not waiting:
             return
         try:
             self._seat(waiting)
-        except GroupBroken as error:
+        except (GroupBroken, OSError) as error:  # OSError: there is no way to the engine's machine
             self._break(error)
             return
         assert self._group is not None
@@ -163,7 +180,7 @@ class WeightPusher:
     def _buffers_on(self, backend: Backend) -> torch.device:
         return torch.device("cpu") if backend == "gloo" else self.device
 
-    def _break(self, error: GroupBroken) -> None:
+    def _break(self, error: Exception) -> None:
         log.warning("the weights are sent as files: %s", error)
         self._sender = None
         self._leave()  # first: the members get an error at once
@@ -199,9 +216,9 @@ class _Member:
         """Whether the engine has the version, or its call has not ended."""
         return self.loaded or (self._call is not None and self._call.is_active())
 
-    def wait_until_ready(self) -> bool:
+    def wait_until_ready(self, seconds: float) -> bool:
         """Return whether the engine may load the weights, or has them; wait for either."""
-        reply = self._next(None)
+        reply = self._next(seconds)
         if reply is None:
             return False
         self.loaded = reply.WhichOneof("reply") == "loaded"
@@ -224,19 +241,22 @@ class _Member:
             self._call.cancel()
         self._parts.put(None)
 
-    def _next(self, seconds: float | None) -> rollouts_pb2.PushReply | None:
-        """Return the next reply; None, and a message in the log, if the call has failed."""
+    def _next(self, seconds: float) -> rollouts_pb2.PushReply | None:
+        """Return the next reply; None, and a message in the log, if the call has failed.
+
+        The call is cancelled if there is none for so many seconds.
+        """
         if self._call is None:
             return None
-        timer = threading.Timer(seconds, self._call.cancel) if seconds else None
-        if timer:
-            timer.start()
+        timer = threading.Timer(seconds, self._call.cancel)
+        timer.start()
         try:
             return next(self._call, None)
         except grpc.RpcError as error:
-            log.warning("no push to the %s: %s", self._replica.name, self._replica.fault_of(error))
+            late = f"no answer for {seconds:.0f} s" if timer.finished.is_set() else None
+            fault = late or self._replica.fault_of(error)
+            log.warning("no push to the %s: %s", self._replica.name, fault)
             self.cancel()
             return None
         finally:
-            if timer:
-                timer.cancel()
+            timer.cancel()

@@ -42,7 +42,7 @@ class Trainer:
         self.client = EngineClient(addresses, rank=accelerator.process_index)
         self.pusher: Any = None
         if accelerator.is_main_process:
-            self.pusher = WeightPusher(self.client.replicas, torch.device("cpu"))
+            self.pusher = WeightPusher(self.client.replicas, torch.device("cpu"), 60.0)
         snapshots = Snapshots(
             accelerator,
             self.student,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,11 @@ import torch.distributed
 from protos.errors import WrongState
 from protos.rpc.failpoints import arm
 from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.engine_replica import Replica
 from student_trainer.rollout_client.order import Order, WeightsVersion
-from student_trainer.rollout_client.push.stream import WeightSpec, buckets
+from student_trainer.rollout_client.push.group import Store
+from student_trainer.rollout_client.push.pusher import _Member
+from student_trainer.rollout_client.push.stream import WeightsOffer, WeightSpec, buckets
 from tests.forks import Forks
 from tests.student_trainer.rollout_service.conftest import StartService
 from tests.student_trainer.rollout_service.in_process import in_process
@@ -87,6 +93,51 @@ def test_an_engine_that_was_replaced_is_in_the_next_group(
         assert_sampled(made.client, version, 2)
 
 
+def test_two_trainers_share_two_engines(
+    start_service: StartService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named in opposite orders. An engine with one offer lets the other one wait."""
+    one, two = (start_service().address for _ in range(2))
+    offered = Replica.push
+
+    def slowly(self: Replica, parts: Any) -> Any:
+        call = offered(self, parts)
+        time.sleep(0.3)  # so that both trainers have an offer out
+        return call
+
+    monkeypatch.setattr(Replica, "push", slowly)
+    with (
+        trainer(student(0), tmp_path / "a", [one, two]) as first,
+        trainer(student(0), tmp_path / "b", [two, one]) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        second.versions._snapshots._job = "another run"
+        pushes = [pool.submit(made.push, 1, student(1)) for made in (first, second)]
+        try:
+            assert all(push.result(60).pushed for push in pushes)
+        finally:
+            for made in (first, second):
+                made.pusher.close()
+
+
+def test_an_engine_is_not_ready_in_time(start_service: StartService, tmp_path: Path) -> None:
+    """Another trainer has offered weights and does not send them: this one writes files."""
+    address = start_service().address
+    with (
+        trainer(student(0), tmp_path / "a", [address]) as holder,
+        trainer(student(0), tmp_path / "b", [address]) as made,
+    ):
+        holder.versions._snapshots._job = "another run"
+        probe, dtype = holder.versions._snapshots.probe()
+        version = replace(holder.versions._snapshots.version(1), pushed=True)
+        specs = [WeightSpec.of(*one) for one in student(0).named_parameters()]
+        member = _Member(holder.client.replicas[0], WeightsOffer(version, dtype, specs, probe))
+        assert member.wait_until_ready(20)
+        made.pusher._patience_seconds = 1.0
+        assert not made.push(1, student(1)).pushed
+        member.cancel()
+
+
 def test_an_engine_that_missed_a_push_gets_files(
     start_service: StartService, tmp_path: Path
 ) -> None:
@@ -121,6 +172,11 @@ def test_an_engine_dies_in_a_push(
         made.client.info()  # waits until it can be reached
         assert_sampled(made.client, version, 2)
         assert made.push(3, student(3)).pushed
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_store_on_ipv6() -> None:
+    assert Store("::1").seat("gloo", 2).host == "::1"
 
 
 def push_twice(address: str, root: Path, failpoint: str) -> None:
