@@ -52,7 +52,8 @@ def holds_text(path: KeyPath) -> bool:
     found = (fields(kind).get(path) for kind in KINDS.values())
     kinds = [(info.annotation, *get_args(info.annotation)) for info in found if info]
     others = (bool, int, float)
-    return any(
+    tables = (fields(kind).get(path[:-1]) for kind in KINDS.values())
+    return any(info.annotation == dict[str, str] for info in tables if info) or any(
         str in one and not any(kind in others or get_origin(kind) in (list, tuple) for kind in one)
         for one in kinds
     )

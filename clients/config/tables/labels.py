@@ -12,20 +12,19 @@ _MOST_LABELS, _MOST_CHARS = 32, 200
 
 
 def _labels(value: Any) -> dict[str, str]:
-    """Return the labels; numbers become text, as --set makes them of digits."""
+    """Return the labels, which are texts: 1.10 as a number would be 1.1."""
     if not isinstance(value, dict):
         raise ValueError("must be a table of names and texts")
     if len(value) > _MOST_LABELS:
         raise ValueError(f"must have at most {_MOST_LABELS} labels")
-    found = {
-        name: str(text) if type(text) in (int, float) else text for name, text in value.items()
-    }
-    for name, text in found.items():
+    for name, text in value.items():
         if not re.fullmatch(_NAME, name):
             raise ValueError(f"{name!r} is no name of a label: up to 63 of A-Z a-z 0-9 . _ / -")
         if not isinstance(text, str) or not 0 < len(text) <= _MOST_CHARS:
-            raise ValueError(f"label {name!r} must be a text of 1 to {_MOST_CHARS} characters")
-    return found
+            raise ValueError(
+                f"label {name!r} must be a text of 1 to {_MOST_CHARS} characters, in quotes"
+            )
+    return dict(value)
 
 
 Labels = Annotated[

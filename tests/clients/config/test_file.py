@@ -192,11 +192,16 @@ def test_what_a_parser_takes_and_nobody_else(job_file: Write) -> None:
 def test_overrides_are_toml_values_or_bare_strings(job_file: Write) -> None:
     chosen = ("max_steps=7", "teacher.address=host:1", "track.tensorboard=false", "name=12",
               "train.learning_rate=3e-4", 'student.model="quoted"', "data.template=a=b",
-              "eval={every = 3}")  # fmt: skip
+              "eval={every = 3}", "labels.version=1.10", "labels.commit=12e4567",
+              "labels.day=2026-11-24")  # fmt: skip
     config = load_job(job_file(), chosen).config
     assert (config.max_steps, config.teacher.address, config.name) == (7, "host:1", "12")
     assert (config.track.tensorboard, config.train.learning_rate) == (False, 3e-4)
     assert (config.student.model, config.data.template, config.eval.every) == ("quoted", "a=b", 3)
+    assert config.labels == {"version": "1.10", "commit": "12e4567", "day": "2026-11-24"}
+    assert "label 'version' must be a text of 1 to 200 characters, in quotes" in complaint(
+        job_file("labels.version = 1.10\n")
+    )
 
 
 def test_overrides_are_named_as_such(job_file: Write) -> None:
