@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -26,9 +26,6 @@ from clients.jobs.job import TERMINAL, Job, JobState
 from clients.jobs.selection import CANCELLABLE, RESUMABLE
 from clients.jobs.view import duration, kl_of
 from protos.errors import DistillError, InvalidInput, Unavailable
-
-if TYPE_CHECKING:
-    pass
 
 # The column of the KL, or else of what the method has: the loss of sft, the accuracy of eval.
 KL_OR_LOSS = "kl/loss"

@@ -1,0 +1,46 @@
+"""Jobs chosen by owner and labels, at a server that does not know them yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from clients.jobs.selection import jobs_in
+from protos import distill_pb2 as pb
+from protos import distill_pb2_grpc
+from protos.errors import WrongState
+
+
+class Older(distill_pb2_grpc.DistillServicer):
+    """Lists all jobs, whatever the new fields of the request say."""
+
+    def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
+        state = request.state or pb.RUNNING
+        return pb.ListJobsResponse(jobs=[pb.Job(id="of-somebody-else", state=state)])
+
+
+@pytest.fixture
+def client() -> Iterator[DistillClient]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    distill_pb2_grpc.add_DistillServicer_to_server(Older(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with DistillClient(f"127.0.0.1:{port}") as made:
+        yield made
+    server.stop(None)
+
+
+@pytest.mark.parametrize("wanted", [{"mine": True}, {"labels": {"for": "paper"}}])
+def test_no_job_of_others_is_chosen(client: DistillClient, wanted: dict[str, Any]) -> None:
+    """Otherwise `distill cancel --mine` would cancel everybody's jobs."""
+    assert jobs_in(client, {JobState.RUNNING})
+    with pytest.raises(WrongState, match="without owners and labels"):
+        jobs_in(client, {JobState.RUNNING}, **wanted)
+    with pytest.raises(WrongState, match="without owners and labels"):
+        client.list(owner="ann")
