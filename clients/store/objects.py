@@ -28,6 +28,7 @@ PATIENCE_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _CHUNK_BYTES = 8 << 20
 _CONNECT_SECONDS, _REQUEST_SECONDS = 10, 60
+_READS = 3  # of a manifest that is damaged
 _CLAIM = "writer"  # the object that names the process that may write
 # Of the messages of pyarrow, which has no codes.
 _NO_BUCKET = ("NO_SUCH_BUCKET", "NoSuchBucket", "bucket does not exist")
@@ -74,7 +75,17 @@ class ObjectFolder:
             raise self._no_bucket()
 
     def manifest(self) -> Manifest | None:
-        """Return the manifest; None if there is no store. Raises as `read_manifest`."""
+        """Return the manifest; None if there is no store. Raises as `read_manifest`.
+
+        A read asks for the size first and then for the bytes. If a writer replaces the manifest in
+        between, the end is missing; another read then finds the whole.
+        """
+        for _ in range(_READS - 1):
+            with suppress(Corrupt):
+                return self._manifest()
+        return self._manifest()
+
+    def _manifest(self) -> Manifest | None:
         found = self.read(MANIFEST)
         return None if found is None else parse_manifest(found, self.name)
 

@@ -225,6 +225,26 @@ def test_the_later_of_two_writers_goes_on(server: S3Server, prefix: str, url: st
     later.write(MANIFEST, b"{}")
 
 
+def test_a_manifest_that_is_replaced_while_it_is_read(
+    stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader knows the size of the older one, and gets so many bytes of the newer one."""
+    folder, read, cut = ObjectFolder(stored), ObjectFolder.read, [40, 90]
+
+    def torn(self: ObjectFolder, name: str) -> bytes | None:
+        found = read(self, name)
+        assert found is not None
+        return found[: cut.pop()] if cut else found
+
+    monkeypatch.setattr(ObjectFolder, "read", torn)
+    found = folder.manifest()
+    assert found is not None
+    assert sum(shard.count for shard in found.shards) == 100
+    cut += [40] * 9
+    with pytest.raises(Corrupt, match="is damaged"):
+        folder.manifest()
+
+
 def test_two_captures_into_one_place(
     data: Path, words: Path, server: S3Server, prefix: str, url: str, tmp_path: Path
 ) -> None:
