@@ -52,10 +52,11 @@ def privileged_prompt(
         length = len(ids) + len(rollout.completion)
         if max_tokens is not None and length > max_tokens:
             raise InvalidInput(
-                f"with the context the {reader} would read {length} tokens, but it can read only"
-                f" {max_tokens}",
-                field=field,
-                hint="shorten the context, or lower method.max_new_tokens",
+                f"with {'the context' if context else 'its own prompt'} the {reader} would read"
+                f" {length} tokens, but it can read only {max_tokens}",
+                field=field if context else "method.max_prompt_tokens",
+                hint=("shorten the context" if context else "lower it")
+                + ", or lower method.max_new_tokens",
             )
         return ids
 

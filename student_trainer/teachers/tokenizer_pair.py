@@ -113,6 +113,13 @@ def _other(
     theirs = known_tokenizer(name, theirs_known_by, teacher.label, _FIELD)
     paired = _role_pair(config.teacher.roles, ours, theirs)
     if paired is not None:
+        if config.method.horizon != "word":
+            raise InvalidInput(
+                "has no effect: student and teacher differ in special tokens only, and the loss is"
+                " that of every token",
+                field="method.horizon",
+                hint="leave it out",
+            )
         return paired
     student, reader = (
         bytes_of(ours, "student", "student.model"),

@@ -98,6 +98,11 @@ def test_a_prompt_that_is_too_long_for_the_teacher() -> None:
     with pytest.raises(InvalidInput, match="the teacher would read 9 tokens") as caught:
         prompt(rollouts(1)[0])
     assert caught.value.field == "teacher.context"
+    words = tiny.tokenizer()
+    bare = teacher_prompt(tiny.job(NOWHERE), words, 3)
+    with pytest.raises(InvalidInput, match="with its own prompt the teacher would") as caught:
+        bare(rollouts(1)[0])
+    assert caught.value.field == "method.max_prompt_tokens"
 
 
 def test_the_arguments_of_the_teachers_template() -> None:
@@ -198,6 +203,14 @@ def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: boo
         set(head) & set(tail)
         for head, tail in zip(rows.head_ids.tolist(), rows.tail_sample_ids.tolist(), strict=True)
     )
+
+
+def test_a_horizon_beside_roles_is_refused(pair: tuple[Any, Any, Path]) -> None:
+    student, words, path = pair
+    job = tiny.job(NOWHERE, teacher__tokenizer="auto", method__horizon="answer")
+    with pytest.raises(InvalidInput, match="differ in special tokens only") as caught:
+        tokenizer_pair(job, connected(str(path), words), student)
+    assert caught.value.field == "method.horizon"
 
 
 def test_text_without_a_role_is_aligned(pair: tuple[Any, Any, Path], tmp_path: Path) -> None:
