@@ -27,12 +27,12 @@ from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState, StartedTeacher
-from clients.jobs.messages import event_of, teacher_of, values_of
+from clients.jobs.messages import event_of, require_wanted, teacher_of, values_of
 from clients.jobs.record import points_of
 from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
-from protos.errors import TimedOut, WrongState
+from protos.errors import TimedOut
 from protos.rpc.statuses import fault_of
 from protos.rpc.transport import MAX_PAGE_JOBS
 
@@ -208,7 +208,7 @@ class DistillClient:
                 labels=labels,
             )
             page = self._connection.call(self._stub.ListJobs, request).jobs
-            _require_wanted(page, owner, mine, labels or {})
+            require_wanted(page, owner, mine, labels or {})
             jobs += [_handle_of(self, job) for job in page]
             if len(page) < asked:
                 break
@@ -388,19 +388,6 @@ def _submission(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
     return pb.SubmitJobRequest(
         config_json=config.model_dump_json(), config_text=text, idempotency_key=key
     )
-
-
-def _require_wanted(
-    jobs: Sequence[pb.Job], owner: str, mine: bool, labels: Mapping[str, str]
-) -> None:
-    """Raise WrongState if a server has not chosen by owner or labels: it does not know them yet."""
-    for job in jobs:
-        owned = bool(job.owner) if mine else owner in ("", job.owner)
-        if not owned or not labels.items() <= dict(job.labels).items():
-            raise WrongState(
-                "this server is of a version without owners and labels of jobs",
-                hint="upgrade the server, or choose the jobs by their names",
-            )
 
 
 def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:

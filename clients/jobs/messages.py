@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clients.jobs.job import JobEvent, JobState, StartedTeacher
 from protos import distill_pb2 as pb
+from protos.errors import WrongState
 
 
 def values_of(job: pb.Job) -> dict[str, Any]:
@@ -55,3 +57,16 @@ def teacher_of(one: pb.StartedTeacher) -> StartedTeacher:
         *(tuple(one.gpus), one.since, one.attempt, one.reason, one.kept),
         *(one.queued_tokens, one.active_streams),
     )
+
+
+def require_wanted(
+    jobs: Sequence[pb.Job], owner: str, mine: bool, labels: Mapping[str, str]
+) -> None:
+    """Raise WrongState if a server has not chosen by owner or labels: it does not know them yet."""
+    for job in jobs:
+        owned = bool(job.owner) if mine else owner in ("", job.owner)
+        if not owned or not labels.items() <= dict(job.labels).items():
+            raise WrongState(
+                "this server is of a version without owners and labels of jobs",
+                hint="upgrade the server, or choose the jobs by their names",
+            )
