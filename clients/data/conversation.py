@@ -72,6 +72,11 @@ class Conversation:
         return replace(self, messages=(*messages, {"role": "user", "content": text}))
 
 
+def columns_named(context: str) -> Sequence[str]:
+    """Return the columns of the data that a context names, apart from {prompt} and {answer}."""
+    return [name for name in _COLUMN.findall(context) if name not in ("prompt", "answer")]
+
+
 def with_context(
     asked: Conversation, context: str, columns: Mapping[str, Any], field: str
 ) -> Conversation:

@@ -21,6 +21,7 @@ from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.data import DataConfig
 from clients.config.tables.reward import RewardConfig
+from clients.data.conversation import columns_named
 from clients.data.images import image_file
 from clients.data.object_urls import is_object_url
 from clients.data.records import FILE_SUFFIXES, images_of, record_in, weight_of
@@ -73,7 +74,7 @@ def data_files(config: AnyJob) -> Iterator[Expected]:
     """Yield the data files and hub data sets that the job's program will read."""
     match config:
         case CaptureJob():
-            yield _captured(config.data)
+            yield _captured(config)
         case OfflineJob():
             if config.eval.metric != "none" and config.data.eval_prompts is not None:
                 path = config.data.eval_prompts
@@ -116,12 +117,16 @@ def check_file(expected: Expected) -> None:
                 f"{expected.path} has no column {column!r}; the data has the"
                 f" column{'s' * (len(found) > 1)} {', '.join(found)}",
                 field=key,
-                hint=f"rename a column to {column!r}"
-                if key == expected.field
-                else f"set {key} to one of them",
+                hint=_remedy(key, column, expected.field),
             )
     if expected.check is not None:
         expected.check(records)
+
+
+def _remedy(key: str, column: str, file: str) -> str:
+    if key.endswith(".context"):
+        return "name one of them in it"
+    return f"rename a column to {column!r}" if key == file else f"set {key} to one of them"
 
 
 def expected_prompts(
@@ -212,6 +217,10 @@ def _prompts(job: OnPolicyJob | RLJob | SFTJob, data: DataConfig) -> Iterator[Ex
     learned = isinstance(job, SFTJob)
     taught = isinstance(job, OnPolicyJob) and bool(job.teachers)
     teacher: Columns = (("data.teacher_column", data.teacher_column),) if taught else ()
+    if isinstance(job, OnPolicyJob):
+        teacher += _of_context("teacher.context", job.teacher.context)
+    elif isinstance(job, RLJob):
+        teacher += _of_context("anchor.context", job.anchor.context)
     weight: Columns = ()
     if data.weight_column is not None:
         weight = (("data.weight_column", data.weight_column),)
@@ -230,12 +239,17 @@ def _prompts(job: OnPolicyJob | RLJob | SFTJob, data: DataConfig) -> Iterator[Ex
         )
 
 
-def _captured(data: CaptureData) -> Expected:
+def _of_context(key: str, context: str | None) -> Columns:
+    return tuple((key, column) for column in columns_named(context or ""))
+
+
+def _captured(job: CaptureJob) -> Expected:
+    data, more = job.data, _of_context("teacher.context", job.teacher.context)
     text = (("data.text_column", data.text_column),)
     if data.form == "text":
-        return Expected("data.path", data.path, text)
+        return Expected("data.path", data.path, text + more)
     # What is scored is chosen as what a fine-tuning job learns.
-    return expected_prompts("data.path", data.path, data, answers=True, learned=True)
+    return expected_prompts("data.path", data.path, data, answers=True, learned=True, more=more)
 
 
 def _unknown_format(expected: Expected) -> InvalidInput:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from clients.cli.settings import settings_of
+from protos.errors import InvalidInput
 
 _TOKEN_BYTES = 32
 
@@ -42,6 +43,11 @@ def token(
     given = {"owner": owner or None, "jobs": jobs, "gpus": gpus}
     terms = {key: value for key, value in given.items() if value is not None}
     words = [f"{key}={value}" for key, value in terms.items()]
-    read_terms(words, "the line")
+    if terms and not owner:
+        raise InvalidInput("missing", field="--owner", hint="a quota is that of an owner")
+    try:
+        read_terms(words, "the line")
+    except InvalidInput as error:  # the numbers are numbers
+        raise InvalidInput(f"{owner!r} is no name", field="--owner", hint=error.hint) from error
     line = " ".join([role.value, made, *words])
     settings_of(context).output.result({"role": role.value, "token": made, **terms}, line)

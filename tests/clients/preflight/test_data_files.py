@@ -119,6 +119,22 @@ REFUSED = {
         PROMPTS,
         changes={"teachers": {"a": "x:1", "b": "y:1"}, "teacher": None},
     ),
+    "context": Case(
+        "teacher.context: d.jsonl has no column 'solution'; the data has the columns prompt,"
+        " answer; name one of them in it",
+        PROMPTS,
+        changes={"teacher": {"address": "x:1", "context": "{answer}, by {solution}"}},
+    ),
+    "context of an anchor": Case(
+        "anchor.context: d.jsonl has no column 'proof'",
+        PROMPTS,
+        changes=RL | {"method": {"type": "rl", "beta": 0.1}, "anchor": {"context": "{proof}"}},
+    ),
+    "captured context": Case(
+        "teacher.context: d.jsonl has no column 'proof'",
+        PROMPTS,
+        changes=CAPTURE | {"teacher": {"address": "x:1", "context": "{proof}"}},
+    ),
     "held-out data": Case(
         "data.prompt_column: d.jsonl has no column 'prompt'",
         changes={"data": {"path": "some/data", "eval_path": "d.jsonl"}},
