@@ -20,6 +20,7 @@ from clients.runs.placed_services import PlacedAddress
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import DistillError, Overloaded, Unavailable
 from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel, open_cluster_channel
+from protos.rpc.failpoints import failpoint
 from protos.rpc.statuses import TLS_HINT, fault_of
 from protos.rpc.transport import STREAM_OPEN
 from student_trainer.rollout_client.order import LACKS_PUSHED, Order, WeightsVersion
@@ -247,6 +248,7 @@ class PartRequest:
     def _send(self, replica: Replica) -> DistillError | None:
         """Send the part to a replica; return the error, or None once it is complete."""
         began = time.monotonic()
+        failpoint("order-due")
         try:
             self._call = call = replica.sample(self._messages)
         except Unavailable as fault:  # it is placed nowhere

@@ -119,6 +119,7 @@ class RolloutsAhead:
         ahead = range(step, min(step + self._lag, self._last_step) + 1)
         new = [later for later in ahead if later not in self._orders]
         if new:
+            self._end_earlier_orders(step - 1)
             weights = self._newest = self._snapshots.push(step - 1)
             self._make_room()
             raise_on_all_ranks(
@@ -157,6 +158,7 @@ class RolloutsAhead:
 
         `anchor`: they are those of the anchor, which is in the student's place.
         """
+        self._end_earlier_orders(step)
         self._snapshots.write(step, anchor=anchor)
         self._make_room()
 
@@ -176,12 +178,23 @@ class RolloutsAhead:
         count = sum(tokens for _, tokens in behind)
         return {"rollout/lag": torch.tensor([total, count], dtype=torch.float64)}
 
-    def _keep_weights(self, running: _Running, number: int) -> None:
-        """Collective. Wait for an order of pushed weights.
+    def _end_earlier_orders(self, number: int) -> None:
+        """Collective. With `drain`, wait for all orders before the engines load other weights.
 
-        If no engine has them any more, write the current ones, version `number`, for its rest.
+        An engine itself waits for the orders that it has. One that is still on its way, or whose
+        next turn is, would find its pushed weights gone. `number`: of the current weights.
         """
-        while self._newest.pushed:
+        for running in self._orders.values():
+            if self._newest.in_flight == "drain":
+                self._keep_weights(running, number)
+
+    def _keep_weights(self, running: _Running, number: int) -> None:
+        """Collective. Wait for an order, unless all versions are files.
+
+        If no engine has its weights any more, write the current ones, version `number`, for its
+        rest.
+        """
+        while self._client.pushed.newest is not None:
             wait([running.done], _LOOK)
             if not largest(self._accelerator, int(not running.done.done())):
                 return

@@ -49,6 +49,17 @@ def test_a_job_that_pushes_has_the_bits_of_one_with_files(
     assert_same(run, files)
 
 
+def test_a_push_waits_for_the_orders_before_it(
+    material: Material, teacher: str, files: RunDirectory, tmp_path: Path
+) -> None:
+    """Each order takes longer to its engine than a step does."""
+    run = new_run(tmp_path / "run", job(material, teacher, "broadcast"))
+    with trainer(run, failpoint="order-due:sleep:1") as process:
+        assert process.wait() == 0, process.log
+    assert "is not loaded here" not in process.log
+    assert_same(run, files)
+
+
 def test_processes_that_share_the_weights_push_them(material: Material, tmp_path: Path) -> None:
     """FSDP2: the first process gathers each layer with the others, and sends it."""
     from tests.student_trainer.tiny import rl_job
