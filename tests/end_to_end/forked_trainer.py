@@ -78,6 +78,15 @@ def attempt(
     return Forked(run, number, dying=dying, failpoint=failpoint).wait_for_all()
 
 
+def killed_after_checkpoint(run: RunDirectory, count: int = 1) -> None:
+    """Train until the checkpoint number `count` has its name, which kills the main process.
+
+    A test that waits for the checkpoint and kills would meet a trainer that has ended.
+    """
+    with trainer(run, failpoint=f"checkpoint-renamed:kill:{count}") as process:
+        assert process.wait() == -signal.SIGKILL, process.log
+
+
 def finish(run: RunDirectory, attempt: int = 1, *, launched: bool = False) -> RunDirectory:
     """Train to the end, undisturbed, without a warning."""
     with trainer(run, attempt, launched=launched) as process:

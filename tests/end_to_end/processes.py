@@ -61,14 +61,6 @@ class Attempt(ABC):
             assert time.monotonic() < deadline, self.log
             time.sleep(0.002)
 
-    def wait_for_checkpoint(self, step: int) -> None:
-        """Until the checkpoint of `step` is there, which is written while training goes on."""
-        deadline = time.monotonic() + 60
-        while step not in self.run.checkpoint_steps():
-            assert self.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.002)
-
     @property
     def log(self) -> str:
         return self.run.log_file(self.number).read_text()

@@ -12,7 +12,7 @@ import pytest
 
 from clients.runs.directory import RunDirectory
 from tests.end_to_end.forked_teacher import ForkedTeacher
-from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
@@ -103,9 +103,7 @@ def test_a_killed_run_goes_on(pair: Material, address: str, tmp_path: Path) -> N
 
     config = job(pair, address, **CHANGES | {"max_steps": 4, "checkpoint__every": 1})
     run = new_run(tmp_path / "killed", config)
-    with trainer(run, 1) as process:
-        process.wait_for_checkpoint(2)
-        process.kill()
+    killed_after_checkpoint(run, 2)
     finish(run, 2)
     assert weights(run) == weights(finish(new_run(tmp_path / "whole", config)))
 

@@ -15,7 +15,7 @@ from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode
 from tests.end_to_end.conftest import Once
-from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint, trainer
 from tests.end_to_end.processes import MakeServer, metrics_of, new_run, weights
 from tests.end_to_end.test_two_processes import assert_close
 from tests.teacher_service.capture.material import capture_here
@@ -212,9 +212,7 @@ def test_mixed_with_answers_of_an_engine(
         there = finish(new_run(tmp_path / "there", job_of(material, store, **engine)))
         expected = finish(new_run(tmp_path / "expected", lagging))
         run = new_run(tmp_path / "run", lagging)
-        with trainer(run) as process:
-            process.wait_for_checkpoint(4)
-            process.kill()
+        killed_after_checkpoint(run)
         finish(run, 2)
     finally:
         service.close()

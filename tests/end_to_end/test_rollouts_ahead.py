@@ -16,7 +16,7 @@ import pytest
 from clients.runs.directory import Control, RunDirectory
 from student_trainer.rollout_client import stopped_job
 from student_trainer.rollout_client.stored_sequences import read
-from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint, trainer
 from tests.end_to_end.processes import Launched, metrics_of, new_run, weights
 
 if TYPE_CHECKING:
@@ -240,9 +240,7 @@ def test_two_processes_and_reinforcement(material: Material, tmp_path: Path) -> 
     changes: dict[str, Any] = {"rollouts__lag": 1, "train__processes": 2, "max_steps": 6}
     expected = finish(new_run(tmp_path / "expected", rl_job(material, **changes)))
     run = new_run(tmp_path / "run", rl_job(material, **changes))
-    with trainer(run) as process:
-        process.wait_for_checkpoint(4)
-        process.kill()
+    killed_after_checkpoint(run)
     finish(run, 2)
     assert_same(run, expected)
     assert [line["rollout/lag"] for line in metrics_of(run)[1:]] == [0, 1, 1, 1, 1, 1]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 from tests.end_to_end.test_rollouts_ahead import assert_same, curve_of, without_lag
 
@@ -47,9 +47,7 @@ def test_killed_trainers_resume_to_the_same_bits(material: Material, tmp_path: P
     expected = finish(new_run(tmp_path / "expected", config))
     assert [line["rollout/lag"] for line in metrics_of(expected)[1:]] == [0, 1, 2, 2, 2]
     run = new_run(tmp_path / "run", config)
-    with trainer(run) as process:
-        process.wait_for_checkpoint(2)
-        process.kill()
+    killed_after_checkpoint(run, 2)
     with trainer(run, 2, failpoint="snapshot-weights-written:kill:2") as process:
         assert process.wait() == -signal.SIGKILL, process.log
     finish(run, 3)

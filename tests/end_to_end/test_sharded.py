@@ -10,7 +10,7 @@ import pytest
 
 from clients.runs.directory import RunDirectory, replace_file
 from tests.end_to_end.conftest import Once
-from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint
 from tests.end_to_end.processes import metrics_of, new_run, weights
 from tests.end_to_end.test_two_processes import assert_close
 
@@ -56,10 +56,8 @@ def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
 
 
 def killed(run: RunDirectory) -> RunDirectory:
-    """Killed once it has the checkpoint of step 4."""
-    with trainer(run, 1) as process:
-        process.wait_for_checkpoint(4)
-        process.kill()
+    """Killed once it has the checkpoint of step 4, its first."""
+    killed_after_checkpoint(run)
     return run
 
 
