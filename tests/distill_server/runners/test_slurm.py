@@ -464,7 +464,7 @@ def test_a_preempted_job_resumes_to_the_same_bits(
 
     sharding = "fsdp2" if processes > 1 else "none"
     several = {"train__processes": processes, "train__sharding": sharding}
-    config = job(material, teacher, max_steps=12, **several)
+    config = job(material, teacher, max_steps=100, **several)
     server = SlurmServer(tmp_path / "runs", 1)
     server.start()
     try:
