@@ -129,7 +129,7 @@ def row(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> s
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    """Return the table of docs/deployment.md: the range of relative errors by kind of case."""
+    """Return the table of docs/training.md: the range of relative errors by kind of case."""
     kinds: dict[str, list[Mapping[str, Mapping[str, int]]]] = {}
     for name, one in found.items():
         _, dtype, processes, _, _, *rest = name.split()

@@ -2,7 +2,7 @@
 
 A process holds weights, optimizer state and anchor all the time. Beside them, each stage of a step
 needs memory of its own: sampling, scoring, learning, the optimizer. The peak is that of the stage
-that needs most. `docs/deployment.md` explains each line, `benchmarks/memory_plan.py` measures them.
+that needs most. `docs/training.md` explains each line, `benchmarks/memory_plan.py` measures them.
 
 Left out: loading, memory outside PyTorch (CUDA context, NCCL: about 1 GiB), and fragmentation.
 """

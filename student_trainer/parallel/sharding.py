@@ -142,7 +142,7 @@ class Sharded:
     Training computes the same as with Replicated. The weights of a layer are gathered for its
     forward and its backward pass; those of its linear modules in bfloat16, if the student computes
     in bfloat16. Gradients are added up over processes after each backward pass, so that no process
-    holds more than its shard of them and those of one layer. `docs/deployment.md` has the memory of
+    holds more than its shard of them and those of one layer. `docs/training.md` has the memory of
     a process.
 
     Sampling runs every layer once per token, so `gathered()` instead gathers all weights once, into

@@ -1,4 +1,4 @@
-"""The commands of docs/deployment.md are jobs, with the numbers that it claims."""
+"""The commands of docs/training.md are jobs, with the numbers that it claims."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clients.config.rl import RLJob
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     shlex.split(line)
-    for line in (ROOT / "docs" / "deployment.md").read_text().splitlines()
+    for line in (ROOT / "docs" / "training.md").read_text().splitlines()
     if line.startswith("distill run deploy/")
 ]
 
@@ -57,11 +57,10 @@ def test_search_is_the_papers() -> None:
 
 @pytest.mark.parametrize("name", ["rl_maths_8gpu.toml", "rl_search_8gpu.toml"])
 def test_eight_gpus_are_used(name: str) -> None:
-    """In mathematics half of them sample, by an engine; an engine knows no search."""
+    """Half of them sample, by engines of vLLM."""
     for job in jobs(name):
         assert (gpus_of(job), job.train.sharding) == (8, "fsdp2")
-        assert job.rollouts.gpus == (4 if job.environment is None else 0)
-        assert not job.rollouts.gpus or (job.rollouts.engine, job.rollouts.lag) == ("vllm", 1)
+        assert (job.rollouts.gpus, job.rollouts.engine, job.rollouts.lag) == (4, "vllm", 1)
         assert (job.train.learning_rate, job.method.beta) == (1e-6, 0.001)
 
 
@@ -76,7 +75,7 @@ R1_QWEN_1_5B = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
-PAGE = (ROOT / "docs" / "deployment.md").read_text()
+PAGE = (ROOT / "docs" / "training.md").read_text()
 
 
 def test_the_plan_of_the_page_is_that_of_the_command(

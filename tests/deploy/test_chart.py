@@ -206,11 +206,11 @@ def test_a_policy_lets_nobody_else_in() -> None:
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """docs/deployment.md, without a cluster: `create` only prints, and so does `template`."""
+    """docs/kubernetes.md, without a cluster: `create` only prints, and so does `template`."""
     for needed in ("kubectl", "helm"):
         tool(needed)
-    (secrets,) = blocks("docs/deployment.md", "secrets")
-    chart, ray = blocks("docs/deployment.md", "kubernetes")
+    (secrets,) = blocks("docs/containers.md", "secrets")
+    chart, ray = blocks("docs/kubernetes.md", "kubernetes")
     for path in (CHART, KUBERAY.parent):
         shutil.copytree(path, tmp_path / path.relative_to(DEPLOY.parent))
     places = f"{DEPLOY.parent / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"

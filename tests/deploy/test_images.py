@@ -97,14 +97,14 @@ def test_only_the_server_has_no_torch(container: Container) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Models, data and the secrets of docs/deployment.md, as compose mounts them."""
+    """Models, data and the secrets of docs/containers.md, as compose mounts them."""
     from tests.student_trainer.tiny import save_material
 
     tmp_path.chmod(0o755)
     save_material(tmp_path / "models")
     subprocess.run(["chmod", "--recursive", "a+rX", str(tmp_path / "models")], check=True)
     (tmp_path / "deploy").mkdir()
-    (commands,) = blocks("docs/deployment.md", "secrets")
+    (commands,) = blocks("docs/containers.md", "secrets")
     subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands.body], cwd=tmp_path, check=True, text=True
     )

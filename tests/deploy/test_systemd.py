@@ -1,4 +1,4 @@
-"""The units of deploy/systemd, installed with the commands of docs/deployment.md and booted."""
+"""The units of deploy/systemd, installed with the commands of docs/one-machine.md and booted."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def serving(machine: Booted, port: int) -> None:
 
 
 def test_jobs_outlive_the_server_and_servers_come_back(machine: Booted) -> None:
-    (install,) = blocks("docs/deployment.md", "systemd")
+    (install,) = blocks("docs/one-machine.md", "systemd")
     machine.run(f"cd /src; {install.body}")
     serving(machine, 50051)
     serving(machine, 50052)

@@ -104,6 +104,50 @@ def test_the_readme_beyond_this_machine(
             process.kill()
 
 
+def test_the_server_of_the_ray_page(certificates: Certificates, tmp_path: Path) -> None:
+    """Its tokens, and its command with other paths and ports, without the cluster."""
+    for name in ("server.pem", "server.key", "ca.pem"):
+        shutil.copy(certificates.path / name, tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    (tokens,) = blocks("docs/ray.md", "ray-tokens")
+    (slurm_tokens,) = blocks("docs/slurm.md", "slurm-tokens")
+    assert set(slurm_tokens.commands) < set(tokens.commands)
+    (start,) = blocks("docs/ray.md", "ray-server")
+    command = start.body.replace("/shared/runs", "runs").replace("/var/lib/distill/", "")
+    command = re.sub(r"(--dashboard|--metrics-port) \d+", r"\1 0", command)
+    command = command.replace("--ray http://127.0.0.1:8265", "")  # the extra [ray] is not here
+    command = command.replace("--host 0.0.0.0", "--host 0.0.0.0 --port 0")
+    command = command.replace(".venv/bin/distill-server", "exec .venv/bin/distill-server")
+    with subprocess.Popen(
+        ["bash", "-euc", f"{tokens.body}\n{command}"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line, dashboard = process.stdout.readline(), process.stdout.readline()
+            assert line.startswith("server listening on https://0.0.0.0:"), line
+            assert "https://0.0.0.0:" in dashboard, dashboard
+            port = line.strip().rpartition(":")[2]
+            token = (tmp_path / "server-tokens").read_text().split()[1]
+            variables = {"DISTILL_TOKEN": token, "DISTILL_TLS_CA": "ca.pem"}
+            for known in (variables, {"DISTILL_TLS_CA": "ca.pem"}):
+                done = subprocess.run(
+                    [".venv/bin/distill", "--server", f"https://localhost:{port}", "ls"],
+                    cwd=tmp_path,
+                    capture_output=True,
+                    text=True,
+                    env=environment() | known,
+                )
+                assert (done.returncode == 0) is (known is variables), done.stdout + done.stderr
+        finally:
+            process.kill()
+
+
 def test_secrets_are_not_committed() -> None:
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

@@ -506,8 +506,8 @@ def test_the_server_of_the_documents(
     """Its command, with other paths, an address of its own, and a job that it runs."""
     from tests.student_trainer.tiny import job
 
-    (block,) = blocks("docs/operations.md", "slurm")
-    (line,) = block.commands
+    (block,) = blocks("docs/slurm.md", "slurm")
+    _, line = block.commands  # the first one is for a teacher with TLS
     program, *words = shlex.split(line)
     assert program == ".venv/bin/distill-server"
     changed = {"/shared/runs": "runs", "/var/lib/distill/server.sqlite": "server.sqlite"}
@@ -538,7 +538,7 @@ def test_the_script_of_the_documents(
     """Cancelled and submitted again, to the bits of an undisturbed run; then it does nothing."""
     from tests.student_trainer.tiny import curve, job
 
-    (block,) = blocks("docs/operations.md", "slurm-script")
+    (block,) = blocks("docs/slurm.md", "slurm-script")
     command, script, file, directory = shlex.split(block.commands[0])
     assert (command, file, directory) == ("sbatch", "job.toml", "/shared/runs/my-run")
     config = job(material, teacher, max_steps=60)
