@@ -64,11 +64,23 @@ def main() -> int:
         with run.held() if is_main_process() else nullcontext():
             return run_to_verdict(
                 progress,
-                lambda: _attempt(run, config, progress, options.attempt, options.from_step),
+                lambda: _guarded(run, config, progress, options.attempt, options.from_step),
             )
     except WrongState as error:  # another trainer owns the run: do not write its status
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _guarded(
+    run: RunDirectory,
+    config: AnyTraining,
+    progress: Progress,
+    attempt: int,
+    from_step: int | None,
+) -> Verdict:
+    from student_trainer.parallel.other_processes import or_die_with_group
+
+    return or_die_with_group(lambda: _attempt(run, config, progress, attempt, from_step))
 
 
 def _attempt(

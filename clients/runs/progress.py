@@ -17,6 +17,10 @@ from protos.errors import DistillError, ExitCode, Unavailable
 _SECONDS_BETWEEN_WRITES = 0.5
 
 
+class AttemptDied(Exception):
+    """The attempt ends without a verdict, and the next one may go on: a process of it is lost."""
+
+
 class Progress:
     """The program's side of status.json and control.json.
 
@@ -76,6 +80,13 @@ class Progress:
             self._main = first
         self._write(dataclasses.replace(self._status, verdict=verdict, reason=reason, error=error))
 
+    def die(self, reason: str) -> None:
+        """Write why this attempt ends without a verdict, unless another process wrote one."""
+        told = self._run.read_status()
+        if told is None or (told.attempt, told.verdict) == (self._status.attempt, "running"):
+            self._main = True  # the main process may be the lost one
+            self._write(dataclasses.replace(self._status, reason=reason))
+
     def stop_wanted(self) -> str:
         """Return "" to continue, "checkpoint" to stop after a checkpoint, or "now" to stop at once.
 
@@ -107,13 +118,18 @@ def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
     """Run an attempt, write its verdict, and return the exit code of the program.
 
     A DistillError yields its own exit code, and so does a disk that is full or does not answer: it
-    counts as Unavailable. Any other exception is logged and yields JOB_FAILED.
+    counts as Unavailable. AttemptDied leaves no verdict, as if this process had been killed. Any
+    other exception is logged and yields JOB_FAILED.
     """
     try:
         verdict = attempt()
         progress.end(verdict)
     except DistillError as error:
         return _fail(progress, error)
+    except AttemptDied as error:
+        logging.exception("the attempt died")
+        progress.die(str(error))
+        return ExitCode.JOB_FAILED
     except Exception as error:
         if isinstance(error, OSError) and _is_of_a_disk(error):
             logging.exception("the disk failed")

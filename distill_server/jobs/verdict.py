@@ -64,7 +64,7 @@ def verdict_of(
         reason = "the trainer could not write its verdict; see its log"
         died = Died(reason, blameless=True, waits_for="disk")
     else:
-        died = Died(_death(outcome, step), blameless=lost)
+        died = Died(reason or _death(outcome, step), blameless=lost)
     return Ended(JobState.CANCELLED, f"cancelled; {died.reason}") if cancelling else died
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 MAX_MESSAGE_BYTES = 4 << 20
 # Largest request of rows: a longer one than MAX_MESSAGE_BYTES is sent in several messages. At
@@ -72,3 +73,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine on the interface that leads to `host`. Sends nothing.
+
+    Raises OSError if no interface does.
+    """
+    family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return str(probe.getsockname()[0])

@@ -18,6 +18,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from protos.errors import DistillError, error_of
+from student_trainer.parallel.other_processes import select_interface
 
 _ERROR_BYTES = 4096  # of an error, sent to the other processes
 Found = TypeVar("Found")
@@ -32,6 +33,7 @@ def make_accelerator(limit: timedelta, *, cpu_offload: bool = False) -> Accelera
     a group of one, which FSDP2 needs.
     """
     torch.backends.cuda.matmul.allow_tf32 = True
+    select_interface()
     timeout = InitProcessGroupKwargs(timeout=limit)
     cuda = torch.cuda.is_available()
     if cpu_offload and not torch.distributed.is_initialized():

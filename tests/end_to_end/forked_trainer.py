@@ -56,6 +56,13 @@ class Forked(Attempt):
         """Exit codes of its processes; None of those that had to be killed."""
         return self._forks.wait(120)
 
+    def wait_for_survivor(self, rank: int) -> int:
+        """Exit code of one process, which nobody kills when another one dies."""
+        process = self._forks.processes[rank]
+        process.join(60)
+        assert process.exitcode is not None, self.log
+        return process.exitcode
+
     def kill(self) -> None:
         self._forks.kill()
 

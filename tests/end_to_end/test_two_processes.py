@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from clients.jobs.job import JobState
 from clients.runs.directory import Control, RunDirectory
+from distill_server.jobs.verdict import Died, verdict_of
+from distill_server.runners.interface import Exited
 from tests.end_to_end.conftest import Once
-from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.forked_trainer import Forked, finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
@@ -90,5 +93,26 @@ def test_two_processes_stopped_killed_and_resumed(
         process.wait_for_step(status.step + 1)
         process.kill()
     finish(run, 3)
+    assert curve(metrics_of(run)) == curve(metrics_of(pair))
+    assert weights(run) == weights(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_costs_an_attempt_not_the_job(
+    rank: int, material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
+) -> None:
+    """The others notice before the launcher does, and must not judge the job by that."""
+    from tests.student_trainer.tiny import curve, job
+
+    run = new_run(tmp_path / "run", job(material, teacher, **PAIR))
+    with trainer(run, dying=rank, failpoint="step-done:kill:5") as process:
+        assert isinstance(process, Forked)
+        code = process.wait_for_survivor(1 - rank)
+    ended = verdict_of(JobState.RUNNING, 5, run.read_status(), Exited(code))
+    assert isinstance(ended, Died), ended
+    assert not ended.blameless
+    assert "another process of the trainer is lost" in ended.reason
+    finish(run, 2)
     assert curve(metrics_of(run)) == curve(metrics_of(pair))
     assert weights(run) == weights(pair)

@@ -26,6 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.distributed_c10d import BroadcastOptions
 
+from protos.rpc.transport import address_towards
 from student_trainer.rollout_client.push.shared_bucket import SharedBucket
 
 Backend = Literal["gloo", "nccl", "ipc"]
@@ -218,11 +219,3 @@ class WeightGroup:
     def _register(self, kind: ProcessGroup.BackendType, device: str, backend: Any) -> None:
         self._group._set_default_backend(kind)
         self._group._register_backend(torch.device(device), kind, backend)
-
-
-def address_towards(host: str) -> str:
-    """Return the address of this machine on the interface that leads to `host`. Sends nothing."""
-    family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))
-        return str(probe.getsockname()[0])

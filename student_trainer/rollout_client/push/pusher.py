@@ -32,7 +32,7 @@ from torch import Tensor
 from protos import rollouts_pb2
 from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
-from protos.rpc.transport import is_loopback
+from protos.rpc.transport import address_towards, is_loopback
 from student_trainer.rollout_client.engine_replica import Replica
 from student_trainer.rollout_client.push.group import (
     Backend,
@@ -40,7 +40,6 @@ from student_trainer.rollout_client.push.group import (
     Seat,
     Store,
     WeightGroup,
-    address_towards,
 )
 from student_trainer.rollout_client.push.shared_bucket import SharedBucket
 from student_trainer.rollout_client.push.stream import WeightSender, WeightsOffer

@@ -1,0 +1,93 @@
+"""Processes on several machines find each other, and tell a lost one from an error of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from clients.runs.progress import AttemptDied
+from student_trainer.parallel.other_processes import or_die_with_group, select_interface
+from tests.namespaces import namespace
+from tests.ports import free_ports
+
+ROOT = Path(__file__).parents[3]
+# As both machines resolve their own name to their loopback, gloo alone would announce that.
+PROGRAM = """
+from datetime import timedelta
+from student_trainer.parallel.collectives import largest, make_accelerator
+accelerator = make_accelerator(timedelta(seconds=30))
+print(largest(accelerator, 5 + accelerator.process_index))
+"""
+
+
+@pytest.mark.slow
+def test_two_machines_meet() -> None:
+    (port,) = free_ports(1)
+    with namespace() as there:
+        processes = []
+        for rank, prefix in enumerate([[], there.command()]):
+            places = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+            group = {"MASTER_ADDR": there.here, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            environment = {name: str(value) for name, value in (places | group).items()}
+            processes.append(
+                subprocess.Popen(
+                    [*prefix, sys.executable, "-c", PROGRAM],
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=os.environ | environment,
+                )
+            )
+        try:
+            for process in processes:
+                said, errors = process.communicate(timeout=120)
+                assert said == "6\n", errors
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait(20)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "GLOO_SOCKET_IFNAME": "chosen",
+        },
+    ],
+)
+def test_one_machine_and_a_chosen_interface_stay(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    select_interface()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == given.get("GLOO_SOCKET_IFNAME")
+
+
+def failing(error: Exception) -> None:
+    raise error
+
+
+def test_only_a_lost_process_is_no_verdict() -> None:
+    for lost in (
+        DistNetworkError("the client socket has failed"),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error"),
+    ):
+        with pytest.raises(AttemptDied, match="another process of the trainer is lost"):
+            or_die_with_group(lambda lost=lost: failing(lost))  # type: ignore[misc]
+    with pytest.raises(RuntimeError, match="shapes"):
+        or_die_with_group(lambda: failing(RuntimeError("shapes differ")))
