@@ -165,8 +165,14 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
 def test_verdicts(
     state: JobState, verdict: str | None, outcome: Exited | Lost, expected: object
 ) -> None:
-    status = Status(1, verdict, reason="said so") if verdict else None  # type: ignore[arg-type]
+    reason = "" if verdict == "running" else "said so"
+    status = Status(1, verdict, reason=reason) if verdict else None  # type: ignore[arg-type]
     assert verdict_of(state, 37, status, outcome) == expected
+
+
+def test_an_attempt_that_died_may_say_why() -> None:
+    status = Status(1, "running", reason="another process of the trainer is lost: Read error")
+    assert verdict_of(RUNNING, 37, status, Exited(1)) == Died(status.reason, blameless=False)
 
 
 @pytest.mark.parametrize("error", ["Unavailable", "Overloaded", "TimedOut"])
