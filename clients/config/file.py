@@ -247,13 +247,20 @@ def _validated(draft: _Draft) -> AnyJob | None:
         return None
     kind = kind_of(draft.values)
     try:
-        return kind.model_validate_json(document, strict=True)
+        config = kind.model_validate_json(document, strict=True)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             for path, message in describe(detail, kind):
                 parts = (draft.source(path), ".".join(path), message)
                 draft.problems.append(": ".join(filter(None, parts)))
         return None
+    for key, name in _named(config):
+        is_file = key != "environment.retriever"  # or the address of a server
+        if is_file and "://" in name and not is_object_url(name):
+            where = draft.source(tuple(key.split(".")))
+            message = f"a URL begins with s3:// or gs:// (got {name!r})"
+            draft.problems.append(": ".join(filter(None, (where, key, message))))
+    return config
 
 
 def _rendered(name: str, problems: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,11 +60,13 @@ class LocalFiles:
 def local_files(job: AnyJob) -> list[LocalFiles]:
     """Return what a job names and what exists on this machine; hub ids and other paths are left.
 
-    Raises InvalidInput, naming the key, if something of it cannot be sent.
+    Raises InvalidInput, naming the key, if something of it cannot be sent, and for a relative path
+    of a file that does not exist: a server has other working directories.
     """
     found = []
     for key, name in named_files(job):
         if not Path(name).exists():
+            _refuse_missing(key, name)
             continue
         if key == "reward.file":
             raise InvalidInput(
@@ -75,6 +78,15 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
         # Not resolved: the name may be a link, as in a cache of the hub.
         found.append(_listed(key, Path(os.path.abspath(name))))
     return found
+
+
+def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
+    """Return (key, path, name of a similar file here or "") of each path that is not here."""
+    return [
+        (key, name, _similar(Path(name)))
+        for key, name in named_files(job)
+        if Path(name).is_absolute() and not Path(name).exists()
+    ]
 
 
 class Uploader:
@@ -206,6 +218,31 @@ class _Sending:
             field=self.local.key,
             hint="submit again; what has arrived is not sent again",
         )
+
+
+def _refuse_missing(key: str, name: str) -> None:
+    """Raise InvalidInput if a name that does not exist here can only be a file of this machine."""
+    path = Path(name)
+    # "models/student" may be a hub id, unless there is a directory "models".
+    below = path.parent != Path() and path.parent.is_dir()
+    if path.is_absolute() or not (below or name.endswith(FILE_SUFFIXES) or name[:1] in ".~"):
+        return
+    similar = _similar(path)
+    raise InvalidInput(
+        f"{name} does not exist on this machine",
+        field=key,
+        hint=f"did you mean {similar}?" if similar else "a path of the server is absolute",
+    )
+
+
+def _similar(path: Path) -> str:
+    """Return the path of the file here whose name is most like that of `path`; "" if none is."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return str(path.parent / near[0]) if near else ""
 
 
 def _listed(key: str, place: Path) -> LocalFiles:

@@ -99,6 +99,7 @@ def _sent(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> l
     from clients.preflight.data_files import check_file, data_files
     from clients.preflight.files import check_student
 
+    _tell_paths_of_server(output, configs)
     for config in configs:
         for expected in data_files(config):
             if Path(expected.path).exists():
@@ -113,6 +114,7 @@ def _told_of_files(output: Output, configs: Sequence[AnyJob]) -> bool:
     from clients.cli.live.upload_report import size_of
     from clients.jobs.upload import local_files
 
+    _tell_paths_of_server(output, configs)
     found = [local for config in configs for local in local_files(config)]
     for local in found:
         size = size_of(sum(path.stat().st_size for path in local.files.values()))
@@ -120,6 +122,16 @@ def _told_of_files(output: Output, configs: Sequence[AnyJob]) -> bool:
     if found:
         output.say("checked the job file only: the server checks a job when it has the files")
     return bool(found)
+
+
+def _tell_paths_of_server(output: Output, configs: Sequence[AnyJob]) -> None:
+    """Say which absolute paths are not on this machine: with a typo, one is no path at all."""
+    from clients.jobs.upload import paths_of_server
+
+    for config in configs:
+        for key, path, similar in paths_of_server(config):
+            here = f"; did you mean {similar}?" if similar else ""
+            output.say(f"{key}: {path} is not on this machine: taken as a path of the server{here}")
 
 
 def _ask_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:

@@ -145,6 +145,7 @@ def _link(model: str, engine: str, sets: list[str]) -> TeacherLink:
     from pydantic import ValidationError
 
     from clients.config.file import parse_override
+    from clients.config.problems import describe
     from clients.config.tables.teacher import TeacherLink
 
     model = str(Path(model).absolute()) if Path(model).exists() else model
@@ -155,8 +156,9 @@ def _link(model: str, engine: str, sets: list[str]) -> TeacherLink:
         return TeacherLink.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        field = ".".join(["teacher", *map(str, problem["loc"])])
-        raise InvalidInput(problem["msg"], field=field) from error
+        problem["loc"] = ("teacher", *problem["loc"])
+        path, message = next(describe(problem))
+        raise InvalidInput(message, field=".".join(path)) from error
 
 
 def _started(client: DistillClient, teacher: StartedTeacher) -> StartedTeacher:

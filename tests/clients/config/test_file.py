@@ -314,3 +314,10 @@ def test_only_a_name_of_a_tokenizer_is_a_directory(
     job = localized(load_job("job.toml").config)
     assert isinstance(job, OnPolicyJob)
     assert job.teacher.tokenizer == (value if kept else str(tmp_path / value))
+
+
+@pytest.mark.parametrize("url", ["S3://bucket/train.jsonl", "https://host/train.jsonl"])
+def test_a_url_of_another_kind_is_no_path(job_file: Write, url: str) -> None:
+    found = complaint(job_file(), f"data.path={url}", "student.model=s3://bucket/student")
+    assert found.endswith(f"data.path: a URL begins with s3:// or gs:// (got '{url}')")
+    assert load_job(job_file(), ["data.path=s3://bucket/train.jsonl"])

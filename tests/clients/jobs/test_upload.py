@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clients.config.kinds import AnyJob, parse_job
-from clients.jobs.upload import local_files
+from clients.jobs.upload import local_files, paths_of_server
 from protos.errors import InvalidInput
 
 
@@ -131,3 +131,29 @@ def test_images_by_path_are_refused_and_bytes_are_sent(here: Path) -> None:
     table = pa.table({"prompt": ["a"], "image": [b"\x89PNG"]})
     pyarrow.parquet.write_table(table, here / "train.parquet")
     assert sent(job(data={**data, "path": "train.parquet"})) == {"data.path": ["train.parquet"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("trian.jsonl", "did you mean train.jsonl?"),
+        ("data/trian", "did you mean data/train?"),
+        ("./nothing", "a path of the server is absolute"),
+        ("~/train.jsonl", "a path of the server is absolute"),
+    ],
+)
+def test_a_relative_path_that_is_not_here_is_a_typo(here: Path, name: str, hint: str) -> None:
+    made(here, "train.jsonl", "data/train/dataset_info.json")
+    with pytest.raises(InvalidInput, match="does not exist on this machine") as caught:
+        sent(job(data={"path": name}))
+    assert (caught.value.field, caught.value.hint) == ("data.path", hint)
+
+
+def test_an_absolute_path_that_is_not_here_may_be_of_the_server(here: Path) -> None:
+    made(here, "train.jsonl")
+    config = job(data={"path": f"{here}/trian.jsonl", "eval_path": "/srv/eval.jsonl"})
+    assert sent(config) == {}
+    assert paths_of_server(config) == [
+        ("data.path", f"{here}/trian.jsonl", f"{here}/train.jsonl"),
+        ("data.eval_path", "/srv/eval.jsonl", ""),
+    ]
