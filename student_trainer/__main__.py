@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from clients.preflight.files import check_files, check_here
 from clients.preflight.teachers import check_length, check_teachers
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.program import prepare
-from clients.runs.progress import Progress, run_to_verdict
+from clients.runs.progress import AttemptDied, Progress, run_to_verdict
 from clients.runs.started_teacher import connected
 from clients.store.copies import files_on_disk
 from protos.errors import WrongState
@@ -64,23 +65,25 @@ def main() -> int:
         with run.held() if is_main_process() else nullcontext():
             return run_to_verdict(
                 progress,
-                lambda: _guarded(run, config, progress, options.attempt, options.from_step),
+                lambda: _guarded(
+                    lambda: _attempt(run, config, progress, options.attempt, options.from_step)
+                ),
             )
     except WrongState as error:  # another trainer owns the run: do not write its status
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def _guarded(
-    run: RunDirectory,
-    config: AnyTraining,
-    progress: Progress,
-    attempt: int,
-    from_step: int | None,
-) -> Verdict:
-    from student_trainer.parallel.other_processes import or_die_with_group
+def _guarded(attempt: Callable[[], Verdict]) -> Verdict:
+    """Return `attempt()`. Raises AttemptDied where it fails because another process is lost."""
+    try:
+        return attempt()
+    except RuntimeError as error:
+        from student_trainer.parallel.other_processes import is_of_lost_process
 
-    return or_die_with_group(lambda: _attempt(run, config, progress, attempt, from_step))
+        if is_of_lost_process(error):
+            raise AttemptDied(f"another process of the trainer is lost: {error}") from error
+        raise
 
 
 def _attempt(

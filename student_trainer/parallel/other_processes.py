@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
 
 import psutil
 from torch.distributed import DistError
 
-from clients.runs.progress import AttemptDied
 from protos.rpc.transport import address_towards
 
-Found = TypeVar("Found")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -34,14 +30,9 @@ def select_interface() -> None:
             environment[_GLOO_INTERFACE] = name
 
 
-def or_die_with_group(attempt: Callable[[], Found]) -> Found:
-    """Return `attempt()`. Raises AttemptDied where a collective has lost a process.
+def is_of_lost_process(error: RuntimeError) -> bool:
+    """Return whether a collective has failed because of another process or the network.
 
     NCCL and the store raise DistError then; gloo raises RuntimeError with the place in its source.
     """
-    try:
-        return attempt()
-    except RuntimeError as error:
-        if isinstance(error, DistError) or "gloo" in str(error).lower():
-            raise AttemptDied(f"another process of the trainer is lost: {error}") from error
-        raise
+    return isinstance(error, DistError) or "gloo" in str(error).lower()
