@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from distill_server.runners.machine import Share
 
+_FILES = frozenset({"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"})
 _ALLOWED = frozenset(
     {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
     | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
@@ -15,7 +17,7 @@ _ALLOWED = frozenset(
     | {"AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_CA_BUNDLE"}
     | {"AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"}
     # No tokens: an attempt gets its own, see attempt_tokens.py.
-    | {"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"}
+    | _FILES
 )
 _ALLOWED_PREFIXES = (
     *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TORCH_", "PYTORCH_", "WANDB_"),
@@ -38,9 +40,11 @@ def trainer_environment(
 ) -> dict[str, str]:
     """Return the allowed variables of the server, with the GPUs and threads of `share` set.
 
+    Paths of certificates become absolute: a trainer may have another working directory.
     PYTHONSAFEPATH is set, so that no Python below the trainer imports from its working directory.
     """
     seen = allowed(environment)
+    seen |= {name: os.path.abspath(seen[name]) for name in _FILES & seen.keys() if seen[name]}
     if share.gpus is not None:
         seen["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
     set_here = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}

@@ -216,3 +216,14 @@ def test_engines_need_gpus_of_their_own(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match=too_few) as caught:
             submit(server, rollouts=rollouts, train=train, resources={"gpus": 4})
         assert (caught.value.field, bool(caught.value.hint)) == ("resources.gpus", True)
+
+
+def test_certificates_of_a_relative_path_are_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"DISTILL_TLS_CA": "ca.pem", "DISTILL_TLS_KEY": "", "DISTILL_TLS_CERT": "/etc/c.pem"}
+    seen = trainer_environment(given, Share(1), processes=1)
+    assert {name: seen[name] for name in given} == given | {
+        "DISTILL_TLS_CA": str(tmp_path / "ca.pem")
+    }
