@@ -20,7 +20,7 @@ _START_SECONDS = 180.0  # seven on a quiet machine
 class Cluster:
     """Nodes of so many CPUs on free ports of `host`, the first one the head; `dashboard`: with
     its Jobs API, on 127.0.0.1. `gpus`: that each node says it has. `log` has what the newest node
-    said.
+    said. `environment`: of its nodes, and for its clients: with the token, if it asks for one.
     """
 
     def __init__(
@@ -32,6 +32,8 @@ class Cluster:
         gpus: int = 0,
     ) -> None:
         self._log = log
+        # Workers are made when they are needed: of those made before, none would be.
+        self.environment = {**os.environ, "RAY_prestart_worker_first_driver": "0"}
         self._cpus = cpus
         # Short: sockets live there, whose names have a limit.
         self._place = Path(f"/tmp/ray-{os.getpid()}")
@@ -89,8 +91,7 @@ class Cluster:
                 [ray, "start", "--block", *options],
                 stdout=output,
                 stderr=output,
-                # Workers are made when they are needed: of those made before, none would be.
-                env={**os.environ, "RAY_prestart_worker_first_driver": "0"},
+                env=self.environment,
                 start_new_session=True,
             )
         self._nodes.append(node)

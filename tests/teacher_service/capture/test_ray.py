@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ def start(run: RunDirectory, cluster: Cluster) -> subprocess.Popen[bytes]:
             trainer_command(run.path, attempt=1, processes=1),
             stdout=log,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": cluster.address},
+            env={**cluster.environment, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": cluster.address},
         )
 
 
