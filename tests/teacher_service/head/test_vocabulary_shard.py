@@ -106,12 +106,53 @@ def a_bad_weight_of_one_rank() -> None:
                     both(logits, **options)
 
 
+def few_numbers_a_row_are_exchanged() -> None:
+    """Those of the ids that a row has: 64 times as many ids in the vocabulary change nothing."""
+    k, samples = 6, 4
+    uniforms = torch.rand(N, samples, dtype=torch.float64)
+    head_ids = torch.arange(k).expand(N, k)
+    asked: list[dict[str, Any]] = [
+        {"top_k": k, "uniforms": uniforms},
+        {"head_ids": head_ids, "draw_ids": torch.full((N, samples), 9), "uniforms": uniforms},
+    ]
+    gather = dist.all_gather_into_tensor
+    for options in asked:
+        sent = []
+        for size in (V, 64 * V):
+            count = 0
+
+            def counted(every: Tensor, values: Tensor, **group: Any) -> Any:
+                nonlocal count
+                count += values.numel()
+                return gather(every, values, **group)
+
+            dist.all_gather_into_tensor = counted
+            shard = VocabularyShard(size, dist.get_rank(), dist.get_world_size())
+            logits = torch.randn(N, shard.width)
+            score_hidden(
+                logits,
+                torch.empty(shard.width, shard.width),
+                product=lambda states: states.clone(),
+                vocabulary=shard,
+                token_ids=torch.zeros(N, dtype=torch.long),
+                temperature=0.7,
+                chunk_rows=7,
+                **({"top_k": None, "head_ids": None} | options),
+            )
+            sent.append(count / N)
+        assert sent[0] == sent[1], sent
+        # The candidates with their ids, the chosen logits, the draws with their weights, and sums.
+        assert sent[0] <= 3 * k + 3 * samples + 8, sent
+    dist.all_gather_into_tensor = gather
+
+
 CASES = [
     the_likeliest_ids,
     the_first_ids,
     chosen_ids_and_draws,
     samples_of_the_tail,
     a_bad_weight_of_one_rank,
+    few_numbers_a_row_are_exchanged,
 ]
 
 
