@@ -82,7 +82,8 @@ def _guarded(attempt: Callable[[], Verdict]) -> Verdict:
         from student_trainer.parallel.other_processes import is_of_lost_process
 
         if is_of_lost_process(error):
-            raise AttemptDied(f"another process of the trainer is lost: {error}") from error
+            fault = str(error).partition(". ")[0]
+            raise AttemptDied(f"another process of the trainer is lost: {fault}") from error
         raise
 
 

@@ -52,8 +52,13 @@ class RunFollower:
                 yield self._event(status)
 
     def died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
-        """Return the final event of a trainer that ended without writing a final status."""
+        """Return the final event of a trainer that ended without writing a final status.
+
+        A reason that the trainer wrote before takes the place of `reason`, unless it was stopped.
+        """
         verdict: Verdict = "cancelled" if state is JobState.CANCELLED else "failed"
+        if state is not JobState.CANCELLED:
+            reason = self._status.reason or reason
         step = max(self._newest, 0)
         return self._event(
             Status(self._attempt, verdict, self._status.phase, step, self._max_steps, reason)

@@ -125,6 +125,19 @@ def test_a_trainer_that_dies_without_a_word(
     assert only_run().log_file(1).exists()
 
 
+def test_an_attempt_that_died_with_another_process_says_so(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer("""
+        tell("running", "training", 1, reason="another process of the trainer is lost: Read error")
+        sys.exit(1)
+    """)
+    assert main(["run", job_file()]) == ExitCode.JOB_FAILED
+    told = capsys.readouterr().out
+    assert "another process of the trainer is lost: Read error" in told
+    assert "printed no error" not in told
+
+
 def test_resume_is_a_new_attempt(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:
