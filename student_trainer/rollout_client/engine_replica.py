@@ -187,6 +187,7 @@ class PartRequest:
         self._deliver = deliver
         self._done = done
         self._delivered: set[int] = set()
+        self._fault: DistillError | None = None  # of the last call that was not given up
         self._away_seconds = 0.0  # in which no replica had the part, since the last message
         self._cancelled = threading.Event()
         self._reason: DistillError | None = None
@@ -258,7 +259,13 @@ class PartRequest:
         # A frozen replica leaves time for the others.
         most = self._patience_seconds / len(self._ring)
         left = max(0.0, self._patience_seconds - self._away_seconds)
-        impatience = threading.Timer(min(most, left), call.cancel)
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            call.cancel()
+
+        impatience = threading.Timer(min(most, left), give_up)
         impatience.start()
         try:
             opened = call.initial_metadata()  # blocks until the service sends it, or an error
@@ -268,7 +275,13 @@ class PartRequest:
                 self.accepted.set()
             return self._receive(call)
         except grpc.RpcError as error:
-            return replica.fault_of(error)
+            if not late.is_set():
+                self._fault = replica.fault_of(error)
+                return self._fault
+            # A call that was given up says nothing; the one before may have said why.
+            if isinstance(self._fault, Unavailable) and self._fault.field != LACKS_PUSHED:
+                return self._fault
+            return Unavailable(f"the {replica.name} does not answer")
         finally:
             impatience.cancel()
             call.cancel()
@@ -277,7 +290,7 @@ class PartRequest:
         reader = SampledReader(self._order, self._vocab_size)
         for message in call:
             found = reader.add(message)
-            self._away_seconds = 0.0
+            self._fault, self._away_seconds = None, 0.0
             if found is not None and found[0] not in self._delivered:
                 self._delivered.add(found[0])
                 self._deliver(*found)
