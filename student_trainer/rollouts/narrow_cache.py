@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
+
+# The argument of `model.generate` that takes a cache; transformers 5.24 renamed it.
+_STEP = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_ARGUMENT = "cache" if "cache" in _STEP else "past_key_values"
 
 
 class NarrowCache(DynamicCache):  # type: ignore[misc]

@@ -19,7 +19,7 @@ from transformers import (
 
 from student_trainer.data.images import SequenceImages, image_inputs
 from student_trainer.data.rollout import TailDraws
-from student_trainer.rollouts.narrow_cache import cache_of
+from student_trainer.rollouts.narrow_cache import CACHE_ARGUMENT, cache_of
 from student_trainer.rollouts.sample_step import SampledStep, sample_step
 
 # Added to the seed of the random numbers that draw from the tail. It flips the highest of the 32
@@ -165,9 +165,9 @@ class Sampler:
                 whole = self._model.generate(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
-                    past_key_values=cache_of(self._model, bf16=self._bf16),
                     generation_config=self._model.generation_config,
                     **{name: of.to(device) for name, of in inputs.items()},
+                    **{CACHE_ARGUMENT: cache_of(self._model, bf16=self._bf16)},
                     logits_processor=LogitsProcessorList([recorder]),
                     stopping_criteria=StoppingCriteriaList([stop]),
                 )
