@@ -16,6 +16,8 @@ from tests.student_trainer.parallel.shared_tokens import METHODS, check, learn, 
 from tests.student_trainer.teachers.anchors import spread_student
 
 ERROR = 1e-10
+# transformers takes the softmax of eager attention in float32, also of a float64 model.
+EAGER_ERROR = 1e-6
 Case = tuple[str, str, Layout, str, Any, bool]
 # Architecture, objective, layout, attention, recomputation, LoRA.
 OF_TWO: Sequence[Case] = [
@@ -46,6 +48,7 @@ def test_learns_as_one_process(
     run(world, tmp_path, size, cases)
     for number, (architecture, name, layout, attention, _, lora) in enumerate(cases):
         model = student_of(architecture, attention, lora=lora)
+        error = EAGER_ERROR if attention == "eager" else ERROR
         metrics, weights = learn(spread_student(model), name, range(world), layout)
         measured = {}
         for rank in range(world):
@@ -53,10 +56,10 @@ def test_learns_as_one_process(
             found = load_file(tmp_path / f"{number}-{rank}-weights.safetensors")
             assert found.keys() == weights.keys()
             for key, value in weights.items():
-                torch.testing.assert_close(found[key], value, rtol=ERROR, atol=ERROR, msg=key)
+                torch.testing.assert_close(found[key], value, rtol=error, atol=error, msg=key)
         assert measured.keys() == metrics.keys()
         for key, value in metrics.items():
-            torch.testing.assert_close(measured[key], value, rtol=ERROR, atol=ERROR, msg=key)
+            torch.testing.assert_close(measured[key], value, rtol=error, atol=error, msg=key)
 
 
 # Architecture and settings -> why its tokens cannot be divided; "" if they can.
