@@ -331,10 +331,14 @@ def stored_job(root: Path, store: Path, **changes: Any) -> Any:
 def test_the_student_learns_from_a_store(
     root: Path, store: Path, tmp_path: Path, match: str
 ) -> None:
-    run = finish(new_run(tmp_path / "run", stored_job(root, store, method__match=match)))
+    # ALM compares likelihoods, and needs more steps than rows do.
+    steps = dict.fromkeys(
+        ("max_steps", "eval__every", "checkpoint__every"), STEPS if match == "row" else 2 * STEPS
+    )
+    run = finish(new_run(tmp_path / "run", stored_job(root, store, method__match=match, **steps)))
     before, after = string_cost(root, root / "student"), string_cost(root, run.export)
     print(f"{match}: log p - log q of an answer {before:.2f} -> {after:.2f} nats")
-    assert after < (0.7 if match == "row" else 0.9) * before
+    assert after < 0.7 * before
     costs = [line["kl/teacher"] for line in metrics_of(run) if "kl/teacher" in line]
     assert sum(costs[-10:]) < 0.3 * sum(costs[:10])
 
