@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from clients.runs.metrics_follower import MetricsTail, Point
 from distill_server.jobs.progress import status_of
 from distill_server.runners.interface import Outcome, Runner, Running
 
+# For each run directory: of the look at control.json and the write after it.
+_REQUESTS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
 
 
@@ -53,8 +57,9 @@ def request_stop(run: RunDirectory, *, now: bool) -> None:
         # The directory was removed by hand. The scheduler kills the trainer after the grace.
         return
     # Never change "now" back to "checkpoint": the trainer may already be stopping.
-    if now or run.read_control().stop != "now":
-        run.write_control(Control("now" if now else "checkpoint"))
+    with _REQUESTS[str(run.path)]:
+        if now or run.read_control().stop != "now":
+            run.write_control(Control("now" if now else "checkpoint"))
 
 
 def _request(runner: Runner, run: RunDirectory, attempt: int) -> str:

@@ -20,7 +20,7 @@ QUERY = ScoreQuery(np.arange(1, 200, dtype=np.int32) % 64, 1, top_k=4)
 
 def test_a_hundred_clients_and_one_forward(start_teacher: StartTeacher, tmp_path: Path) -> None:
     """C3. The first to come is the first to go, while the model still works on it."""
-    teacher = start_teacher(*fake(latency_ms=500), "--cache-dir", str(tmp_path / "rows"))
+    teacher = start_teacher(*fake(latency_ms=2000), "--cache-dir", str(tmp_path / "rows"))
 
     async def ask(address: str) -> bytes:
         # A connection of its own, as a client of its own would have.
@@ -41,7 +41,12 @@ def test_a_hundred_clients_and_one_forward(start_teacher: StartTeacher, tmp_path
             while not (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load.active_streams:
                 await asyncio.sleep(0.01)
             others = [asyncio.create_task(ask(teacher.address)) for _ in range(CLIENTS - 1)]
-            await asyncio.sleep(0.1)
+            while not leader.done():
+                load = (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load
+                if load.active_streams == CLIENTS:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # the query of the last stream follows
             leader.cancel()
             answers = await asyncio.gather(*others)
             info = await stub.GetInfo(teacher_pb2.GetInfoRequest())
