@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from protos.rpc.ports import free_ports
+
 
 def redis_binary() -> str:
     """Return the path of a Redis server. Raises FileNotFoundError if there is none."""
@@ -26,9 +28,7 @@ def redis_binary() -> str:
 @contextmanager
 def redis_server(directory: Path) -> Iterator[int]:
     """Run a Redis server without persistence and yield its port on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     process = subprocess.Popen([*command, "--dir", str(directory)], stdout=subprocess.DEVNULL)
     try:

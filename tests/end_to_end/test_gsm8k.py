@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from clients.runs.directory import RunDirectory
+from protos.rpc.ports import free_ports
 from tests.documents import ROOT, blocks
 from tests.end_to_end.processes import ENVIRONMENT, metrics_of
-from tests.ports import free_ports
 
 QUESTIONS = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 # A minute in place of a quarter of an hour.

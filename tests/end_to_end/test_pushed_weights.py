@@ -95,7 +95,7 @@ def test_the_only_engine_is_killed_without_a_lag(
     """The trainer still has the weights of the step, and writes them for the engine's successor."""
     changes = {"rollouts__lag": 0, "method__max_new_tokens": 16}
     here = finish(new_run(tmp_path / "here", job(material, teacher, "file", **changes)))
-    from tests.ports import free_ports
+    from protos.rpc.ports import free_ports
     from tests.student_trainer.rollout_service.processes import ServiceProcess
 
     (port,) = free_ports(1)

@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.redis_process import redis_binary
 from distill_server.runners.local.process import MARK
-from tests.ports import free_ports
+from protos.rpc.ports import free_ports
 from tests.small_disk import mount, unmount
 
 if TYPE_CHECKING:

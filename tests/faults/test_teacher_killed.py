@@ -40,9 +40,9 @@ def test_killed_in_its_answers_and_started_again(
             teacher = start_teacher(*fake(), port=teacher.port, failpoint=failpoint)
         with TeacherClient(teacher.address) as client:
             answers = [client.submit(query) for query in asked]
-            if not failpoint:
-                answers[random_.randrange(len(asked) // 2)].result(WAIT)
-                teacher.kill()
+            if not failpoint:  # killed before the client reads on
+                answer = answers[random_.randrange(len(asked) // 2)]
+                answer.add_done_callback(lambda _, dying=teacher: dying.send(signal.SIGKILL))
             teacher.process.wait(WAIT)
             assert not all(answer.done() for answer in answers), "it was killed too late"
             teacher = start_teacher(*fake(), port=teacher.port)

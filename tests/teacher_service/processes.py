@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from protos.rpc.ports import free_ports
 from tests.forked_python import ForkedPython
 
 
@@ -33,7 +34,7 @@ class TeacherProcess:
         self.log = log
         if port and not launched:
             time.sleep(0.3)  # to start a program again takes longer than that
-        command = [sys.executable, "-m", module, *args, "--port", str(port)]
+        command = [sys.executable, "-m", module, *args, "--port", str(port or free_ports(1)[0])]
         with log.open("ab") as stderr:
             self.process = (subprocess.Popen if launched else ForkedPython)(
                 command,

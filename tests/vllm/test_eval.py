@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 from clients.config.exam import ExamConfig
 from clients.config.tables.data import DataConfig
 from clients.config.tables.reward import RewardConfig
+from protos.rpc.ports import free_ports
 from student_trainer.exam.__main__ import run
 from tests.vllm.model import save_model
 
@@ -46,8 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     log = tmp_path_factory.mktemp("vllm") / "log"
     # `vllm serve` wants the package's metadata under the name vllm, which a build for CPUs lacks.
     command = [

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.ports import free_ports
+from protos.rpc.ports import free_ports
 from tests.teacher_service.http.asking import FAKE, Site, tokens
 from tests.teacher_service.processes import TeacherProcess
 from tests.vllm.model import VOCAB_SIZE, save_model

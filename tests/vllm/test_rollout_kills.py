@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from protos.rpc.ports import free_ports
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.order import Order, WeightsVersion
 from student_trainer.rollouts.sampler import SampledTokens
-from tests.ports import free_ports
 from tests.student_trainer.rollout_service.processes import ServiceProcess
 
 pytestmark = [

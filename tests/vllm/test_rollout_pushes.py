@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from protos.rpc.ports import free_ports
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.order import Order, WeightsVersion
 from student_trainer.rollout_client.push.stream import WeightSpec, buckets
 from student_trainer.rollouts.sampler import SampledTokens
 from tests.forks import Forks
-from tests.ports import free_ports
 from tests.student_trainer.rollout_service.processes import ServiceProcess
 from tests.student_trainer.rollout_service.pushing import SMALL_BUCKET, trainer
 

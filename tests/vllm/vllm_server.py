@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from tests.ports import free_ports
+from protos.rpc.ports import free_ports
 
 NAME = "somebody-elses"
 KEY = "a key of the endpoint"

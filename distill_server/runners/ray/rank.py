@@ -17,6 +17,7 @@ from distill_server.runners.local.process import send_signal
 from distill_server.runners.local.shim_files import card_of, exit_code_of, kill_processes
 from distill_server.runners.ray.places import Place
 from distill_server.runners.trainer_environment import allowed
+from protos.rpc.ports import free_ports
 
 
 class Rank:
@@ -28,9 +29,7 @@ class Rank:
     def place(self) -> Place:
         """Return the node and GPUs of this actor, and a free port of the node."""
         context = ray.get_runtime_context()
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
+        (port,) = free_ports(1, host="")
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpus, port)
 

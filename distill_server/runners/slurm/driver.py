@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from clients.runs.fence import is_fenced
 from distill_server.runners.local.living_shims import LivingShims, attempts_before
 from distill_server.runners.local.process import claim, read_json, write_json
 from distill_server.runners.order import TrainerOrder, read_order
+from protos.rpc.ports import free_ports
 
 _LOOK_SECONDS = 0.5
 # The server must see the nodes' last writes to shared storage before it sees exit.json.
@@ -93,9 +93,7 @@ class Driver:
         all processes below the batch script. The ranks have their own, from the slurmd of a node.
         """
         order = self._order
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
+        (port,) = free_ports(1, host="")
         command = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--kill-on-bad-exit=1"]
         command += [f"--ntasks={order.processes}", f"--cpus-per-task={order.cpus}"]
         command.append("--distribution=block")

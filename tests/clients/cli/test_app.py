@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 from clients.cli.app import EXIT_CODE_MEANINGS, main
 from clients.config.kinds import KINDS
 from protos.errors import ExitCode
+from protos.rpc.ports import free_ports
 
 Capture = pytest.CaptureFixture[str]
 
@@ -73,9 +73,8 @@ def test_errors_as_json(capsys: Capture) -> None:
 @pytest.fixture
 def nowhere() -> str:
     """An address that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    (port,) = free_ports(1)
+    return f"127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("command", [["ls"], ["show", "x"], ["cancel", "x"], ["logs", "x"]])

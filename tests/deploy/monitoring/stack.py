@@ -17,9 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from protos.rpc.ports import free_ports
 from tests.deploy.monitoring.files import FILES
 from tests.distill_server.conftest import eventually
-from tests.ports import free_ports
 
 
 class Prometheus:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from clients.cli.plots.panels import smoothed
+from protos.rpc.ports import free_ports
 from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.proxy import PREFIX, proxy
 from tests.distill_server.dashboard.site import TOKENS, Site
@@ -213,8 +213,7 @@ def find_in_the_log(browser: Browser) -> None:
 
 def test_behind_a_proxy(make_site: Callable[..., Site], browser: Browser) -> None:
     """Under a prefix and another name: list, event stream and an action, from the browser."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with proxy(port) as outside:
         # Chromium leads every name below `localhost` here; the server knows none of them.
         url = f"http://distill.localhost:{outside}{PREFIX}"

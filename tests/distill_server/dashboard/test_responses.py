@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import JobStore
+from protos.rpc.ports import free_ports
 from tests.distill_server.conftest import eventually, job_config
 from tests.distill_server.dashboard.site import TOKENS, Site
 from tests.documents import blocks
@@ -55,8 +55,7 @@ def test_the_command_behind_a_proxy(tmp_path: Path) -> None:
     (command,) = block.commands
     (tmp_path / "tokens").write_text(f"read {TOKENS['read']}\n")
     (tmp_path / "tokens").chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     words = command.replace(" 8080 ", f" {port} ").split()[1:]
     with subprocess.Popen(
         [sys.executable, "-m", "distill_server", *words, "--port", "0"],

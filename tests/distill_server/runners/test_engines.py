@@ -22,10 +22,10 @@ from clients.runs.placed_services import PlacedAddress, read_placed
 from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
 from distill_server.runners.ray.places import Place
 from protos.errors import Unavailable
+from protos.rpc.ports import free_ports
 from tests.distill_server.conftest import eventually
 from tests.end_to_end.processes import ENVIRONMENT, metrics_of, new_run, weights
 from tests.namespaces import Namespace, namespace
-from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material

@@ -10,7 +10,7 @@ import pytest
 
 from protos.errors import InvalidInput
 from protos.rpc.health import is_serving
-from tests.ports import free_ports
+from protos.rpc.ports import free_ports
 from tests.security.conftest import Certificates, Secrets, certificates, no_secrets, tokens
 from tests.teacher_service.http.asking import FAKE
 from tests.teacher_service.processes import TeacherProcess

@@ -11,9 +11,9 @@ import pytest
 from torch import OutOfMemoryError
 from torch.distributed import DistNetworkError
 
+from protos.rpc.ports import free_ports
 from student_trainer.parallel.other_processes import is_of_lost_process, select_interface
 from tests.namespaces import namespace
-from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[3]
 # As both machines resolve their own name to their loopback, gloo alone would announce that.

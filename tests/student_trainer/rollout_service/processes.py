@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from protos.rpc.ports import free_ports
 from tests.forked_python import ForkedPython
 
 
@@ -28,7 +29,7 @@ class ServiceProcess:
         command = [sys.executable, "-m", "student_trainer.rollout_service", *args]
         with log.open("ab") as stderr:
             self.process = start(
-                [*command, "--port", str(port)],
+                [*command, "--port", str(port or free_ports(1)[0])],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
+from protos.rpc.ports import free_ports
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import SampledTokens
 from tests.distill_server.conftest import eventually
 from tests.documents import blocks
-from tests.ports import free_ports
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.conftest import StartService
 from tests.student_trainer.rollout_service.in_process import in_process

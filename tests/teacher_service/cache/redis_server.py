@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from benchmarks.redis_process import redis_binary
+from protos.rpc.ports import free_ports
 from teacher_service.cache.redis_address import OPTIONS
 
 
@@ -29,9 +30,7 @@ class RedisServer:
     """Ready when the constructor returns."""
 
     def __init__(self, directory: Path, *args: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         self._command = [
             *(redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
             *("--dir", str(directory), "--logfile", str(directory / "redis.log"), *args),

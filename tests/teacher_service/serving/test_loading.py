@@ -25,10 +25,10 @@ from distill_server.teachers.home import Record, stage_in
 from distill_server.teachers.started import Teacher
 from protos import teacher_pb2
 from protos.errors import DistillError, Unavailable
+from protos.rpc.ports import free_ports
 from protos.rpc.statuses import fault_of
 from protos.teacher_pb2_grpc import TeacherStub
 from tests.distill_server.conftest import eventually
-from tests.ports import free_ports
 from tests.scraping import scrape, status
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
