@@ -23,7 +23,7 @@ from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import AsksServer, ContinuousEngine, Engine
 from teacher_service.http.app import Teacher
 from teacher_service.http.callers import Callers
-from teacher_service.http.front import HttpFront
+from teacher_service.http.front import HttpFront, LoadingApp
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.models.adapters import read_adapters
 from teacher_service.models.load_progress import LoadProgress
@@ -253,8 +253,11 @@ class _Program:
             raise SystemExit(1)
 
     async def _load(self, stack: AsyncExitStack) -> None:
-        """Load the engine, open cache, dispatcher and HTTP on `stack`, and begin to answer."""
+        """Open HTTP on `stack`, load the engine, open cache and dispatcher, and begin to answer."""
         settings, metrics = self._settings, self._metrics
+        app, front = LoadingApp(self._progress), AsyncExitStack()
+        await stack.enter_async_context(front)
+        self._http_url, stop_http = await front.enter_async_context(_http(settings, app))
         telling = asyncio.create_task(tell_progress(self._progress))
         try:
             engine = await in_thread(self._tested_engine, self._stop)
@@ -280,11 +283,12 @@ class _Program:
         scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
         weights = Weights(engine, dispatcher)
         servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics, budget)
-        teacher = Teacher(scorer, dispatcher, limits, metrics, Callers(budget))
-        self._http_url, stop_http = await stack.enter_async_context(_http(settings, teacher))
+        # The requests of HTTP end before what answers them.
+        await stack.enter_async_context(front.pop_all())
         self._enders = [stop_http, servicer.drain]
         self._dispatcher = dispatcher
         self._servicer.loaded(servicer)
+        app.loaded(Teacher(scorer, dispatcher, limits, metrics, Callers(budget)))
 
     def _tested_engine(self) -> Engine:
         engine = make_engine(self._settings.engine, self._progress)
@@ -326,11 +330,11 @@ class _Program:
 
 @asynccontextmanager
 async def _http(
-    settings: TeacherSettings, teacher: Teacher
+    settings: TeacherSettings, app: LoadingApp
 ) -> AsyncIterator[tuple[str, Callable[[], None]]]:
     """Serve HTTP within the block, if settings.http. Yields the URL or "", and how to end it."""
     if settings.http is None:
         yield "", lambda: None
     else:
-        async with settings.http.serving(teacher, settings.endpoint) as found:
+        async with settings.http.serving(app, settings.endpoint) as found:
             yield found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,30 @@ def test_the_rows_of_the_same_model_in_transformers(engine: Any, model: Path) ->
 
     assert_same(engine, model, likeliest())
     assert run_self_test(engine) < 1e-3
+
+
+def test_the_rows_of_a_server_that_only_echoes(
+    address: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM lists k or k + 1 ids of a row, and no ranks; one id fewer than it lists is a head."""
+    from teacher_service.engines.endpoint import EndpointEngine
+    from teacher_service.engines.endpoint_wire import ECHO
+    from teacher_service.serving.self_test import run_self_test
+
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", KEY)
+    engine = EndpointEngine(
+        address,
+        tokenizer=str(model),
+        served_model="",
+        max_top_k=1024,
+        step_tokens=4096,
+        wires=[ECHO],
+    )
+    assert engine.info.limits.max_top_k == MAX_LOGPROBS - 1
+    asked = [replace(query, top_k=min(query.k, MAX_LOGPROBS - 1)) for query in likeliest()]
+    assert_same(engine, model, asked)
+    assert run_self_test(engine) < 1e-3
+    engine.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's second runner needs a GPU")
