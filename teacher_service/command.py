@@ -61,6 +61,7 @@ def teacher(
     engine: options.EngineOption = "hf",
     dtype: options.DtypeOption = "auto",
     device: DeviceOption = "auto",
+    device_map: options.DeviceMapOption = None,
     max_top_k: options.MaxTopKOption = 1024,
     max_batch_tokens: options.MaxBatchTokensOption = 16384,
     batch_invariant: options.BatchInvariantOption = False,
@@ -96,7 +97,7 @@ def teacher(
     common = engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k
     vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share, engine_option or ())
     other = program.EndpointSettings(tokenizer or "", served_model or "")
-    chosen = program.EngineSettings(*common, vllm, other, adapter or ())
+    chosen = program.EngineSettings(*common, vllm, other, adapter or (), device_map or "")
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
