@@ -19,7 +19,7 @@ import numpy as np
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo, EngineLimits, fingerprint_of
+from teacher_service.engines.base import EngineInfo, EngineLimits, Turn, fingerprint_of
 from teacher_service.engines.endpoint_http import HttpEndpoint, Refused
 from teacher_service.engines.endpoint_wire import (
     CHOSEN_IDS,
@@ -95,7 +95,7 @@ class EndpointEngine:
         futures = [self._begin(self._rows(query)) for query in queries]
         return [_result(future) for future in futures]
 
-    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
         """Return the rows of a query, from any event loop; see ContinuousEngine."""
         return await asyncio.wrap_future(self._begin(self._rows(query)))
 

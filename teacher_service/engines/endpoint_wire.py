@@ -155,8 +155,8 @@ def _rows_of_echo(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
         raise _corrupt(f"echoes no tokens with log-probs: {error!r}") from error
     if names != [f"{_ID}{token}" for token in query.token_ids[first:]] or len(rows) != query.rows:
         raise _corrupt("echoes other tokens, or their texts in place of their ids")
-    if any(len(row) != query.k for row in rows):
-        raise _corrupt(f"has fewer than {query.k} likeliest ids in a row")
+    if not all(rows):
+        raise _corrupt(f"has fewer than {query.k + 1} ids in a row")
     ids = np.array([[token for _, token in row] for row in rows], np.int32)
     head = np.array([[logprob for logprob, _ in row] for row in rows], np.float32)
     with _corrupt_if_refused():
@@ -164,9 +164,13 @@ def _rows_of_echo(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
 
 
 def _likeliest(listed: Mapping[str, float], k: int) -> list[tuple[float, int]]:
-    """Return the k largest log-probs of a row with their ids; raises ValueError for texts."""
+    """Return the k largest log-probs of a row with their ids; none if it has not more than k.
+
+    Raises ValueError if it has texts in place of ids.
+    """
     named = ((logprob, int(name.removeprefix(_ID))) for name, logprob in listed.items())
-    return sorted(named, key=lambda one: (-one[0], one[1]))[:k]
+    ranked = sorted(named, key=lambda one: (-one[0], one[1]))
+    return ranked[:k] if len(ranked) > k else []
 
 
 @dataclass(frozen=True)

@@ -207,18 +207,21 @@ def test_a_server_that_only_echoes(server: VllmLike, tiny_model: Path) -> None:
     engine.close()
 
 
+def _echoed(answer: Answer) -> Answer | None:
+    found: Answer | None = answer["choices"][0]["logprobs"] if "choices" in answer else None
+    return found
+
+
 def _texts(answer: Answer) -> Answer:
     """Name tokens by their texts, which several tokens share."""
-    logprobs = answer["choices"][0]["logprobs"]
-    if logprobs is not None:
+    if logprobs := _echoed(answer):
         logprobs["tokens"] = ["the" for _ in logprobs["tokens"]]
     return answer
 
 
 def _with_bos(answer: Answer) -> Answer:
     """Put a token before the prompt."""
-    logprobs = answer["choices"][0]["logprobs"]
-    if logprobs is not None:
+    if logprobs := _echoed(answer):
         for name in logprobs:
             logprobs[name] = [None, *logprobs[name]]
     return answer
