@@ -17,6 +17,9 @@ class SharingScheduler(Scheduler):
     in a row, so that a long query ends also where single ones always wait.
     """
 
+    max_num_scheduled_tokens: int
+    running: list[Any]
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._whole = self.max_num_scheduled_tokens

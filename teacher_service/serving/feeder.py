@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 # an engine computes in several steps counts until it ends.
 _STEPS_IN_FLIGHT = 4
 _LAST = 1 << 52  # tokens; more than a teacher ever computes
-# Steps are short for so long after a query of a client that asks singly.
+# Steps are short for so long after the answer to a client that asks singly.
 _SHORT_SECONDS = 1.0
 # A short step has so many tokens for each token of such a client's queries, so that other queries
 # go on, and at least this part of a full step, so that the engine stays efficient.
@@ -38,7 +38,7 @@ class Feeder(Dispatcher):
     the other; with several heavy clients, turns are by tokens.
 
     A full step may take much longer than such a query alone. So steps are short while a client that
-    sends one query after the other has done so in the last second beside clients that send many.
+    sends one query after the other does so, and a second longer, beside clients that send many.
 
     The engine has failed if it raised for a query twice, and for a short probe as well, so that the
     query is not the cause.
@@ -84,6 +84,8 @@ class Feeder(Dispatcher):
             self._tasks.discard(task)
             self._tokens_in_flight -= waiting.tokens
             self._single_tokens -= single
+            if single:
+                self._short_until = time.monotonic() + _SHORT_SECONDS
             waiting.sender.in_engine -= 1
             self._queue.reach(waiting)
             self._wake.set()
@@ -97,11 +99,9 @@ class Feeder(Dispatcher):
 
         `single`: tokens of the query that follows, if its sender asks singly.
         """
-        now = time.monotonic()
-        if now > self._short_until:
+        if not self._single_tokens and time.monotonic() > self._short_until:
             self._short_tokens = 0
         if single:
-            self._short_until = now + _SHORT_SECONDS
             self._short_tokens = max(self._short_tokens, self._single_tokens)
         if not self._short_tokens or self._single_tokens == self._tokens_in_flight:
             return 0
