@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from teacher_service.engines.vllm_wire import PACE
 
 
-class SharingScheduler(Scheduler):
+class SharingScheduler(Scheduler):  # type: ignore[misc]
     """Limits the tokens of a step as the newest request says.
 
     Before each step: if the first request that waits is a single one, the requests that are partly

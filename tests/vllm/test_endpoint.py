@@ -198,7 +198,7 @@ def test_a_server_that_scores_only_its_own_likeliest_ids(
 def test_a_job_learns_as_from_a_teacher_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward KL at the teacher's likeliest ids: the curve of the same model in transformers."""
+    """At the teacher's likeliest ids, both KLs: the curves of the same model in transformers."""
     from student_trainer.tools.pretrain import make_model
     from tests.student_trainer import tiny
 
@@ -207,21 +207,20 @@ def test_a_job_learns_as_from_a_teacher_of_ours(
     words = tiny.tokenizer()
     torch.manual_seed(5)
     tiny.save(make_model(len(words), words, 2, 64), words, material.teacher)  # heads of 32
-    changes: dict[str, Any] = {
-        "max_steps": 6,
-        "eval__every": 3,
-        "method__divergence": "forward_kl",
-        "method__tail": "bucket",
-    }
+    forward = {"method__divergence": "forward_kl", "method__tail": "bucket"}
+    objectives = {"forward": forward, "reverse": {"method__head": "teacher"}}
+    steps: dict[str, Any] = {"max_steps": 6, "eval__every": 3}
     own = ("--model", str(material.teacher), "--dtype", "float32")
     with vllm_server(material.teacher, tmp_path / "vllm.log") as address:
         theirs = ("--engine", "endpoint", "--model", address, "--tokenizer", str(material.teacher))
-        curves = []
+        curves: list[list[dict[str, float]]] = []
         for name, options in (("own", own), ("theirs", theirs)):
             teacher = TeacherProcess([*options, "--no-cache"], log=tmp_path / f"{name}.log")
             try:
-                job = tiny.job(material, teacher.address, **changes)
-                curves.append(finished(tmp_path / name, job))
+                curves.append([])
+                for objective, changes in objectives.items():
+                    job = tiny.job(material, teacher.address, **steps, **changes)
+                    curves[-1] += finished(tmp_path / f"{name}-{objective}", job)
             finally:
                 teacher.close()
     for ours, endpoint in zip(*curves, strict=True):
