@@ -101,14 +101,11 @@ def teacher(
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-        settings = program.TeacherSettings(
-            engine=chosen,
-            endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
-            cache=_kept_cache(no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours),
-            metrics=(metrics_host, metrics_port),
-            http=None if http_port is None else HttpFront(http_port, tls),
-        )
-        program.run(settings)
+        place = read_endpoint(host, port, token_file, tls, insecure=insecure)
+        cache = _kept_cache(no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours)
+        http = None if http_port is None else HttpFront(http_port, tls)
+        page = metrics_host, metrics_port
+        program.run(program.TeacherSettings(chosen, place, cache, page, http))
 
 
 def _kept_cache(

@@ -22,8 +22,12 @@ from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
 from protos.vllm_processes import executor, require_vllm
 from teacher_service.engines.base import EngineInfo, Turn, fingerprint_of, with_adapters
-from teacher_service.engines.vllm_options import facts_of, read_options
-from teacher_service.engines.vllm_process import OWN_OPTIONS, VllmProcess
+from teacher_service.engines.vllm_process import (
+    OWN_OPTIONS,
+    VllmProcess,
+    facts_of,
+    read_options,
+)
 from teacher_service.engines.vllm_wire import PACE, decode_answer, encode_query, part_of
 from teacher_service.head.linear_head import HeadTensors, find_head
 from teacher_service.models.adapters import OPTION, Adapter
@@ -80,7 +84,7 @@ class VllmEngine:
     ) -> None:
         """Start vLLM; `progress` follows it. Queries may name one of `adapters`.
 
-        `options`: further ones of vLLM, each NAME=VALUE; see `vllm_options.py`.
+        `options`: further ones of vLLM, each NAME=VALUE; see `read_options`.
         """
         progress = progress or LoadProgress()
         require_vllm()
