@@ -258,6 +258,7 @@ def _arguments(
         "max_num_seqs": min(256, max_batch_tokens),
         "scheduling_policy": "priority",
         "scheduler_cls": _SCHEDULER,
+        "async_scheduling": False,  # as vLLM does for pooling; the scheduler is made for that
         "long_prefill_token_threshold": _share_of_step(skeleton, max_batch_tokens),
         "long_prefill_token_threshold_adaptive": True,
         "worker_cls": _WORKER,
