@@ -22,9 +22,8 @@ _STEPS_IN_FLIGHT = 4
 _LAST = 1 << 52  # tokens; more than a teacher ever computes
 # Steps are short for so long after the answer to a client that asks singly.
 _SHORT_SECONDS = 1.0
-# A short step has so many tokens for each token of such a client's queries, so that other queries
-# go on, and at least this part of a full step, so that the engine stays efficient.
-_SHORT_STEP, _LEAST_STEP = 4 / 3, 1 / 16
+# The least part of a full step that a short one has, so that the engine stays efficient.
+_LEAST_STEP = 1 / 16
 
 
 class Feeder(Dispatcher):
@@ -38,7 +37,8 @@ class Feeder(Dispatcher):
     the other; with several heavy clients, turns are by tokens.
 
     A full step may take much longer than such a query alone. So steps are short while a client that
-    sends one query after the other does so, and a second longer, beside clients that send many.
+    sends one query after the other does so, and a second longer, beside clients that send many: as
+    long as its query, and the step before it half as long; see SharingScheduler for vLLM.
 
     The engine has failed if it raised for a query twice, and for a short probe as well, so that the
     query is not the cause.
@@ -76,7 +76,11 @@ class Feeder(Dispatcher):
         self._tokens_in_flight += waiting.tokens
         self._single_tokens += single
         waiting.sender.in_engine += 1
-        turn = Turn(_number_of(waiting), self._step_tokens(single), single > 0)
+        step_tokens = self._step_tokens(single)
+        # A turn as much earlier as such queries are long: no other one comes between in the step
+        # that it waits for, and the shares stay as they are.
+        number = _number_of(waiting) - (self._short_tokens if single else 0)
+        turn = Turn(number, step_tokens, single > 0)
         task = asyncio.create_task(self._answer(waiting, turn))
         self._tasks.add(task)
 
@@ -106,7 +110,7 @@ class Feeder(Dispatcher):
         if not self._short_tokens or self._single_tokens == self._tokens_in_flight:
             return 0
         full = self._continuous.step_tokens
-        return min(full, ceil(max(_SHORT_STEP * self._short_tokens, _LEAST_STEP * full)))
+        return min(full, max(self._short_tokens, ceil(_LEAST_STEP * full)))
 
     async def _answer(self, waiting: Waiting, turn: Turn) -> None:
         found: Scored | Exception

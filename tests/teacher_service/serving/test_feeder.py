@@ -142,7 +142,7 @@ def test_a_light_client_is_next_whatever_waits() -> None:
 
 
 def test_steps_are_short_beside_a_client_that_asks_singly() -> None:
-    """Steps have a third more tokens than its queries, as long as others have queries, too."""
+    """Steps have as many tokens as its queries, as long as others have queries, too."""
 
     async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
         heavy, light = Sender(), Sender()
@@ -152,13 +152,13 @@ def test_steps_are_short_beside_a_client_that_asks_singly() -> None:
             asked = begin(feeder, light, 3, 3, 3)
             await until(lambda count=count: engine.begun.count(3) == count + 1)  # type: ignore[misc]
             # Whether it asks singly is known from its second query on.
-            expected = (4, True) if count else (0, False)
+            expected = (3, True) if count else (0, False)
             assert (engine.given[-1].step_tokens, engine.given[-1].single) == expected
             engine.running[len(engine.begun) - 1].set()
             await asked
         engine.end_first()
         await until(lambda: engine.begun[-1] == 1)
-        assert engine.given[-1] == Turn(engine.turns[-1], 4, single=False)
+        assert engine.given[-1] == Turn(engine.turns[-1], 3, single=False)
         two = [begin(feeder, light, 3, 3) for _ in range(2)]
         await until(lambda: engine.begun[-1] == 3)
         assert not engine.given[-1].single, "two at the same time"
