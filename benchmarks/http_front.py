@@ -40,8 +40,9 @@ from protos.auth.tls import TlsFiles
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.http.app import Teacher
 from teacher_service.http.callers import Callers
-from teacher_service.http.front import HttpFront
+from teacher_service.http.front import HttpFront, LoadingApp
 from teacher_service.metrics import TeacherMetrics
+from teacher_service.models.load_progress import LoadProgress
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer
@@ -85,8 +86,9 @@ async def serve_rows(k: int) -> None:
         servicer = TeacherServicer(
             scorer, batcher, Weights(engine, batcher), limits, metrics, budget
         )
-        teacher = Teacher(scorer, batcher, limits, metrics, Callers(budget))
-        async with HttpFront(0, TlsFiles()).serving(teacher, ServerEndpoint()) as (url, stop):
+        app = LoadingApp(LoadProgress())
+        app.loaded(Teacher(scorer, batcher, limits, metrics, Callers(budget)))
+        async with HttpFront(0, TlsFiles()).serving(app, ServerEndpoint()) as (url, stop):
 
             def register(server: grpc.aio.Server) -> str:
                 teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)

@@ -61,6 +61,7 @@ def teacher(
     engine: options.EngineOption = "hf",
     dtype: options.DtypeOption = "auto",
     device: DeviceOption = "auto",
+    device_map: options.DeviceMapOption = None,
     max_top_k: options.MaxTopKOption = 1024,
     max_batch_tokens: options.MaxBatchTokensOption = 16384,
     batch_invariant: options.BatchInvariantOption = False,
@@ -96,18 +97,15 @@ def teacher(
     common = engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k
     vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share, engine_option or ())
     other = program.EndpointSettings(tokenizer or "", served_model or "")
-    chosen = program.EngineSettings(*common, vllm, other, adapter or ())
+    chosen = program.EngineSettings(*common, vllm, other, adapter or (), device_map or "")
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-        settings = program.TeacherSettings(
-            engine=chosen,
-            endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
-            cache=_kept_cache(no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours),
-            metrics=(metrics_host, metrics_port),
-            http=None if http_port is None else HttpFront(http_port, tls),
-        )
-        program.run(settings)
+        place = read_endpoint(host, port, token_file, tls, insecure=insecure)
+        cache = _kept_cache(no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours)
+        http = None if http_port is None else HttpFront(http_port, tls)
+        page = metrics_host, metrics_port
+        program.run(program.TeacherSettings(chosen, place, cache, page, http))
 
 
 def _kept_cache(

@@ -48,6 +48,14 @@ HttpPortOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
 ]
+DeviceMapOption = Annotated[
+    str | None,
+    typer.Option(
+        help="auto: divide the layers over all GPUs, then the CPU's memory, then the disk, for a "
+        "model that one GPU does not hold; --gpu-memory-share is of the free memory (hf). Default: "
+        "the model is on --device."
+    ),
+]
 MaxTopKOption = Annotated[int, typer.Option(min=1, help="Largest number of head ids of a row.")]
 MaxBatchTokensOption = Annotated[
     int, typer.Option(min=1, help="Largest number of tokens of a batch, padding included.")

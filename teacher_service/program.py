@@ -23,10 +23,12 @@ from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import AsksServer, ContinuousEngine, Engine
 from teacher_service.http.app import Teacher
 from teacher_service.http.callers import Callers
-from teacher_service.http.front import HttpFront
+from teacher_service.http.front import HttpFront, LoadingApp
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.models.adapters import read_adapters
 from teacher_service.models.load_progress import LoadProgress
+from teacher_service.models.placement import AUTO, free_memory
+from teacher_service.models.placement import OPTION as DEVICE_MAP
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher
@@ -71,7 +73,7 @@ class EndpointSettings:
 class EngineSettings:
     """The engine and its model; the command-line options of the same names explain each field.
 
-    `adapters`: NAME=DIR each.
+    `adapters`: NAME=DIR each. `device_map`: "auto", or "" for a model on one device.
     """
 
     name: str
@@ -84,6 +86,7 @@ class EngineSettings:
     vllm: VllmSettings
     endpoint: EndpointSettings = EndpointSettings()
     adapters: Sequence[str] = ()
+    device_map: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) 
                 device=settings.device,
                 batch_invariant=settings.batch_invariant,
                 adapters=adapters,
+                memory=free_memory(settings.vllm.gpu_memory_share) if settings.device_map else None,
                 progress=progress,
             )
         case "vllm":
@@ -198,10 +202,27 @@ def _require_known_options(settings: EngineSettings) -> None:
         unknown.append(("--adapter", "name the adapter as --served-model"))
     elif settings.adapters and not (vllm or settings.name == "hf"):
         unknown.append(("--adapter", "use --engine hf or vllm"))
+    if settings.device_map and settings.name != "hf":
+        unknown.append((DEVICE_MAP, "use --engine hf, or with vllm --tensor-parallel-size"))
+    elif settings.device_map:
+        _require_divisible(settings)
     for option, hint in unknown:
         raise InvalidInput(
             f"the {settings.name} engine has no such option", field=option, hint=hint
         )
+
+
+def _require_divisible(settings: EngineSettings) -> None:
+    """Raise InvalidInput if the settings do not go with a model that is divided over devices."""
+    wrong = ""
+    if settings.device_map != AUTO:
+        wrong, hint = f"unknown device map {settings.device_map!r}", f"use {AUTO}"
+    elif settings.device != "auto":
+        wrong, hint = "it takes all devices", "leave --device out, or set CUDA_VISIBLE_DEVICES"
+    elif settings.adapters:
+        wrong, hint = "a model that is divided has no adapters", "merge the adapter into the model"
+    if wrong:
+        raise InvalidInput(wrong, field=DEVICE_MAP, hint=hint)
 
 
 class _Program:
@@ -253,8 +274,11 @@ class _Program:
             raise SystemExit(1)
 
     async def _load(self, stack: AsyncExitStack) -> None:
-        """Load the engine, open cache, dispatcher and HTTP on `stack`, and begin to answer."""
+        """Open HTTP on `stack`, load the engine, open cache and dispatcher, and begin to answer."""
         settings, metrics = self._settings, self._metrics
+        app, front = LoadingApp(self._progress), AsyncExitStack()
+        await stack.enter_async_context(front)
+        self._http_url, stop_http = await front.enter_async_context(_http(settings, app))
         telling = asyncio.create_task(tell_progress(self._progress))
         try:
             engine = await in_thread(self._tested_engine, self._stop)
@@ -280,11 +304,12 @@ class _Program:
         scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
         weights = Weights(engine, dispatcher)
         servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics, budget)
-        teacher = Teacher(scorer, dispatcher, limits, metrics, Callers(budget))
-        self._http_url, stop_http = await stack.enter_async_context(_http(settings, teacher))
+        # The requests of HTTP end before what answers them.
+        await stack.enter_async_context(front.pop_all())
         self._enders = [stop_http, servicer.drain]
         self._dispatcher = dispatcher
         self._servicer.loaded(servicer)
+        app.loaded(Teacher(scorer, dispatcher, limits, metrics, Callers(budget)))
 
     def _tested_engine(self) -> Engine:
         engine = make_engine(self._settings.engine, self._progress)
@@ -326,11 +351,11 @@ class _Program:
 
 @asynccontextmanager
 async def _http(
-    settings: TeacherSettings, teacher: Teacher
+    settings: TeacherSettings, app: LoadingApp
 ) -> AsyncIterator[tuple[str, Callable[[], None]]]:
     """Serve HTTP within the block, if settings.http. Yields the URL or "", and how to end it."""
     if settings.http is None:
         yield "", lambda: None
     else:
-        async with settings.http.serving(teacher, settings.endpoint) as found:
+        async with settings.http.serving(app, settings.endpoint) as found:
             yield found

@@ -165,12 +165,12 @@ class CaptureJob(Table):
             ),
             (
                 teacher.model is not None,
-                "teacher.engine teacher.dtype teacher.device teacher.max_batch_tokens",
+                "teacher.engine teacher.dtype teacher.device teacher.max_batch_tokens teacher.gpus",
                 "the service at teacher.address scores; leave it out, or set teacher.model",
             ),
             (
                 False,
-                "teacher.batch_invariant teacher.gpus",
+                "teacher.batch_invariant",
                 "the capture loads teacher.model in its own process; leave it out",
             ),
             (

@@ -44,7 +44,12 @@ def processes_of(job: AnyJob) -> int:
 
 
 def gpus_of(job: AnyJob) -> int:
-    """Return the number of GPUs of the job: one per process, and those of its rollout engines."""
+    """Return the number of GPUs of the job: one per process, and those of its rollout engines.
+
+    A capture on Ray takes those of its engines from the cluster; any other has one engine.
+    """
+    if isinstance(job, CaptureJob) and job.method.ray is None:
+        return max(1, job.teacher.gpus or 1)
     engines = job.rollouts.gpus if isinstance(job, SamplingJob) else 0
     return processes_of(job) + engines
 

@@ -46,6 +46,8 @@ class OnPolicyConfig(Table):
     """The method."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||teacher). forward_kl: KL(teacher||student)."""
+    head: Literal["student", "teacher"] = "student"
+    """reverse_kl: whose likeliest ids a row has; teacher: noisier, for one that takes no ids."""
     tail: OnPolicyTail | None = None
     """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples."""
     horizon: Literal["word", "answer"] = "word"
@@ -65,13 +67,22 @@ class OnPolicyConfig(Table):
         divergence = info.data.get("divergence")
         if tail == "bucket+teacher_samples" and divergence == "reverse_kl":
             raise ValueError("needs forward_kl; choose it, or leave tail out")
+        if tail == "bucket+draws" and info.data.get("head") == "teacher":
+            raise ValueError("needs head = 'student'; choose it, or 'bucket+sampled'")
         return check_tail(tail, divergence)
 
     @property
+    def student_head(self) -> bool:
+        """Whether the head ids of a row are the student's, which the teacher is sent."""
+        return self.divergence == "reverse_kl" and self.head == "student"
+
+    @property
     def tail_mode(self) -> OnPolicyTail:
-        """The tail mode of `topk_kl`. Both defaults are unbiased, with the least variance."""
+        """The tail mode of `topk_kl`. The defaults are unbiased, with the least variance."""
         if self.tail is not None:
             return self.tail
+        if self.divergence == "reverse_kl" and self.head == "teacher":
+            return "bucket+sampled"
         return "bucket+draws" if self.divergence == "reverse_kl" else "bucket+teacher_samples"
 
 
@@ -128,6 +139,12 @@ class OnPolicyJob(TrainingJob):
                     self.teacher.tokenizer != "same",
                     "method.horizon teacher.roles",
                     "it is for a teacher with another tokenizer; set teacher.tokenizer",
+                ),
+                (
+                    self.method.divergence == "reverse_kl"
+                    and (self.teacher.tokenizer == "same" or bool(self.teacher.roles)),
+                    "method.head",
+                    "it is for reverse_kl with one tokenizer; leave it out",
                 ),
                 (
                     not self.teacher.roles,

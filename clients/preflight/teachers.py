@@ -176,7 +176,7 @@ def _check_scorer(
     check_length(longest, label, info.max_length)
     # For the reverse KL each query carries the student's head ids and draws, four bytes each.
     most = info.max_request_bytes * 3 // 16 // config.method.max_new_tokens
-    if config.method.divergence == "reverse_kl" and top_k + config.draws > most:
+    if _sends_ids(config) and top_k + config.draws > most:
         raise InvalidInput(
             f"{config.method.max_new_tokens} tokens with {top_k} head ids and {config.draws} draws"
             " each exceed the size of one query",
@@ -194,16 +194,24 @@ def _check_temperature(info: TeacherLimits, label: str, temperature: float) -> N
         )
 
 
+def _sends_ids(config: OnPolicyJob | RLJob) -> bool:
+    """Whether the rows are at ids of the student, which it sends."""
+    if isinstance(config, OnPolicyJob):
+        return config.method.student_head
+    return config.method.divergence == "reverse_kl"
+
+
 def _check_ids(info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k: int) -> None:
     """Check that the teacher scores as many ids of the student as the reverse KL asks for."""
     most = info.max_chosen_ids
-    if most is None or config.method.divergence != "reverse_kl" or top_k + config.draws <= most:
+    if most is None or not _sends_ids(config) or top_k + config.draws <= most:
         return
     if not most:
+        own = "use 'forward_kl', or a server that scores chosen ids"
         raise InvalidInput(
             f"the {label} scores its own likeliest ids only, and reverse_kl needs the student's",
             field="method.divergence",
-            hint="use 'forward_kl', or a server that scores chosen ids",
+            hint=f"set method.head = 'teacher', {own}" if isinstance(config, OnPolicyJob) else own,
         )
     raise InvalidInput(
         f"the {label} scores {most} chosen ids per row, not {top_k} head ids and"

@@ -126,12 +126,13 @@ def on_policy_method(
     `prompts`: the training prompts and the held-out ones. `teachers`: connections by teacher name;
     "" is the only teacher of a job without names. `engine`: samples the rollouts; None:
     this process does. `pair`: the tokenizers, if the teacher has another one than the student. The
-    head of a row is the student's top-k for reverse KL and the teacher's top-k for forward KL.
+    head of a row is the student's top-k for reverse KL, unless the job chooses the teacher's, and
+    the teacher's top-k for forward KL.
     """
     objective: DistillationObjective | CrossTokenizerObjective
     objective = DistillationObjective.on_policy(config.method, tuple(config.teachers))
     sampling: dict[str, Any] = {
-        "top_k": config.top_k if objective.direction == "reverse" else 0,
+        "top_k": config.top_k if config.method.student_head else 0,
         "temperature": objective.temperature,
         "draws": config.draws,
         "vocab_size": student.full.vocab_size,
@@ -167,11 +168,10 @@ def _remote_teachers(
     pair: RolePair | None,
 ) -> dict[str, TeacherSource]:
     """Return the teacher services by name. `vocab_size`: number of ids that rows are about."""
-    student_head = config.method.divergence == "reverse_kl"
     return {
         name: RemoteTeacher(
             connection.client,
-            top_k=None if student_head else config.top_k,
+            top_k=None if config.method.student_head else config.top_k,
             temperature=config.method.temperature,
             f32=config.teacher.logprob_format == "f32",
             tail_samples=config.tail_samples,

@@ -38,7 +38,9 @@ class RaySource:
         self._ray = _connected()
         self._plan: Plan | None = None
         self._ask: Ask | None = None
-        self._resources, self._actors = _shares(job.method.ray or RayConfig(), self._ray)
+        self._resources, self._actors = _shares(
+            job.method.ray or RayConfig(), job.teacher.gpus_of_model, self._ray
+        )
 
     def info(self) -> EngineInfo:
         """Load an engine on the cluster and return its info; raises the error of loading it."""
@@ -140,20 +142,24 @@ def _connected() -> Any:
     return ray
 
 
-def _shares(config: RayConfig, ray: Any) -> tuple[dict[str, int], int]:
-    """Return the resources of each actor, and the number of actors."""
+def _shares(config: RayConfig, each: int, ray: Any) -> tuple[dict[str, int], int]:
+    """Return the resources of each actor, and the number of actors.
+
+    `each`: GPUs of an actor, if the cluster has GPUs.
+    """
     there = ray.cluster_resources()
     cpus, gpus = math.floor(there.get("CPU", 0)), math.floor(there.get("GPU", 0))
-    actors = config.actors or gpus or 1
+    each = each if gpus else 0
+    actors = config.actors or (gpus // each if each else 1) or 1
     # Ray's own tasks need one CPU; without it, no task would ever start.
-    if actors * config.cpus_per_actor + 1 > cpus or (gpus and actors > gpus):
+    if actors * config.cpus_per_actor + 1 > cpus or actors * each > gpus:
         raise InvalidInput(
             f"{actors} engines with {config.cpus_per_actor} CPUs each do not fit into a cluster of"
             f" {cpus} CPUs and {gpus} GPUs; one CPU must stay free for Ray",
             field="method.ray.actors",
-            hint="use fewer actors or fewer CPUs per actor, or add machines",
+            hint="use fewer actors, fewer CPUs per actor or fewer teacher.gpus, or add machines",
         )
-    return {"num_cpus": config.cpus_per_actor, "num_gpus": 1 if gpus else 0}, actors
+    return {"num_cpus": config.cpus_per_actor, "num_gpus": each}, actors
 
 
 def _info_or_fault(job: CaptureJob) -> tuple[EngineInfo | None, str | None]:

@@ -118,7 +118,7 @@ def load_engine(teacher: CaptureTeacher) -> Engine:
         batch_invariant=False,
         max_batch_tokens=teacher.max_batch_tokens,
         max_top_k=teacher.top_k,
-        vllm=VllmSettings(tensor_parallel_size=1, gpu_memory_share=0.9),
+        vllm=VllmSettings(tensor_parallel_size=teacher.gpus or 1, gpu_memory_share=0.9),
     )
     try:
         engine = make_engine(settings)

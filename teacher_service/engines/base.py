@@ -117,6 +117,20 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Turn:
+    """When an engine computes a query that it is given.
+
+    Of the queries that the engine has not begun, that of the lowest `number` is next.
+    `step_tokens`: most tokens of a step until another query says otherwise; 0: as many as the
+    engine has room for. `single`: its sender waits for this query alone.
+    """
+
+    number: int = 0
+    step_tokens: int = 0
+    single: bool = False
+
+
 @runtime_checkable
 class ContinuousEngine(Engine, Protocol):
     """An engine that batches queries by itself, and takes new ones while it computes others."""
@@ -126,10 +140,9 @@ class ContinuousEngine(Engine, Protocol):
         """Most tokens that one step of the engine computes."""
         ...
 
-    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
         """Return the rows of a query. Many calls may run at the same time, in one event loop.
 
-        Of the queries that the engine has not begun, that of the lowest `turn` is next.
         Cancelling the call takes the query out of the engine. Raises the DistillError that concerns
         the query; any other exception means that the engine has failed.
         """

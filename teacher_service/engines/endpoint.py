@@ -1,4 +1,4 @@
-"""The endpoint engine: rows from a vLLM or SGLang server that somebody else runs, over HTTP.
+"""The endpoint engine: rows from a server that somebody else runs, such as vLLM, over HTTP.
 
 The teacher service stays in front of the server: one cache, one fair queue, one encoding for many
 students. What the server cannot compute is refused, see `EngineLimits`: temperatures other than 1,
@@ -19,10 +19,11 @@ import numpy as np
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo, EngineLimits, fingerprint_of
+from teacher_service.engines.base import EngineInfo, EngineLimits, Turn, fingerprint_of
 from teacher_service.engines.endpoint_http import HttpEndpoint, Refused
 from teacher_service.engines.endpoint_wire import (
     CHOSEN_IDS,
+    ECHO,
     SGLANG,
     VLLM,
     LikeliestWire,
@@ -43,7 +44,7 @@ _MOST_IDS = 1 << 22  # no vocabulary is larger
 
 
 class EndpointEngine:
-    """A model behind the HTTP interface of vLLM or SGLang.
+    """A model behind the HTTP interface of vLLM or SGLang, or one that echoes prompts.
 
     Nothing proves which weights the server has: the fingerprint is of the model's name there, its
     limits and the tokenizer. Start a teacher with another `served_model`, or without a cache, when
@@ -58,7 +59,7 @@ class EndpointEngine:
         served_model: str,
         max_top_k: int,
         step_tokens: int,
-        wires: Sequence[LikeliestWire] = (VLLM, SGLANG),
+        wires: Sequence[LikeliestWire] = (VLLM, SGLANG, ECHO),
     ) -> None:
         """Connect, and find out what the server can do.
 
@@ -94,7 +95,7 @@ class EndpointEngine:
         futures = [self._begin(self._rows(query)) for query in queries]
         return [_result(future) for future in futures]
 
-    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
         """Return the rows of a query, from any event loop; see ContinuousEngine."""
         return await asyncio.wrap_future(self._begin(self._rows(query)))
 
@@ -156,7 +157,8 @@ class EndpointEngine:
                 f"{self._http.url} returns no log-probs of prompts",
                 field="--model",
                 hint="give a server whose /v1/completions answers prompt_logprobs, such as vLLM, or"
-                " whose /generate answers return_logprob, such as SGLang",
+                " echoes the ids of a prompt with logprobs; or whose /generate answers"
+                " return_logprob, such as SGLang",
             )
         width = await self._width(len(vocabulary))
         likeliest = await self._most(self._takes_likeliest, min(max_top_k, width))

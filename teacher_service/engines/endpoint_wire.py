@@ -2,8 +2,9 @@
 
 vLLM has two ways: `/inference/v1/generate` scores given ids of each row, sent as one array;
 `/v1/completions` returns the k likeliest ids of each row, and the sampled token, as JSON. SGLang's
-`/generate` has the same, in other words; ids that it is given are the same for all rows. In all,
-the head's log-probs and the token's come from the server; the tail mass is one minus the head's.
+`/generate` has the same, in other words; ids that it is given are the same for all rows. Others
+echo the prompt with log-probs, as OpenAI's `/v1/completions` once did. In all, the head's log-probs
+and the token's come from the server; the tail mass is one minus the head's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from protos.rows.codec import RowBlock
 from protos.rows.prompt_logprobs import block_of_head, rows_of_listed
 
 CHOSEN_IDS = "/inference/v1/generate"
+_COMPLETIONS = "/v1/completions"
+_ID = "token_id:"
 
 
 def ask_chosen_ids(query: ScoreQuery, model: str) -> dict[str, Any]:
@@ -121,6 +124,55 @@ def _rows_of_sglang(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
         )
 
 
+def _ask_echo(query: ScoreQuery, model: str) -> dict[str, Any]:
+    """Return the body that asks for the prompt with the log-probs of k + 1 ids of each row."""
+    return {
+        "model": model,
+        "prompt": query.token_ids.tolist(),
+        "max_tokens": 1,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": query.k + 1,
+        "return_tokens_as_token_ids": True,
+        "return_token_ids": True,  # vLLM then makes no text of the prompt
+    }
+
+
+def _rows_of_echo(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
+    """Return the rows in the answer to `_ask_echo`, where {"token_id:5": -0.1, ...} is a position.
+
+    A server adds the sampled token to the ids that it lists, or puts it in the place of the last
+    one, and does not say which: a head with it would be biased. The k likeliest of k + 1 ids are
+    the same in each case. Raises Corrupt if the answer has other rows than asked for.
+    """
+    first, end = query.start, len(query.token_ids)  # the generated token follows
+    try:
+        found = answer["choices"][0]["logprobs"]
+        names = found["tokens"][first:end]
+        tokens = np.array(found["token_logprobs"][first:end], np.float32)
+        rows = [_likeliest(row, query.k) for row in found["top_logprobs"][first:end]]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise _corrupt(f"echoes no tokens with log-probs: {error!r}") from error
+    if names != [f"{_ID}{token}" for token in query.token_ids[first:]] or len(rows) != query.rows:
+        raise _corrupt("echoes other tokens, or their texts in place of their ids")
+    if not all(rows):
+        raise _corrupt(f"has fewer than {query.k + 1} ids in a row")
+    ids = np.array([[token for _, token in row] for row in rows], np.int32)
+    head = np.array([[logprob for logprob, _ in row] for row in rows], np.float32)
+    with _corrupt_if_refused():
+        return block_of_head(ids, head, tokens)
+
+
+def _likeliest(listed: Mapping[str, float], k: int) -> list[tuple[float, int]]:
+    """Return the k largest log-probs of a row with their ids; none if it has not more than k.
+
+    Raises ValueError if it has texts in place of ids.
+    """
+    named = ((logprob, int(name.removeprefix(_ID))) for name, logprob in listed.items())
+    ranked = sorted(named, key=lambda one: (-one[0], one[1]))
+    return ranked[:k] if len(ranked) > k else []
+
+
 @dataclass(frozen=True)
 class LikeliestWire:
     """How a server is asked for the `top_k` likeliest ids of each row, and answers.
@@ -134,8 +186,9 @@ class LikeliestWire:
     rows: Callable[[ScoreQuery, Mapping[str, Any]], RowBlock]
 
 
-VLLM = LikeliestWire("/v1/completions", _ask_vllm, _rows_of_vllm)
+VLLM = LikeliestWire(_COMPLETIONS, _ask_vllm, _rows_of_vllm)
 SGLANG = LikeliestWire("/generate", _ask_sglang, _rows_of_sglang)
+ECHO = LikeliestWire(_COMPLETIONS, _ask_echo, _rows_of_echo)
 
 
 def _columns(query: ScoreQuery) -> NDArray[np.int32]:

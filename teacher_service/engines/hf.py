@@ -43,6 +43,7 @@ from teacher_service.models.loading import (
     max_length_of,
     not_linear,
 )
+from teacher_service.models.placement import OPTION, Memory, resident_head, tell_places
 
 
 class HfEngine:
@@ -64,17 +65,26 @@ class HfEngine:
         device: str = "auto",
         batch_invariant: bool = False,
         adapters: Sequence[Adapter] = (),
+        memory: Memory | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
-        """Load the model; `progress` follows it. Queries may name one of `adapters`."""
+        """Load the model; `progress` follows it. Queries may name one of `adapters`.
+
+        `memory`: what the model may take of each device, in bytes. Its layers are divided over
+        them, and computed on the first GPU if they do not fit on any; the head is always in
+        memory. None: the whole model is on `device`.
+        """
         progress = progress or LoadProgress()
         path = model_directory(model)
         self._device = _device(device)
         digests = FileDigests(weight_files(path))
         progress.begin("reading its weights")
         with progress.of_transformers():
-            model_of = load_model(path, dtype=dtype, with_images=True)
-        self._model = model_of.to(self._device).eval()
+            loaded = load_model(path, dtype=dtype, with_images=True, memory=memory)
+        self._divided = memory is not None
+        self._model = (loaded if self._divided else loaded.to(self._device)).eval()
+        if self._divided:
+            tell_places(self._model)
         reader = load_image_reader(path, self._model.config)
         seeing = reader is not None and sees(body_of(self._model), reader, self._device)
         self._reader = reader if seeing else None
@@ -84,11 +94,10 @@ class HfEngine:
             raise not_linear(model)
         parameters = self._model.named_parameters(remove_duplicate=False)
         require_plain_weight(path, [name for name, value in parameters if value is head.weight])
-        scale_and_cap = probe_head(self._model, most_tokens=self._max_length())
+        scale_and_cap = probe_head(self._model, device=self._device, most_tokens=self._max_length())
         if scale_and_cap is None:
             raise not_linear(model)
-        bias = None if head.bias is None else head.bias.detach()
-        self._head = Head(head.weight.detach(), bias, scale_and_cap=scale_and_cap)
+        self._head = Head(*resident_head(head), scale_and_cap=scale_and_cap)
         self._batch_invariant = batch_invariant
         self._weights = ModelWeights(self._model)
         self._adapters = HfAdapters(self._model, adapters)
@@ -98,8 +107,13 @@ class HfEngine:
     def parameters(self) -> Mapping[str, TensorSpec]:
         """Return the spec of each parameter by name; a tied weight appears once.
 
-        Raises WrongState if the weights are quantised, or if there are adapters.
+        Raises WrongState if the weights are quantised or divided, or if there are adapters.
         """
+        if self._divided:
+            raise WrongState(
+                "the weights of a model that is divided over devices cannot be replaced",
+                hint=f"start it without {OPTION}",
+            )
         if getattr(self._model, "hf_quantizer", None) is not None:
             raise WrongState(
                 "the weights of a quantised model cannot be replaced",
@@ -154,7 +168,7 @@ class HfEngine:
         hidden = self._hidden(queries)
         # Row t comes from the state that has seen tokens 0..t-1.
         states = [
-            of_one[query.start - 1 : len(query.token_ids) - 1]
+            of_one[query.start - 1 : len(query.token_ids) - 1].to(self._head.weight.device)
             for query, of_one in zip(queries, hidden, strict=True)
         ]
         return [*self._head.score(queries, states)]

@@ -21,10 +21,14 @@ from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
 from protos.vllm_processes import executor, require_vllm
-from teacher_service.engines.base import EngineInfo, fingerprint_of, with_adapters
-from teacher_service.engines.vllm_options import facts_of, read_options
-from teacher_service.engines.vllm_process import OWN_OPTIONS, VllmProcess
-from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
+from teacher_service.engines.base import EngineInfo, Turn, fingerprint_of, with_adapters
+from teacher_service.engines.vllm_process import (
+    OWN_OPTIONS,
+    VllmProcess,
+    facts_of,
+    read_options,
+)
+from teacher_service.engines.vllm_wire import PACE, decode_answer, encode_query, part_of
 from teacher_service.head.linear_head import HeadTensors, find_head
 from teacher_service.models.adapters import OPTION, Adapter
 from teacher_service.models.digests import FileDigests
@@ -38,6 +42,7 @@ from teacher_service.models.load_progress import LoadProgress, read_failure
 from teacher_service.models.loading import load_skeleton, load_vocabulary, max_length_of
 from teacher_service.models.quantisation import quantisation_of
 
+_SCHEDULER = "teacher_service.engines.vllm_scheduler.SharingScheduler"
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
 # Arguments of vLLM that are no `--engine-option`, beside those that every teacher sets.
 _SOMETIMES_OURS = frozenset(
@@ -48,6 +53,8 @@ _SOMETIMES_OURS = frozenset(
 )
 # vLLM's sizes of the memory for adapters, by largest rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+NOW = Turn()
 
 
 class VllmEngine:
@@ -77,7 +84,7 @@ class VllmEngine:
     ) -> None:
         """Start vLLM; `progress` follows it. Queries may name one of `adapters`.
 
-        `options`: further ones of vLLM, each NAME=VALUE; see `vllm_options.py`.
+        `options`: further ones of vLLM, each NAME=VALUE; see `read_options`.
         """
         progress = progress or LoadProgress()
         require_vllm()
@@ -120,7 +127,7 @@ class VllmEngine:
         """
         return self._vllm.run(self._score(queries))
 
-    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
         """Return the rows of a query, from any event loop; see ContinuousEngine.
 
         Raises Corrupt if its logits are not finite. If a process of vLLM dies, this process exits
@@ -158,7 +165,7 @@ class VllmEngine:
                 raise answer
         return [a for a in answers if isinstance(a, RowBlock | DistillError)]
 
-    async def _rows(self, query: ScoreQuery, turn: int = 0) -> RowBlock:
+    async def _rows(self, query: ScoreQuery, turn: Turn = NOW) -> RowBlock:
         # A prefix shorter than a block is never in the cache.
         if self._block is None or query.start <= self._block:
             return await self._ask(query, turn, read_cache=False)
@@ -173,15 +180,17 @@ class VllmEngine:
         first = part_of(query, query.start, query.start + missing)
         return concatenate([await self._ask(first, turn, read_cache=False), block])
 
-    async def _ask(self, query: ScoreQuery, turn: int, *, read_cache: bool) -> RowBlock:
+    async def _ask(self, query: ScoreQuery, turn: Turn, *, read_cache: bool) -> RowBlock:
         """Return the last rows of `query`: those that need no hidden state of a cached token.
 
         Raises the error of the query.
         """
         # The last token is left out, because it predicts nothing.
         prompt = query.token_ids[:-1].tolist()
-        fields, adapter = encode_query(query), query.adapter
-        pooled = await self._vllm.pool(prompt, fields, turn, read_cache=read_cache, adapter=adapter)
+        fields = {**encode_query(query), PACE: (turn.step_tokens, turn.single)}
+        pooled = await self._vllm.pool(
+            prompt, fields, turn.number, read_cache=read_cache, adapter=query.adapter
+        )
         answer = decode_answer(pooled)
         if isinstance(answer, DistillError):
             raise answer
@@ -248,6 +257,8 @@ def _arguments(
         "max_num_batched_tokens": max_batch_tokens,
         "max_num_seqs": min(256, max_batch_tokens),
         "scheduling_policy": "priority",
+        "scheduler_cls": _SCHEDULER,
+        "async_scheduling": False,  # as vLLM does for pooling; the scheduler is made for that
         "long_prefill_token_threshold": _share_of_step(skeleton, max_batch_tokens),
         "long_prefill_token_threshold_adaptive": True,
         "worker_cls": _WORKER,

@@ -1,21 +1,23 @@
-"""Starts, calls, watches and stops the processes of vLLM."""
+"""Starts, calls, watches and stops the processes of vLLM; reads further options of it."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import itertools
+import json
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from protos.errors import Unavailable
+from protos.errors import InvalidInput, Unavailable
 from protos.vllm_processes import (
     SHUTDOWN_SECONDS,
     DeathWatch,
@@ -24,6 +26,10 @@ from protos.vllm_processes import (
 )
 
 _T = TypeVar("_T")
+
+OPTION = "--engine-option"
+# They divide the work over processes, and change the rows by rounding only.
+_DIVIDES = "parallel"
 
 _TASK = "token_embed"
 # Arguments of vLLM that are set here, for every teacher.
@@ -75,7 +81,7 @@ class VllmProcess:
     async def pool(
         self,
         token_ids: Sequence[int],
-        fields: Mapping[str, Any],
+        extra: Mapping[str, Any],
         turn: int,
         *,
         read_cache: bool,
@@ -83,7 +89,7 @@ class VllmProcess:
     ) -> Tensor:
         """Return the output of the worker's pooler for `token_ids`, uint8 [n].
 
-        `fields` are the extra arguments that the pooler receives. vLLM begins the request of the
+        `extra` are the extra arguments that the pooler receives. vLLM begins the request of the
         lowest `turn` first, if its options say so. With `read_cache` False the request does not
         read vLLM's prefix cache. `adapter`: of `add_adapter`; "": none. Raises Unavailable if vLLM
         was stopped.
@@ -93,7 +99,7 @@ class VllmProcess:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         params = PoolingParams(
-            task=_TASK, extra_kwargs=dict(fields), skip_reading_prefix_cache=not read_cache
+            task=_TASK, extra_kwargs=dict(extra), skip_reading_prefix_cache=not read_cache
         )
         stream = self._llm.encode(
             tokens_input(list(token_ids)),
@@ -163,3 +169,48 @@ async def _start(options: Mapping[str, Any]) -> Any:
         disable_log_stats=True,
     )
     return AsyncLLM.from_engine_args(arguments)
+
+
+def read_options(given: Sequence[str], own: Collection[str]) -> dict[str, Any]:
+    """Return the options `given`, each NAME=VALUE, for vLLM's AsyncEngineArgs.
+
+    A value is JSON, such as 2, true or {"a": 1}, or else text. `own`: names of the options that the
+    engine sets itself. Raises InvalidInput (--engine-option) for one of those, for a name that vLLM
+    does not have, and for a name that is given twice.
+    """
+    if not given:
+        return {}
+    set_environment()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    found: dict[str, Any] = {}
+    for option in given:
+        name, equals, value = option.partition("=")
+        if not equals or not name:
+            raise _refused(f"{option!r} is not NAME=VALUE", "write pipeline_parallel_size=2")
+        if name not in known:
+            raise _refused(f"vLLM has no option {name!r}", "names are those of AsyncEngineArgs")
+        if name in own:
+            raise _refused(f"the teacher sets {name} itself", "leave it out")
+        if name in found:
+            raise _refused(f"{name} is given twice", "give it once")
+        found[name] = _value(value)
+    return found
+
+
+def facts_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that may change rows, for the fingerprint; {} if there is none."""
+    changing = {name: value for name, value in options.items() if _DIVIDES not in name}
+    return {"options": changing} if changing else {}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _refused(message: str, hint: str) -> InvalidInput:
+    return InvalidInput(message, field=OPTION, hint=hint)

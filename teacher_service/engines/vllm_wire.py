@@ -16,6 +16,9 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, error_of
 from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
+# What a request has beside its query, for the scheduler: the most tokens of a step (0: the engine's
+# own limit), and whether its sender waits for this query alone; see Turn.
+PACE = "pace"
 # The ids of a query that the student chose, per row.
 _CHOSEN = ("head_ids", "draw_ids")
 
@@ -45,7 +48,7 @@ def decode_query(fields: Mapping[str, Any]) -> ScoreQuery:
         for name in _CHOSEN
         if fields[name] is not None
     }
-    others = {name: fields[name] for name in fields.keys() - {"token_ids", *_CHOSEN}}
+    others = {name: fields[name] for name in fields.keys() - {"token_ids", PACE, *_CHOSEN}}
     return ScoreQuery(token_ids, **chosen, **others)
 
 

@@ -35,25 +35,28 @@ PLAIN = ScaleAndCap()
 
 
 @torch.inference_mode()
-def probe_head(model: Any, *, most_tokens: int = _TOKENS) -> ScaleAndCap | None:
+def probe_head(
+    model: Any, *, device: torch.device | None = None, most_tokens: int = _TOKENS
+) -> ScaleAndCap | None:
     """Return how `model` makes its logits from the products of its head and its last states.
 
     Runs the model on up to `most_tokens` tokens, with values in place of the output of its head: a
     comparison of real logits would miss a cap that only affects large ones. None if the model does
-    anything else than scale and cap its products, or scale its states.
+    anything else than scale and cap its products, or scale its states. `device`: of the token ids,
+    if it is not that of the head.
     """
     head = model.get_output_embeddings()
     count = min(_TOKENS, most_tokens)
     values = np.resize(PROBE, (1, count, head.out_features))
-    products = torch.from_numpy(values).to(head.weight.device)
+    products = torch.from_numpy(values)
     seen: list[Tensor] = []
 
     def replace(_: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         seen.append(inputs[0])
         # float32 also for a model in half precision, so that what follows is not rounded.
-        return products.clone()  # some models scale it in place
+        return products.to(output.device, copy=True)  # some models scale it in place
 
-    ids = (torch.arange(count, device=head.weight.device) * 7 % head.out_features)[None]
+    ids = (torch.arange(count, device=device or head.weight.device) * 7 % head.out_features)[None]
     handle = head.register_forward_hook(replace)
     try:
         logits = model(input_ids=ids, use_cache=False).logits

@@ -18,7 +18,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from clients.teacher.query import ScoreQuery
-from protos.auth.access import Tokens
 from protos.errors import DistillError, InvalidInput, Unavailable
 from protos.rpc.metrics_page import CONTENT_TYPE
 from teacher_service.http.asked import Asked, refuse
@@ -26,7 +25,7 @@ from teacher_service.http.callers import Caller, Callers
 from teacher_service.http.chosen_ids import read_chosen_ids
 from teacher_service.http.completions import read_completions
 from teacher_service.http.faults import fault_answer, on_error, on_http_error
-from teacher_service.http.gate import HEALTH, Gate
+from teacher_service.http.gate import HEALTH
 from teacher_service.http.generate import read_generation
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.answer_budget import MAX_ANSWER_BYTES
@@ -165,8 +164,8 @@ class Scoring:
             return answer
 
 
-def make_app(teacher: Teacher, tokens: Tokens, host: str) -> ASGIApp:
-    """Build the application with its access control; `host` is the address it listens on."""
+def make_app(teacher: Teacher) -> ASGIApp:
+    """Build the application, without its access control."""
     routes = [
         Route("/v1/models", teacher.models),
         Route(HEALTH, teacher.health),
@@ -180,7 +179,7 @@ def make_app(teacher: Teacher, tokens: Tokens, host: str) -> ASGIApp:
         HTTPException: on_http_error,
         Exception: on_error,
     }
-    return Gate(Starlette(routes=routes, exception_handlers=faults), tokens, host)
+    return Starlette(routes=routes, exception_handlers=faults)
 
 
 def _body_bytes(headers: Headers) -> int:

@@ -7,16 +7,43 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from protos.auth.tls import TlsFiles
 from protos.rpc.http_server import HttpLimits, bind, listening
 from protos.rpc.server import ServerEndpoint, require_free_port
 from teacher_service.http.app import Teacher, make_app
+from teacher_service.http.faults import fault_answer
+from teacher_service.http.gate import Gate
+from teacher_service.models.load_progress import LoadProgress
+from teacher_service.serving.loading import still_loading
 
 HTTP_PORT_OPTION = "--http-port"
 # An eighth of the file descriptors: gRPC may take three quarters, see protos/rpc/server.py.
 _CONNECTIONS = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
 # Trainers pause between two steps, and a busy one takes a while to read an answer.
 LIMITS = HttpLimits(connections=_CONNECTIONS, patience=60.0, idle=75.0, grace=30.0)
+
+
+class LoadingApp:
+    """The application from the start of the process on (ASGI).
+
+    Until `loaded` is called, every request gets status 503 with the progress of the load, `/health`
+    too.
+    """
+
+    def __init__(self, progress: LoadProgress) -> None:
+        self._progress = progress
+        self._app: ASGIApp | None = None
+
+    def loaded(self, teacher: Teacher) -> None:
+        """Answer from `teacher` from now on."""
+        self._app = make_app(teacher)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        app = self._app or fault_answer(still_loading(self._progress))
+        await app(scope, receive, send)
 
 
 @dataclass(frozen=True)
@@ -37,16 +64,16 @@ class HttpFront:
 
     @asynccontextmanager
     async def serving(
-        self, teacher: Teacher, endpoint: ServerEndpoint
+        self, app: LoadingApp, endpoint: ServerEndpoint
     ) -> AsyncIterator[tuple[str, Callable[[], None]]]:
         """Serve within the block. Yields the URL, and a function that lets no request in any more.
 
         Leaving the block gives running requests `limits.grace` seconds. Raises InvalidInput if the
         port is taken.
         """
-        app = make_app(teacher, endpoint.tokens, endpoint.host)
+        gate = Gate(app, endpoint.tokens, endpoint.host)
         with bind(endpoint.host, self.port, HTTP_PORT_OPTION) as sock:
-            async with listening(app, sock, self.tls, self.limits) as stop:
+            async with listening(gate, sock, self.tls, self.limits) as stop:
                 host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
                 scheme = "https" if endpoint.tls else "http"
                 yield f"{scheme}://{host}:{sock.getsockname()[1]}", stop

@@ -15,6 +15,7 @@ from clients.data.images import ImageReader, makes_grids
 from clients.data.tokenization import tokens_of
 from protos.errors import InvalidInput
 from teacher_service.models.files import weight_files
+from teacher_service.models.placement import AUTO, Memory
 from teacher_service.models.quantisation import quantisation_of
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,18 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def load_model(
-    path: Path, *, dtype: str, device: str | None = None, with_images: bool = False
+    path: Path,
+    *,
+    dtype: str,
+    device: str | None = None,
+    with_images: bool = False,
+    memory: Memory | None = None,
 ) -> Any:
     """Load the model on the CPU; with device "meta", without the values of its weights.
 
     `with_images`: load a model of images and text that is no causal language model of transformers
-    by itself, too.
+    by itself, too. `memory`: divide the layers over these devices; what does not fit is read from
+    the files in each forward pass.
 
     Raises InvalidInput with field --dtype if the dtype is unknown, and with field --model if the
     model cannot be loaded, the files lack some of its weights, or transformers leaves out a tensor,
@@ -41,7 +48,8 @@ def load_model(
         model, loading = _class_for(path, with_images).from_pretrained(
             path,
             dtype=dtype,
-            device_map=device,
+            device_map=device if memory is None else AUTO,
+            max_memory=None if memory is None else dict(memory),
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,

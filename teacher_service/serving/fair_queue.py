@@ -27,13 +27,29 @@ class Sender:
     """One client's stream of queries; senders take turns, see FairQueue.
 
     The queries of a sender that is `last` wait until no other query waits. `in_engine`: number of
-    its queries that the engine has.
+    its queries that the engine has. `asks_singly`: it had no other query beside its last one, nor
+    beside the present one.
     """
 
     def __init__(self, *, last: bool = False) -> None:
         self.last = last
         self.turn = 0.0  # of its newest query, in tokens
         self.in_engine = 0
+        self._unanswered = 0
+        self._several = False  # at the same time, since it last had none
+        self.asks_singly = False
+
+    def ask(self) -> None:
+        """Note that it sends a query."""
+        if self._unanswered:
+            self._several, self.asks_singly = True, False
+        self._unanswered += 1
+
+    def get(self) -> None:
+        """Note that it gets an answer, or has given up a query."""
+        self._unanswered -= 1
+        if not self._unanswered:
+            self._several, self.asks_singly = False, not self._several
 
 
 @dataclass(frozen=True, order=True)
@@ -94,6 +110,7 @@ class FairQueue:
         self._bytes += size
         turn = max(self._turn, sender.turn)
         sender.turn = turn + len(query.token_ids)
+        sender.ask()
         self._arrived += 1
         answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
         waiting = Waiting(sender.last, turn, self._arrived, sender, query, answer)
@@ -103,6 +120,7 @@ class FairQueue:
     def release(self, waiting: Waiting) -> None:
         """Give back the memory of a query, answered or not."""
         self._bytes -= waiting.query.nbytes + _ENTRY_BYTES
+        waiting.sender.get()
 
     def first(self) -> Waiting | None:
         """Return the query whose turn is next, without taking it; None if none waits."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from math import ceil
 from typing import Any
 
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError
-from teacher_service.engines.base import ContinuousEngine
+from teacher_service.engines.base import ContinuousEngine, Turn
 from teacher_service.serving.dispatcher import Dispatcher, is_defect, probe, stopping
 from teacher_service.serving.fair_queue import Scored, Waiting
 
@@ -19,6 +20,10 @@ log = logging.getLogger(__name__)
 # an engine computes in several steps counts until it ends.
 _STEPS_IN_FLIGHT = 4
 _LAST = 1 << 52  # tokens; more than a teacher ever computes
+# Steps are short for so long after the answer to a client that asks singly.
+_SHORT_SECONDS = 1.0
+# The least part of a full step that a short one has, so that the engine stays efficient.
+_LEAST_STEP = 1 / 16
 
 
 class Feeder(Dispatcher):
@@ -31,6 +36,10 @@ class Feeder(Dispatcher):
     client beside a heavy one is in the step that follows the present one, however deep the queue of
     the other; with several heavy clients, turns are by tokens.
 
+    A full step may take much longer than such a query alone. So steps are short while a client that
+    sends one query after the other does so, and a second longer, beside clients that send many: as
+    long as its query, and the step before it half as long; see SharingScheduler for vLLM.
+
     The engine has failed if it raised for a query twice, and for a short probe as well, so that the
     query is not the cause.
     """
@@ -41,6 +50,8 @@ class Feeder(Dispatcher):
         self._continuous = engine
         self._most = _STEPS_IN_FLIGHT * engine.step_tokens
         self._tokens_in_flight = 0
+        self._single_tokens = 0  # of them, those of clients that ask singly
+        self._short_until, self._short_tokens = 0.0, 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aexit__(self, *error: object) -> None:
@@ -61,14 +72,24 @@ class Feeder(Dispatcher):
         return alone or self._tokens_in_flight < self._most
 
     def _start(self, waiting: Waiting) -> None:
+        single = waiting.tokens if waiting.sender.asks_singly else 0
         self._tokens_in_flight += waiting.tokens
+        self._single_tokens += single
         waiting.sender.in_engine += 1
-        task = asyncio.create_task(self._answer(waiting))
+        step_tokens = self._step_tokens(single)
+        # A turn as much earlier as such queries are long: no other one comes between in the step
+        # that it waits for, and the shares stay as they are.
+        number = _number_of(waiting) - (self._short_tokens if single else 0)
+        turn = Turn(number, step_tokens, single > 0)
+        task = asyncio.create_task(self._answer(waiting, turn))
         self._tasks.add(task)
 
         def end(_: object) -> None:
             self._tasks.discard(task)
             self._tokens_in_flight -= waiting.tokens
+            self._single_tokens -= single
+            if single:
+                self._short_until = time.monotonic() + _SHORT_SECONDS
             waiting.sender.in_engine -= 1
             self._queue.reach(waiting)
             self._wake.set()
@@ -77,10 +98,24 @@ class Feeder(Dispatcher):
         # Nobody wants the rows any more: the engine need not compute them.
         waiting.answer.add_done_callback(lambda answer: answer.cancelled() and task.cancel())
 
-    async def _answer(self, waiting: Waiting) -> None:
+    def _step_tokens(self, single: int) -> int:
+        """Return the most tokens of a step, 0 for a full one.
+
+        `single`: tokens of the query that follows, if its sender asks singly.
+        """
+        if not self._single_tokens and time.monotonic() > self._short_until:
+            self._short_tokens = 0
+        if single:
+            self._short_tokens = max(self._short_tokens, self._single_tokens)
+        if not self._short_tokens or self._single_tokens == self._tokens_in_flight:
+            return 0
+        full = self._continuous.step_tokens
+        return min(full, max(self._short_tokens, ceil(_LEAST_STEP * full)))
+
+    async def _answer(self, waiting: Waiting, turn: Turn) -> None:
         found: Scored | Exception
         try:
-            found = await self._scored(waiting.query, _turn_of(waiting))
+            found = await self._scored(waiting.query, turn)
         except asyncio.CancelledError:
             waiting.answer.cancel()
             raise
@@ -97,7 +132,7 @@ class Feeder(Dispatcher):
             if not waiting.answer.done():
                 waiting.answer.set_exception(stopping() if self.broken else found)
 
-    async def _scored(self, query: ScoreQuery, turn: int) -> Scored:
+    async def _scored(self, query: ScoreQuery, turn: Turn) -> Scored:
         """Return the rows of a query. A query that fails gets a second try, in case of chance."""
         by, began = self._engine.info, time.perf_counter()
         try:
@@ -117,12 +152,12 @@ class Feeder(Dispatcher):
     async def _fault_of_probe(self) -> Exception | None:
         """Return the error of the engine for a short query; None if it has none."""
         try:
-            await self._continuous.score_one(probe(self._engine.info), turn=0)
+            await self._continuous.score_one(probe(self._engine.info), Turn())
         except Exception as error:
             return error if is_defect(error) else None
         return None
 
 
-def _turn_of(waiting: Waiting) -> int:
-    """Return the turn that the engine gets: a query of a `last` sender follows all others."""
+def _number_of(waiting: Waiting) -> int:
+    """Return the number of a query's turn: those of `last` senders follow all others."""
     return int(waiting.turn) + (_LAST if waiting.last else 0)

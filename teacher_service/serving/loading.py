@@ -65,8 +65,13 @@ class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
 
     def _loaded_teacher(self) -> TeacherServicer:
         if self._teacher is None:
-            raise Unavailable(f"it is loading its model ({self._progress})", hint="wait for it")
+            raise still_loading(self._progress)
         return self._teacher
+
+
+def still_loading(progress: LoadProgress) -> Unavailable:
+    """Return the error for who calls during the load, for the caller to raise."""
+    return Unavailable(f"it is loading its model ({progress})", hint="wait for it")
 
 
 async def tell_progress(progress: LoadProgress) -> None:

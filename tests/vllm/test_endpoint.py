@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,30 @@ def test_the_rows_of_the_same_model_in_transformers(engine: Any, model: Path) ->
     assert run_self_test(engine) < 1e-3
 
 
+def test_the_rows_of_a_server_that_only_echoes(
+    address: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM lists k or k + 1 ids of a row, and no ranks; one id fewer than it lists is a head."""
+    from teacher_service.engines.endpoint import EndpointEngine
+    from teacher_service.engines.endpoint_wire import ECHO
+    from teacher_service.serving.self_test import run_self_test
+
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", KEY)
+    engine = EndpointEngine(
+        address,
+        tokenizer=str(model),
+        served_model="",
+        max_top_k=1024,
+        step_tokens=4096,
+        wires=[ECHO],
+    )
+    assert engine.info.limits.max_top_k == MAX_LOGPROBS - 1
+    asked = [replace(query, top_k=min(query.k, MAX_LOGPROBS - 1)) for query in likeliest()]
+    assert_same(engine, model, asked)
+    assert run_self_test(engine) < 1e-3
+    engine.close()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's second runner needs a GPU")
 def test_chosen_ids(engine: Any, model: Path) -> None:
     assert engine.info.limits.max_chosen_ids == MAX_LOGPROBS - 1
@@ -173,7 +198,7 @@ def test_a_server_that_scores_only_its_own_likeliest_ids(
 def test_a_job_learns_as_from_a_teacher_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward KL at the teacher's likeliest ids: the curve of the same model in transformers."""
+    """At the teacher's likeliest ids, both KLs: the curves of the same model in transformers."""
     from student_trainer.tools.pretrain import make_model
     from tests.student_trainer import tiny
 
@@ -182,21 +207,20 @@ def test_a_job_learns_as_from_a_teacher_of_ours(
     words = tiny.tokenizer()
     torch.manual_seed(5)
     tiny.save(make_model(len(words), words, 2, 64), words, material.teacher)  # heads of 32
-    changes: dict[str, Any] = {
-        "max_steps": 6,
-        "eval__every": 3,
-        "method__divergence": "forward_kl",
-        "method__tail": "bucket",
-    }
+    forward = {"method__divergence": "forward_kl", "method__tail": "bucket"}
+    objectives = {"forward": forward, "reverse": {"method__head": "teacher"}}
+    steps: dict[str, Any] = {"max_steps": 6, "eval__every": 3}
     own = ("--model", str(material.teacher), "--dtype", "float32")
     with vllm_server(material.teacher, tmp_path / "vllm.log") as address:
         theirs = ("--engine", "endpoint", "--model", address, "--tokenizer", str(material.teacher))
-        curves = []
+        curves: list[list[dict[str, float]]] = []
         for name, options in (("own", own), ("theirs", theirs)):
             teacher = TeacherProcess([*options, "--no-cache"], log=tmp_path / f"{name}.log")
             try:
-                job = tiny.job(material, teacher.address, **changes)
-                curves.append(finished(tmp_path / name, job))
+                curves.append([])
+                for objective, changes in objectives.items():
+                    job = tiny.job(material, teacher.address, **steps, **changes)
+                    curves[-1] += finished(tmp_path / f"{name}-{objective}", job)
             finally:
                 teacher.close()
     for ours, endpoint in zip(*curves, strict=True):

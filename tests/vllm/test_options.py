@@ -11,7 +11,7 @@ import pytest
 from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput
 from teacher_service.engines.vllm import VllmEngine
-from teacher_service.engines.vllm_options import facts_of, read_options
+from teacher_service.engines.vllm_process import facts_of, read_options
 from tests.vllm.model import VOCAB_SIZE, save_model
 
 pytestmark = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import Engine, Turn
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm import VllmEngine
 from teacher_service.serving.self_test import run_self_test
@@ -165,6 +166,30 @@ def test_a_cache_that_reaches_into_the_rows(vllm: VllmEngine, hf: HfEngine, star
     for _ in range(2):
         for ours, theirs in zip(rows(vllm, [again, chosen]), expected, strict=True):
             assert_same(ours, theirs)
+
+
+def test_single_queries_go_past_long_ones_in_short_steps(vllm: VllmEngine, hf: HfEngine) -> None:
+    """A long one takes 57 steps of 16 tokens, which vLLM would give it before any other."""
+    long = [ScoreQuery(tokens(900, seed), 890, top_k=4) for seed in range(3)]
+    single = [ScoreQuery(tokens(20 + seed, seed), 1, top_k=4) for seed in range(4, 8)]
+    ended: list[int] = []
+
+    async def ask(number: int, query: ScoreQuery) -> RowBlock:
+        turn = Turn(number, 32, single=number >= len(long))
+        block = await vllm.score_one(query, turn)
+        ended.append(number)
+        return block
+
+    async def main() -> list[RowBlock]:
+        return await asyncio.gather(*map(ask, range(7), [*long, *single]))
+
+    steps = vllm.steps()
+    found = asyncio.run(main())
+    count, computed = (after - before for before, after in zip(steps, vllm.steps(), strict=True))
+    assert set(ended[:4]) == {3, 4, 5, 6}
+    assert computed <= 32 * count
+    for ours, theirs in zip(found, rows(hf, [*long, *single]), strict=True):
+        assert_same(ours, theirs)
 
 
 def test_one_bad_sequence_fails_alone(vllm: VllmEngine, hf: HfEngine) -> None:

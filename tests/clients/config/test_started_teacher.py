@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clients.config.file import load_job
-from clients.config.kinds import started_teacher
+from clients.config.kinds import gpus_of, started_teacher
 from clients.config.on_policy import OnPolicyJob
 from clients.preflight.teachers import services_of
 from clients.runs.launch import teacher_command
@@ -46,8 +46,8 @@ def written(tmp_path: Path, *lines: str) -> Path:
             "teacher.gpus: device = 'cpu' uses none",
         ),
         (
-            ['method.type = "capture"', 'teacher.model = "m"', "teacher.gpus = 1"],
-            "teacher.gpus: has no effect: the capture loads teacher.model in its own process",
+            ['method.type = "capture"', 'teacher.model = "m"', "teacher.batch_invariant = true"],
+            "teacher.batch_invariant: has no effect: the capture loads teacher.model in its own",
         ),
     ],
 )
@@ -75,6 +75,13 @@ def test_the_command_and_the_gpus(tmp_path: Path) -> None:
     assert teacher is not None
     assert teacher.gpus_of_model == 0
     assert started_teacher(load_job(written(tmp_path)).config) is None
+
+
+def test_the_gpus_of_a_capture(tmp_path: Path) -> None:
+    """They share each layer of its own engine, so the job reserves them."""
+    lines = ['method.type = "capture"', 'teacher.model = "m"', 'teacher.engine = "vllm"']
+    assert gpus_of(load_job(written(tmp_path, *lines)).config) == 1
+    assert gpus_of(load_job(written(tmp_path, *lines, "teacher.gpus = 8")).config) == 8
 
 
 def test_the_address_of_an_attempt(tmp_path: Path) -> None:

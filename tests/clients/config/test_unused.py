@@ -15,6 +15,7 @@ ON_POLICY = STUDENT + 'data.path = "d.jsonl"\n'
 RL = ON_POLICY + 'method.type = "rl"\nreward.type = "math"\n'
 KL = ON_POLICY + 'method.type = "rl"\nteacher.address = "t:1"\n'
 COIN, FORWARD = "method.tail = 'bucket+sampled'\n", "method.divergence = 'forward_kl'\n"
+HEAD = "method.head = 'teacher'\n"
 OFFLINE = STUDENT + 'data.path = "store"\nmethod.type = "offline"\n'
 SFT = ON_POLICY + 'method.type = "sft"\n'
 TEXT, TALK = "data.chat_template = false\n", "data.messages_column = 'm'\n"
@@ -32,6 +33,9 @@ REFUSED = [
     (ON_POLICY + "teacher.model = 't'\n", "teacher.adapter = 'a'", "the teacher.address of one"),
     (LOADED, "teacher.adapter = 'a'", "leave one of them out"),
     (ON_POLICY + COIN, "teacher.tail_draws = 4", "leave one of them out"),
+    (ON_POLICY + HEAD, "teacher.tail_draws = 4", "leave one of them out"),
+    (ON_POLICY + FORWARD, "method.head = 'teacher'", "for reverse_kl with one tokenizer"),
+    (ON_POLICY + "teacher.tokenizer = 'auto'\n", "method.head = 'teacher'", "with one tokenizer"),
     (ON_POLICY, "method.horizon = 'answer'", "set teacher.tokenizer"),
     (ON_POLICY, "teacher.roles = { a = 'b' }", "set teacher.tokenizer"),
     (
@@ -195,6 +199,14 @@ def test_a_default_that_is_written_down_is_accepted() -> None:
     """A resolved job lists every key, so the server sees all defaults."""
     job = parse_job('{"student": {"model": "s"}, "data": {"path": "d.jsonl"}}')
     assert parse_job(job.model_dump_json(), strict=True) == job
+
+
+def test_draws_are_of_the_students_tail(tmp_path: Path) -> None:
+    """Outside its own head: with the teacher's head, the default draws none."""
+    path = tmp_path / "job.toml"
+    path.write_text(ON_POLICY + HEAD + "method.tail = 'bucket+draws'\n")
+    with pytest.raises(InvalidInput, match=r"method.tail: needs head = 'student'"):
+        load_job(path)
 
 
 def test_forward_kl_needs_the_students_tokenizer(tmp_path: Path) -> None:

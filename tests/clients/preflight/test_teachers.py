@@ -96,8 +96,9 @@ def test_the_limits_of_an_endpoint(
         check_teachers(job(**method), {"": replace(INFO, **limits)})
     assert said in str(caught.value)
     assert caught.value.hint
-    forward = job(divergence="forward_kl", tail="bucket", top_k=30)
-    check_teachers(forward, {"": replace(INFO, max_chosen_ids=0, only_temperature_one=True)})
+    endpoint = replace(INFO, max_chosen_ids=0, only_temperature_one=True)
+    check_teachers(job(divergence="forward_kl", tail="bucket", top_k=30), {"": endpoint})
+    check_teachers(job(head="teacher", top_k=30), {"": endpoint})
 
 
 @pytest.mark.parametrize(

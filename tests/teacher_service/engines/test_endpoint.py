@@ -45,6 +45,7 @@ class VllmLike(ThreadingHTTPServer):
         self.faults: list[tuple[int, dict[str, str]]] = []
         self.change: Callable[[Answer], Answer] = lambda answer: answer
         self.requests = 0
+        self.echoes = False  # and knows no `prompt_logprobs`
         self.shut = False  # for chosen ids, as vLLM without --enable-scale-out
 
     def answer(self, path: str, body: Answer) -> tuple[int, Answer]:
@@ -54,6 +55,10 @@ class VllmLike(ThreadingHTTPServer):
         if (tokens >= self.vocab).any():
             return 400, {"error": {"message": "Token id is out of vocabulary"}}
         if path == "/v1/completions":
+            if self.echoes:
+                return 200, self._echo(tokens, body.get("logprobs"))
+            if "prompt_logprobs" not in body:
+                return 200, {"choices": [{"text": "a text"}]}
             return 200, self._likeliest(tokens, body["prompt_logprobs"])
         if self.shut:
             return 403, {"error": {"message": "Scale-out endpoints are disabled."}}
@@ -83,6 +88,23 @@ class VllmLike(ThreadingHTTPServer):
                 {str(one): {"logprob": float(row[one]), "rank": ranks[one]} for one in chosen}
             )
         return {"choices": [{"prompt_logprobs": rows}]}
+
+    def _echo(self, tokens: np.ndarray[Any, Any], k: int | None) -> Answer:
+        """As a server of the old interface: at most five ids, the sampled one in the last place."""
+        if k is None:
+            return {"choices": [{"text": "a text", "logprobs": None}]}
+        rows: list[Any] = [None]
+        for row, token in zip(self._logprobs(tokens, 1), tokens[1:], strict=True):
+            best = [int(one) for one in np.argsort(-row, kind="stable")[: min(k, 5)]]
+            ids = best if token in best else [*best[:-1], int(token)]
+            rows.append({f"token_id:{one}": float(row[one]) for one in ids})
+        scored = [
+            None,
+            *(row[f"token_id:{one}"] for row, one in zip(rows[1:], tokens[1:], strict=True)),
+        ]
+        names = [f"token_id:{one}" for one in (*tokens, 0)]  # and a generated one
+        logprobs = {"tokens": names, "token_logprobs": [*scored, -1.0], "top_logprobs": [*rows, {}]}
+        return {"choices": [{"text": "", "logprobs": logprobs}]}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -168,6 +190,50 @@ def test_the_sampled_token_is_no_part_of_the_head(engine: EndpointEngine, server
     np.testing.assert_allclose(found.head_logprobs, expected.head_logprobs, atol=1e-5)
     np.testing.assert_allclose(found.token_logprobs, expected.token_logprobs, atol=1e-5)
     np.testing.assert_allclose(np.exp(found.tail_logmass), np.exp(expected.tail_logmass), atol=1e-5)
+
+
+def test_a_server_that_only_echoes(server: VllmLike, tiny_model: Path) -> None:
+    """Of five ids, four are a head that does not depend on the sampled token."""
+    server.echoes, server.shut = True, True
+    engine = engine_of(server, tiny_model)
+    assert (engine.info.limits.max_top_k, engine.info.limits.max_chosen_ids) == (4, 0)
+    asked = query(server, top_k=4)
+    [found], [expected] = engine.score([asked]), server.engine.score([asked])
+    assert isinstance(found, RowBlock)
+    assert isinstance(expected, RowBlock)
+    np.testing.assert_array_equal(found.head_ids, expected.head_ids)
+    np.testing.assert_allclose(found.head_logprobs, expected.head_logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.token_logprobs, expected.token_logprobs, atol=1e-5)
+    engine.close()
+
+
+def _echoed(answer: Answer) -> Answer | None:
+    found: Answer | None = answer["choices"][0]["logprobs"] if "choices" in answer else None
+    return found
+
+
+def _texts(answer: Answer) -> Answer:
+    """Name tokens by their texts, which several tokens share."""
+    if logprobs := _echoed(answer):
+        logprobs["tokens"] = ["the" for _ in logprobs["tokens"]]
+    return answer
+
+
+def _with_bos(answer: Answer) -> Answer:
+    """Put a token before the prompt."""
+    if logprobs := _echoed(answer):
+        for name in logprobs:
+            logprobs[name] = [None, *logprobs[name]]
+    return answer
+
+
+@pytest.mark.parametrize("change", [_texts, _with_bos])
+def test_an_echo_of_something_else_is_refused(
+    server: VllmLike, tiny_model: Path, change: Callable[[Answer], Answer]
+) -> None:
+    server.echoes, server.change = True, change
+    with pytest.raises(InvalidInput, match="returns no log-probs of prompts"):
+        engine_of(server, tiny_model)
 
 
 def test_a_teacher_in_front_of_it(

@@ -21,6 +21,7 @@ from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from student_trainer.losses import Rows, Tail, rows_from_logits, topk_kl
 from teacher_service.engines.endpoint_wire import (
+    ECHO,
     SGLANG,
     VLLM,
     LikeliestWire,
@@ -47,6 +48,23 @@ def nested(y: int) -> dict[str, Any]:
     top = [[float(TEACHER[one]), one, None] for one in ORDER[:K]]
     tokens = [[None, 0, None], [float(TEACHER[y]), y, None]]
     return {"meta_info": {"input_token_logprobs": tokens, "input_top_logprobs": [None, top]}}
+
+
+def echoed(y: int, *, most: int = K + 2) -> dict[str, Any]:
+    """The answer of a server that echoes: the k + 1 likeliest, and y as one more.
+
+    `most`: ids that it lists; with k + 1, y is in the place of the last one.
+    """
+    ids = [one for one in ORDER[: K + 1] if one != y][: most - 1]
+    row = {f"token_id:{one}": float(TEACHER[one]) for one in (y, *ids)}
+    tokens = ["token_id:0", f"token_id:{y}"]
+    scored = [None, float(TEACHER[y])]
+    logprobs = {"tokens": tokens, "token_logprobs": scored, "top_logprobs": [None, row]}
+    return {"choices": [{"logprobs": logprobs}]}
+
+
+def echoed_in_place(y: int) -> dict[str, Any]:
+    return echoed(y, most=K + 1)
 
 
 def array(query: ScoreQuery) -> dict[str, Any]:
@@ -103,7 +121,10 @@ def assert_unbiased(found: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("wire", "answer"), [(VLLM, listed), (SGLANG, nested)])
+@pytest.mark.parametrize(
+    ("wire", "answer"),
+    [(VLLM, listed), (SGLANG, nested), (ECHO, echoed), (ECHO, echoed_in_place)],
+)
 def test_the_likeliest_ids(wire: LikeliestWire, answer: Any) -> None:
     """Forward with a bucket; and reverse, with the sampled token for what is outside the head."""
     blocks = [wire.rows(ScoreQuery(sequence(y), 1, top_k=K), answer(y)) for y in range(V)]

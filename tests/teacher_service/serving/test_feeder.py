@@ -12,7 +12,7 @@ import pytest
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError, Unavailable
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import ContinuousEngine
+from teacher_service.engines.base import ContinuousEngine, Turn
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.fair_queue import Scored, Sender
 from teacher_service.serving.feeder import Feeder
@@ -30,15 +30,17 @@ class ScriptedEngine(FakeEngine):
         self.running: dict[int, asyncio.Event] = {}
         self.begun: list[int] = []  # first token of each query
         self.turns: list[int] = []
+        self.given: list[Turn] = []
         self.cancelled: list[int] = []
         self.most_tokens = 0
         self._tokens = 0
         self.hold = True
 
-    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
         number, name = len(self.begun), int(query.token_ids[0])
         self.begun.append(name)
-        self.turns.append(turn)
+        self.turns.append(turn.number)
+        self.given.append(turn)
         self._tokens += len(query.token_ids)
         self.most_tokens = max(self.most_tokens, self._tokens)
         self.running[number] = asyncio.Event()
@@ -135,6 +137,51 @@ def test_a_light_client_is_next_whatever_waits() -> None:
         await asyncio.gather(*answers)
         assert engine.begun[-3:] == [2, 2, 2], "a capture comes last"
         assert min(engine.turns[-3:]) > max(engine.turns[:-3])
+
+    run(main)
+
+
+def test_steps_are_short_beside_a_client_that_asks_singly() -> None:
+    """Steps have as many tokens as its queries, as long as others have queries, too."""
+
+    async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
+        heavy, light = Sender(), Sender()
+        answers = [begin(feeder, heavy, 1, 1, 1, 1) for _ in range(40)]
+        await until(lambda: len(engine.running) == 10)
+        for count in range(3):
+            asked = begin(feeder, light, 3, 3, 3)
+            await until(lambda count=count: engine.begun.count(3) == count + 1)  # type: ignore[misc]
+            # Whether it asks singly is known from its second query on.
+            expected = (3, True) if count else (0, False)
+            assert (engine.given[-1].step_tokens, engine.given[-1].single) == expected
+            engine.running[len(engine.begun) - 1].set()
+            await asked
+        engine.end_first()
+        await until(lambda: engine.begun[-1] == 1)
+        assert engine.given[-1] == Turn(engine.turns[-1], 3, single=False)
+        two = [begin(feeder, light, 3, 3) for _ in range(2)]
+        await until(lambda: engine.begun[-1] == 3)
+        assert not engine.given[-1].single, "two at the same time"
+        feeder._short_until = 0.0  # a second later
+        for running in [*engine.running.values()][:4]:
+            running.set()
+        await until(lambda: engine.begun[-1] == 1)
+        assert engine.given[-1].step_tokens == 0
+        engine.hold = False
+        for running in engine.running.values():
+            running.set()
+        await asyncio.gather(*answers, *two)
+
+    run(main)
+
+
+def test_steps_are_full_where_every_client_asks_singly() -> None:
+    async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
+        engine.hold = False
+        senders = [Sender() for _ in range(8)]
+        for _ in range(3):
+            await asyncio.gather(*(begin(feeder, sender, 3, 3) for sender in senders))
+        assert {turn.step_tokens for turn in engine.given} == {0}
 
     run(main)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -43,6 +44,7 @@ class GatedTeacher:
     gate: Path
     log: Path
     page: str
+    front: str
 
     def fault(self) -> DistillError:
         """What a call that does not wait gets."""
@@ -60,15 +62,16 @@ class GatedTeacher:
         self.gate.touch()
         assert self.process.stdout
         assert self.process.stdout.readline() == f"teacher listening on {self.address}\n"
+        assert self.process.stdout.readline() == f"HTTP on http://{self.front}\n"
 
 
 @pytest.fixture
 def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
     """A teacher that holds 40% of its weights, and waits for a file to go on."""
-    (port, page), gate, log = free_ports(2), tmp_path / "gate", tmp_path / "teacher.log"
+    (port, page, front), gate, log = free_ports(3), tmp_path / "gate", tmp_path / "teacher.log"
     command = [sys.executable, "-m", "tests.teacher_service.serving.gated_teacher"]
     options = ["--model", str(tiny_model), "--no-cache", "--port", str(port)]
-    options += ["--metrics-port", str(page)]
+    options += ["--metrics-port", str(page), "--http-port", str(front)]
     environment = {**os.environ, "GATE": str(gate), "OMP_NUM_THREADS": "1"}
     with log.open("ab") as stderr:
         process = subprocess.Popen(
@@ -79,7 +82,8 @@ def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
             env=environment,
         )
     with process:
-        teacher = GatedTeacher(process, f"127.0.0.1:{port}", gate, log, f"127.0.0.1:{page}")
+        places = [f"127.0.0.1:{one}" for one in (port, page, front)]
+        teacher = GatedTeacher(process, places[0], gate, log, *places[1:])
         try:
             eventually(teacher.is_in_the_weights)
             yield teacher
@@ -118,6 +122,26 @@ def test_probes_over_http(loading: GatedTeacher) -> None:
     loading.go_on()
     assert (status(page, "/healthz"), status(page, "/readyz")) == (200, 200)
     assert scrape(page)["distill_teacher_ready"] == 1
+
+
+def test_callers_over_http_learn_the_share(loading: GatedTeacher) -> None:
+    """The requests that trainers send at first, and the probe."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 0, "prompt_logprobs": 1}
+    with httpx.Client(base_url=f"http://{loading.front}") as client:
+        early = [
+            client.get("/health"),
+            client.get("/v1/models"),
+            client.post("/v1/completions", json=body),
+        ]
+        for answer in early:
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            said = answer.json()["error"]["message"]
+            assert re.fullmatch(
+                r"it is loading its model \(reading its weights: (4|5)\d%\); wait for it", said
+            )
+        loading.go_on()
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/completions", json=body).status_code == 200
 
 
 def test_health_says_not_serving_until_the_model_is_loaded(loading: GatedTeacher) -> None:

@@ -1,0 +1,50 @@
+"""Divides a model of transformers over GPUs, the CPU's memory and the disk, with accelerate."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from protos.extras import require_extra
+from protos.rpc.logs import fields
+
+log = logging.getLogger(__name__)
+
+OPTION = "--device-map"
+# The only value of the option; as transformers calls it.
+AUTO = "auto"
+
+# Bytes that the model may take of each device, by GPU number or "cpu"; the rest is on disk.
+Memory = Mapping[int | str, int]
+
+
+def free_memory(share: float) -> Memory:
+    """Return `share` of the memory that is free on each GPU and in this machine.
+
+    Raises InvalidInput if accelerate is not installed.
+    """
+    require_extra("train", OPTION, field=OPTION, only=["accelerate"])
+    from accelerate.utils import get_max_memory
+
+    return {place: int(share * size) for place, size in get_max_memory().items()}
+
+
+def resident_head(head: Any) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of the head of a model, in memory also if its layer is not."""
+    if not head.weight.is_meta:
+        return head.weight.detach(), None if head.bias is None else head.bias.detach()
+    from accelerate.utils import align_module_device
+
+    with align_module_device(head):
+        bias = None if head.bias is None else head.bias.detach().clone()
+        return head.weight.detach().clone(), bias
+
+
+def tell_places(model: Any) -> None:
+    """Log how many parts of a divided model each device has."""
+    found = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
+    log.info("the model is divided", extra=fields(**{f"on {k}": n for k, n in found.items()}))
