@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.evidence import pictures
 from benchmarks.evidence.claims import Effect, Section, effects_table, paired, read
-from benchmarks.evidence.memory import PROFILE
+from benchmarks.evidence.memory import PROFILE, RUNS
 from benchmarks.evidence.real_methods import BEFORE, METHODS, TASKS
 
 COMMAND = "python -m benchmarks.evidence.real_methods --data train.jsonl"
@@ -148,7 +148,7 @@ def memory(_: Path) -> Section | None:
         "| run | peak, GiB | of TRL's | while learning | CPU seconds | trainer | teacher |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, run in runs.items():
+    for name, run in sorted(runs.items(), key=lambda one: list(RUNS).index(one[0])):
         parts = {one["name"]: one["own"] + one["file"] for one in run["processes"]}
         trainer = next(parts[key] for key in parts if key != "teacher_service")
         teacher = parts.get("teacher_service", 0)
