@@ -185,11 +185,11 @@ def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str
         first = (step - 1) * sizes.prompts
         numbers = range(first, first + sizes.prompts)
         chosen = [training[order[number]] for number in numbers]
-        (answers,) = _rollouts(student, tokenizer, way, sizes.tokens).generate(
+        (answers,) = rollouts_of(student, tokenizer, way, sizes.tokens).generate(
             chosen, numbers, seed=seed
         )
         student.train()
-        loss = _loss(way, student, teacher, answers)
+        loss = loss_of(way, student, teacher, answers)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -212,7 +212,8 @@ def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str
     }
 
 
-def _rollouts(student: Any, tokenizer: Any, way: Way, tokens: int) -> HuggingFaceRollouts:
+def rollouts_of(student: Any, tokenizer: Any, way: Way, tokens: int) -> HuggingFaceRollouts:
+    """Return a sampler of answers of at most `tokens` tokens, with what the loss needs of them."""
     return HuggingFaceRollouts(
         student.eval(),
         tokenizer,
@@ -224,7 +225,7 @@ def _rollouts(student: Any, tokenizer: Any, way: Way, tokens: int) -> HuggingFac
     )
 
 
-def _loss(way: Way, student: Any, teacher: Any, answers: Sequence[Rollout]) -> Tensor:
+def loss_of(way: Way, student: Any, teacher: Any, answers: Sequence[Rollout]) -> Tensor:
     """Return the mean of the loss over all sampled tokens."""
     states, weight = hidden(student, answers), student.get_output_embeddings().weight
     with torch.no_grad():
@@ -273,7 +274,7 @@ def measure(
 
     The random numbers of the answers are the same for every student.
     """
-    rollouts = _rollouts(student, tokenizer, Way(None), tokens)
+    rollouts = rollouts_of(student, tokenizer, Way(None), tokens)
     total = count = 0.0
     for first in range(0, len(held_out), 16):
         part = held_out[first : first + 16]

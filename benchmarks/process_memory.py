@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,13 +75,17 @@ class Peak:
 
     bytes: int = 0
     processes: list[dict[str, Any]] = field(default_factory=list)
+    stages: dict[str, int] = field(default_factory=dict)  # the most bytes in each stage
 
 
 @contextmanager
-def peak_of_children(pause_seconds: float = 0.5) -> Iterator[Peak]:
+def peak_of_children(
+    pause_seconds: float = 0.5, stage: Callable[[], str] = lambda: ""
+) -> Iterator[Peak]:
     """Yield a `Peak`, which becomes that of all child processes, and theirs.
 
-    It is the peak of readings which are `pause_seconds` apart.
+    It is the peak of readings which are `pause_seconds` apart. `stage`: names what the processes do
+    at the time of a reading.
     """
     import psutil
 
@@ -98,8 +102,10 @@ def peak_of_children(pause_seconds: float = 0.5) -> Iterator[Peak]:
 
     def read() -> None:
         while not over.wait(pause_seconds):
+            name = stage()
             found = [one for child in here.children(recursive=True) for one in held(child)]
             total = sum(one["own"] + one["file"] + one["shared"] for one in found)
+            peak.stages[name] = max(total, peak.stages.get(name, 0))
             if total > peak.bytes:
                 peak.bytes, peak.processes = total, found
 

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -62,12 +63,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trl_training.json"))
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)  # a run of TRL in this process
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--recompute", action="store_true", help=argparse.SUPPRESS)  # in TRL
     options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     pair = make_pair("real", options.work, options.data)
     if options.trl:
-        train_with_trl(pair, options.data, options.trl, options.steps, options.seed)
+        train_with_trl(pair, options)
         return
     found = read(options.out, options.steps)
     ways = [way for way in options.ways if way != "vllm" or options.vllm]
@@ -124,11 +126,16 @@ def train(
     }
 
 
-def run_trl(options: argparse.Namespace, path: Path, seed: int) -> tuple[Path, list[float]]:
-    """Train with TRL in a process; return the student's directory and the seconds of each step."""
+def run_trl(
+    options: argparse.Namespace, path: Path, seed: int, *, recompute: bool = False
+) -> tuple[Path, list[float]]:
+    """Train with TRL in a process; return the student's directory and the seconds of each step.
+
+    recompute: whether the backward pass recomputes activations.
+    """
     command = [sys.executable, "-m", "benchmarks.trl_training", "--data", str(options.data)]
     command += ["--work", str(options.work), "--steps", str(options.steps)]
-    command += ["--seed", str(seed), "--trl", str(path)]
+    command += ["--seed", str(seed), "--trl", str(path), *["--recompute"] * recompute]
     done = subprocess.run(command, env=environment(THREADS), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])
@@ -146,9 +153,17 @@ def questions(data: Path, tokenizer: Any, steps: int) -> list[str]:
 
 
 def train_here(
-    way: str, pair: Pair, options: argparse.Namespace, folder: Path, seed: int
+    way: str,
+    pair: Pair,
+    options: argparse.Namespace,
+    folder: Path,
+    seed: int,
+    changes: Mapping[str, Any] | None = None,
 ) -> tuple[Path, list[float]]:
-    """Train with our trainer; return the directory of the student and the seconds of each step."""
+    """Train with our trainer; return the directory of the student and the seconds of each step.
+
+    changes: keys of sections of the job, added to those of the benchmark.
+    """
     if way == "vllm":
         serve = ["student_trainer.rollout_service", "--engine", "vllm"]
         serve += ["--model", str(pair.student)]
@@ -157,10 +172,10 @@ def train_here(
         python = ["nice", "-n", "5", str(options.vllm)]
         with served(serve, folder / "engine.log", threads=1, python=python) as address:
             rollouts = {"engine": "vllm", "address": address, "lag": 1}
-            return _train_here(pair, options, folder, seed, rollouts, threads=1)
+            return _train_here(pair, options, folder, seed, rollouts, changes or {}, threads=1)
     rollouts = {"lag": 1} if way == "ahead" else {}
     # The trainer divides its threads with an engine that it starts.
-    return _train_here(pair, options, folder, seed, rollouts, threads=THREADS)
+    return _train_here(pair, options, folder, seed, rollouts, changes or {}, threads=THREADS)
 
 
 def _train_here(
@@ -169,6 +184,7 @@ def _train_here(
     folder: Path,
     seed: int,
     rollouts: dict[str, Any],
+    changes: Mapping[str, Any],
     *,
     threads: int,
 ) -> tuple[Path, list[float]]:
@@ -183,21 +199,21 @@ def _train_here(
     threads_of_teacher = THREADS if alone else 1
     log = folder / "teacher.log"
     with served(serve, log, threads=threads_of_teacher, python=python) as address:
-        job = OnPolicyJob.model_validate(
-            {
-                "student": {"model": str(pair.student)},
-                "teacher": {"address": address},
-                "data": {"path": str(folder / "prompts.jsonl"), "chat_template": False},
-                "seed": seed,
-                "max_steps": options.steps,
-                "method": {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": TOKENS},
-                "train": {"prompts_per_step": QUESTIONS, "learning_rate": LEARNING_RATE},
-                "eval": {"every": 10**6, "prompts": 1},
-                "checkpoint": {"every": 10**6},
-                "track": {"tensorboard": False},
-                "rollouts": rollouts,
-            }
-        )
+        settings: dict[str, Any] = {
+            "student": {"model": str(pair.student)},
+            "teacher": {"address": address},
+            "data": {"path": str(folder / "prompts.jsonl"), "chat_template": False},
+            "seed": seed,
+            "max_steps": options.steps,
+            "method": {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": TOKENS},
+            "train": {"prompts_per_step": QUESTIONS, "learning_rate": LEARNING_RATE},
+            "eval": {"every": 10**6, "prompts": 1},
+            "checkpoint": {"every": 10**6},
+            "track": {"tensorboard": False},
+            "rollouts": rollouts,
+        }
+        settings |= {name: settings[name] | keys for name, keys in changes.items()}
+        job = OnPolicyJob.model_validate(settings)
         directory = RunDirectory.create(folder / "run", job)
         done = subprocess.run(
             [sys.executable, "-m", "student_trainer", str(directory.path), "--attempt", "1"],
@@ -211,13 +227,13 @@ def _train_here(
     return directory.export, [line["time/step"] for line in metrics if line.get("time/step")]
 
 
-def train_with_trl(pair: Pair, data: Path, out: Path, steps: int, seed: int) -> None:
-    """Train with TRL and write the student and seconds.json, the seconds of each step, to `out`."""
+def train_with_trl(pair: Pair, options: argparse.Namespace) -> None:
+    """Train with TRL; write the student and seconds.json, the seconds of each step, to its path."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import DistillationConfig, DistillationTrainer
 
-    ends = []
+    out, ends = options.trl, []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -227,10 +243,11 @@ def train_with_trl(pair: Pair, data: Path, out: Path, steps: int, seed: int) -> 
             ends.append(time.monotonic())
 
     tokenizer = AutoTokenizer.from_pretrained(pair.student, padding_side="left")
+    texts = questions(options.data, tokenizer, options.steps)
     # Gradient checkpointing, TRL's default, would recompute the student: memory is not short here.
     settings = DistillationConfig(
         output_dir=str(out / "trl"),
-        max_steps=steps,
+        max_steps=options.steps,
         per_device_train_batch_size=QUESTIONS,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -239,10 +256,10 @@ def train_with_trl(pair: Pair, data: Path, out: Path, steps: int, seed: int) -> 
         max_completion_length=TOKENS,
         temperature=1.0,
         beta=1.0,
-        gradient_checkpointing=False,
+        gradient_checkpointing=options.recompute,
         bf16=False,
         use_cpu=True,
-        seed=seed,
+        seed=options.seed,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -252,7 +269,7 @@ def train_with_trl(pair: Pair, data: Path, out: Path, steps: int, seed: int) -> 
         model=cast(Any, AutoModelForCausalLM.from_pretrained(pair.student, dtype=torch.float32)),
         teacher_model=AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32),
         args=settings,
-        train_dataset=Dataset.from_dict({"prompt": questions(data, tokenizer, steps)}),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=tokenizer,
         callbacks=[Clock()],
     )

@@ -4,11 +4,12 @@
 
 A model of 2 layers is pretrained until it gets some sums right, then learns from the reward
 `exact_match` (`benchmarks/rl_runs.py`), for longer than in `benchmarks.rl`. Tasks: sums of two
-numbers below 100, and below 1,000. At the end the student answers each of 200 unseen sums 16 times
-at temperature 1: the share of right answers (pass@1), the share of sums with a right one among 8
-(pass@8, the estimator of arXiv 2107.03374, equation 1), and the number of different answers among
-the 16. Each run is kept in `--work` and added to benchmarks/results/evidence_anchors.json when it
-ends; an interrupted benchmark goes on where it stopped. A run takes one or two minutes.
+numbers below 100, below 1,000, and of 1, 2 or 3 digits (graded difficulty). At the end the student
+answers each of 200 unseen sums 16 times at temperature 1: the share of right answers (pass@1), the
+share of sums with a right one among 8 (pass@8, the estimator of arXiv 2107.03374, equation 1), and
+the number of different answers among the 16. Each run is kept in `--work` and added to
+benchmarks/results/evidence_anchors.json when it ends; an interrupted benchmark goes on where it
+stopped. A run takes one or two minutes.
 """
 
 from __future__ import annotations
@@ -42,8 +43,38 @@ from student_trainer.tools.pretrain import main as pretrain
 PROMPTS, ANSWERS, STEPS = 64, 8, 150
 ASKED, SAMPLES, TRIES = 200, 16, 8
 HEAD = 32
-# The largest term of a sum, and the loss at which the pretraining stops.
-TASKS = {"sums below 100": (100, 0.5), "sums below 1,000": (1000, 0.6)}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sums of two numbers below `below`; graded: of 1, 2 or 3 digits each, all equally likely.
+
+    until_loss: at which the pretraining stops.
+    """
+
+    below: int
+    until_loss: float
+    graded: bool = False
+
+    def sums(self, count: int) -> list[tuple[int, int]]:
+        """Return different sums, in random order."""
+        random_ = random.Random(0)
+        if not self.graded:
+            pairs = random_.sample(range(self.below * self.below), count)
+            return [(pair // self.below, pair % self.below) for pair in pairs]
+        found: dict[tuple[int, int], None] = {}
+        while len(found) < count:
+            digits = [10 ** random_.randint(1, len(str(self.below - 1))) for _ in range(2)]
+            found[random_.randrange(digits[0]), random_.randrange(digits[1])] = None
+        return list(found)
+
+
+GRADED = "sums of 1 to 3 digits"
+TASKS = {
+    "sums below 100": Task(100, 0.5),
+    "sums below 1,000": Task(1000, 0.6),
+    GRADED: Task(1000, 0.6, graded=True),
+}
 RATES = (3e-4, 1e-3, 3e-3)
 ARMS = (
     Arm("no KL"),
@@ -111,23 +142,22 @@ def main(arguments: list[str] | None = None) -> None:
 
 def make_material(work: Path, task: str) -> Material:
     """Make sums and the pretrained model of a task, once."""
-    below, until_loss = TASKS[task]
-    home = (work / f"below-{below}").absolute()
+    of = TASKS[task]
+    home = (work / f"below-{of.below}{'-graded' * of.graded}").absolute()
     made = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")
     if made.model.exists():
         return made
     home.mkdir(parents=True, exist_ok=True)
-    pairs = random.Random(0).sample(range(below * below), 10_000)
-    sums = [(pair // below, pair % below) for pair in pairs]
     lines = [
-        json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]}) + "\n" for a, b in sums
+        json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]}) + "\n"
+        for a, b in of.sums(10_000)
     ]
     made.held_out.write_text("".join(lines[:1000]))
     made.train.write_text("".join(lines[1000:]))
     partial = made.model.with_suffix(".part")
     words = ["--data", str(made.train), "--loss-on", "last", "--out", str(partial)]
     words += ["--tokenizer", "bpe", "--vocab-size", str(VOCABULARY), "--layers", "2"]
-    words += ["--width", "64", "--steps", "4000", "--until-loss", str(until_loss)]
+    words += ["--width", "64", "--steps", "4000", "--until-loss", str(of.until_loss)]
     pretrain([*words, "--learning-rate", "3e-3"])
     partial.rename(made.model)
     return made

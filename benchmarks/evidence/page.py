@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from benchmarks.evidence import real_sections as real
 from benchmarks.evidence import tail_sections as tails
 from benchmarks.evidence import training_sections as training
 from benchmarks.evidence.claims import read
@@ -83,7 +84,10 @@ SECTIONS = (
     training.anchors,
     training.rl_estimators,
     training.methods,
+    real.own_answers,
+    real.teacher_answers,
     training.speed,
+    real.memory,
     training.service,
 )
 

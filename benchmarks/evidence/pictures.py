@@ -124,6 +124,36 @@ def methods(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def real_methods(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Both KL at the end of every run, a dot a seed; on-policy also after 3/4 of the steps."""
+    plt = pyplot()
+    tasks = list(dict.fromkeys(run["task"] for run in runs))
+    figure, panels = plt.subplots(
+        1, len(tasks), figsize=(6.5 * len(tasks), 5.5), layout="constrained", squeeze=False
+    )
+    for axis, task in zip(panels[0], tasks, strict=True):
+        for method, color in METHODS.items():
+            mine = [run["curve"] for run in runs if (run["task"], run["method"]) == (task, method)]
+            for number, curve in enumerate(mine):
+                for point in curve:
+                    last = point is curve[-1]
+                    axis.plot(
+                        point["kl_own"],
+                        point["kl_teacher"],
+                        "o",
+                        color=color,
+                        fillstyle="full" if last else "none",
+                        label=f"{method}, {point['step']} steps" if not number else None,
+                    )
+        axis.set_title(task, loc="left")
+        axis.set_xlabel("KL(student||teacher), own answers, nats")
+        axis.legend(frameon=False)
+        unadorned(axis)
+    panels[0][0].set_ylabel("KL(teacher||student), its answers, nats")
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def offline(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Held-out KL of every loss, a dot a seed."""
     plt = pyplot()

@@ -148,13 +148,6 @@ def speed(docs: Path) -> Section:
         Effect("times TRL's speed, above 1.3", ratios, least=1.3),
         Effect("TRL's held-out KL minus ours, above -0.02", kls, least=-0.02),
     ]
-    memory = read("trl_memory")
-    peaks = {run["way"]: run["peak_bytes"] / (1 << 30) for run in memory["runs"]}
-    table = "\n".join(
-        f"| {run['way']} | {peaks[run['way']]:.2f} | {peaks[run['way']] / peaks['TRL']:.2f} "
-        f"| {_processes(run)} |"
-        for run in memory["runs"]
-    )
     text = f"""\
 ## Speed beside TRL
 
@@ -162,37 +155,10 @@ Whole runs beside TRL's DistillationTrainer: same models, batch and cores
 ([Results](results.md#beside-trl)). `vllm`: an engine of vLLM samples one step ahead.
 
 {effects_table(effects, "ratio, nats", 2)}
-
-Peak memory of all processes of a run together, pages that processes share counted once
-(`--steps {memory["steps"]} --seeds 1`; one run each):
-
-| run | peak, GiB | of TRL's | GiB of each process: its own pages + pages of files |
-|---|---|---|---|
-{table}
-
-The aim was 0.7 of TRL's, 2.7 GiB, and is missed. In float32 the student's weights, gradients and
-moments of AdamW take 1.58 GiB and the teacher's weights 0.50 GiB in every run; the trainer's other
-1.2 GiB are Python, its libraries and what the backward pass keeps, not told apart here. `serial`
-has what TRL has, in two processes. `vllm` adds a second copy of the student, vLLM's 1 GiB of
-prefix cache, and two processes with their libraries. The times of these short runs count for
-nothing: other programs ran beside them.
 """
     command = "make bench-trl DATA=train.jsonl"
     claim = "A step is 1.3 times as fast as TRL's at equal KL"
     return Section(claim, effects, text, command, "6 minutes a run")
-
-
-def _processes(run: dict[str, Any]) -> str:
-    """Return the processes of a run at its peak, largest first."""
-    names = {"benchmarks.trl_training": "TRL", "VLLM::EngineCore": "vLLM"}
-    names |= {"student_trainer.rollout_service": "engine's service"}
-    found = sorted(run["peak_processes"], key=lambda one: -one["own"])
-    return ", ".join(
-        f"{names.get(one['name'], one['name'].split('_')[0])} "
-        f"{one['own'] / 2**30:.2f} + {(one['file'] + one['shared']) / 2**30:.2f}"
-        for one in found
-        if one["own"] > 50 << 20
-    )
 
 
 def service(docs: Path) -> Section | None:

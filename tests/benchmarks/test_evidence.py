@@ -5,19 +5,29 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import draw_training as on_policy
 from benchmarks.draw_noise import Position
-from benchmarks.evidence import page
+from benchmarks.evidence import page, real_methods
 from benchmarks.evidence.anchors import SAMPLES, TRIES, passes
 from benchmarks.evidence.claims import Effect, overall, paired
 from benchmarks.evidence.gradients import renormalised_gradient
+from benchmarks.evidence.memory import saved_bytes
 from benchmarks.evidence.offline_k import Text, Way, loss_of, tail_samples
+from benchmarks.evidence.real_sections import differences
 from benchmarks.evidence.runs import finished, write
+from benchmarks.process_memory import peak_of_children
+from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
+from student_trainer.data.rollout import Rollout
 from student_trainer.losses import Direction
+from student_trainer.model.recomputation import recompute_activations
+from student_trainer.model.student import Student
 from tests.student_trainer import tiny
 
 
@@ -91,6 +101,104 @@ def test_tail_samples_are_outside_the_head() -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     head = logits.topk(10).indices
     assert not (tail_samples(logits, head)[:, :, None] == head[:, None, :]).any()
+
+
+def test_fine_tuning_and_offline_learn_from_the_same_answers_of_the_teacher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    teacher, student = (tiny.model(seed=seed, spread=0.2).float() for seed in (0, 1))
+    # Fewer ids than those of the benchmark: the tiny models have 13.
+    monkeypatch.setattr(real_methods, "OWN_ANSWERS", on_policy.Way("bucket+draws", 4, 4))
+    monkeypatch.setattr(real_methods, "OFFLINE", Way("bucket+teacher_samples", 4))
+    asked = [tiny.prompt(1, 2, 3), tiny.prompt(4, 5)]
+    found = {
+        method: real_methods.loss_of(
+            real_methods.Setting("GSM8K", 1e-4, method, 0),
+            1,
+            student,
+            teacher,
+            tiny.tokenizer(),
+            asked,
+        )
+        for method in ("sft", "offline", "on-policy")
+    }
+    (loss, texts), (_, same), (_, own) = (found[name] for name in ("sft", "offline", "on-policy"))
+    ids = [one.token_ids.tolist() for one in texts]
+    assert ids == [one.token_ids.tolist() for one in same]
+    assert ids != [one.token_ids.tolist() for one in own]
+    nats = [
+        -student(one.token_ids[None].long())
+        .logits[0, : len(one.token_ids) - 1]
+        .log_softmax(1)
+        .gather(1, one.token_ids[1:, None].long())[one.start - 1 :]
+        for one in texts
+    ]
+    torch.testing.assert_close(loss, torch.cat(nats).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_equal_flops_compare_a_part_of_the_curve_with_the_end_of_the_others() -> None:
+    def run(method: str, *values: float) -> dict[str, object]:
+        curve = [{"kl_own": value} for value in values]
+        return {"task": "GSM8K", "method": method, "seed": 0, "curve": curve}
+
+    runs = [run("on-policy", 3.0, 1.0), run("offline", 4.0), run("sft", 2.5), run("before", 9.0)]
+    ends, equal_flops = (
+        [effect.differences for effect in differences(runs, "kl_own", "", point=point)[:2]]
+        for point in (-1, 0)
+    )
+    assert ends == [[3.0], [1.5]]
+    assert equal_flops == [[1.0], [-0.5]]
+
+
+def test_the_bytes_saved_for_backward_are_those_of_the_layers() -> None:
+    """Without recomputation, each of the layers adds the same; with it, its input alone."""
+    sequences = []
+    for _ in range(2):
+        ids, head = torch.randint(12, (64,)), torch.zeros(63, 1, dtype=torch.int32)
+        rollout = Rollout(ids, 1, head, torch.zeros(63), False, "")
+        sequences.append(ScoredSequence(rollout, placeholder_rows(head.numpy())))
+    batch = make_batch(sequences, torch.device("cpu"))
+    found = {}
+    for recomputed in (False, True):
+        for layers in (1, 2, 3):
+            model = tiny.model(layers=layers).float().train()
+            recompute_activations(model, recomputed)
+            found[recomputed, layers] = saved_bytes(Student(model, bf16=False), batch)
+    for recomputed in (False, True):
+        more = [found[recomputed, layers + 1] - found[recomputed, layers] for layers in (1, 2)]
+        assert more[0] == more[1] > 0
+    assert found[True, 2] - found[True, 1] == 2 * 64 * 32 * 4, "float32 input of a layer, width 32"
+    assert found[False, 2] - found[False, 1] > 10 * 2 * 64 * 32 * 4
+
+
+def test_the_peak_of_children_is_noted_for_each_stage() -> None:
+    code = (
+        "import sys; b = b''; print(flush=True)\n"
+        "for line in sys.stdin: b = b'x' * int(line); print(flush=True)"
+    )
+    stages = []
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        ) as child,
+        peak_of_children(0.01, lambda: stages[-1] if stages else "start") as peak,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        for stage, size in (("large", 64 << 20), ("small", 1)):
+            child.stdin.write(f"{size}\n")
+            child.stdout.readline()
+            stages.append(stage)
+            while stage not in peak.stages:
+                pass
+        child.stdin.close()
+    assert peak.stages["large"] - peak.stages["small"] > 50 << 20
+    assert peak.bytes == peak.stages["large"]
 
 
 def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:

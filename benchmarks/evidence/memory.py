@@ -1,0 +1,167 @@
+"""Peak memory of a training run beside TRL's, and where it goes.
+
+    python -m benchmarks.evidence.memory --data train.jsonl [--steps 3]
+
+The runs of `benchmarks.trl_training` with few steps, one after another: TRL and `serial` (our
+trainer and a teacher service), as they are and with settings that need less memory. The results of
+a step are the same with all settings of one program. A reading, every half second, counts all
+processes of the run, and pages that they share once. `learning`: readings before the trainer begins
+its only checkpoint, at the end; TRL writes none. CPU seconds: all processes, the whole run; they
+compare the work of two settings, also on a machine that does other work. `saved`: bytes of the
+tensors that autograd keeps for the backward pass of one update, counted by its hooks. Each run is
+added to benchmarks/results/evidence_memory.json when it ends; an interrupted benchmark goes on
+where it stopped. A run takes two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.draw_material import LONGEST_PROMPT, Pair, make_pair
+from benchmarks.evidence.runs import RESULTS, finished, machine, write
+from benchmarks.process_memory import anonymous, peak_of_children
+from benchmarks.trl_training import QUESTIONS, TOKENS, run_trl, train_here
+from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
+from student_trainer.data.rollout import Rollout
+from student_trainer.model.recomputation import recompute_activations
+from student_trainer.model.student import Student
+
+STEPS = 3
+PROFILE = "profile"
+RECOMPUTED = {"student": {"gradient_checkpointing": True}}
+SMALL = {"train": {"tokens_per_micro_batch": 256}}
+# Changes of our job; of TRL: whether activations are recomputed.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TRL": ("TRL", {}),
+    "serial": ("serial", {}),
+    "serial, 256 tokens a pass": ("serial", SMALL),
+    "serial, recomputed": ("serial", RECOMPUTED),
+    "TRL, recomputed": ("TRL", {"recompute": True}),
+    "serial, 256 tokens a pass, recomputed": ("serial", SMALL | RECOMPUTED),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="train.jsonl of GSM8K")
+    parser.add_argument("--work", type=Path, default=Path("runs/draws"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "evidence_memory.json")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    options = parser.parse_args(arguments)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    pair = make_pair("real", options.work, options.data)
+    result = finished(options.out, {"machine": machine(), "steps": options.steps})
+    for name in (PROFILE, *options.runs):
+        if any(run["run"] == name for run in result["runs"]):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            found = (
+                profile(pair) if name == PROFILE else measured(name, pair, options, Path(folder))
+            )
+        write(options.out, result, {"run": name, **found})
+        print(name, found, flush=True)
+
+
+def profile(pair: Pair) -> dict[str, int]:
+    """Return what a trainer's memory is made of: tokens of an update, weights, and bytes."""
+    return {
+        "tokens": QUESTIONS * (LONGEST_PROMPT + TOKENS),
+        "weights": in_a_process("weights", str(pair.student)),
+        "libraries": in_a_process("libraries"),
+        "saved": in_a_process("saved", str(pair.student)),
+    }
+
+
+def measured(name: str, pair: Pair, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run once; return the peak in bytes, that of each stage, and the CPU seconds."""
+    program, changes = RUNS[name]
+    checkpoints = folder / "run" / "checkpoints"
+
+    def stage() -> str:
+        return "checkpoint" if checkpoints.exists() else "learning"
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with peak_of_children(stage=stage) as peak:
+        if program == "TRL":
+            run_trl(options, folder / "trl", 0, **changes)
+        else:
+            train_here(program, pair, options, folder, 0, changes)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "peak_bytes": peak.bytes,
+        "stages": peak.stages,
+        "processes": peak.processes,
+        "cpu_seconds": round(spent, 1),
+    }
+
+
+def in_a_process(*words: str) -> int:
+    """Return what a function of this file, named by the first word, returns in a new process."""
+    call = f"{words[0]}({', '.join(map(repr, words[1:]))})"
+    code = f"from benchmarks.evidence.memory import *; print({call})"
+    command = [sys.executable, "-c", code]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def weights(student: str) -> int:
+    """Return the number of weights of the student."""
+    return sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(student).parameters())
+
+
+def libraries() -> int:
+    """Return the bytes of this process, pages of files apart, with what a trainer imports."""
+    import student_trainer.assembly  # noqa: F401
+
+    return anonymous()
+
+
+def saved(student: str) -> int:
+    """Return the bytes that the student saves for the backward pass of one update."""
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    recompute_activations(model, False)
+    of = [placeholder(model.config.vocab_size) for _ in range(QUESTIONS)]
+    batch = make_batch(of, torch.device("cpu"))
+    return saved_bytes(Student(model, bf16=False), batch)
+
+
+def placeholder(vocabulary: int) -> ScoredSequence:
+    """Return a sequence as long as the longest one of the benchmark."""
+    ids = torch.randint(0, vocabulary, (LONGEST_PROMPT + TOKENS,))
+    head = torch.zeros(TOKENS, 1, dtype=torch.int32)
+    rollout = Rollout(ids, LONGEST_PROMPT, head, torch.zeros(TOKENS), False, "")
+    return ScoredSequence(rollout, placeholder_rows(head.numpy()))
+
+
+def saved_bytes(student: Any, batch: Any) -> int:
+    """Return the bytes of all storages, but weights, that a forward pass saves for backward."""
+    weights = {one.untyped_storage().data_ptr() for one in student.parameters()}
+    storages: dict[int, int] = {}
+    kept: list[Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        student(batch, lambda rows, index: -rows.token_logprobs, 1.0)
+    return sum(storages.values())
+
+
+if __name__ == "__main__":
+    main()

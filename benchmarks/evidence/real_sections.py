@@ -1,0 +1,199 @@
+"""The sections of docs/evidence.md about whole methods on the real pair."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence import pictures
+from benchmarks.evidence.claims import Effect, Section, effects_table, paired, read
+from benchmarks.evidence.memory import PROFILE, RUNS
+from benchmarks.evidence.real_methods import BEFORE, METHODS, TASKS
+
+COMMAND = "python -m benchmarks.evidence.real_methods --data train.jsonl"
+COST = "2 minutes of a core a run"
+
+
+def own_answers(docs: Path) -> Section | None:
+    """On the student's own answers, at equal teacher tokens and at equal FLOPs of the student."""
+    found = read("evidence_real_methods")
+    if not found:
+        return None
+    runs, steps = found["runs"], found["steps"]
+    pictures.real_methods(runs, docs / "evidence-real-methods.png")
+    effects = [
+        *differences(runs, "kl_own", "{task}, equal teacher tokens: {other} above on-policy"),
+        *differences(
+            runs, "kl_own", "{task}, equal student FLOPs: {other} above on-policy", point=0
+        ),
+    ]
+    text = f"""\
+## On a real model: the student's own answers
+
+SmolLM2-135M teaches its cut two tasks, questions of GSM8K and short instructions in the chat
+format: {steps} steps of 4 answers of at most 24 tokens, at a learning rate of 0.0001. The teacher
+writes the answers of fine-tuning and offline distillation at temperature 1, each is used once; the
+student writes those of on-policy distillation. KL(student||teacher) on the student's own answers to
+16 held-out prompts, over all ids. After equal steps the teacher has written or scored equally many
+tokens; at equal FLOPs of the student, which also samples, on-policy distillation has taken
+{steps * 3 // 4} steps. Differences in nats a token:
+
+{effects_table(effects, "nats")}
+
+![Both KL of every run](evidence-real-methods.png)
+
+Means over seeds, in nats a token:
+
+{means_table(runs)}
+
+There is no run with rewards: neither model gets a question of GSM8K right in 24 tokens, so that
+every reward would be 0, and an instruction has no right answer.
+"""
+    claim = "On a real model, on-policy distillation ends nearest to the teacher on its own answers"
+    return Section(claim, effects, text, COMMAND, COST)
+
+
+def teacher_answers(_: Path) -> Section | None:
+    """On answers of the teacher, which fine-tuning and offline distillation learn from."""
+    found = read("evidence_real_methods")
+    if not found:
+        return None
+    effects = [
+        *differences(
+            found["runs"], "kl_teacher", "{task}, equal teacher tokens: {other} above on-policy"
+        ),
+        *differences(
+            found["runs"],
+            "kl_teacher",
+            "{task}, equal teacher tokens: sft above offline",
+            better="offline",
+            others=("sft",),
+        ),
+    ]
+    text = f"""\
+## On a real model: the teacher's answers
+
+The same runs, KL(teacher||student) on answers of the teacher to the same prompts:
+
+{effects_table(effects, "nats")}
+
+KL(student||teacher) on the student's answers is high where the student writes what the teacher
+would not; KL(teacher||student) on the teacher's answers, where the student misses what the teacher
+writes.
+"""
+    claim = "On a real model, on-policy distillation is also nearest on the teacher's answers"
+    return Section(claim, effects, text, COMMAND, COST)
+
+
+def differences(
+    runs: Sequence[dict[str, Any]],
+    value: str,
+    comparison: str,
+    *,
+    better: str = "on-policy",
+    others: Sequence[str] = ("offline", "sft"),
+    point: int = -1,
+) -> list[Effect]:
+    """Return the end of `others` minus a point of the curve of `better`, for each task."""
+    effects = []
+    for task in TASKS:
+        here = [
+            run | {"value": run["curve"][point if run["method"] == better else -1][value]}
+            for run in runs
+            if run["task"] == task and run["method"] != BEFORE
+        ]
+        for other in others:
+            found = paired(here, "value", {"method": other}, {"method": better})
+            effects.append(Effect(comparison.format(task=task, other=other), found))
+    return effects
+
+
+def means_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return a table of both KL and the perplexity of every method."""
+    rows = [
+        "| task | method | seeds | steps | KL(student\\|\\|teacher), own answers "
+        "| KL(teacher\\|\\|student), the teacher's | perplexity of the teacher's "
+        "| TFLOPs of the student |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for task in TASKS:
+        for method in (BEFORE, *METHODS):
+            curves = [
+                run["curve"] for run in runs if (run["task"], run["method"]) == (task, method)
+            ]
+            for points in zip(*curves, strict=True):
+                kls = " | ".join(
+                    f"{statistics.mean(one[name] for one in points):.{digits}f}"
+                    for name, digits in (("kl_own", 2), ("kl_teacher", 2), ("perplexity", 0))
+                )
+                flops = statistics.mean(one.get("flops", 0) for one in points) / 1e12
+                rows.append(
+                    f"| {task} | {method} | {len(points)} | {points[0]['step']} | {kls} "
+                    f"| {flops:.2f} |"
+                )
+    return "\n".join(rows)
+
+
+def memory(_: Path) -> Section | None:
+    """Peak memory beside TRL's, and what it is made of."""
+    found = read("evidence_memory")
+    if not found:
+        return None
+    runs = {run["run"]: run for run in found["runs"]}
+    profile = runs.pop(PROFILE)
+    theirs = runs["TRL"]
+    rows = [
+        "| run | peak, GiB | of TRL's | while learning | CPU seconds | trainer | teacher |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, run in sorted(runs.items(), key=lambda one: list(RUNS).index(one[0])):
+        parts = {one["name"]: one["own"] + one["file"] for one in run["processes"]}
+        trainer = next(parts[key] for key in parts if key != "teacher_service")
+        teacher = parts.get("teacher_service", 0)
+        learning = gib(run["stages"]["learning"])
+        share = run["peak_bytes"] / theirs["peak_bytes"]
+        rows.append(
+            f"| {name} | {gib(run['peak_bytes'])} | {share:.2f} | {learning} "
+            f"| {run['cpu_seconds']:.0f} | {gib(trainer)} | {gib(teacher)} |"
+        )
+    leanest = min(runs.values(), key=lambda run: run["peak_bytes"])
+    engine = next(run for run in read("trl_memory")["runs"] if run["way"] == "vllm")
+    effects = [
+        Effect(
+            f"{leanest['run']}: below 0.7 of TRL's peak",
+            [0.7 - leanest["peak_bytes"] / theirs["peak_bytes"]],
+        )
+    ]
+    weights = 4 * profile["weights"]
+    text = f"""\
+## Memory beside TRL
+
+Peak memory of all processes of a run together, pages that processes share counted once;
+{found["steps"]} steps of the runs above, one run each. The last two columns: trainer and teacher at
+the peak. The settings change memory and time, not results: `train.tokens_per_micro_batch = 256`,
+and recomputed activations (`student.gradient_checkpointing`; TRL's default).
+
+{chr(10).join(rows)}
+
+**Where the trainer's memory goes** (`serial`), in GiB: weights, gradients and AdamW's two moments
+{gib(4 * weights)}; what autograd keeps for the backward pass of {profile["tokens"]} padded tokens
+in a micro-batch {gib(profile["saved"])} (counted by its hooks); Python and the libraries
+{gib(profile["libraries"])}; the rest is a chunk of logits and the gradient of the head. At its end
+the run copies weights and moments, {gib(3 * weights)}, for its checkpoint, which a thread writes
+while training goes on: with small micro-batches or recomputation that copy is the peak, not
+learning. TRL's runs write no checkpoint.
+
+With an engine of vLLM the peak is {gib(engine["peak_bytes"])} (`python -m
+benchmarks.trl_training`): a second copy of the student, vLLM's 1 GiB of prefix cache, and two
+processes more.
+"""
+    claim = "A run needs at most 0.7 of the memory of TRL's"
+    command = "python -m benchmarks.evidence.memory --data train.jsonl"
+    return Section(claim, effects, text, command, "2 minutes a run")
+
+
+def gib(count: float) -> str:
+    """Return bytes as GiB."""
+    return f"{count / 2**30:.2f}"
