@@ -47,4 +47,7 @@ def resident_head(head: Any) -> tuple[Tensor, Tensor | None]:
 def tell_places(model: Any) -> None:
     """Log how many parts of a divided model each device has."""
     found = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
+    if not found:
+        log.info("one device holds the model")
+        return
     log.info("the model is divided", extra=fields(**{f"on {k}": n for k, n in found.items()}))
