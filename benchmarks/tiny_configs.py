@@ -108,11 +108,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             for kind in ("full_attention", "sliding_attention")
         }
     },
-    # Its checkpoints have these entries, and its model cannot do without; the class has no defaults.
+    # Its checkpoints have these entries. The class has no defaults that work.
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": GROUPS}},
-    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), {"unpadded_vocab_size": VOCAB}),
+    **{name: {"unpadded_vocab_size": VOCAB} for name in ("inkling2_text", "inkling2_loop_text")},
     "blt": {"encoder_hash_byte_group_vocab": 500},
-    **dict.fromkeys(("blt_local_encoder", "blt_local_decoder"), {"hidden_size_global": 2 * WIDTH}),
+    **{f"blt_local_{part}": {"hidden_size_global": 2 * WIDTH} for part in ("encoder", "decoder")},
     "blt_global_transformer": {"hidden_size": 2 * WIDTH, "head_dim": 2 * WIDTH // HEADS},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},

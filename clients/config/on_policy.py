@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Address, Count, Name, Table, Tail, TrainingJob, check_tail
+from clients.config.tables.common import (
+    MOST_DRAWS,
+    Address,
+    Count,
+    Name,
+    Table,
+    Tail,
+    TrainingJob,
+    check_tail,
+)
 from clients.config.tables.data import (
     DataConfig,
     check_beside_images,
@@ -52,6 +61,8 @@ class OnPolicyConfig(Table):
     """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples."""
     horizon: Literal["word", "answer"] = "word"
     """With another tokenizer: what a token answers for, its word or all that follows (noisier)."""
+    control_variate: bool = False
+    """With another tokenizer: the teacher scores head ids where words begin, for less noise."""
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
@@ -106,6 +117,11 @@ class OnPolicyJob(TrainingJob):
         if self.teachers:
             remedy = "has no effect: the job has `teachers`; leave one of them out"
             raise refusal(self, "teacher.tokenizer", remedy)
+        if self.control_ids > MOST_DRAWS:
+            remedy = (
+                f"is at most {MOST_DRAWS} with method.control_variate; lower it, or leave that out"
+            )
+            raise refusal(self, "teacher.top_k", remedy)
         return self
 
     @model_validator(mode="after")
@@ -137,7 +153,7 @@ class OnPolicyJob(TrainingJob):
                 ),
                 (
                     self.teacher.tokenizer != "same",
-                    "method.horizon teacher.roles",
+                    "method.horizon method.control_variate teacher.roles",
                     "it is for a teacher with another tokenizer; set teacher.tokenizer",
                 ),
                 (
@@ -148,7 +164,7 @@ class OnPolicyJob(TrainingJob):
                 ),
                 (
                     not self.teacher.roles,
-                    "method.horizon",
+                    "method.horizon method.control_variate",
                     "teacher.roles are for the rows of every token; leave one of them out",
                 ),
                 (
@@ -178,6 +194,11 @@ class OnPolicyJob(TrainingJob):
     def draws(self) -> int:
         """Ids per row that the student draws from its own tail; 0: the loss reads none."""
         return self.teacher.tail_draws if self.method.tail_mode == "bucket+draws" else 0
+
+    @property
+    def control_ids(self) -> int:
+        """Head ids per row of the control variate; 0: the loss reads none."""
+        return self.top_k if self.method.control_variate else 0
 
     @property
     def tail_samples(self) -> int:

@@ -165,6 +165,13 @@ def _check_scorer(
             field="method.tail",
             hint=f"install the same version on the teacher's machine, or use '{older}'",
         )
+    if isinstance(config, OnPolicyJob) and config.control_ids > info.max_tail_draws:
+        raise InvalidInput(
+            f"the {label} scores {info.max_tail_draws} chosen ids per row, not"
+            f" {config.control_ids}",
+            field="method.control_variate",
+            hint="leave it out, or install the same version on the teacher's machine",
+        )
     if isinstance(config, OnPolicyJob) and config.tail_samples > info.max_tail_samples:
         raise InvalidInput(
             f"the {label} draws {info.max_tail_samples} tail samples per row, not"

@@ -108,18 +108,13 @@ def _other(
     [teacher] = teachers.values()
     theirs_known_by = teacher.info.tokenizer_fingerprint
     if tokenizer_fingerprint(vocabulary(ours)) == theirs_known_by:
+        _refuse_unread(config, "the teacher has the student's tokenizer")
         return None
     name = teacher.info.model if wanted == "auto" else wanted
     theirs = known_tokenizer(name, theirs_known_by, teacher.label, _FIELD)
     paired = _role_pair(config.teacher.roles, ours, theirs)
     if paired is not None:
-        if config.method.horizon != "word":
-            raise InvalidInput(
-                "has no effect: student and teacher differ in special tokens only, and the loss is"
-                " that of every token",
-                field="method.horizon",
-                hint="leave it out",
-            )
+        _refuse_unread(config, "student and teacher differ in special tokens only")
         return paired
     student, reader = (
         bytes_of(ours, "student", "student.model"),
@@ -127,6 +122,21 @@ def _other(
     )
     aligner = Aligner(student, reader, end_of(theirs, "teacher", _FIELD))
     return TokenizerPair(aligner, theirs)
+
+
+def _refuse_unread(config: OnPolicyJob, found: str) -> None:
+    """Raise InvalidInput if the job has a key that is for tokens aligned by bytes only."""
+    method = config.method
+    for key, used in (
+        ("horizon", method.horizon != "word"),
+        ("control_variate", method.control_variate),
+    ):
+        if used:
+            raise InvalidInput(
+                f"has no effect: {found}, and the loss is that of every token",
+                field=f"method.{key}",
+                hint="leave it out",
+            )
 
 
 def _role_pair(given: Mapping[str, str], ours: Any, theirs: Any) -> RolePair | None:

@@ -195,6 +195,21 @@ def test_logits_without_a_token_are_left_out(root: Path, teacher: str, tmp_path:
     assert all(line.get("pair/left_out", 0) == 0 for line in metrics_of(run))
 
 
+def test_the_control_variate_changes_the_gradient_only(
+    root: Path, teacher: str, tmp_path: Path
+) -> None:
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
+    found = []
+    for control in (False, True):
+        changes: dict[str, Any] = {**steps, "method__control_variate": control}
+        run = finish(new_run(tmp_path / str(control), job(root, teacher, **changes)))
+        found.append(next(line for line in metrics_of(run) if "grad_norm" in line))
+    plain, controlled = found
+    for name in ("loss", "kl/teacher", "entropy", "pair/one_to_one"):
+        assert controlled[name] == pytest.approx(plain[name], rel=1e-5), name
+    assert controlled["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+
+
 def test_a_teacher_with_other_special_tokens(root: Path, tmp_path: Path) -> None:
     """The student's own weights: the KL is 0, and with a context that of the context alone."""
     renamed = shutil.copytree(root / "student", tmp_path / "renamed")

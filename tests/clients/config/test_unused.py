@@ -37,6 +37,7 @@ REFUSED = [
     (ON_POLICY + FORWARD, "method.head = 'teacher'", "for reverse_kl with one tokenizer"),
     (ON_POLICY + "teacher.tokenizer = 'auto'\n", "method.head = 'teacher'", "with one tokenizer"),
     (ON_POLICY, "method.horizon = 'answer'", "set teacher.tokenizer"),
+    (ON_POLICY, "method.control_variate = true", "set teacher.tokenizer"),
     (ON_POLICY, "teacher.roles = { a = 'b' }", "set teacher.tokenizer"),
     (
         ON_POLICY + "teacher.tokenizer = 'auto'\nteacher.roles = { a = 'b' }\n",
@@ -137,6 +138,7 @@ USED = [
     ON_POLICY + "student.lora.train_head = true\nrollouts.lag = 1\nrollouts.push = 'broadcast'\n",
     ON_POLICY + "teacher.tail_draws = 4\n",
     ON_POLICY + "teacher.tokenizer = 'auto'\nmethod.horizon = 'answer'\n",
+    ON_POLICY + "teacher.tokenizer = 'auto'\nmethod.control_variate = true\nteacher.top_k = 8\n",
     ON_POLICY + FORWARD + "teacher.tokenizer = 'auto'\nteacher.roles = { a = 'b' }\n",
     ON_POLICY + "teacher.context = '{answer}'\nteacher.template_arguments = { thinking = true }\n",
     LOADED + "teacher.context = '{answer}'\n",
