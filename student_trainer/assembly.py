@@ -248,7 +248,7 @@ def _prepared(
         assert stores is not None
         return _offline(config, teachers, stores, tokenizer, shape, reader)
     pair = None
-    if isinstance(config, OnPolicyJob):
+    if isinstance(config, OnPolicyJob | RLJob):
         pair = tokenizer_pair(config, teachers, tokenizer)
     if pair is None:
         vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
@@ -274,7 +274,10 @@ def _prepared(
         _check_shares(config, len(asked.held_out))
         environment = config.environment
         retriever = None if environment is None else make_retriever(environment)
-        material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most)
+        assert not isinstance(pair, TokenizerPair), "tokenizer_pair refuses it"
+        if pair is not None:
+            pair.log_facts(())
+        material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most, pair)
         return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
         )

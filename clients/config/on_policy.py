@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -16,15 +16,16 @@ from clients.config.tables.common import (
     TrainingJob,
     check_tail,
 )
-from clients.config.tables.data import (
-    DataConfig,
-    check_beside_images,
-    checked_arguments,
-    prompt_rules,
-)
+from clients.config.tables.data import DataConfig, check_beside_images, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
-from clients.config.tables.teacher import TeacherConfig, started_rules
+from clients.config.tables.teacher import (
+    OtherTokens,
+    TeacherConfig,
+    other_tokens_rules,
+    started_rules,
+)
 from clients.config.unused import refusal, refuse_unused
+from clients.data.prompt_format import PromptFormat
 
 # One literal: a union of two has two messages for one wrong value.
 OnPolicyTail = Literal[Tail, "bucket+teacher_samples"]
@@ -32,20 +33,8 @@ OnPolicyTail = Literal[Tail, "bucket+teacher_samples"]
 HEAD_BESIDE_DRAWS, HEAD_ALONE = 16, 64
 
 
-class OnPolicyTeacher(TeacherConfig):
+class OnPolicyTeacher(OtherTokens, TeacherConfig):
     """A teacher service, with the rows to ask for; its tokenizer may be another one."""
-
-    tokenizer: Name = "same"
-    """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
-    roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
-    """Special tokens of the teacher by those of the student, if not found; see docs/pairs.md."""
-    template_arguments: dict[Name, Any] | None = None
-    """Of the teacher's chat template. Default: those of data.template_arguments that it reads."""
-
-    @field_validator("template_arguments")
-    @classmethod
-    def _are_of_the_template(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
-        return arguments and checked_arguments(arguments)
 
 
 class OnPolicyConfig(Table):
@@ -153,7 +142,7 @@ class OnPolicyJob(TrainingJob):
                 ),
                 (
                     self.teacher.tokenizer != "same",
-                    "method.horizon method.control_variate teacher.roles",
+                    "method.horizon method.control_variate",
                     "it is for a teacher with another tokenizer; set teacher.tokenizer",
                 ),
                 (
@@ -167,11 +156,7 @@ class OnPolicyJob(TrainingJob):
                     "method.horizon method.control_variate",
                     "teacher.roles are for the rows of every token; leave one of them out",
                 ),
-                (
-                    self.data.chat_template,
-                    "teacher.template_arguments",
-                    "data.chat_template = false switches the chat template off; leave one out",
-                ),
+                *other_tokens_rules(self.teacher, chat_template=self.data.chat_template),
                 (named, "data.teacher_column", "the job has no `teachers`; name them there"),
                 (
                     examined,
@@ -182,6 +167,16 @@ class OnPolicyJob(TrainingJob):
                 *rollout_rules(self.rollouts, self.student),
             ],
         )
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """The format of the prompts."""
+        return self.data.prompt_format
+
+    @property
+    def teacher_context(self) -> str:
+        """Text that only the teacher reads, before the prompt; "": none."""
+        return self.teacher.context or ""
 
     @property
     def top_k(self) -> int:

@@ -52,11 +52,11 @@ from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.matched_heads import HeadMap
 from student_trainer.teachers.other_tokenizer import OtherTokenizerTeacher
-from student_trainer.teachers.reading import Reading, reads_another_prompt, teacher_prompt
+from student_trainer.teachers.reading import teacher_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeachersByName, TeacherSource
-from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair
+from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, reading_of
 
 
 class OnPolicySteps:
@@ -179,26 +179,10 @@ def _remote_teachers(
             f32=config.teacher.logprob_format == "f32",
             tail_samples=config.tail_samples,
             vocab_size=connection.narrowed(vocab_size),
-            reading=_reading(config, connection, vocab_size, tokenizer, pair),
+            reading=reading_of(config, connection, vocab_size, tokenizer, pair),
         )
         for name, connection in teachers.items()
     }
-
-
-def _reading(
-    config: OnPolicyJob,
-    connection: Connection,
-    vocab_size: int,
-    tokenizer: Any,
-    pair: RolePair | None,
-) -> Reading | None:
-    """Return what a teacher reads; None: the tokens of the student. `tokenizer`: the student's."""
-    most = connection.info.max_length
-    if pair is not None:
-        return Reading(teacher_prompt(config, pair.tokenizer, most), pair.ids(vocab_size))
-    if reads_another_prompt(config):
-        return Reading(teacher_prompt(config, tokenizer, most))
-    return None
 
 
 def _other_tokenizer_teacher(

@@ -210,28 +210,75 @@ def test_the_control_variate_changes_the_gradient_only(
     assert controlled["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
 
 
-def test_a_teacher_with_other_special_tokens(root: Path, tmp_path: Path) -> None:
-    """The student's own weights: the KL is 0, and with a context that of the context alone."""
-    renamed = shutil.copytree(root / "student", tmp_path / "renamed")
+@pytest.fixture(scope="module")
+def renamed(root: Path) -> Path:
+    """The student's own weights; its end has another name."""
+    renamed = shutil.copytree(root / "student", root / "renamed")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         text = (renamed / file).read_text()
         assert "<|end|>" in text
         (renamed / file).write_text(text.replace("<|end|>", "<stop>"))
+    return renamed
+
+
+@pytest.fixture
+def renamed_teacher(renamed: Path, tmp_path: Path) -> Iterator[str]:
+    arguments = ["--model", str(renamed), "--no-cache", "--device", "cpu"]
+    process = ForkedTeacher(arguments, log=tmp_path / "log")
+    yield process.address
+    process.close()
+
+
+def test_a_teacher_with_other_special_tokens(
+    root: Path, renamed_teacher: str, tmp_path: Path
+) -> None:
+    """The KL is 0, and with a context that of the context alone."""
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
-    process = ForkedTeacher(
-        ["--model", str(renamed), "--no-cache", "--device", "cpu"], log=tmp_path / "log"
-    )
     found = {}
-    try:
-        for name, context in (("plain", None), ("context", "{answer}. ")):
-            changes = {**steps, "teacher__context": context, "teacher__logprob_format": "f32"}
-            run = finish(new_run(tmp_path / name, job(root, process.address, **changes)))
-            found[name] = metrics_of(run)[0]
-            assert "<|end|> is <stop>" in run.log_file(1).read_text()
-    finally:
-        process.close()
+    for name, context in (("plain", None), ("context", "{answer}. ")):
+        changes = {**steps, "teacher__context": context, "teacher__logprob_format": "f32"}
+        run = finish(new_run(tmp_path / name, job(root, renamed_teacher, **changes)))
+        found[name] = metrics_of(run)[0]
+        assert "<|end|> is <stop>" in run.log_file(1).read_text()
     assert abs(found["plain"]["eval/kl"]) < 1e-5
     assert found["context"]["eval/kl"] > 0.01
+
+
+def rl_job(root: Path, address: str, **changes: Any) -> Any:
+    from tests.student_trainer import tiny
+
+    material = tiny.Material(root / "prompts.jsonl", root / "teacher", root / "student")
+    return tiny.rl_job(
+        material,
+        **{
+            "teacher": {"address": address, "tokenizer": "auto", "logprob_format": "f32"},
+            "method__teacher_beta": 0.5,
+            "method__max_new_tokens": 20,
+            "train__tokens_per_micro_batch": 4000,
+            **dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1),
+            **changes,
+        },
+    )
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+def test_rl_with_a_teacher_of_other_special_tokens(
+    root: Path, renamed_teacher: str, tmp_path: Path, divergence: str
+) -> None:
+    run = rl_job(root, renamed_teacher, method__divergence=divergence, method__temperature=1.0)
+    run = finish(new_run(tmp_path / "run", run))
+    [line] = [line for line in metrics_of(run) if "kl/teacher" in line]
+    # The first of two updates has the weights of the teacher.
+    assert abs(line["kl/teacher"]) < 1e-3
+    assert "<|end|> is <stop>" in run.log_file(1).read_text()
+
+
+def test_rl_refuses_a_teacher_with_other_words(root: Path, teacher: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", rl_job(root, teacher))
+    assert attempt(run, 1) != [0]
+    status = run.read_status()
+    assert status is not None
+    assert "teacher.tokenizer: the tokenizers of student and teacher differ" in status.reason
 
 
 def test_by_default_another_tokenizer_is_refused(root: Path, teacher: str, tmp_path: Path) -> None:
