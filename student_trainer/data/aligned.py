@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -34,6 +34,21 @@ class AlignedRows(RowBlock):
     spelled: bool
     weights: NDArray[np.float32] | None = None
     matched: NDArray[np.bool_] | None = None
+
+    def taken(self, places: NDArray[np.int64] | slice) -> AlignedRows:
+        """Return the rows at `places`, in that order, with words as they are."""
+        columns = {name: of for name, of in vars(self).items() if isinstance(of, np.ndarray)}
+        taken: dict[str, Any] = {name: of[places] for name, of in columns.items()}
+        return replace(self, **taken)
+
+    @classmethod
+    def joined(cls, parts: Sequence[AlignedRows]) -> AlignedRows:
+        """Return the rows of all parts, in order; there is at least one."""
+        columns = [name for name, of in vars(parts[0]).items() if isinstance(of, np.ndarray)]
+        made: dict[str, Any] = {
+            name: np.concatenate([getattr(one, name) for one in parts]) for name in columns
+        }
+        return replace(parts[0], **made, spelled=all(one.spelled for one in parts))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class HeadMap:
 
     @classmethod
     def of(cls, aligner: Aligner, end: int | None) -> HeadMap:
-        """Encode every token of the student with the teacher's tokenizer: a second for 100,000.
+        """Encode every token of the student with the teacher's tokenizer: 5 s for 100,000.
 
         `end`: the student's token that ends an answer; None: it has none.
         """

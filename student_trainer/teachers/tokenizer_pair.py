@@ -57,13 +57,6 @@ class RolePair:
         found[:count] = self.roles.ids[:count]
         return found
 
-    def log_facts(self, prompts: Sequence[Prompt]) -> None:
-        """Log one line: the tokens of student and teacher with the same role."""
-        log.info(
-            "the teacher has other special tokens: %s",
-            ", ".join(f"{ours} is {theirs}" for ours, theirs in self.roles.pairs) or "at other ids",
-        )
-
 
 @dataclass(frozen=True)
 class TokenizerPair:
@@ -203,6 +196,8 @@ def role_pair(
         )
     if found is None or (found.missing and not given):
         return None
+    named = ", ".join(f"{one} is {other}" for one, other in found.pairs) or "at other ids"
+    log.info("the teacher has other special tokens: %s", named)
     both = [student.token(number) or teacher.token(number) for number in range(len(found.ids))]
     return RolePair(found, theirs, both)
 

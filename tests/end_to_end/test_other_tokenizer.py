@@ -341,18 +341,22 @@ def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
     assert all(abs(line["kl/teacher"]) < 50 for line in (first, last))
 
 
-def captured(root: Path, name: str, prompt: str) -> Path:
+def captured(
+    root: Path, name: str, prompt: str, *, teacher: str = "teacher", form: str = "completion"
+) -> Path:
     """The teacher's rows of what it likes."""
     from clients.config.capture import CaptureJob
     from tests.teacher_service.capture.material import capture_here
 
     records = [{"prompt": prompt, "answer": answer} for answer in answers_of("teacher")]
+    if form == "text":
+        records = [{"text": one["prompt"] + one["answer"]} for one in records]
     (root / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     config = CaptureJob.model_validate(
         {
-            "data": {"path": str(root / f"{name}.jsonl")},
-            "teacher": {"model": str(root / "teacher"), "top_k": 4},
-            "method": {"type": "capture", "store": str(root / name)},
+            "data": {"path": str(root / f"{name}.jsonl"), "form": form},
+            "teacher": {"model": str(root / teacher), "top_k": 4, "logprob_format": "f32"},
+            "method": {"type": "capture", "store": str(root / name), "max_tokens": 60},
         }
     )
     assert capture_here(root / f"{name}-run", config)[0] == "succeeded"
@@ -426,3 +430,29 @@ def test_two_processes_and_small_batches_change_nothing_of_a_store(
     for name in ("loss", "grad_norm", "cross_entropy", "kl/teacher", "eval/kl"):
         values = [line[name] for line in found]
         assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("form", ["completion", "text"])
+def test_a_store_of_other_special_tokens(
+    root: Path, renamed: Path, tmp_path: Path, form: str
+) -> None:
+    """Rows of the student's own weights: the KL of head and tail is 0."""
+    path = captured(root, f"renamed-{form}", PROMPT, teacher=renamed.name, form=form)
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
+    config = stored_job(root, path, data__eval_path=None, **steps)
+    run = finish(new_run(tmp_path / "run", config))
+    line = metrics_of(run)[0]
+    assert abs(line["eval/kl_bound"]) < 1e-5
+    assert "topk/student_mass" in metrics_of(run)[-1]
+    assert "<|end|> is <stop>" in run.log_file(1).read_text()
+
+
+def test_a_store_of_packed_text(root: Path, tmp_path: Path) -> None:
+    path = captured(root, "text", PROMPT, form="text")
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 20)
+    config = stored_job(root, path, data__eval_path=None, **steps)
+    run = finish(new_run(tmp_path / "run", config))
+    lines = metrics_of(run)
+    assert lines[-1]["eval/kl"] < 0.9 * lines[0]["eval/kl"]
+    assert all(line.get("pair/left_out", 0) == 0 for line in lines)
+    assert 0 < lines[-1]["pair/one_to_one"] < 1

@@ -49,6 +49,8 @@ REFUSED = [
     (ON_POLICY + "teachers.maths = 't:1'\n", "teacher.tokenizer = 'auto'", "leave one of them out"),
     (OFFLINE, "method.match = 'word'", "set data.tokenizer"),
     (OFFLINE, "data.prompts = 'p.jsonl'", "set data.tokenizer"),
+    (OFFLINE, "data.roles = { a = 'b' }", "set data.tokenizer"),
+    (OFFLINE + OTHER + "data.roles = { a = 'b' }\n", "method.match = 'word'", "of every token"),
     (OFFLINE + OTHER, "method.tail = 'none'", "is not read with another tokenizer"),
     (KL, "teacher.roles = { a = 'b' }", "set teacher.tokenizer"),
     (
@@ -153,6 +155,7 @@ USED = [
     + OTHER
     + "data.prompts = 'p.jsonl'\ndata.messages_column = 'm'\nmethod.match = 'word'\n",
     OFFLINE + OTHER + "data.system = 'Be brief.'\nmethod.cross_entropy = 0.5\n",
+    OFFLINE + OTHER + "data.roles = { a = 'b' }\nmethod.tail = 'none'\n",
     RL + "method.tail_draws = 4\n",
     KL + "teacher.tokenizer = 'auto'\nteacher.roles = { a = 'b' }\n",
     KL + "teacher.template_arguments = { thinking = true }\n",
