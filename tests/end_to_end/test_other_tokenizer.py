@@ -159,9 +159,11 @@ def test_the_student_learns_what_the_teacher_likes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("horizon", ["word", "answer"])
+@pytest.mark.parametrize(
+    ("horizon", "control"), [("word", False), ("answer", False), ("word", True)]
+)
 def test_two_processes_and_small_batches_change_nothing(
-    root: Path, teacher: str, tmp_path: Path, horizon: str
+    root: Path, teacher: str, tmp_path: Path, horizon: str, control: bool
 ) -> None:
     found = []
     for processes, tokens in ((1, 4000), (2, 4000), (1, 60)):
@@ -169,6 +171,7 @@ def test_two_processes_and_small_batches_change_nothing(
         changes: dict[str, Any] = {
             **steps,
             "method__horizon": horizon,
+            "method__control_variate": control,
             "train__processes": processes,
             "train__tokens_per_micro_batch": tokens,
         }
