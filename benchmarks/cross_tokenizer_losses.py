@@ -135,7 +135,7 @@ class OnPolicy:
         """Return the mean over tokens of the loss of an on-policy job."""
         answers, alignments, tables = self.read(written, numbers)
         scored = [
-            ScoredSequence(one, aligned_rows(one, found, _block(found, table)))
+            ScoredSequence(one, aligned_rows(one, found, None, _block(found, table)))
             for one, found, table in zip(answers, alignments, tables, strict=True)
         ]
         batch = make_aligned_batch(scored, torch.device("cpu"), "padded")

@@ -42,7 +42,7 @@ from student_trainer.objectives.distillation import DistillationObjective, disti
 from teacher_service.engines.hf import HfEngine
 from teacher_service.serving.self_test import run_self_test
 
-SECONDS = 180
+SECONDS = 300  # a type takes seconds on a free core
 TOKENS, START, TOP_K = 12, 4, 8
 # Of rows in nats, and of gradients relative to their norm: the rounding of float32.
 ROWS_WITHIN, GRADIENTS_WITHIN = 1e-4, 1e-4
@@ -136,6 +136,10 @@ def save(name: str, path: Path) -> None:
     model.save_pretrained(path)
     inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0").save_pretrained(path)
+    try:
+        AutoModelForCausalLM.from_pretrained(path)
+    except ValueError as error:
+        raise ValueError(f"transformers does not load what it has saved: {error}") from error
 
 
 def rows_error(path: Path, ids: np.ndarray[Any, Any]) -> float:
@@ -198,11 +202,13 @@ def gradients(student: Student, batch: Batch) -> list[torch.Tensor]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error, without paths."""
+    """Return the first sentence of an error, without paths."""
     said = error.message if isinstance(error, DistillError) else str(error)
     words = " ".join(said.split()) or type(error).__name__
     here = re.escape(tempfile.gettempdir()) + r"/\w+"
-    return re.sub(here, "the model", words)[:160]
+    words = re.sub(here, "the model", words)
+    words = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", words)
+    return re.split(r"[.!] (?=[A-Z])| for this kind of", words)[0][:160].rstrip(".")
 
 
 def page(found: list[Outcome]) -> str:

@@ -108,6 +108,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             for kind in ("full_attention", "sliding_attention")
         }
     },
+    # Its checkpoints have these entries. The class has no defaults that work.
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": GROUPS}},
+    **{name: {"unpadded_vocab_size": VOCAB} for name in ("inkling2_text", "inkling2_loop_text")},
+    "blt": {"encoder_hash_byte_group_vocab": 500},
+    **{f"blt_local_{part}": {"hidden_size_global": 2 * WIDTH} for part in ("encoder", "decoder")},
+    "blt_global_transformer": {"hidden_size": 2 * WIDTH, "head_dim": 2 * WIDTH // HEADS},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
     **{name: {"num_key_value_heads": HEADS} for name in ("dots3_note", "dots3_note_text")},
@@ -157,7 +163,10 @@ def _values(config_class: Any, model_type: str) -> dict[str, Any]:
         values["is_decoder"] = True
     if "qk_rope_head_dim" in named:  # latent attention has as many keys as queries
         values |= {"num_key_value_heads": HEADS, "head_dim": SIZES["qk_rope_head_dim"]}
-    return values | OVERRIDES.get(model_type, {})
+    for name, value in OVERRIDES.get(model_type, {}).items():
+        inner = isinstance(value, dict) and name in getattr(config_class, "sub_configs", {})
+        values[name] = values[name] | value if inner else value
+    return values
 
 
 def _both_kinds(listed: list[Any]) -> list[Any]:

@@ -68,6 +68,7 @@ from student_trainer.run.model_checks import (
     check_max_tokens,
     check_stored_length,
     check_stored_vocabulary,
+    check_stored_width,
     check_top_k,
     check_vocabulary,
     check_width,
@@ -76,6 +77,7 @@ from student_trainer.run.provenance import write_environment
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.other_tokenizer_store import other_tokenizer_store
 from student_trainer.teachers.reading import reads_another_prompt
+from student_trainer.teachers.role_store import RoleStore
 from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, tokenizer_pair
 
 log = logging.getLogger(__name__)
@@ -248,7 +250,7 @@ def _prepared(
         assert stores is not None
         return _offline(config, teachers, stores, tokenizer, shape, reader)
     pair = None
-    if isinstance(config, OnPolicyJob):
+    if isinstance(config, OnPolicyJob | RLJob):
         pair = tokenizer_pair(config, teachers, tokenizer)
     if pair is None:
         vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
@@ -272,9 +274,9 @@ def _prepared(
         check_top_k(config.method.top_k, vocab_size, "method.top_k")
         asked = load_rl_prompts(config, tokenizer, reader)
         _check_shares(config, len(asked.held_out))
-        environment = config.environment
-        retriever = None if environment is None else make_retriever(environment)
-        material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most)
+        retriever = make_retriever(config.environment) if config.environment else None
+        assert not isinstance(pair, TokenizerPair), "tokenizer_pair refuses it"
+        material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most, pair)
         return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
         )
@@ -295,6 +297,8 @@ def _offline(
     if other is None:
         vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
         check_stored_length(store, most)
+    elif isinstance(other, RoleStore):
+        vocab_size = check_stored_width(store, other.tokens, shape.vocab_size)
     else:
         vocab_size = min(shape.vocab_size, other.tokens)
     longest = store.longest
@@ -316,10 +320,10 @@ def _on_policy(
 ) -> MakeMethod:
     seeing = [name for name, connection in teachers.items() if connection.info.takes_images]
     prompts = _prompts(config, tokenizer, reader, seeing)
-    if not isinstance(pair, TokenizerPair):
-        check_top_k(config.top_k, vocab_size, "teacher.top_k")
-    if pair is not None:
+    if isinstance(pair, TokenizerPair):
         pair.log_facts(prompts[1])
+    else:
+        check_top_k(config.top_k, vocab_size, "teacher.top_k")
     return lambda accelerator, student, engine: on_policy_method(
         config, prompts, teachers, accelerator, student, tokenizer, engine, pair
     )
@@ -336,8 +340,7 @@ def _vocab_size(
     if stores is not None:
         store = stores.training
         return check_stored_vocabulary(store, tokens, width, _stored_tokens(store))
-    found = [check_vocabulary(connection, tokens, width) for connection in teachers.values()]
-    return min(found, default=width)
+    return min((check_vocabulary(one, tokens, width) for one in teachers.values()), default=width)
 
 
 def _stored_tokens(store: TrainingStore) -> list[str] | None:

@@ -24,6 +24,8 @@ class OfflineData(PromptKeys):
     """Folder of the images that the store names. Default: the folder of the captured data."""
     tokenizer: Name = "same"
     """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
+    roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
+    """Special tokens of the store by those of the student, if not found; see docs/pairs.md."""
     prompts: Name | None = None
     """With another tokenizer: the captured data set, if its prompts are in a chat template."""
     eval_path: str | None = None
@@ -152,9 +154,14 @@ class OfflineJob(TrainingJob):
             ),
             (examined, "data.answer_column", stored),
             (examined or other, "data.system data.chat_template", stored),
-            (other, "data.prompts method.match", same),
+            (other, "data.prompts data.roles method.match", same),
             (
-                not other,
+                not self.data.roles,
+                "method.match",
+                "data.roles are for the rows of every token; leave one of them out",
+            ),
+            (
+                not other or bool(self.data.roles),
                 "method.tail",
                 "the tail of a row is not read with another tokenizer; leave it out",
             ),

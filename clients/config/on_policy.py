@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Address, Count, Name, Table, Tail, TrainingJob, check_tail
-from clients.config.tables.data import (
-    DataConfig,
-    check_beside_images,
-    checked_arguments,
-    prompt_rules,
+from clients.config.tables.common import (
+    MOST_DRAWS,
+    Address,
+    Count,
+    Name,
+    Table,
+    Tail,
+    TrainingJob,
+    check_tail,
 )
+from clients.config.tables.data import DataConfig, check_beside_images, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
-from clients.config.tables.teacher import TeacherConfig, started_rules
+from clients.config.tables.teacher import (
+    OtherTokens,
+    TeacherConfig,
+    other_tokens_rules,
+    started_rules,
+)
 from clients.config.unused import refusal, refuse_unused
+from clients.data.prompt_format import PromptFormat
 
 # One literal: a union of two has two messages for one wrong value.
 OnPolicyTail = Literal[Tail, "bucket+teacher_samples"]
@@ -23,20 +33,8 @@ OnPolicyTail = Literal[Tail, "bucket+teacher_samples"]
 HEAD_BESIDE_DRAWS, HEAD_ALONE = 16, 64
 
 
-class OnPolicyTeacher(TeacherConfig):
+class OnPolicyTeacher(OtherTokens, TeacherConfig):
     """A teacher service, with the rows to ask for; its tokenizer may be another one."""
-
-    tokenizer: Name = "same"
-    """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
-    roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
-    """Special tokens of the teacher by those of the student, if not found; see docs/pairs.md."""
-    template_arguments: dict[Name, Any] | None = None
-    """Of the teacher's chat template. Default: those of data.template_arguments that it reads."""
-
-    @field_validator("template_arguments")
-    @classmethod
-    def _are_of_the_template(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
-        return arguments and checked_arguments(arguments)
 
 
 class OnPolicyConfig(Table):
@@ -52,6 +50,8 @@ class OnPolicyConfig(Table):
     """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples."""
     horizon: Literal["word", "answer"] = "word"
     """With another tokenizer: what a token answers for, its word or all that follows (noisier)."""
+    control_variate: bool = False
+    """With another tokenizer: the teacher scores head ids where words begin, for less noise."""
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
@@ -106,6 +106,11 @@ class OnPolicyJob(TrainingJob):
         if self.teachers:
             remedy = "has no effect: the job has `teachers`; leave one of them out"
             raise refusal(self, "teacher.tokenizer", remedy)
+        if self.control_ids > MOST_DRAWS:
+            remedy = (
+                f"is at most {MOST_DRAWS} with method.control_variate; lower it, or leave that out"
+            )
+            raise refusal(self, "teacher.top_k", remedy)
         return self
 
     @model_validator(mode="after")
@@ -137,7 +142,7 @@ class OnPolicyJob(TrainingJob):
                 ),
                 (
                     self.teacher.tokenizer != "same",
-                    "method.horizon teacher.roles",
+                    "method.horizon method.control_variate",
                     "it is for a teacher with another tokenizer; set teacher.tokenizer",
                 ),
                 (
@@ -148,14 +153,10 @@ class OnPolicyJob(TrainingJob):
                 ),
                 (
                     not self.teacher.roles,
-                    "method.horizon",
+                    "method.horizon method.control_variate",
                     "teacher.roles are for the rows of every token; leave one of them out",
                 ),
-                (
-                    self.data.chat_template,
-                    "teacher.template_arguments",
-                    "data.chat_template = false switches the chat template off; leave one out",
-                ),
+                *other_tokens_rules(self.teacher, chat_template=self.data.chat_template),
                 (named, "data.teacher_column", "the job has no `teachers`; name them there"),
                 (
                     examined,
@@ -168,6 +169,16 @@ class OnPolicyJob(TrainingJob):
         )
 
     @property
+    def prompt_format(self) -> PromptFormat:
+        """The format of the prompts."""
+        return self.data.prompt_format
+
+    @property
+    def teacher_context(self) -> str:
+        """Text that only the teacher reads, before the prompt; "": none."""
+        return self.teacher.context or ""
+
+    @property
     def top_k(self) -> int:
         """Head ids per row. More by default if a row has no ids from the tail."""
         if self.teacher.top_k is not None:
@@ -178,6 +189,11 @@ class OnPolicyJob(TrainingJob):
     def draws(self) -> int:
         """Ids per row that the student draws from its own tail; 0: the loss reads none."""
         return self.teacher.tail_draws if self.method.tail_mode == "bucket+draws" else 0
+
+    @property
+    def control_ids(self) -> int:
+        """Head ids per row of the control variate; 0: the loss reads none."""
+        return self.top_k if self.method.control_variate else 0
 
     @property
     def tail_samples(self) -> int:

@@ -16,8 +16,18 @@ from clients.config.tables.environment import SearchConfig
 from clients.config.tables.reward import HARMLESS, RewardConfig
 from clients.config.tables.rl_method import UNWEIGHTED, RLConfig
 from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
-from clients.config.tables.teacher import TeacherLink, started_rules
+from clients.config.tables.teacher import (
+    OtherTokens,
+    TeacherLink,
+    other_tokens_rules,
+    started_rules,
+)
 from clients.config.unused import Rule, refuse_unused
+from clients.data.prompt_format import PromptFormat
+
+
+class RLTeacher(OtherTokens, TeacherLink):
+    """A teacher service; its tokenizer may have other special tokens than the student's."""
 
 
 class RLJob(TrainingJob):
@@ -25,7 +35,7 @@ class RLJob(TrainingJob):
 
     method: RLConfig
     eval: SampledEvalConfig = SampledEvalConfig()
-    teacher: TeacherLink | None = None
+    teacher: RLTeacher | None = None
     """The table `teacher` adds a KL to a teacher service, weighted by `method.teacher_beta`."""
     anchor: AnchorConfig = AnchorConfig()
     reward: Annotated[RewardConfig | None, Field(validate_default=True)] = None
@@ -136,6 +146,11 @@ class RLJob(TrainingJob):
         own = (
             (self.environment is None, "environment"),
             (self.anchor.context is None, "anchor.context"),
+            (self.teacher is None or self.teacher.tokenizer == "same", "teacher.tokenizer"),
+            (
+                self.teacher is None or self.teacher.template_arguments is None,
+                "teacher.template_arguments",
+            ),
         )
         check_beside_images(self, self.data, [*own, *in_trainer_rules(self.rollouts)])
         return self
@@ -144,6 +159,9 @@ class RLJob(TrainingJob):
     def _uses_every_key(self) -> Self:
         rules = [*self._rules_of_rewards(), *self._rules_of_kls(), *prompt_rules(self.data)]
         rules += started_rules(self.teacher)
+        if self.teacher is not None:
+            templated = self.data is None or self.data.chat_template
+            rules += other_tokens_rules(self.teacher, chat_template=templated)
         return refuse_unused(self, [*rules, *rollout_rules(self.rollouts, self.student)])
 
     def _rules_of_rewards(self) -> list[Rule]:
@@ -242,6 +260,19 @@ class RLJob(TrainingJob):
         rewarded = self.reward is not None and method.reward_weight > 0
         sampled_kl = method.top_k == 0 or method.tail_mode not in UNWEIGHTED
         return rewarded or method.kl_in == "reward" or (pulled and sampled_kl)
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """The format of the prompts, of the data set or of the reasoning_gym task."""
+        if self.data is not None:
+            return self.data.prompt_format
+        assert self.reward is not None, "one of them has the prompts"
+        return PromptFormat(template=self.reward.template)
+
+    @property
+    def teacher_context(self) -> str:
+        """As OnPolicyJob.teacher_context; here it is `anchor.context` that has a text."""
+        return ""
 
     @property
     def draws(self) -> int:

@@ -60,7 +60,10 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
     roles = _roles_of(teacher, student)
     if roles is not None and not roles.missing:
         found = _of_one_tokenizer(teacher, student, max(theirs, ours, key=len))
-        lines = ['teacher.tokenizer = "auto"  # on_policy']
+        lines = [
+            'teacher.tokenizer = "auto"  # on_policy and rl',
+            'data.tokenizer = "auto"  # offline',
+        ]
         return replace(found, same=False, difference=difference, lines=lines, roles=roles.pairs)
     require_extra("train", "distill pair", only={"transformers"})  # no fault of the pair
     try:
@@ -86,7 +89,8 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
     if roles is None:
         return PairReport(False, difference, shares, [], loss, lines)
     lines += [
-        f'teacher.roles = {{ "TOKEN" = "{token}" }}  # TOKEN of the student: rows of all tokens'
+        f'teacher.roles = {{ "TOKEN" = "{token}" }}  # TOKEN of the student: rows of all tokens;'
+        " offline: data.roles"
         for token in roles.missing
     ]
     return PairReport(False, difference, shares, [], loss, lines, roles.pairs, roles.missing)

@@ -49,7 +49,7 @@ def other_tokenizer(difference: str, label: str) -> WrongState:
     """Return the error for a teacher with another tokenizer than the student, to raise."""
     hint = f"use a student with the {label}'s tokenizer"
     if label == "teacher":  # one of several, which have names, cannot have another
-        hint += ", or set teacher.tokenizer = 'auto' in an on_policy job"
+        hint += ", or set teacher.tokenizer = 'auto' in an on_policy or rl job"
     return WrongState(difference, field="student.model", hint=hint)
 
 

@@ -67,11 +67,11 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
     _check_images(config, training)
     if config.method.on_policy_fraction:
         _check_prompts(training)
-    if config.data.tokenizer != "same" and training.facts.get("form") == "text":
+    if config.data.prompts is not None and training.facts.get("form") == "text":
         raise WrongState(
-            f"the {training.label} has plain text, packed, which is not encoded again",
-            field="data.tokenizer",
-            hint="capture prompts and answers, or conversations",
+            f"the {training.label} has plain text and no prompts",
+            field="data.prompts",
+            hint="leave it out",
         )
     if config.data.eval_path is None:
         _check_count(config, training, training.count - 1)

@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar
 from clients.config.kinds import AnyJob
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
 from clients.config.tables.common import TrainingJob
 from clients.preflight.files import check_here
 from clients.preflight.rollouts import check_rollouts
@@ -118,8 +119,9 @@ class JobPreflight:
             check_teachers(config, infos)
         if not isinstance(config, TrainingJob):
             return
-        if isinstance(config, OnPolicyJob) and config.teacher.tokenizer != "same":
-            return  # any tokenizer will do
+        teacher = config.teacher if isinstance(config, OnPolicyJob | RLJob) else None
+        if teacher is not None and teacher.tokenizer != "same":
+            return  # the trainer finds out whether another one will do
         student = Path(config.student.model)
         for name, addresses in services_of(config).items():
             vocabulary = partial(_vocabulary, addresses, field_of(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,12 +18,14 @@ from student_trainer.data.packing import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedRows(RowBlock):
-    """Rows of an answer of n tokens; `token_logprobs` are shares, and the head is a placeholder.
+    """Rows of an answer of n tokens; `token_logprobs` are shares.
 
     word [n] int64: the word of each token (of a store: its unit, maybe a chunk), from 0, without
     gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that are one teacher
     token. spelled: the whole answer is the student's canonical encoding of its bytes. weights
-    [n, M]: of the ids `tail_sample_ids` [n, M]; of stored rows only, see `mapped_kl`.
+    [n, M]: of the ids `tail_sample_ids` [n, M]; of stored rows only, see `mapped_kl`. matched
+    [n, K] bool: head ids of the student whose `head_logprobs` the teacher has given, see
+    `MatchedHead`; None: the head is a placeholder.
     """
 
     word: NDArray[np.int64]
@@ -31,6 +33,22 @@ class AlignedRows(RowBlock):
     one_to_one: NDArray[np.bool_]
     spelled: bool
     weights: NDArray[np.float32] | None = None
+    matched: NDArray[np.bool_] | None = None
+
+    def taken(self, places: NDArray[np.int64] | slice) -> AlignedRows:
+        """Return the rows at `places`, in that order, with words as they are."""
+        columns = {name: of for name, of in vars(self).items() if isinstance(of, np.ndarray)}
+        taken: dict[str, Any] = {name: of[places] for name, of in columns.items()}
+        return replace(self, **taken)
+
+    @classmethod
+    def joined(cls, parts: Sequence[AlignedRows]) -> AlignedRows:
+        """Return the rows of all parts, in order; there is at least one."""
+        columns = [name for name, of in vars(parts[0]).items() if isinstance(of, np.ndarray)]
+        made: dict[str, Any] = {
+            name: np.concatenate([getattr(one, name) for one in parts]) for name in columns
+        }
+        return replace(parts[0], **made, spelled=all(one.spelled for one in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +57,7 @@ class AlignedBatch(Batch):
 
     word [N] int64, below N: different in every answer. learned, one_to_one [N] bool: as in
     AlignedRows. spelled [S] bool. left_out [S] bool: no token is learned. weights [N, M]: of
-    `sample_ids`; None unless the rows have them.
+    `sample_ids`; matched [N, K] bool: of `head_ids`; None unless the rows have them.
     """
 
     word: Tensor
@@ -48,6 +66,7 @@ class AlignedBatch(Batch):
     spelled: Tensor
     left_out: Tensor
     weights: Tensor | None = None
+    matched: Tensor | None = None
 
     def without_rows(self) -> AlignedBatch:
         """Return a batch with one token to read and no rows; see `Batch.without_rows`."""
@@ -79,4 +98,5 @@ def make_aligned_batch(
         spelled=torch.tensor([of.spelled for of in rows], device=device),
         left_out=torch.tensor([not of.learned.any() for of in rows], device=device),
         weights=None if rows[0].weights is None else joined("weights"),
+        matched=None if rows[0].matched is None else joined("matched"),
     )

@@ -15,6 +15,7 @@ from student_trainer.losses.advantages import (
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
 from student_trainer.losses.cross_tokenizer import (
     Horizon,
+    MatchedHead,
     Unit,
     chunk_divergence,
     controlled_topk_kl,
@@ -50,6 +51,7 @@ __all__ = [
     "Index",
     "LogitMap",
     "LossFunction",
+    "MatchedHead",
     "Rows",
     "Tail",
     "Unit",

@@ -32,6 +32,15 @@ K_w = log p - log q of all tokens of word w,
 The log p before token i that K_w contains do not change the mean. The second form ignores, like the
 KL of tokens with one tokenizer, that a token changes what comes later, and has less variance.
 
+Where token i begins a word, rows lower the variance (`MatchedHead`). Let S be ids of the student
+that begin a word too, each with the bytes of one token v of the teacher. Whichever of them comes,
+the text before is encoded alike, so q(v) is in the teacher's row there. If a_i is in S, subtract
+
+    sum_{u in S} h(u) (1[u = a_i] - p(u) / p(S)) grad log p(u),    h(u) = log p(u) - log q(v) + K
+
+with K the cost of the word that has ended. Its mean over a_i in S is 0, whatever h is. Only the
+word's other tokens and, for "answer", later words are left in the factor of grad log p(a_i).
+
 Of a store, the teacher has written the answers: tokens b, bytes x, and a = s(x) is the encoding of
 the student. The gradient of the mean of -log p(a) is that of the forward KL, and needs no log q.
 `mapped_kl` has the same mean gradient and less variance, because it reads the rows of the teacher
@@ -45,6 +54,7 @@ the bytes of a run of teacher tokens; `clients/alignment/alignment.py` has words
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -64,6 +74,21 @@ UNIT_TEMPERATURE = 100.0
 _SURE = 1e-6
 
 
+@dataclass(frozen=True)
+class MatchedHead:
+    """Head ids of N tokens, for the control variate of those that begin a word.
+
+    student_logprobs [N, K]: log p; the gradient flows through them. teacher_logprobs [N, K]: log q
+    of the same bytes, where matched. matched [N, K] bool: the set S of each token, without ids for
+    a token that begins no word. written [N, K] bool: the id is the token.
+    """
+
+    student_logprobs: Tensor
+    teacher_logprobs: Tensor
+    matched: Tensor
+    written: Tensor
+
+
 def cross_tokenizer_kl(
     student_logprobs: Tensor,
     teacher_shares: Tensor,
@@ -73,6 +98,7 @@ def cross_tokenizer_kl(
     *,
     horizon: Horizon,
     importance: Tensor | None = None,
+    head: MatchedHead | None = None,
 ) -> Tensor:
     """Return the cost of each token, [N] in nats, with the gradient A_i grad log p_i.
 
@@ -81,27 +107,54 @@ def cross_tokenizer_kl(
     below N: the word of each token, another number in each answer, and its answer; the tokens of
     both are adjacent, in order, and all in the call. `learned` [N] bool: other tokens have neither
     cost nor gradient. `importance` [N]: the detached p/mu if another policy mu sampled the tokens;
-    it multiplies the gradient. None: 1.
+    it multiplies the gradient. None: 1. `head`: changes no mean, but the variance of the gradient.
 
     The costs of a word have the sum K_w. Their mean is no KL of a single token.
     """
     log_p = student_logprobs.clamp(min=LOWEST_LOGPROB)
     none = torch.zeros_like(log_p.detach())
     costs = torch.where(learned, (log_p - teacher_shares).detach(), none)
-    weights = advantages = word_advantages(costs, word, answer, horizon)
+    weights, others = word_advantages(costs, word, answer, horizon), none
+    if head is not None:
+        known, others = _controls(head, costs_before(costs, word, answer))
+        weights = weights - known
+    gradient = weights * (log_p - log_p.detach()) + others
     if importance is not None:
-        weights = importance.detach() * advantages
-    return costs + weights * torch.where(learned, log_p - log_p.detach(), none)
+        gradient = importance.detach() * gradient
+    return costs + torch.where(learned, gradient, none)
+
+
+def _controls(head: MatchedHead, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Return h(a_i) [N], and the sum over S of p(u) / p(S) h(u) log p(u) [N], whose value is 0.
+
+    Both are 0 for a token that is not in S. `before` [N]: the cost of the word that has ended.
+    """
+    used = head.matched & (head.matched & head.written).any(1, keepdim=True)
+    log_p, log_q = (
+        torch.where(used, of.clamp(min=LOWEST_LOGPROB), torch.zeros_like(of))
+        for of in (head.student_logprobs, head.teacher_logprobs)
+    )
+    known = torch.where(used, (log_p - log_q).detach() + before[:, None], torch.zeros_like(log_p))
+    within = log_p.detach().masked_fill(~used, LOWEST_LOGPROB).softmax(1)
+    others = (within * known * (log_p - log_p.detach())).sum(1)
+    return (known * head.written).sum(1), others
 
 
 def word_advantages(costs: Tensor, word: Tensor, answer: Tensor, horizon: Horizon) -> Tensor:
     """Return A_i of each token, [N]. `costs` [N]: log p minus shares; the rest as above."""
     of_words = torch.zeros_like(costs).index_add(0, word, costs)
-    found = of_words[word]
-    begins = (word[1:] != word[:-1]) & (answer[1:] == answer[:-1])
-    found[1:] += torch.where(begins, of_words[word[:-1]], torch.zeros_like(costs[1:]))
+    found = of_words[word] + costs_before(costs, word, answer)
     if horizon == "answer":
         found += costs_to_come(costs, answer) - costs_to_come(costs, word)
+    return found
+
+
+def costs_before(costs: Tensor, word: Tensor, answer: Tensor) -> Tensor:
+    """Return the cost of the word before, [N], at tokens that begin another of the same answer."""
+    of_words = torch.zeros_like(costs).index_add(0, word, costs)
+    begins = (word[1:] != word[:-1]) & (answer[1:] == answer[:-1])
+    found = torch.zeros_like(costs)
+    found[1:] = torch.where(begins, of_words[word[:-1]], found[1:])
     return found
 
 

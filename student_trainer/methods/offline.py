@@ -69,6 +69,7 @@ from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.other_tokenizer_store import OtherTokenizerStore
 from student_trainer.teachers.remote import RemoteTeacher
+from student_trainer.teachers.role_store import RoleStore
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
@@ -239,7 +240,7 @@ def offline_method(
     student: Replicated | Sharded,
     tokenizer: Any,
     engine: Engine | None,
-    other: OtherTokenizerStore | None = None,
+    other: OtherTokenizerStore | RoleStore | None = None,
     images: ImageReader | None = None,
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
@@ -252,7 +253,7 @@ def offline_method(
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
-    objective = _objective(config, store, tail, other is not None)
+    objective = _objective(config, store, tail, isinstance(other, OtherTokenizerStore))
     read_one = _reading(config, other, images)
     sampling: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
     sampling["vocab_size"] = student.full.vocab_size
@@ -293,7 +294,7 @@ def offline_method(
 
 
 def _reading(
-    config: OfflineJob, other: OtherTokenizerStore | None, images: ImageReader | None
+    config: OfflineJob, other: OtherTokenizerStore | RoleStore | None, images: ImageReader | None
 ) -> ReadSequence:
     """Return the function that reads a stored sequence; see `offline_method`."""
     if images is not None:

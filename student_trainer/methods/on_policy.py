@@ -35,6 +35,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from clients.config.on_policy import OnPolicyJob
+from clients.data.answer_end import answer_end
 from student_trainer.data.prompts import ItemsOfSteps, Prompt
 from student_trainer.loop.step import Step
 from student_trainer.methods.engine import Engine
@@ -49,12 +50,13 @@ from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.matched_heads import HeadMap
 from student_trainer.teachers.other_tokenizer import OtherTokenizerTeacher
-from student_trainer.teachers.reading import Reading, reads_another_prompt, teacher_prompt
+from student_trainer.teachers.reading import teacher_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeachersByName, TeacherSource
-from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair
+from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, reading_of
 
 
 class OnPolicySteps:
@@ -143,8 +145,9 @@ def on_policy_method(
         teacher = TeachersByName(sources)
     else:
         objective = CrossTokenizerObjective(config.method.horizon, objective.temperature)
-        sampling |= {"top_k": 1, "draws": 0}  # a row has a head, which nothing reads here
-        teacher = _other_tokenizer_teacher(config, teachers[""], pair)
+        # A row has a head, which only the control variate reads.
+        sampling |= {"top_k": max(1, config.control_ids), "draws": 0}
+        teacher = _other_tokenizer_teacher(config, teachers[""], pair, tokenizer)
     sampled = None
     if engine is not None:
         sampled = engine.rollouts(sampling_settings(config, **sampling))
@@ -176,35 +179,24 @@ def _remote_teachers(
             f32=config.teacher.logprob_format == "f32",
             tail_samples=config.tail_samples,
             vocab_size=connection.narrowed(vocab_size),
-            reading=_reading(config, connection, vocab_size, tokenizer, pair),
+            reading=reading_of(config, connection, vocab_size, tokenizer, pair),
         )
         for name, connection in teachers.items()
     }
 
 
-def _reading(
-    config: OnPolicyJob,
-    connection: Connection,
-    vocab_size: int,
-    tokenizer: Any,
-    pair: RolePair | None,
-) -> Reading | None:
-    """Return what a teacher reads; None: the tokens of the student. `tokenizer`: the student's."""
-    most = connection.info.max_length
-    if pair is not None:
-        return Reading(teacher_prompt(config, pair.tokenizer, most), pair.ids(vocab_size))
-    if reads_another_prompt(config):
-        return Reading(teacher_prompt(config, tokenizer, most))
-    return None
-
-
 def _other_tokenizer_teacher(
-    config: OnPolicyJob, connection: Connection, pair: TokenizerPair
+    config: OnPolicyJob, connection: Connection, pair: TokenizerPair, tokenizer: Any
 ) -> TeacherSource:
+    """Return the teacher service. `tokenizer`: the student's."""
+    heads = None
+    if config.control_ids:
+        heads = HeadMap.of(pair.aligner, answer_end(tokenizer))
     return OtherTokenizerTeacher(
         connection.client,
         pair.aligner,
         teacher_prompt(config, pair.tokenizer),
         temperature=config.method.temperature,
         max_length=connection.info.max_length,
+        heads=heads,
     )

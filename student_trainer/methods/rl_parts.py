@@ -28,6 +28,7 @@ from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.source import TeacherSource
+from student_trainer.teachers.tokenizer_pair import RolePair, reading_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class RLMaterial:
     """Everything an RL job loads before the student's weights.
 
     rewards: None if the job has no reward. retriever: None if it has no environment. most: tokens
-    that the student can read, None if its configuration states no limit.
+    that the student can read, None if its configuration states no limit. pair: the special tokens
+    of student and teacher, if these differ.
     """
 
     tokenizer: Any
@@ -44,6 +46,7 @@ class RLMaterial:
     rewards: Rewards | None
     retriever: Retriever | None
     most: int | None
+    pair: RolePair | None = None
 
 
 def engine_rollouts(
@@ -122,6 +125,9 @@ def teacher_sources(
         temperature=method.temperature,
         f32=config.teacher.logprob_format == "f32",
         vocab_size=connection.narrowed(student.full.vocab_size),
+        reading=reading_of(
+            config, connection, student.full.vocab_size, material.tokenizer, material.pair
+        ),
     )
     return (remote,)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from clients.config.rl import RLJob
 from clients.data.images import ImageReader
-from clients.data.prompt_format import PromptFormat
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.rollout import Rollout
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestion, TaskQuestions
@@ -58,7 +57,7 @@ def load_rl_prompts(config: RLJob, tokenizer: Any, reader: ImageReader | None = 
 def _generated(config: RLJob, tokenizer: Any) -> RLPrompts:
     assert config.reward is not None, "the job was checked"
     assert config.reward.task is not None, "the job was checked"
-    form, most = PromptFormat(template=config.reward.template), config.method.max_prompt_tokens
+    form, most = config.prompt_format, config.method.max_prompt_tokens
 
     def ids(text: str) -> list[int]:
         return form.ids(tokenizer, form.asked(text))
@@ -92,9 +91,4 @@ def context_prompt(
     """
     if config.anchor.context is None:
         return None
-    if config.data is not None:
-        form = config.data.prompt_format
-    else:
-        assert config.reward is not None, "one of them has the prompts"
-        form = PromptFormat(template=config.reward.template)
-    return privileged_prompt(config.anchor.context, form, tokenizer, most)
+    return privileged_prompt(config.anchor.context, config.prompt_format, tokenizer, most)

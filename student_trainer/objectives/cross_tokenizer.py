@@ -17,6 +17,7 @@ from student_trainer.losses import (
     Horizon,
     Index,
     LossFunction,
+    MatchedHead,
     Rows,
     cross_tokenizer_kl,
     importance_weights,
@@ -58,6 +59,7 @@ class CrossTokenizerObjective:
                 batch.learned[index],
                 horizon=self.horizon,
                 importance=importance_weights(rows.token_logprobs, sampling[index]),
+                head=_matched_head(batch, rows, index),
             )
 
         return weighted(loss, batch.sequence_weights)
@@ -84,3 +86,14 @@ class CrossTokenizerObjective:
         assert isinstance(batch, AlignedBatch)
         costs = out.rows.token_logprobs - batch.teacher.token_logprobs
         return {"eval/kl": torch.where(batch.learned, costs, torch.zeros_like(costs))}
+
+
+def _matched_head(batch: AlignedBatch, rows: Rows, index: Index) -> MatchedHead | None:
+    if batch.matched is None:
+        return None
+    return MatchedHead(
+        rows.head_logprobs,
+        batch.teacher.head_logprobs[index],
+        batch.matched[index],
+        batch.head_ids[index] == batch.token_ids[index, None],
+    )

@@ -107,6 +107,14 @@ def check_stored_vocabulary(
             field="student.model",
             hint="use a student with the store's tokenizer, or set data.tokenizer = 'auto'",
         )
+    return check_stored_width(store, tokens, width)
+
+
+def check_stored_width(store: TrainingStore, tokens: Sequence[str], width: int) -> int:
+    """Return the number of ids that the rows of the store are about; see above.
+
+    `tokens`: by id, of tokenizers that differ in their special tokens only.
+    """
     theirs_wide = int(store.facts["vocab_size"])
     common = common_ids(width, theirs_wide, store.label, tokens)
     if common < theirs_wide:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +22,7 @@ from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from student_trainer.data.aligned import AlignedRows
 from student_trainer.data.rollout import Rollout
+from student_trainer.teachers.matched_heads import HeadMap, MatchedHeads
 from student_trainer.teachers.remote import mapped
 from student_trainer.teachers.source import resolved
 
@@ -44,18 +46,21 @@ class OtherTokenizerTeacher:
         *,
         temperature: float,
         max_length: int,
+        heads: HeadMap | None = None,
     ) -> None:
         """Keep the settings of the requests.
 
         `prompt`: returns the prompt ids [P] that the teacher reads for a rollout. `temperature`:
         divides the teacher's logits. `max_length`: the most tokens that the teacher reads; longer
-        answers are left out.
+        answers are left out. `heads`: ask for the student's head ids too, for the control variate;
+        None: only the log-probs of tokens are read.
         """
         self._client = client
         self._aligner = aligner
         self._prompt = prompt
         self._temperature = temperature
         self._max_length = max_length
+        self._heads = heads
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request the rows of the completion; never blocks. Otherwise as `RemoteTeacher.score`."""
@@ -63,21 +68,32 @@ class OtherTokenizerTeacher:
         found = self._aligner.align(ids, ended=not rollout.truncated)
         before = self._prompt(rollout).numpy().astype(np.int32)
         if found is None or len(before) + len(found.reader_ids) > self._max_length:
-            return resolved(_left_out(rollout))
+            return resolved(_left_out(rollout, matched=self._heads is not None))
         query = ScoreQuery(
             token_ids=np.concatenate([before, found.reader_ids]),
             start=len(before),
             top_k=1,  # only the log-probs of the tokens are read
             temperature=self._temperature,
         )
-        return mapped(self._client.submit(query), partial(aligned_rows, rollout, found))
+        heads = None
+        if self._heads is not None:
+            heads = self._heads.match(ids, rollout.head_ids.numpy(), found)
+            # As draws, because those of a row may be equal; a head of one id is asked for beside.
+            asked = heads.of_teacher(query.rows)
+            query = replace(query, top_k=None, head_ids=asked[:, :1], draw_ids=asked)
+        return mapped(self._client.submit(query), partial(aligned_rows, rollout, found, heads))
 
     def finish(self) -> None:
         """Do nothing: the service answers each request on its own."""
 
 
-def aligned_rows(rollout: Rollout, found: Alignment, rows: RowBlock) -> AlignedRows:
-    """Return the rows of a rollout. `rows`: of the teacher's tokens, one for each."""
+def aligned_rows(
+    rollout: Rollout, found: Alignment, heads: MatchedHeads | None, rows: RowBlock
+) -> AlignedRows:
+    """Return the rows of a rollout. `rows`: of the teacher's tokens, one for each.
+
+    `heads`: if the rows have draws, those that `MatchedHeads.of_teacher` asks for.
+    """
     logprobs = np.where(found.reader_settled, rows.token_logprobs, 0.0)
     learned = found.read & found.settled
     begins = np.append(True, found.word[1:] != found.word[:-1])
@@ -91,12 +107,20 @@ def aligned_rows(rollout: Rollout, found: Alignment, rows: RowBlock) -> AlignedR
         shares[at], learned[at] = IMPOSSIBLE, True
     spelled = not (found.read & ~found.canonical).any()
     word = np.cumsum(begins) - 1
-    return _rows(rollout, shares, word, learned, found.one_to_one, spelled=spelled)
+    made = _rows(rollout, shares, word, learned, found.one_to_one, spelled=spelled)
+    if heads is None:
+        return made
+    assert rows.draw_logprobs is not None, "they were asked for"
+    logprobs = np.where(heads.matched, rows.draw_logprobs[heads.place], 0)
+    return replace(made, head_logprobs=logprobs.astype(np.float32), matched=heads.matched)
 
 
-def _left_out(rollout: Rollout) -> AlignedRows:
+def _left_out(rollout: Rollout, *, matched: bool) -> AlignedRows:
     none = np.zeros(len(rollout.completion), np.bool_)
-    return _rows(rollout, none.astype(float), none.astype(np.int64), none, none, spelled=False)
+    rows = _rows(rollout, none.astype(float), none.astype(np.int64), none, none, spelled=False)
+    if not matched:
+        return rows
+    return replace(rows, matched=np.zeros(rollout.head_ids.shape, np.bool_))
 
 
 def _rows(

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from clients.alignment.alignment import Aligner, Alignment
+from clients.alignment.byte_tokenizer import ByteTokenizer
 from clients.config.offline import OfflineJob
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.data.records import DataSet
@@ -31,8 +32,10 @@ from student_trainer.data.sequence import TokenSequence
 from student_trainer.losses import Unit
 from student_trainer.losses.rows import LOWEST_LOGPROB
 from student_trainer.model.loading import vocabulary
+from student_trainer.teachers.role_store import RoleStore
 from student_trainer.teachers.source import PendingRows, resolved
-from student_trainer.teachers.tokenizer_pair import bytes_of, end_of, known_tokenizer
+from student_trainer.teachers.stored_text import StoredText, begins_of
+from student_trainer.teachers.tokenizer_pair import bytes_of, end_of, known_tokenizer, role_pair
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +50,13 @@ class StoredPrompts:
     """Turns stored prompts, ids of the teacher, into the student's ids of them."""
 
     def __init__(
-        self, aligner: Aligner, tokenizer: Any, form: PromptFormat, known: Mapping[bytes, Ids]
+        self, teacher: ByteTokenizer, tokenizer: Any, form: PromptFormat, known: Mapping[bytes, Ids]
     ) -> None:
-        """`tokenizer`: the student's. `form`: of its prompts.
+        """`teacher`: its tokenizer. `tokenizer`: the student's. `form`: of its prompts.
 
         `known`: the student's ids of a prompt by the teacher's; empty: prompts are plain text.
         """
-        self._teacher = aligner.writer
+        self._teacher = teacher
         self._tokenizer = tokenizer
         self._form = replace(form, template="{prompt}")  # a stored prompt has its template
         self._known = known
@@ -105,13 +108,20 @@ class OtherTokenizerStore:
     """Reads stored sequences as sequences of the student, with AlignedRows."""
 
     def __init__(
-        self, aligner: Aligner, prompts: StoredPrompts, ends: Ids, match: Match, longest: int | None
+        self,
+        aligner: Aligner,
+        prompts: StoredPrompts,
+        ends: Ids,
+        match: Match,
+        longest: int | None,
+        begins: tuple[Ids, Ids] | None = None,
     ) -> None:
         """Keep the parts.
 
         `aligner`: the teacher has written, the student reads. `ends`: the teacher's ids that end an
         answer. `match`: `method.match` of the job. `longest`: the most tokens that the student
-        reads; longer sequences are left out. None: no limit.
+        reads; longer sequences are left out. None: no limit. `begins`: the store has packed text;
+        the special tokens of student and teacher in front of a document.
         """
         self._aligner = aligner
         self._prompts = prompts
@@ -119,6 +129,7 @@ class OtherTokenizerStore:
         self._match = match
         self._longest = longest
         self._map = TokenMap.of(aligner, ends) if match == "row" else None
+        self._text = begins and StoredText(aligner, ends, *begins, self._rows, longest)
 
     @property
     def tokens(self) -> int:
@@ -127,7 +138,7 @@ class OtherTokenizerStore:
 
     def check_prompts(self, data: LogitDataset, label: str) -> None:
         """Raise InvalidInput if the student's ids of a stored prompt are not known."""
-        for index in range(len(data)):
+        for index in range(0 if self._text else len(data)):
             if self._prompts(data.prompt_ids(index)) is None:
                 raise InvalidInput(
                     f"the prompt of sequence {index} of the {label} is in a chat template, or not"
@@ -139,18 +150,23 @@ class OtherTokenizerStore:
     def read(self, data: LogitDataset, index: int) -> PendingRows:
         """Return stored sequence `index`, already resolved.
 
-        A sequence that cannot be aligned, or is too long, has two tokens and no learned one. Raises
-        Corrupt as `LogitDataset.decoded` does.
+        A sequence that cannot be aligned, or is too long, has two tokens and no learned one. Packed
+        text is cut. Raises Corrupt as `LogitDataset.decoded` does.
         """
         entry, block = data.decoded(index)
         ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int32)
+        if self._text:
+            line = self._text.read(ids, block)
+            if line is None:
+                end = np.int32(self._aligner.reader_end)
+                return _sequence(np.array([end, end]), 1, self._left_out(block))
+            return _sequence(line[0], 1, line[1])
         before, answer = self._prompts(ids[: entry.start]), ids[entry.start :]
         assert before is not None, "check_prompts has seen it"
         answer, ended = self._answer(answer)
         found = self._aligner.align(answer, ended=ended)
         if found is None or self._is_too_long(len(before) + len(found.reader_ids)):
-            rows = _left_out(block.k if self._map is not None else 0)
-            return _sequence(np.array([before[0], before[0]]), 1, rows)
+            return _sequence(np.array([before[0], before[0]]), 1, self._left_out(block))
         rows = self._rows(found, answer, block.slice(0, len(answer)))
         return _sequence(np.concatenate([before, found.reader_ids]), len(before), rows)
 
@@ -166,6 +182,9 @@ class OtherTokenizerStore:
             assert self._map is not None, "it is made for this match"
             return mapped_rows(found, ids, block, self._map)
         return unit_rows(found, block.token_logprobs, self._match)
+
+    def _left_out(self, block: RowBlock) -> AlignedRows:
+        return _left_out(block.k if self._map is not None else 0)
 
     def _is_too_long(self, tokens: int) -> bool:
         return self._longest is not None and tokens > self._longest
@@ -229,7 +248,7 @@ def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def other_tokenizer_store(
     config: OfflineJob, stores: Stores, ours: Any, longest: int | None
-) -> OtherTokenizerStore | None:
+) -> OtherTokenizerStore | RoleStore | None:
     """Return the reader of a job's stores; None if they have the student's tokenizer, or must.
 
     `ours`: the student's tokenizer. `longest`: the most tokens that the student reads. Raises
@@ -239,30 +258,55 @@ def other_tokenizer_store(
     wanted, store = config.data.tokenizer, stores.training
     fingerprint = store.facts["tokenizer_fingerprint"]
     if wanted == "same" or tokenizer_fingerprint(vocabulary(ours)) == fingerprint:
-        if config.method.match != "row":
-            raise InvalidInput(
-                f"the {store.label} has the student's tokenizer, so its rows are used as they are",
-                field="method.match",
-                hint="leave it out",
-            )
+        _refuse_match(config, f"the {store.label} has the student's tokenizer")
         return None
     name = store.facts.get("tokenizer", "") if wanted == "auto" else wanted
     theirs = known_tokenizer(name, fingerprint, store.label, _FIELD)
+    paired = role_pair(config.data.roles, ours, theirs, "data.roles")
+    text = store.facts.get("form") == "text"
+    prompts = StoredPrompts(
+        bytes_of(theirs, "store", _FIELD),
+        ours,
+        config.data.prompt_format,
+        _known(config, ours, theirs),
+    )
+    if paired is not None:
+        _refuse_match(config, f"student and {store.label} differ in special tokens only")
+        ids = paired.ids(int(store.facts["vocab_size"]))
+        by_roles = RoleStore(ids, paired.tokens, None if text else prompts)
+        for one in (store, stores.held_out):
+            if one is not None:
+                by_roles.check(one.data, one.label, longest)
+        return by_roles
     aligner = Aligner(
         bytes_of(theirs, "store", _FIELD),
         bytes_of(ours, "student", "student.model"),
         end_of(ours, "student", "student.model"),
     )
     ends = {end_of(theirs, "store", _FIELD), theirs.eos_token_id} - {None}
-    prompts = StoredPrompts(aligner, ours, config.data.prompt_format, _known(config, ours, theirs))
+    begins = begins_of(ours, aligner.reader.lengths), begins_of(theirs, aligner.writer.lengths)
     made = OtherTokenizerStore(
-        aligner, prompts, np.array(sorted(ends), np.int32), config.method.match, longest
+        aligner,
+        prompts,
+        np.array(sorted(ends), np.int32),
+        config.method.match,
+        longest,
+        begins if text else None,
     )
     for one in (store, stores.held_out):
         if one is not None:
             made.check_prompts(one.data, one.label)
     log.info("the %s has another tokenizer: method.match = %s", store.label, config.method.match)
     return made
+
+
+def _refuse_match(config: OfflineJob, found: str) -> None:
+    if config.method.match != "row":
+        raise InvalidInput(
+            f"has no effect: {found}, so its rows are used as they are",
+            field="method.match",
+            hint="leave it out",
+        )
 
 
 def _known(config: OfflineJob, ours: Any, theirs: Any) -> dict[bytes, Ids]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
@@ -57,14 +58,14 @@ class Reading:
         return np.argsort(self.ids).astype(np.int32)
 
 
-def reads_another_prompt(config: OnPolicyJob) -> bool:
+def reads_another_prompt(config: OnPolicyJob | RLJob) -> bool:
     """Return whether a teacher with the student's tokenizer reads another prompt."""
-    teacher = config.teacher
-    return teacher.context is not None or teacher.template_arguments is not None
+    arguments = None if config.teacher is None else config.teacher.template_arguments
+    return bool(config.teacher_context) or arguments is not None
 
 
 def teacher_prompt(
-    config: OnPolicyJob, tokenizer: Any, most: int | None = None
+    config: OnPolicyJob | RLJob, tokenizer: Any, most: int | None = None
 ) -> Callable[[Rollout], Tensor]:
     """Return a function from a rollout to the prompt ids [P] int64 that the teacher reads.
 
@@ -72,17 +73,18 @@ def teacher_prompt(
     given `teacher.context`. Raises InvalidInput as `teacher_form` does.
     """
     form = teacher_form(config, tokenizer)
-    return privileged_prompt(config.teacher.context or "", form, tokenizer, most, reader="teacher")
+    return privileged_prompt(config.teacher_context, form, tokenizer, most, reader="teacher")
 
 
-def teacher_form(config: OnPolicyJob, tokenizer: Any) -> PromptFormat:
+def teacher_form(config: OnPolicyJob | RLJob, tokenizer: Any) -> PromptFormat:
     """Return the format of the teacher's prompts, with the arguments of its chat template.
 
     They are `teacher.template_arguments`, by default those of the student's that the template
     names. Raises InvalidInput if the template does not fit the keys of the job.
     """
     template = template_text(tokenizer.chat_template)
-    form, given = config.data.prompt_format, config.teacher.template_arguments
+    assert config.teacher is not None, "it has prompts of its own"
+    form, given = config.prompt_format, config.teacher.template_arguments
     if given is None:
         named = set(re.findall(r"[A-Za-z_]\w*", template or ""))
         given = {name: of for name, of in form.template_arguments.items() if name in named}

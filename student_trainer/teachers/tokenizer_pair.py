@@ -17,14 +17,21 @@ from clients.alignment.report import measured
 from clients.alignment.roles import FIELD as ROLES
 from clients.alignment.roles import RoleMap, TokenRoles, role_map
 from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
 from clients.config.tables.common import StudentConfig
+from clients.config.tables.teacher import OtherTokens
 from clients.data.answer_end import answer_end
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
 from student_trainer.data.prompts import Prompt
 from student_trainer.model.loading import load_tokenizer, vocabulary
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.reading import reads_another_prompt, teacher_form
+from student_trainer.teachers.reading import (
+    Reading,
+    reads_another_prompt,
+    teacher_form,
+    teacher_prompt,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +56,6 @@ class RolePair:
         count = min(len(self.roles.ids), vocab_size)
         found[:count] = self.roles.ids[:count]
         return found
-
-    def log_facts(self, prompts: Sequence[Prompt]) -> None:
-        """Log one line: the tokens of student and teacher with the same role."""
-        log.info(
-            "the teacher has other special tokens: %s",
-            ", ".join(f"{ours} is {theirs}" for ours, theirs in self.roles.pairs) or "at other ids",
-        )
 
 
 @dataclass(frozen=True)
@@ -86,41 +86,49 @@ class TokenizerPair:
 
 
 def tokenizer_pair(
-    config: OnPolicyJob, teachers: Mapping[str, Connection], ours: Any
+    config: OnPolicyJob | RLJob, teachers: Mapping[str, Connection], ours: Any
 ) -> TokenizerPair | RolePair | None:
     """Return the tokenizers of a job's student and teacher; None if they are, or must be, the same.
 
     `ours`: the student's. `teachers`: only one if it may have another tokenizer. Raises
     InvalidInput or WrongState, naming `teacher.tokenizer`, if the teacher's tokenizer is not found,
-    is not the teacher's, or cannot be aligned; naming `teacher.roles`, if the job gives roles that
-    the tokenizers do not have.
+    is not the teacher's, cannot be aligned, or must be for an RL job; naming `teacher.roles`, if
+    the job gives roles that the tokenizers do not have.
     """
-    found = _other(config, teachers, ours) if config.teacher.tokenizer != "same" else None
+    teacher = config.teacher
+    found = None
+    if teacher is not None and teacher.tokenizer != "same":
+        found = _other(config, teacher, teachers, ours)
     if found is not None or reads_another_prompt(config):
         teacher_form(config, ours if found is None else found.tokenizer)  # may refuse its template
     return found
 
 
 def _other(
-    config: OnPolicyJob, teachers: Mapping[str, Connection], ours: Any
+    config: OnPolicyJob | RLJob,
+    asked: OtherTokens,
+    teachers: Mapping[str, Connection],
+    ours: Any,
 ) -> TokenizerPair | RolePair | None:
-    wanted = config.teacher.tokenizer
     [teacher] = teachers.values()
     theirs_known_by = teacher.info.tokenizer_fingerprint
     if tokenizer_fingerprint(vocabulary(ours)) == theirs_known_by:
+        _refuse_unread(config, "the teacher has the student's tokenizer")
         return None
-    name = teacher.info.model if wanted == "auto" else wanted
+    name = teacher.info.model if asked.tokenizer == "auto" else asked.tokenizer
     theirs = known_tokenizer(name, theirs_known_by, teacher.label, _FIELD)
-    paired = _role_pair(config.teacher.roles, ours, theirs)
+    paired = role_pair(asked.roles, ours, theirs)
     if paired is not None:
-        if config.method.horizon != "word":
-            raise InvalidInput(
-                "has no effect: student and teacher differ in special tokens only, and the loss is"
-                " that of every token",
-                field="method.horizon",
-                hint="leave it out",
-            )
+        _refuse_unread(config, "student and teacher differ in special tokens only")
         return paired
+    if isinstance(config, RLJob):
+        raise InvalidInput(
+            "the tokenizers of student and teacher differ in more than special tokens, and the KL"
+            " of rl compares rows of the same tokens",
+            field=_FIELD,
+            hint="use a teacher with the student's words (distill pair says what differs; tokens"
+            " such as <think> need teacher.roles), or a job of method on_policy",
+        )
     student, reader = (
         bytes_of(ours, "student", "student.model"),
         bytes_of(theirs, "teacher", _FIELD),
@@ -129,22 +137,67 @@ def _other(
     return TokenizerPair(aligner, theirs)
 
 
-def _role_pair(given: Mapping[str, str], ours: Any, theirs: Any) -> RolePair | None:
+def _refuse_unread(config: OnPolicyJob | RLJob, found: str) -> None:
+    """Raise InvalidInput if the job has a key that is for tokens aligned by bytes only."""
+    if isinstance(config, RLJob):
+        return
+    method = config.method
+    for key, used in (
+        ("horizon", method.horizon != "word"),
+        ("control_variate", method.control_variate),
+    ):
+        if used:
+            raise InvalidInput(
+                f"has no effect: {found}, and the loss is that of every token",
+                field=f"method.{key}",
+                hint="leave it out",
+            )
+
+
+def reading_of(
+    config: OnPolicyJob | RLJob,
+    connection: Connection,
+    vocab_size: int,
+    tokenizer: Any,
+    pair: RolePair | None,
+) -> Reading | None:
+    """Return what a teacher reads; None: the tokens of the student. `tokenizer`: the student's.
+
+    `vocab_size`: number of ids that rows are about.
+    """
+    most = connection.info.max_length
+    if pair is not None:
+        return Reading(teacher_prompt(config, pair.tokenizer, most), pair.ids(vocab_size))
+    if reads_another_prompt(config):
+        return Reading(teacher_prompt(config, tokenizer, most))
+    return None
+
+
+def role_pair(
+    given: Mapping[str, str], ours: Any, theirs: Any, field: str = ROLES
+) -> RolePair | None:
     """Return the pair if the tokenizers differ in their special tokens only, otherwise None.
 
     Without `given`, tokens that stand for text, such as <think>, must be in both: a tokenizer that
-    has none spells the text with others. Raises InvalidInput if roles are given in vain.
+    has none spells the text with others. Raises InvalidInput, naming `field`, if roles are given
+    in vain.
     """
     student, teacher = TokenRoles.of(ours), TokenRoles.of(theirs)
-    found = role_map(student, teacher, given)
+    try:
+        found = role_map(student, teacher, given)
+    except InvalidInput as error:
+        error.field = field
+        raise
     if given and found is None:
         raise InvalidInput(
             "the tokenizers of student and teacher differ in more than special tokens",
-            field=ROLES,
-            hint="leave it out: with teacher.tokenizer, they are aligned by their bytes",
+            field=field,
+            hint="leave it out",
         )
     if found is None or (found.missing and not given):
         return None
+    named = ", ".join(f"{one} is {other}" for one, other in found.pairs) or "at other ids"
+    log.info("the teacher has other special tokens: %s", named)
     both = [student.token(number) or teacher.token(number) for number in range(len(found.ids))]
     return RolePair(found, theirs, both)
 

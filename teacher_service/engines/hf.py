@@ -24,7 +24,7 @@ from teacher_service.engines.hf_adapters import HfAdapters
 from teacher_service.engines.hf_weights import ModelWeights
 from teacher_service.engines.images import ExpandedQuery, expanded_query, image_inputs, sees
 from teacher_service.head.head import Head
-from teacher_service.head.scale_and_cap import probe_head
+from teacher_service.head.scale_and_cap import is_linear, probe_head
 from teacher_service.head.stored_head import require_plain_weight
 from teacher_service.models.adapters import Adapter
 from teacher_service.models.digests import FileDigests
@@ -90,7 +90,9 @@ class HfEngine:
         self._reader = reader if seeing else None
         progress.begin("probing its head")
         head = self._model.get_output_embeddings()
-        if not isinstance(head, torch.nn.Linear):
+        quantised = getattr(self._model, "hf_quantizer", None) is not None
+        # A quantised head has a class of its own, and `require_plain_weight` says so.
+        if not (isinstance(head, torch.nn.Linear) if quantised else is_linear(head)):
             raise not_linear(model)
         parameters = self._model.named_parameters(remove_duplicate=False)
         require_plain_weight(path, [name for name, value in parameters if value is head.weight])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap, probe_head
+from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap, is_linear, probe_head
 from teacher_service.head.stored_head import StoredWeight, find_bias, find_weight
 from teacher_service.models.loading import body_of, not_linear, not_loaded
 
@@ -40,7 +40,7 @@ def find_head(model: Any, path: Path) -> HeadTensors:
     exact values are not known.
     """
     head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
+    if not is_linear(head):
         raise not_linear(path)
     tensors = HeadTensors(
         weight=find_weight(path, _names(model, head.weight)),

@@ -34,6 +34,14 @@ class ScaleAndCap:
 PLAIN = ScaleAndCap()
 
 
+def is_linear(head: Any) -> bool:
+    """Return True if the products of a head are those of its weight and bias, and nothing else.
+
+    A subclass may do more: that of Dory has a factor for each id.
+    """
+    return isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
+
+
 @torch.inference_mode()
 def probe_head(
     model: Any, *, device: torch.device | None = None, most_tokens: int = _TOKENS

@@ -161,10 +161,14 @@ def body_of(model: Any) -> Any:
 
 
 def max_length_of(model: Any) -> int:
-    """Return the most tokens of a sequence; 4,096 if the configuration does not have a number."""
+    """Return the most tokens of a sequence; 4,096 if the configuration does not have a number.
+
+    A number below 1 is none: XLNet has -1, which stands for no limit.
+    """
     # A model of text and images, such as Gemma 3, has the limit in its `text_config`.
     config = model.config.get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or 4096)
+    most = int(getattr(config, "max_position_embeddings", None) or 0)
+    return most if most > 0 else 4096
 
 
 def load_vocabulary(path: Path) -> tuple[str, ...]:

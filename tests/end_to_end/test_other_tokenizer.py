@@ -159,9 +159,11 @@ def test_the_student_learns_what_the_teacher_likes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("horizon", ["word", "answer"])
+@pytest.mark.parametrize(
+    ("horizon", "control"), [("word", False), ("answer", False), ("word", True)]
+)
 def test_two_processes_and_small_batches_change_nothing(
-    root: Path, teacher: str, tmp_path: Path, horizon: str
+    root: Path, teacher: str, tmp_path: Path, horizon: str, control: bool
 ) -> None:
     found = []
     for processes, tokens in ((1, 4000), (2, 4000), (1, 60)):
@@ -169,6 +171,7 @@ def test_two_processes_and_small_batches_change_nothing(
         changes: dict[str, Any] = {
             **steps,
             "method__horizon": horizon,
+            "method__control_variate": control,
             "train__processes": processes,
             "train__tokens_per_micro_batch": tokens,
         }
@@ -195,28 +198,90 @@ def test_logits_without_a_token_are_left_out(root: Path, teacher: str, tmp_path:
     assert all(line.get("pair/left_out", 0) == 0 for line in metrics_of(run))
 
 
-def test_a_teacher_with_other_special_tokens(root: Path, tmp_path: Path) -> None:
-    """The student's own weights: the KL is 0, and with a context that of the context alone."""
-    renamed = shutil.copytree(root / "student", tmp_path / "renamed")
+def test_the_control_variate_changes_the_gradient_only(
+    root: Path, teacher: str, tmp_path: Path
+) -> None:
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
+    found = []
+    for control in (False, True):
+        changes: dict[str, Any] = {**steps, "method__control_variate": control}
+        run = finish(new_run(tmp_path / str(control), job(root, teacher, **changes)))
+        found.append(next(line for line in metrics_of(run) if "grad_norm" in line))
+    plain, controlled = found
+    for name in ("loss", "kl/teacher", "entropy", "pair/one_to_one"):
+        assert controlled[name] == pytest.approx(plain[name], rel=1e-5), name
+    assert controlled["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def renamed(root: Path) -> Path:
+    """The student's own weights; its end has another name."""
+    renamed = shutil.copytree(root / "student", root / "renamed")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         text = (renamed / file).read_text()
         assert "<|end|>" in text
         (renamed / file).write_text(text.replace("<|end|>", "<stop>"))
+    return renamed
+
+
+@pytest.fixture
+def renamed_teacher(renamed: Path, tmp_path: Path) -> Iterator[str]:
+    arguments = ["--model", str(renamed), "--no-cache", "--device", "cpu"]
+    process = ForkedTeacher(arguments, log=tmp_path / "log")
+    yield process.address
+    process.close()
+
+
+def test_a_teacher_with_other_special_tokens(
+    root: Path, renamed_teacher: str, tmp_path: Path
+) -> None:
+    """The KL is 0, and with a context that of the context alone."""
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
-    process = ForkedTeacher(
-        ["--model", str(renamed), "--no-cache", "--device", "cpu"], log=tmp_path / "log"
-    )
     found = {}
-    try:
-        for name, context in (("plain", None), ("context", "{answer}. ")):
-            changes = {**steps, "teacher__context": context, "teacher__logprob_format": "f32"}
-            run = finish(new_run(tmp_path / name, job(root, process.address, **changes)))
-            found[name] = metrics_of(run)[0]
-            assert "<|end|> is <stop>" in run.log_file(1).read_text()
-    finally:
-        process.close()
+    for name, context in (("plain", None), ("context", "{answer}. ")):
+        changes = {**steps, "teacher__context": context, "teacher__logprob_format": "f32"}
+        run = finish(new_run(tmp_path / name, job(root, renamed_teacher, **changes)))
+        found[name] = metrics_of(run)[0]
+        assert "<|end|> is <stop>" in run.log_file(1).read_text()
     assert abs(found["plain"]["eval/kl"]) < 1e-5
     assert found["context"]["eval/kl"] > 0.01
+
+
+def rl_job(root: Path, address: str, **changes: Any) -> Any:
+    from tests.student_trainer import tiny
+
+    material = tiny.Material(root / "prompts.jsonl", root / "teacher", root / "student")
+    return tiny.rl_job(
+        material,
+        **{
+            "teacher": {"address": address, "tokenizer": "auto", "logprob_format": "f32"},
+            "method__teacher_beta": 0.5,
+            "method__max_new_tokens": 20,
+            "train__tokens_per_micro_batch": 4000,
+            **dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1),
+            **changes,
+        },
+    )
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+def test_rl_with_a_teacher_of_other_special_tokens(
+    root: Path, renamed_teacher: str, tmp_path: Path, divergence: str
+) -> None:
+    run = rl_job(root, renamed_teacher, method__divergence=divergence, method__temperature=1.0)
+    run = finish(new_run(tmp_path / "run", run))
+    [line] = [line for line in metrics_of(run) if "kl/teacher" in line]
+    # The first of two updates has the weights of the teacher.
+    assert abs(line["kl/teacher"]) < 1e-3
+    assert "<|end|> is <stop>" in run.log_file(1).read_text()
+
+
+def test_rl_refuses_a_teacher_with_other_words(root: Path, teacher: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", rl_job(root, teacher))
+    assert attempt(run, 1) != [0]
+    status = run.read_status()
+    assert status is not None
+    assert "teacher.tokenizer: the tokenizers of student and teacher differ" in status.reason
 
 
 def test_by_default_another_tokenizer_is_refused(root: Path, teacher: str, tmp_path: Path) -> None:
@@ -279,18 +344,22 @@ def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
     assert all(abs(line["kl/teacher"]) < 50 for line in (first, last))
 
 
-def captured(root: Path, name: str, prompt: str) -> Path:
+def captured(
+    root: Path, name: str, prompt: str, *, teacher: str = "teacher", form: str = "completion"
+) -> Path:
     """The teacher's rows of what it likes."""
     from clients.config.capture import CaptureJob
     from tests.teacher_service.capture.material import capture_here
 
     records = [{"prompt": prompt, "answer": answer} for answer in answers_of("teacher")]
+    if form == "text":
+        records = [{"text": one["prompt"] + one["answer"]} for one in records]
     (root / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     config = CaptureJob.model_validate(
         {
-            "data": {"path": str(root / f"{name}.jsonl")},
-            "teacher": {"model": str(root / "teacher"), "top_k": 4},
-            "method": {"type": "capture", "store": str(root / name)},
+            "data": {"path": str(root / f"{name}.jsonl"), "form": form},
+            "teacher": {"model": str(root / teacher), "top_k": 4, "logprob_format": "f32"},
+            "method": {"type": "capture", "store": str(root / name), "max_tokens": 60},
         }
     )
     assert capture_here(root / f"{name}-run", config)[0] == "succeeded"
@@ -364,3 +433,29 @@ def test_two_processes_and_small_batches_change_nothing_of_a_store(
     for name in ("loss", "grad_norm", "cross_entropy", "kl/teacher", "eval/kl"):
         values = [line[name] for line in found]
         assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("form", ["completion", "text"])
+def test_a_store_of_other_special_tokens(
+    root: Path, renamed: Path, tmp_path: Path, form: str
+) -> None:
+    """Rows of the student's own weights: the KL of head and tail is 0."""
+    path = captured(root, f"renamed-{form}", PROMPT, teacher=renamed.name, form=form)
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
+    config = stored_job(root, path, data__eval_path=None, **steps)
+    run = finish(new_run(tmp_path / "run", config))
+    line = metrics_of(run)[0]
+    assert abs(line["eval/kl_bound"]) < 1e-5
+    assert "topk/student_mass" in metrics_of(run)[-1]
+    assert "<|end|> is <stop>" in run.log_file(1).read_text()
+
+
+def test_a_store_of_packed_text(root: Path, tmp_path: Path) -> None:
+    path = captured(root, "text", PROMPT, form="text")
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 20)
+    config = stored_job(root, path, data__eval_path=None, **steps)
+    run = finish(new_run(tmp_path / "run", config))
+    lines = metrics_of(run)
+    assert lines[-1]["eval/kl"] < 0.9 * lines[0]["eval/kl"]
+    assert all(line.get("pair/left_out", 0) == 0 for line in lines)
+    assert 0 < lines[-1]["pair/one_to_one"] < 1

@@ -64,7 +64,8 @@ Recomputation = Annotated[
 Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+draws"]
 # `bucket+sampled` was the default, and a resolved job has every key: there it counts as not set.
 FORMER_TAIL = "bucket+sampled"
-TailDraws = Annotated[int, Field(ge=1, le=256)]
+MOST_DRAWS = 256  # that a teacher scores per row
+TailDraws = Annotated[int, Field(ge=1, le=MOST_DRAWS)]
 
 
 def check_tail(tail: str | None, divergence: str | None) -> str | None:

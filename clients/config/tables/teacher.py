@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from clients.config.tables.common import Address, Count, Name, Table, TailDraws
+from clients.config.tables.data import checked_arguments
 from clients.config.unused import Rule
 
 
@@ -84,6 +85,38 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
             started,
             " ".join(f"teacher.{option}" for option in options.split()),
             "the service at teacher.address has its own; leave it out, or set teacher.model",
+        ),
+    ]
+
+
+class OtherTokens(Table):
+    """Keys of a teacher whose tokenizer, or chat template, may be another than the student's."""
+
+    tokenizer: Name = "same"
+    """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
+    roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
+    """Special tokens of the teacher by those of the student, if not found; see docs/pairs.md."""
+    template_arguments: dict[Name, Any] | None = None
+    """Of the teacher's chat template. Default: those of data.template_arguments that it reads."""
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _are_of_the_template(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
+        return arguments and checked_arguments(arguments)
+
+
+def other_tokens_rules(teacher: OtherTokens, *, chat_template: bool) -> list[Rule]:
+    """Return the rules of these keys. `chat_template`: `data.chat_template` of the job."""
+    return [
+        (
+            teacher.tokenizer != "same",
+            "teacher.roles",
+            "it is for a teacher with another tokenizer; set teacher.tokenizer",
+        ),
+        (
+            chat_template,
+            "teacher.template_arguments",
+            "data.chat_template = false switches the chat template off; leave one out",
         ),
     ]
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.losses import Rows, controlled_topk_kl, cross_tokenizer_kl, topk_kl
+from student_trainer.losses import (
+    Horizon,
+    MatchedHead,
+    Rows,
+    controlled_topk_kl,
+    cross_tokenizer_kl,
+    topk_kl,
+)
 from student_trainer.losses.cross_tokenizer import costs_to_come, word_advantages
 from tests.student_trainer.losses.toy_tokenizers import (
     END,
@@ -282,6 +291,92 @@ def test_the_control_variate_is_unbiased(toy: Answers) -> None:
     bias = error(gradient(expected(mixed, toy, answer), toy), wanted)
     print(f"control variate where it fits: {bias:.0%}")
     assert bias > 0.01
+
+
+def heads_of_words(toy: Answers, *, within: bool = False) -> MatchedHead:
+    """S of every token that begins a word: ids that begin one, and are one teacher token.
+
+    `within`: also within words, where the teacher's encoding of the text before lies on that of the
+    answer.
+    """
+    ours, theirs = toy.student.vocabulary, toy.teacher.vocabulary
+    p, q = toy.student.logprobs(), toy.teacher.logprobs().detach()
+    at, of_teacher, token, matched = [], [], [], []
+    for answer in toy.all:
+        encoded = (*toy.encode("".join(answer)), END)
+        for i, (row, column) in enumerate(toy.student.places(answer)):
+            before = "".join(answer[:i])
+            known = toy.encode(before)
+            fits = [
+                u in theirs and (within or not before or (before[-1] != " " and u[:1] in ("", " ")))
+                for u in ours
+            ]
+            used = fits[column] and encoded[: len(known)] == known
+            at.append(row)
+            of_teacher.append(toy.teacher.places(known)[-1][0])
+            token.append(column)
+            matched.append([used and one for one in fits])
+    columns = [theirs.index(u) if u in theirs else 0 for u in ours]
+    written = torch.nn.functional.one_hot(torch.tensor(token), len(ours)).bool()
+    return MatchedHead(p[at], q[of_teacher][:, columns], torch.tensor(matched), written)
+
+
+def controlled(toy: Answers, horizon: Horizon, head: MatchedHead | None) -> Tensor:
+    of_tokens, answer = toy.of_tokens()
+    word, shares = toy.words()
+    of = (of_tokens, shares, word, answer, everything(of_tokens))
+    return cross_tokenizer_kl(*of, horizon=horizon, head=head)
+
+
+@pytest.fixture(params=[TEACHER_OF_WORDS, ("a", " ", " a", "aaa")])
+def words_of(request: pytest.FixtureRequest) -> Answers:
+    student, teacher = Table(STUDENT_OF_WORDS, 1), Table(request.param, 2)
+    return Answers(student, teacher, greedy(request.param))
+
+
+@pytest.mark.parametrize("horizon", ["word", "answer"])
+def test_heads_of_words_do_not_change_the_mean(words_of: Answers, horizon: Horizon) -> None:
+    _, answer = words_of.of_tokens()
+
+    def mean(head: MatchedHead | None) -> Tensor:
+        return gradient(expected(controlled(words_of, horizon, head), words_of, answer), words_of)
+
+    head = heads_of_words(words_of)
+    assert bool((head.matched.sum(1) > 1).any())
+    assert error(mean(head), mean(None)) < EXACT
+    if horizon == "answer":
+        assert error(mean(head), exact_gradient(words_of)) < EXACT
+    # Within a word, whether the text before is encoded alike depends on the token.
+    bias = error(mean(heads_of_words(words_of, within=True)), mean(None))
+    print(f"heads within words, {horizon}: {bias:.0%}")
+    assert bias > 0.01
+
+
+@pytest.mark.parametrize("horizon", ["word", "answer"])
+def test_heads_of_words_lower_the_variance(words_of: Answers, horizon: Horizon) -> None:
+    """Of an answer's gradient, summed over all parameters."""
+    _, answer = words_of.of_tokens()
+    p = costs(words_of)[0].detach().exp()
+    found = []
+    for head in (None, heads_of_words(words_of)):
+        loss = controlled(words_of, horizon, head)
+        of_answers = torch.zeros(len(p), dtype=loss.dtype).index_add(0, answer, loss)
+        every = torch.stack([gradient(one, words_of) for one in of_answers]).flatten(1)
+        found.append(float(p @ (every - p @ every).square().sum(1)))
+    print(f"variance of the gradient, {horizon}: {found[0]:.3f} -> {found[1]:.3f}")
+    assert found[1] < 0.9 * found[0]
+
+
+def test_importance_weights_multiply_the_control_variate_too(wordy: Answers) -> None:
+    of_tokens, answer = wordy.of_tokens()
+    word, shares = wordy.words()
+    weights = torch.rand(len(word), generator=torch.Generator().manual_seed(0)).double() + 0.5
+    of = (of_tokens, shares, word, answer, everything(of_tokens))
+    options: dict[str, Any] = {"horizon": "word", "head": heads_of_words(wordy)}
+    weighted = cross_tokenizer_kl(*of, **options, importance=weights) / weights
+    plain = cross_tokenizer_kl(*of, **options)
+    one, other = (gradient(expected(loss, wordy, answer), wordy) for loss in (weighted, plain))
+    assert error(one, other) < EXACT
 
 
 def test_matched_tokens_alone_are_biased(toy: Answers) -> None:

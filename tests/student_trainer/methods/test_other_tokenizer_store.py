@@ -248,7 +248,9 @@ def test_refusals(
     assert says in str(found)
 
 
-def test_plain_text_is_refused(pair: tiny.Material, teacher: Any, tmp_path: Path) -> None:
+def test_keys_of_prompts_are_refused_beside_plain_text(
+    pair: tiny.Material, teacher: Any, tmp_path: Path
+) -> None:
     path = write_store(tmp_path / "text", teacher, TEXTS, form="text")
-    found = refused(tmp_path, job(pair, path))
-    assert (found.field, "plain text, packed" in str(found)) == ("data.tokenizer", True)
+    found = refused(tmp_path, job(pair, path, data__prompts="prompts.jsonl"))
+    assert (found.field, "has plain text and no prompts" in str(found)) == ("data.prompts", True)

@@ -137,3 +137,21 @@ def test_a_head_that_fits_neither_takes_the_plain_path(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(model), "forward", squared)
     assert logit_map_of(model) is None
     assert Student(model)._logit_map is None
+
+
+class _Factors(torch.nn.Linear):
+    """A head with a learned factor for each id, all 1 at first."""
+
+    def __init__(self, like: torch.nn.Linear) -> None:
+        super().__init__(like.in_features, like.out_features, bias=False)
+        self.weight = like.weight
+        self.factors = torch.nn.Parameter(torch.ones(like.out_features))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states) * self.factors
+
+
+def test_a_head_with_weights_of_its_own_takes_the_plain_path() -> None:
+    model = tiny.model(seed=4)
+    model.lm_head = _Factors(model.get_output_embeddings())
+    assert logit_map_of(model) is None

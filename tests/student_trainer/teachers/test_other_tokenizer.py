@@ -64,7 +64,7 @@ def rows_of(teacher_ids: np.ndarray) -> RowBlock:
 def scored(ids: np.ndarray, *, ended: bool) -> AlignedRows:
     found = ALIGNER.align(ids, ended=ended)
     assert found is not None
-    return aligned_rows(rollout_of(ids, ended=ended), found, rows_of(found.reader_ids))
+    return aligned_rows(rollout_of(ids, ended=ended), found, None, rows_of(found.reader_ids))
 
 
 def encoded(text: str) -> np.ndarray:

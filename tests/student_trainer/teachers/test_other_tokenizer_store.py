@@ -83,7 +83,7 @@ def test_units_that_could_change_are_not_learned(unit: Unit) -> None:
 def prompts_of(known: dict[bytes, Any] | None = None, template: str | None = None) -> StoredPrompts:
     words = tiny.tokenizer("abcdefghijklmnopqrstuvwxyz <>")
     words.chat_template = template
-    return StoredPrompts(ALIGNER, words, PromptFormat(template="x{prompt}x"), known or {})
+    return StoredPrompts(TEACHER, words, PromptFormat(template="x{prompt}x"), known or {})
 
 
 def decoded(ids: Any) -> str:

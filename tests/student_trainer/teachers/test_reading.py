@@ -205,12 +205,17 @@ def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: boo
     )
 
 
-def test_a_horizon_beside_roles_is_refused(pair: tuple[Any, Any, Path]) -> None:
+@pytest.mark.parametrize(("key", "value"), [("horizon", "answer"), ("control_variate", True)])
+def test_keys_of_aligned_tokens_are_refused(
+    pair: tuple[Any, Any, Path], key: str, value: object
+) -> None:
     student, words, path = pair
-    job = tiny.job(NOWHERE, teacher__tokenizer="auto", method__horizon="answer")
-    with pytest.raises(InvalidInput, match="differ in special tokens only") as caught:
-        tokenizer_pair(job, connected(str(path), words), student)
-    assert caught.value.field == "method.horizon"
+    changes: dict[str, Any] = {f"method__{key}": value}
+    job = tiny.job(NOWHERE, teacher__tokenizer="auto", **changes)
+    for theirs, why in ((words, "differ in special tokens only"), (student, "the student's token")):
+        with pytest.raises(InvalidInput, match=why) as caught:
+            tokenizer_pair(job, connected(str(path), theirs), student)
+        assert caught.value.field == f"method.{key}"
 
 
 def test_text_without_a_role_is_aligned(pair: tuple[Any, Any, Path], tmp_path: Path) -> None:

@@ -213,3 +213,6 @@ def test_the_limit_of_a_model_of_text_and_images_is_in_its_text_config(tiny_mode
     for config in (text, both):
         engine._model.config = config
         assert engine._max_length() == 131_072
+    # XLNet says -1 for no limit.
+    engine._model.config = transformers.Qwen3Config(max_position_embeddings=-1)
+    assert engine._max_length() == 4096

@@ -103,6 +103,11 @@ def test_logits_that_are_anything_else(tmp_path: Path, monkeypatch: pytest.Monke
     assert caught.value.field == "--model"
 
 
+def test_a_head_with_a_factor_for_each_id(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="not one linear layer"):
+        head_of(save(tmp_path, "DoryConfig"))
+
+
 def test_a_cap_that_is_off_is_no_cap(tmp_path: Path) -> None:
     path = save(tmp_path, "Gemma2Config", final_logit_softcapping=None)
     assert head_of(path).vocab_size == VOCAB_SIZE

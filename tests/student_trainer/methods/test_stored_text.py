@@ -1,0 +1,123 @@
+"""Learning from packed plain text of a teacher with another tokenizer: one token a character."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from clients.runs.directory import RunDirectory
+from student_trainer.losses.cross_tokenizer import UNIT_TEMPERATURE
+from student_trainer.model.loading import load_model
+from tests.student_trainer import tiny
+from tests.student_trainer.methods.test_other_tokenizer_store import (
+    TEMPERATURE,
+    WEIGHT,
+    _first_row,
+    job,
+    pair,
+    trainer_of,
+)
+from tests.student_trainer.small_store import Text, logprobs_of, sums, write_store
+
+__all__ = ["pair"]  # a fixture
+
+SIZE = 20
+
+
+def pieces() -> list[Text]:
+    """The documents one after the other, cut after every 20 tokens, as a capture does."""
+    ids = [one for text, _ in sums(60) for one in text]
+    return [(ids[i : i + SIZE], 1) for i in range(0, len(ids) - SIZE + 1, SIZE)]
+
+
+@pytest.fixture(scope="module")
+def teacher(material: tiny.Material) -> Any:
+    return load_model(tiny.job(material, student__model=str(material.teacher)).student)
+
+
+@pytest.fixture(scope="module")
+def store(material: tiny.Material, teacher: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stored") / "store"
+    where = str(material.teacher)
+    return write_store(
+        path, teacher, pieces(), temperature=TEMPERATURE, tokenizer=where, form="text"
+    )
+
+
+def line_of(ids: list[int], words: PreTrainedTokenizerFast) -> list[int]:
+    """The student's tokens of a piece: of each document, with its end."""
+    texts = tiny.tokenizer().decode(ids).split("<|end|>")
+    own = [words(text)["input_ids"] if text else [] for text in texts]
+    return [one for of in own for one in [*of, words.eos_token_id]][:-1]
+
+
+def expected_losses(
+    model: Any, teacher: Any, words: PreTrainedTokenizerFast, ids: list[int], match: str
+) -> tuple[torch.Tensor, int]:
+    """Of a piece, and its learned tokens: all but the first, and the last two of what is open.
+
+    A token of the teacher is a character, so a chunk is a token of the student. The row of the
+    teacher's first token is not stored, so the student's first is not learned.
+    """
+    own = line_of(ids, words)
+    logits = model(input_ids=torch.tensor([own])).logits[0, :-1].double()
+    table = (logits / TEMPERATURE).log_softmax(1)
+    rows = logprobs_of(teacher, (ids, 1), TEMPERATURE)
+    end, theirs_end = words.eos_token_id, tiny.tokenizer().eos_token_id
+    last = max(i for i, one in enumerate([end, *own]) if one == end)  # own[last:] is open
+    learned = [i for i in range(1, len(own)) if i < len(own) - 2 or i < last]
+    place, total = 0, torch.zeros((), dtype=torch.float64)
+    for i, token in enumerate(own):
+        length = 1 if token == end else len(words.decode([token]))
+        if i in learned:
+            log_p = table[i - 1, token]
+            mine = range(place, place + length)
+            log_q = sum(rows[j - 1, ids[j]] for j in mine)
+            if match == "row":
+                total = total + log_q - (1 + WEIGHT) * log_p
+                if own[i - 1] == end:
+                    total = total + _first_row(rows[place - 1], table[i - 1], ids[place], words)
+            else:
+                a, b = (of.div(UNIT_TEMPERATURE).exp() for of in (log_q, log_p))
+                kl = a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
+                total = total + UNIT_TEMPERATURE * kl - WEIGHT * log_p
+        place += length
+    assert place == len(ids)
+    assert theirs_end in ids
+    return total, len(learned)
+
+
+@pytest.mark.parametrize("match", ["row", "chunk"])
+@pytest.mark.parametrize("tokens", [1, 100_000])
+def test_the_gradient_is_that_of_the_formula(
+    pair: tiny.Material, store: Path, teacher: Any, tmp_path: Path, tokens: int, match: str
+) -> None:
+    """From the disk to the gradient, packed or one by one, against plain forward passes."""
+    changes: dict[str, Any] = {"method__match": match, "method__cross_entropy": WEIGHT}
+    config = job(pair, store, train__tokens_per_micro_batch=tokens, **changes)
+    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
+        means, _ = made._learn(made._steps(1).updates[0])
+        step = [item.sequence for item in made._steps(1).updates[0]]
+        model = made._student.trained.model
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    words = PreTrainedTokenizerFast.from_pretrained(pair.student)
+    by_line = {tuple(line_of(ids, words)): ids for ids, _ in pieces()}
+    of_pieces = [
+        expected_losses(model, teacher, words, by_line[tuple(one.token_ids.tolist())], match)
+        for one in step
+    ]
+    losses, learned = zip(*of_pieces, strict=True)
+    count = sum(one.learned for one in step)
+    assert sum(learned) < count
+    mean = torch.stack(losses).sum() / count
+    mean.backward()
+    assert means["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        error = float((found[name] - parameter.grad).norm() / parameter.grad.norm())
+        assert error < 1e-3, name
