@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST = 10_000  # ports below have well-known services
+_FIRST = 20_000  # below are well-known services, and the workers of Ray (10,002 to 19,999)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -116,6 +116,7 @@ class EngineClient:
         for replica, call in asked:
             try:
                 message = call.result()
+                replica.proven = True
                 check_protocol(replica.address, message.protocol)
                 found[replica] = _info_of(message)
             except grpc.RpcError as error:

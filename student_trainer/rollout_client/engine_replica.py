@@ -37,12 +37,16 @@ _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Replica:
-    """The channel to one rollout service; it connects on first use, and follows one that moves."""
+    """The channel to one rollout service; it connects on first use, and follows one that moves.
+
+    `proven`: a rollout service has answered there, or the runner of the job has started one.
+    """
 
     def __init__(self, address: str | PlacedAddress) -> None:
         self.address = str(address)
         self._placed = address if isinstance(address, PlacedAddress) else None
         self.name = f"rollout service {'' if self._placed else 'at '}{address}"
+        self.proven = self.is_placed
         self._lock = threading.Lock()
         self._at = ""
         self._channel: grpc.Channel | None = None
@@ -104,7 +108,11 @@ class Replica:
         """Return the error of a failed call; Unavailable if the call may succeed elsewhere."""
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return not_rollouts(self.address)
+            if not self.proven:
+                return not_rollouts(self.address)
+            # A proxy, or a gateway, answers while the service or its machine is away.
+            hint = "check that the service runs"
+            return Unavailable(f"not the {self.name} answers there", field=FIELD, hint=hint)
         fault = fault_of(error, self.name)
         if call.code() in _AWAY and not isinstance(fault, Unavailable):
             return Unavailable(f"the {self.name} has ended a call", field=FIELD, hint=fault.hint)
@@ -272,6 +280,7 @@ class PartRequest:
             impatience.cancel()
             self._away_seconds += time.monotonic() - began
             if STREAM_OPEN[0] in dict(opened or ()):
+                replica.proven = True
                 self.accepted.set()
             return self._receive(call)
         except grpc.RpcError as error:

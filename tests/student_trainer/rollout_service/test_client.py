@@ -244,6 +244,27 @@ def test_a_server_that_is_no_rollout_service(tmp_path: Path) -> None:
     server.stop(None).wait()
 
 
+def test_another_program_in_place_of_a_service_is_waited_out(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    """As a gateway does that answers 404 while the machine of the service is away."""
+    service = start_service()
+    wanted = order(snapshot(tmp_path, 1), sequences=3)
+    with EngineClient([service.address], patience_seconds=60.0) as client:
+        expected = collected(client, wanted)
+        service.kill()
+        server = grpc.server(ThreadPoolExecutor(1))
+        server.add_insecure_port(service.address)
+        server.start()
+        sampling = client.start(wanted)
+        time.sleep(1)
+        server.stop(None).wait()
+        again = start_service(port=service.port)
+        found = dict(sampling)
+    assert again.address == service.address
+    assert_all_same([found[index] for index in sorted(found)], expected)
+
+
 def test_closing_ends_everything(start_service: StartService, tmp_path: Path) -> None:
     service = start_service()
     before = set(threading.enumerate())
