@@ -154,7 +154,7 @@ def test_the_run_is_taken_over(
     config = job_of(material, checkpoint__copy_to=f"s3://{BUCKET}/taken", name="run")
     slow = new_run(tmp_path / "slow", config)
     slow.logs(1).mkdir(parents=True)
-    arguments = (dict(storage.environment), slow.path, 1, "step-done:sleep:0.5")
+    arguments = (dict(storage.environment), slow.path, 1, "step-done:sleep:1.5")
     cut_off = fork(_on_machine, *arguments)
     while not slow.checkpoint_steps():
         assert cut_off.is_alive(), slow.log_file(1).read_text()
@@ -194,7 +194,9 @@ def test_from_a_terminal_to_a_server(
         timeout=120,
     )
     assert "the trainer ended by signal 9" in killed.stderr + killed.stdout, killed.stderr
-    assert not (tmp_path / "here" / "export").exists()
+    status = RunDirectory(tmp_path / "here").read_status()
+    assert status is not None
+    assert status.verdict == "running"
     monkeypatch.setattr(processes, "ENVIRONMENT", environment)
     server = make_server()
     told = subprocess.run(

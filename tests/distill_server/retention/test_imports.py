@@ -129,28 +129,27 @@ def test_what_has_not_ended(make_server: Callable[..., Server]) -> None:
     """While its trainer runs it is refused; a run that was killed can be resumed."""
     server = make_server(slots=2)
     with DistillClient(server.address) as client:
-        running = client.submit(job_config("running pause=0.1 every=2", max_steps=40))
-        killed = client.submit(job_config("killed hang_at=7 hangs=1 every=2", max_steps=9))
-        eventually(lambda: client.get(running.id).step >= 2 and client.get(killed.id).step >= 6)
-        server.kill()
-        end_attempt(server.runs / killed.id / "logs" / "attempt-1")
+        configs = [job_config(f"{n} hang_at=7 hangs=1 every=2", max_steps=9) for n in (1, 2)]
+        killed, running = (client.submit(config).id for config in configs)
+        eventually(lambda: {client.get(one).step for one in (killed, running)} == {6})
+    server.kill()
+    end_attempt(server.runs / killed / "logs" / "attempt-1")
     for file in server.runs.glob("server.*"):
         file.unlink()
-    eventually(lambda: f"taken    {killed.id}" in run_import(server.runs, server.runs).stdout)
+    eventually(lambda: f"taken    {killed}" in run_import(server.runs, server.runs).stdout)
     told = run_import(server.runs, server.runs).stdout
-    assert f"known    {killed.id}: CANCELLED" in told
-    assert f"refused  {running.id}: a program is running in it" in told
-    status = RunDirectory(server.runs / running.id)
-    eventually(lambda: (found := status.read_status()) and found.verdict == "succeeded")
-    eventually(lambda: f"taken    {running.id}" in run_import(server.runs, server.runs).stdout)
+    assert f"known    {killed}: CANCELLED" in told
+    assert f"refused  {running}: a program is running in it" in told
+    end_attempt(server.runs / running / "logs" / "attempt-1")
+    eventually(lambda: f"taken    {running}" in run_import(server.runs, server.runs).stdout)
     server.start()
     with DistillClient(server.address) as client:
-        assert client.get(running.id).state is JobState.SUCCEEDED
-        assert client.get(killed.id).reason == "imported before it had ended"
-        client.resume(killed.id)
-        assert client.wait(killed.id, 60).state is JobState.SUCCEEDED
-        steps = [point.step for point in points_of(client.history(killed.id))]
-        assert steps == [*range(1, 10)]
+        for job_id in (killed, running):
+            assert client.get(job_id).reason == "imported before it had ended"
+            client.resume(job_id)
+            assert client.wait(job_id, timeout=60).state is JobState.SUCCEEDED
+            steps = [point.step for point in points_of(client.history(job_id))]
+            assert steps == [*range(1, 10)]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
