@@ -177,11 +177,10 @@ def _log_start(
     student: Replicated | Sharded,
     step: int,
 ) -> None:
-    sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
-    sources += [stores.training.label] if stores else []
     dtype = "bfloat16" if student.trained.bf16 else "float32"
-    student_at = f"{config.student.model} on {student.device} in {dtype}"
-    log.info("%s, step %d", ", ".join([student_at, *sources]), step)
+    told = [f"{config.student.model} on {student.device} in {dtype}"]
+    told += [f"teacher {connection.info.model}" for connection in teachers.values()]
+    log.info("%s, step %d", ", ".join(told + ([stores.training.label] if stores else [])), step)
 
 
 def _load_student(
