@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from clients.cli.listen_options import (
     TlsKeyOption,
     TokenFileOption,
 )
+from clients.cli.output import plain
 from clients.cli.version import VersionOption
 from distill_server import options
 from protos.errors import DistillError, InvalidInput
@@ -62,6 +64,7 @@ def serve(
     give_up_after: options.GiveUpAfterOption = 24.0,
     keep_days: options.KeepDaysOption = None,
     backup: options.BackupOption = None,
+    source: options.ImportOption = None,
     dashboard: options.DashboardPortOption = None,
     external_url: options.ExternalUrlOption = "",
     metrics_port: MetricsPortOption = 0,
@@ -83,8 +86,8 @@ def serve(
     _start_logging()
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     with _told():
-        if backup is not None:
-            return _back_up(database or runs / "server.sqlite", backup)
+        if backup is not None or source is not None:
+            return _without_server(runs, database or runs / "server.sqlite", backup, source)
         machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
@@ -122,10 +125,31 @@ def _policy(
     return Policy(machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600)
 
 
-def _back_up(database: Path, copy: Path) -> None:
+def _without_server(runs: Path, database: Path, backup: Path | None, source: Path | None) -> None:
+    """Do what --backup and --import say, in this order."""
     from distill_server.retention.backup import back_up
 
-    back_up(database, copy)
+    if backup is not None:
+        back_up(database, backup)
+    if source is not None:
+        _import(runs, database, source)
+
+
+def _import(runs: Path, database: Path, source: Path) -> None:
+    """Print a line for each run directory; exit with 1 if one was refused."""
+    from distill_server.jobs.database import open_database
+    from distill_server.retention.imports import import_runs
+
+    outcomes: Counter[str] = Counter()
+    runs.mkdir(parents=True, exist_ok=True)
+    with open_database(database) as connection:
+        for one in import_runs(connection, runs.resolve(), source):
+            outcomes[one.outcome] += 1
+            print(f"{one.outcome:<8} {plain(one.name)}: {plain(one.about)}", flush=True)
+    counts = ("taken", "known", "refused")
+    typer.echo(", ".join(f"{outcomes[name]} {name}" for name in counts), err=True)
+    if outcomes["refused"]:
+        raise typer.Exit(1)
 
 
 def _start_logging() -> None:

@@ -72,6 +72,15 @@ BackupOption = Annotated[
         help="Copy the job database to this new file, also while a server uses it, and exit.",
     ),
 ]
+ImportOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--import",
+        metavar="DIR",
+        help="Make jobs of the run directories in DIR, tell what became of each, and exit. They are"
+        " copied to --runs, unless DIR is --runs. No server may be running.",
+    ),
+]
 DatabaseOption = Annotated[
     Path | None,
     typer.Option(

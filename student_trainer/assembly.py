@@ -30,6 +30,7 @@ from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
 from student_trainer.checkpoints import checkpoint
+from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.data.captured_stores import Stores, TrainingStore, check_same_store
 from student_trainer.data.examples import load_examples
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
@@ -97,17 +98,17 @@ def assemble(
     """Collective. Return a trainer that resumes from the newest intact checkpoint, if there is one.
 
     `from_step`: resume from this step instead. Checkpoints of later steps are deleted. `stores`:
-    None unless the job is offline. `service`: None if this process samples. Raises a DistillError
-    for a problem that the user can correct.
+    None unless the job is offline. `service`: None if this process samples. Raises a DistillError.
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer, reader = load_tokenizer(config.student), _image_reader(config, stores)
     vocab_size, make_method = _prepared(config, teachers, stores, rewards, tokenizer, reader)
     accelerator = _accelerator(config)
+    copies = RunCopies(config, run, attempt, accelerator, progress)
+    copies.fetch(from_step)
     step, saved = _resumed(config, run, from_step, accelerator)
     if stores is not None and saved is not None:
         check_same_store(stores.training, checkpoint.facts_of(saved))
-
     progress.say("loading student", step)
     wait_for_shared_gpus(config, service, accelerator)
     student = _load_student(config, saved, accelerator, vocab_size, reader)
@@ -124,7 +125,6 @@ def assemble(
     optimizer = make_optimizer(config.train, student.trained.model)
     if saved is not None:
         checkpoint.load_optimizer(saved, student.trained.model, optimizer)
-    metrics = _open_log(config, run, accelerator, attempt, step)
     _log_start(config, teachers, stores, student, step)
     parts = Parts(
         step=step,
@@ -135,12 +135,13 @@ def assemble(
         objective=method.objective,
         steps=method.steps,
         evaluation=method.evaluation,
-        metrics=metrics,
+        metrics=_open_log(config, run, accelerator, attempt, step),
         anchor=method.anchor,
         values=method.values,
         facts=method.facts,
         of_step=checkpoint.metrics_of(saved) if saved else None,
         ahead=method.ahead,
+        copies=copies,
     )
     return Trainer(config, run, progress, parts)
 
@@ -176,11 +177,10 @@ def _log_start(
     student: Replicated | Sharded,
     step: int,
 ) -> None:
-    sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
-    sources += [stores.training.label] if stores else []
     dtype = "bfloat16" if student.trained.bf16 else "float32"
-    student_at = f"{config.student.model} on {student.device} in {dtype}"
-    log.info("%s, step %d", ", ".join([student_at, *sources]), step)
+    told = [f"{config.student.model} on {student.device} in {dtype}"]
+    told += [f"teacher {connection.info.model}" for connection in teachers.values()]
+    log.info("%s, step %d", ", ".join(told + ([stores.training.label] if stores else [])), step)
 
 
 def _load_student(

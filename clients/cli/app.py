@@ -61,6 +61,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("submit")(submit.submit)
 app.command("ls")(job_commands.ls)
+app.command("table")(job_commands.table)
 app.command("show")(job_commands.show)
 app.command("watch")(submit.watch)
 app.command("logs")(logs_and_files.logs)

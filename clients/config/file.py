@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from clients.config.kinds import AnyJob, kind_of
 from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config.problems import describe, fields, holds_text
-from clients.config.tables.after import FILE_KEYS, is_output
+from clients.config.sweep import LABEL, Point, SweepFault, points_of
+from clients.config.tables.after import FILE_KEYS, is_output, outputs_in
 from clients.data.object_urls import is_object_url
 from protos.errors import InvalidInput
 
@@ -37,20 +38,34 @@ class JobFile:
 
 @dataclass
 class _Draft:
-    """A job file in the making: its values and problems before validation."""
+    """A job file in the making: its values and problems before validation.
+
+    `swept` are the keys whose values are of a point of the sweep `sweep`.
+    """
 
     name: str
     parsed: Parsed
     values: dict[str, Any]
     overridden: set[KeyPath] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    sweep: str = ""
+    swept: Sequence[KeyPath] = ()
 
     def source(self, path: KeyPath) -> str:
+        if swept := next((key for key in self.swept if path[: len(key)] == key), None):
+            return self.source_of_list(swept)
         if any(path[: len(key)] == key for key in self.overridden):
             return "--set"
         line = self.parsed.line_of(path) or self.parsed.lines.get((), 0)
         if not line and any(key[: len(path)] == path for key in self.overridden):
             return "--set"  # the override made a table where a value belongs
+        return f"{self.name}:{line}" if line else self.name
+
+    def source_of_list(self, key: KeyPath) -> str:
+        """Return where the sweep has the list of a key: in tables, or as "a.b" in quotes."""
+        if (LABEL, *key) in self.overridden:
+            return "--set"
+        line = max(self.parsed.line_of((LABEL, *key)), self.parsed.line_of((LABEL, ".".join(key))))
         return f"{self.name}:{line}" if line else self.name
 
 
@@ -72,8 +87,9 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
 def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
     """Read a file of one job, or of several in `[[job]]` tables, and validate every job.
 
-    Overrides are for a file of one job. Raises InvalidInput as `load_job` does, and if two jobs of
-    the file have one name.
+    A job with a table `sweep` is one job for each combination of the values in it. Overrides are
+    for a file of one job. Raises InvalidInput as `load_job` does, and if two jobs of the file have
+    one name.
     """
     path = Path(path)
     text = _read(path)
@@ -91,13 +107,16 @@ def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
     try:
         for override in overrides:
             _apply(override, drafts[0])
+        drafts = [point for draft in drafts for point in _points(draft)]
         configs = [_validated(draft) for draft in drafts]
     except RecursionError:
         raise InvalidInput(f"{path}: nested too deeply") from None
     _require_names(drafts, configs)
-    problems = [problem for draft in drafts for problem in draft.problems]
+    _require_points(drafts, configs)
+    # Once: the jobs of a sweep have their problems in common.
+    problems = dict.fromkeys(problem for draft in drafts for problem in draft.problems)
     if problems:
-        raise InvalidInput(_rendered(str(path), problems))
+        raise InvalidInput(_rendered(str(path), [*problems]))
     made = [(draft, config) for draft, config in zip(drafts, configs, strict=True) if config]
     return [JobFile(path, text, config, _sources(draft, config)) for draft, config in made]
 
@@ -123,12 +142,62 @@ def _divided(path: Path, parsed: Parsed) -> list[Parsed]:
 
 def _require_names(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -> None:
     """Add a problem to each job that has the name of a job above it."""
-    names: set[str] = set()
+    names = {draft.sweep for draft in drafts if draft.sweep}
     for draft, config in zip(drafts, configs, strict=True):
         if config is not None and config.name in names:
             where = draft.source(("name",))
             draft.problems.append(f"{where}: name: another job of the file is {config.name!r}")
         names |= set() if config is None else {config.name}
+
+
+def _points(draft: _Draft) -> list[_Draft]:
+    """Return a draft for each point of the sweep of a job, or `draft` if it has none."""
+    if LABEL not in draft.values:
+        return [draft]
+    try:
+        points = points_of(draft.values.pop(LABEL))
+        for key in points[0].values:
+            if any(key[: len(set_)] == set_[: len(key)] for set_ in draft.overridden):
+                raise SweepFault(key, "--set gives it one value; leave one of them out")
+        return [_at(draft, point) for point in points]
+    except SweepFault as fault:
+        where = draft.source_of_list(fault.path)
+        draft.problems.append(f"{where}: {'.'.join((LABEL, *fault.path))}: {fault.message}")
+        return [draft]
+
+
+def _at(draft: _Draft, point: Point) -> _Draft:
+    """Return the draft with the values of a point, and with its name and labels."""
+    values = _copied(draft.values)
+    for key, value in point.values.items():
+        if inner := _put(values, key, value):
+            raise SweepFault(key, f"'{inner}' is not a table")
+    name = values.get("name", kind_of(values).model_fields["name"].default)
+    given = values.get("labels", {})
+    if isinstance(name, str) and isinstance(given, dict):  # otherwise they are refused as they are
+        labels = {LABEL: name, **point.texts}
+        if both := sorted(labels.keys() & given.keys()):
+            raise SweepFault((), f"makes the label {both[0]!r} itself; leave it out of labels")
+        values |= {"name": name + point.suffix, "labels": {**given, **labels}}
+    return replace(draft, values=values, problems=[], sweep=str(name), swept=tuple(point.values))
+
+
+def _require_points(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -> None:
+    """Add a problem to each job that comes after, or reads from, a sweep in place of its jobs."""
+    made = [(draft, config) for draft, config in zip(drafts, configs, strict=True) if config]
+    sweeps: dict[str, list[str]] = {}
+    for draft, config in made:
+        if draft.sweep:
+            sweeps.setdefault(draft.sweep, []).append(config.name)
+    for draft, config in made:
+        named = [("after", name, "{}") for name in config.after]
+        named += [(one.key, one.job, f"@{{}}/{one.kind}") for one in outputs_in(config)]
+        for key, name, form in named:
+            if jobs := sweeps.get(name):
+                draft.problems.append(
+                    f"{draft.source(tuple(key.split('.')))}: {key}: {name!r} is a sweep of"
+                    f" {len(jobs)} jobs; name one of them, such as {form.format(jobs[0])!r}"
+                )
 
 
 def localized(config: AnyJob) -> AnyJob:
@@ -226,15 +295,21 @@ def _apply(override: str, draft: _Draft) -> None:
     except InvalidInput as error:
         draft.problems.append(error.message)
         return
-    table: Any = draft.values
+    if inner := _put(draft.values, path, value):
+        draft.problems.append(f"--set: {'.'.join(path)}: '{inner}' is not a table")
+        return
+    draft.overridden.add(path)
+
+
+def _put(values: dict[str, Any], path: KeyPath, value: Any) -> str:
+    """Set the value of a key; return "", or the key on the way to it that is not a table."""
+    table: Any = values
     for depth, part in enumerate(path[:-1], start=1):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            inner = ".".join(path[:depth])
-            draft.problems.append(f"--set: {'.'.join(path)}: '{inner}' is not a table")
-            return
+            return ".".join(path[:depth])
     table[path[-1]] = value
-    draft.overridden.add(path)
+    return ""
 
 
 def _validated(draft: _Draft) -> AnyJob | None:

@@ -12,7 +12,7 @@ from clients.runs.metrics_follower import Point, read_points
 log = logging.getLogger(__name__)
 
 # The first metric in this list that was measured decides. Sign +1: larger is better.
-_JUDGES = (
+JUDGES = (
     ("eval/reward", 1.0),
     ("eval/kl", -1.0),
     ("eval/kl_bound", -1.0),
@@ -28,7 +28,7 @@ def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
     equal values, the later step is returned.
     """
     measured = {point.step: point.metrics for point in points if point.step in steps}
-    for metric, sign in _JUDGES:
+    for metric, sign in JUDGES:
         known = [step for step in measured if metric in measured[step]]
         if known:
             return max(known, key=lambda step: (sign * measured[step][metric], step))
@@ -42,7 +42,7 @@ def unproven_gain(points: Iterable[Point], step: int) -> str:
     independent. On the same prompts they are not, which makes the difference more certain.
     """
     measured = {point.step: point.metrics for point in points}
-    for metric, sign in _JUDGES:
+    for metric, sign in JUDGES:
         known = [at for at in measured if f"{metric}_stderr" in measured[at]]
         if step not in known or step == known[0]:
             continue

@@ -1,4 +1,4 @@
-"""The files of a store in an object storage: S3 and what speaks its protocol, or Google's.
+"""The files of a store or a run in an object storage: S3, what speaks its protocol, or Google's.
 
 Credentials, region and endpoint are those that the storage's own tools find in the environment
 (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). An object appears whole
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest
 from clients.store.shards import ShardFacts, require_arrow
@@ -133,6 +133,49 @@ class ObjectFolder:
         for name in self._sizes():
             if name.endswith(".arrow") and name not in named:
                 self._delete(name)
+
+    def send(self, name: str, file: BinaryIO) -> None:
+        """Copy an open file of this machine, to its end; on return the storage has as many bytes.
+
+        `claim` the folder first. The file may grow. Raises WrongState as `write`, Corrupt if the
+        storage has fewer or more bytes, and OSError if the file cannot be read.
+        """
+
+        def streamed() -> int:
+            file.seek(0)
+            with self._files.open_output_stream(self._path(name)) as out:
+                while chunk := file.read(_CHUNK_BYTES):
+                    out.write(chunk)
+            return file.tell()
+
+        self._own()
+        sent = self._retried(streamed)
+        failpoint("object-sent")
+        if [size for size, _ in self.facts(name).values()] != [sent]:
+            raise Corrupt(
+                f"{self.name}/{name} has not the {sent} bytes of the file",
+                hint="resume the job to try again",
+            )
+
+    def tree(self) -> dict[str, int]:
+        """Return the size in bytes of each file, also of those in folders, by its path."""
+        import pyarrow.fs
+
+        chosen = pyarrow.fs.FileSelector(self._base, allow_not_found=True, recursive=True)
+        infos = self._retried(lambda: self._files.get_file_info(chosen))
+        start = f"{self._base}/"
+        return {info.path.removeprefix(start): info.size for info in infos if info.is_file}
+
+    def delete(self, name: str) -> None:
+        """Delete a file; as `write`."""
+        self._own()
+        self._delete(name)
+
+    def delete_folder(self, name: str) -> None:
+        """Delete a folder with its files; as `write`."""
+        self._own()
+        with suppress(FileNotFoundError):
+            self._retried(lambda: self._files.delete_dir(self._path(name)))
 
     def facts(self, name: str = "") -> dict[str, tuple[int, int]]:
         """Return size in bytes and time of change in ns of each file, or of one with this name."""

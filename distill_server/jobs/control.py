@@ -28,12 +28,11 @@ from distill_server.pipelines.linking import Linked, linked
 from distill_server.runners.machine import ONE_JOB, Machine
 from protos.errors import DistillError, InvalidInput, Overloaded, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
+from protos.rpc.transport import MAX_SUBMITTED_JOBS
 
 log = logging.getLogger(__name__)
 
 _KEY_CHARS = 200
-# Of one submission.
-_MOST_AT_ONCE = 100
 # Far more than any job file needs. The limit keeps parsing and storing short on the event loop.
 _TEXT_CHARS = 256 << 10
 
@@ -195,9 +194,9 @@ class JobControl:
         return config
 
     async def _require_sound(self, configs: Sequence[AnyJob]) -> None:
-        if len(configs) > _MOST_AT_ONCE:
+        if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(
-                f"{len(configs)} jobs at once; a server takes {_MOST_AT_ONCE}",
+                f"{len(configs)} jobs at once; a server takes {MAX_SUBMITTED_JOBS}",
                 field="jobs",
                 hint="divide the file",
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from clients.config.kinds import AnyJob
@@ -76,12 +77,13 @@ class JobStore:
         """Add jobs at the end of the queue, in one transaction."""
         with transaction(self._db):
             for one in new:
-                self._insert_job(one)
+                self.insert_job(one)
         for one in new:
             self._on_change(one.id)
         return [self.job(one.id) for one in new]
 
-    def _insert_job(self, new: NewJob) -> None:
+    def insert_job(self, new: NewJob) -> None:
+        """Insert a job at the end of the queue; the caller opens the transaction."""
         now, config = self._now(), new.config
         self._db.execute(
             "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
@@ -101,7 +103,7 @@ class JobStore:
                 "INSERT INTO submissions VALUES (?, ?, ?)",
                 (new.key, new.id, digest_of(new.submitted)),
             )
-        self._write(new.id, Change())
+        self.write(new.id, Change())
 
     def job(self, job_id: str) -> Job:
         """Return the job with exactly this id; raises NotFound if there is none."""
@@ -244,7 +246,7 @@ class JobStore:
                 " WHERE job_id = ? AND number = ?",
                 (share.cpus, gpus, teacher, job.id, job.attempt),
             )
-            self._write(job.id, change)
+            self.write(job.id, change)
         self._on_change(job.id)
         return self.job(job.id)
 
@@ -296,7 +298,7 @@ class JobStore:
         with transaction(self._db):
             for change in changes:
                 if not change.is_phase_of(self.job(job_id)):
-                    self._write(job_id, change)
+                    self.write(job_id, change)
         self._on_change(job_id)
         return self.job(job_id)
 
@@ -314,8 +316,7 @@ class JobStore:
         `config`, if given, replaces the job's configuration.
         """
         with transaction(self._db):
-            self._db.execute("UPDATE jobs SET attempt = ? WHERE id = ?", (attempt.number, job_id))
-            self._insert_attempt(job_id, attempt)
+            self.next_attempt(job_id, attempt)
             if last:
                 place = self._last_place()
                 self._db.execute("UPDATE jobs SET place = ? WHERE id = ?", (place, job_id))
@@ -324,12 +325,15 @@ class JobStore:
                     "UPDATE jobs SET config_json = ?, max_steps = ?, priority = ? WHERE id = ?",
                     (config.model_dump_json(), config.max_steps, config.priority, job_id),
                 )
-            self._write(job_id, change)
+            self.write(job_id, change)
         self._on_change(job_id)
         return self.job(job_id)
 
-    def _write(self, job_id: str, change: Change) -> None:
-        """Apply one change to a job's row and insert its event; all state changes come here."""
+    def write(self, job_id: str, change: Change) -> None:
+        """Apply one change to a job's row and insert its event; all state changes come here.
+
+        The caller opens the transaction.
+        """
         job = self.job(job_id)
         state = change.state or job.state
         if change.state is not None and (job.state, state) not in TRANSITIONS:
@@ -367,16 +371,18 @@ class JobStore:
         )
         thin_events(self._db, job_id, values["last_seq"])
 
+    def next_attempt(self, job_id: str, attempt: Attempt) -> None:
+        """Insert an attempt of a job as its newest; the caller opens the transaction."""
+        self._db.execute("UPDATE jobs SET attempt = ? WHERE id = ?", (attempt.number, job_id))
+        self._insert_attempt(job_id, attempt)
+
     def _insert_attempt(self, job_id: str, attempt: Attempt) -> None:
         self.tally.attempts += 1
         self.tally.retries += attempt.retries > 0
         self._db.execute(
             "INSERT INTO attempts (job_id, number, retries, from_step, seen_step, waiting_since,"
             " waits_for) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(job_id, attempt.number, attempt.retries, attempt.from_step, attempt.seen_step),
-                *(attempt.waiting_since, attempt.waits_for),
-            ),
+            (job_id, *asdict(attempt).values()),
         )
 
     def _newest_time(self, job: Job) -> float:

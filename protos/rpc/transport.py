@@ -13,6 +13,8 @@ MAX_REQUEST_BYTES = 64 << 20
 MAX_CHUNK_BYTES = 1 << 20
 # Most jobs in one reply to ListJobs, which keeps the reply far below the message limit.
 MAX_PAGE_JOBS = 500
+# Most jobs of one submission.
+MAX_SUBMITTED_JOBS = 100
 # Of one upload. Together they fit into one message.
 MAX_UPLOAD_FILES = 10_000
 MAX_UPLOAD_PATH_BYTES = 255

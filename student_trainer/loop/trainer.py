@@ -39,6 +39,7 @@ from clients.runs.progress import Progress
 from protos.errors import Corrupt, DistillError, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.checkpoint import contents, delete_old
+from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.checkpoints.export import export_model
 from student_trainer.checkpoints.model_directory import small_files
 from student_trainer.checkpoints.saver import Saver
@@ -77,6 +78,7 @@ class Parts:
     objective: Objective
     steps: Steps
     evaluation: Evaluation
+    copies: RunCopies
     metrics: MetricsLog | None  # only in the main process
     anchor: Anchor | None = None
     values: CriticAdvantages | None = None
@@ -102,6 +104,7 @@ class Trainer:
         self._objective = parts.objective
         self._steps = parts.steps
         self._evaluation = parts.evaluation
+        self._copies = parts.copies
         self._metrics = parts.metrics
         self._anchor = parts.anchor
         self._values = parts.values
@@ -133,8 +136,7 @@ class Trainer:
 
         Returns "succeeded", or "cancelled" if the run was asked to stop. If an evaluation raises a
         DistillError, or a step before it has changed a weight, saves a checkpoint of the last
-        finished step and then raises the error. Every checkpoint is complete then. Closes the
-        metrics log.
+        finished step and then raises the error. Every checkpoint is complete then.
         """
         try:
             return self._train()
@@ -142,6 +144,7 @@ class Trainer:
             if self._ahead is not None:
                 self._ahead.close()
             self._saver.close()
+            self._copies.close()
             if self._metrics is not None:
                 self._metrics.close()
 
@@ -157,6 +160,7 @@ class Trainer:
                 if stop == "checkpoint":
                     self._save()
                 self._finish_saving()
+                self._copies.finish(self._step, hurry=True)
                 return "cancelled"
             metrics = self._train_or_save(self._step + 1)
             failpoint("step-done")
@@ -179,10 +183,9 @@ class Trainer:
 
     def _is_unlogged(self) -> bool:
         """Collective. Return whether metrics.jsonl lacks the line of the last finished step."""
-        steps = [self._step]
-        if self._metrics is not None:
-            steps = [point.step for point in read_points(self._run.metrics)]
-        return bool(largest(self._accelerator, int(self._step not in steps)))
+        logged = (point.step for point in read_points(self._run.metrics))
+        unlogged = self._metrics is not None and self._step not in logged
+        return bool(largest(self._accelerator, int(unlogged)))
 
     def _evaluate_and_log(self, metrics: Mapping[str, float]) -> None:
         """Collective. Evaluate the last finished step if it is due, and write its line."""
@@ -230,9 +233,8 @@ class Trainer:
         means = over_updates(updates)
         speed = means["tokens"] / (ended - started)
         learning = ended - written - means.get("time/teacher_wait", 0.0)
-        efficiency = self._efficiency.of_step(
-            flops=means.pop("flops"), learning=learning, speed=speed
-        )
+        flops = means.pop("flops")
+        efficiency = self._efficiency.of_step(flops=flops, learning=learning, speed=speed)
         return {
             **means,
             **measured,
@@ -331,9 +333,7 @@ class Trainer:
                 hint="lower the learning rate and resume from the checkpoint before this step",
             )
         if self._skipped and self._accelerator.is_main_process:
-            log.warning(
-                "step %d: the gradient is not finite; this update is skipped", self._step + 1
-            )
+            log.warning("step %d: the gradient is not finite; update skipped", self._step + 1)
         return norm
 
     def _evaluate(self) -> dict[str, float]:
@@ -384,6 +384,7 @@ class Trainer:
         if self._accelerator.is_main_process:
             best = best_step(read_points(self._run.metrics), self._run.checkpoint_steps())
             delete_old(self._run.checkpoints, self._config.checkpoint.keep, best=best)
+            self._copies.begin()
 
     def _export(self) -> None:
         self._progress.say("exporting", self._step)
@@ -396,3 +397,4 @@ class Trainer:
             main=self._accelerator.is_main_process,
         )
         self._accelerator.wait_for_everyone()
+        self._copies.finish(self._step)

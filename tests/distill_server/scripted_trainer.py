@@ -40,7 +40,7 @@ class Trainer:
         self.run = run
         self.attempt = attempt
         self.config = json.loads((run / "job.json").read_text())
-        self.script = dict(w.split("=") for w in self.config["name"].split() if "=" in w)
+        self.script = dict(w.split("=", 1) for w in self.config["name"].split() if "=" in w)
         self.max_steps = self.config["max_steps"]
         self.stop = False
         done = [int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")]

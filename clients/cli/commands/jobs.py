@@ -1,4 +1,4 @@
-"""`distill ls`, `show`, `cancel`, `resume`, `rm` and `pin`: unary requests to the job server."""
+"""`distill ls`, `table`, `show`, `cancel`, `resume`, `rm` and `pin`: requests to the job server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,9 @@ from clients.jobs.job import TERMINAL, Job, JobState
 from clients.jobs.selection import CANCELLABLE, RESUMABLE
 from clients.jobs.view import duration, kl_of
 from protos.errors import DistillError, InvalidInput, Unavailable
+
+if TYPE_CHECKING:
+    from clients.jobs.results import Measured, Result
 
 # The column of the KL, or else of what the method has: the loss of sft, the accuracy of eval.
 KL_OR_LOSS = "kl/loss"
@@ -58,6 +61,49 @@ def ls(
     owned = any(job.owner for job in jobs)
     shown = [column for column in COLUMNS if owned or column != "owner"]
     settings.output.table("jobs", rows, shown)
+
+
+def table(
+    context: typer.Context,
+    jobs: JobsArgument = None,
+    every: AllOption = False,
+    state: StateOption = None,
+    older_than: OlderThanOption = None,
+    mine: MineOption = False,
+    labels: LabelOption = None,
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric",
+            "-m",
+            metavar="METRIC",
+            help="Show this metric; by default the one that chooses the best checkpoint.",
+        ),
+    ] = "",
+) -> None:
+    """Compare jobs, such as those of a sweep: labels that differ, state, last and best result."""
+    from clients.jobs.record import points_of
+    from clients.jobs.results import differing_labels, judging_metric, result_of
+
+    settings = settings_of(context)
+    choice = Choice(jobs, every, state, older_than, mine, labels)
+    with settings.client() as client:
+        found = [client.get(job) for job in choice.ids(client, frozenset(JobState))]
+        points = [points_of(job.history()) if job.metrics else [] for job in found]
+    metric = metric or judging_metric(points)
+    results = [result_of(*one, metric) for one in zip(found, points, strict=True)]
+    if settings.output.as_json:
+        facts = [{**facts_of(one.job), **_measured_facts(one)} for one in results]
+        settings.output.result({"metric": metric, "jobs": facts}, "")
+        return
+    if not found:
+        settings.output.say("no jobs")
+        return
+    varied = [name for name in differing_labels(found) if name not in (*COLUMNS, "best")]
+    named = [] if varied else ["name"]
+    last = metric or "no evaluation yet"
+    rows = [_result_row(one, varied, last) for one in results]
+    settings.output.table("jobs", rows, ["id", *varied, *named, "state", "steps", last, "best"])
 
 
 def show(context: typer.Context, job: JobArgument) -> None:
@@ -263,6 +309,28 @@ def _row(job: Job, now: float) -> Mapping[str, Any]:
         "kl": "-" if kl is None else f"{kl:.4g}{label.removeprefix('kl')}",
         "age": duration(now - job.created_at) if job.created_at else "-",
     }
+
+
+def _measured_facts(result: Result) -> Mapping[str, Any]:
+    last, best = result.last, result.best
+    return {"last": last and asdict(last), "best": best and asdict(best)}
+
+
+def _result_row(result: Result, labels: Sequence[str], last: str) -> Mapping[str, Any]:
+    return {
+        **dict.fromkeys(labels, "-"),
+        **result.job.labels,
+        **_row(result.job, 0.0),
+        last: _measured(result.last),
+        "best": _measured(result.best),
+    }
+
+
+def _measured(one: Measured | None) -> str:
+    if one is None:
+        return "-"
+    error = "" if one.stderr is None else f" +-{one.stderr:.1g}"
+    return f"{one.value:.4g}{error} @{one.step}"
 
 
 def _kl_or_loss(row: Mapping[str, Any]) -> str:

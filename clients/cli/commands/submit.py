@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,6 +64,7 @@ def submit(
 ) -> ExitCode:
     """Submit a job, or all jobs of a file with [[job]] tables, to the server; return at once."""
     from clients.config.file import load_jobs, localized
+    from clients.config.sweep import LABEL
 
     settings = settings_of(context)
     output = settings.output
@@ -85,7 +87,11 @@ def submit(
         if follow:
             codes = [watch_job(client, one.id, output, timeout) for one in made]
             return next((code for code in codes if code is not ExitCode.OK), ExitCode.OK)
+    for sweep in dict.fromkeys(one.labels[LABEL] for one in made if LABEL in one.labels):
+        output.say(f"  distill table --label {quote(f'{LABEL}={sweep}')}    compare its jobs")
     for one in made:
+        if LABEL in one.labels:
+            continue
         output.say(f"  distill watch {one.id}    show its progress")
         output.say(f"  distill logs -f {one.id}  show its log")
         output.say(f"  distill cancel {one.id}   stop it after a checkpoint")

@@ -21,6 +21,7 @@ from pydantic import (
 from clients.config.tables.after import After, check_outputs
 from clients.config.tables.labels import Labels
 from clients.config.unused import refusal
+from clients.data.object_urls import is_object_url, place_of
 
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -255,6 +256,15 @@ class CheckpointConfig(Table):
     """Steps between checkpoints."""
     keep: Annotated[int, Field(ge=FEWEST_CHECKPOINTS)] = 2
     """Newest checkpoints to keep besides the best one; at least 2, in case one is damaged."""
+    copy_to: str | None = None
+    """s3://BUCKET/PREFIX or gs://: copies of checkpoints and export, to resume from elsewhere."""
+
+    @field_validator("copy_to")
+    @classmethod
+    def _is_url(cls, copy_to: str | None) -> str | None:
+        if copy_to is not None and not is_object_url(copy_to := place_of(copy_to)):
+            raise ValueError("must be s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+        return copy_to
 
 
 class ExportConfig(Table):

@@ -14,6 +14,7 @@ from torch import Tensor
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import Corrupt
+from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
 from student_trainer.loop.trainer import Parts, Trainer
@@ -60,6 +61,9 @@ def trainer(
     objective = DistillationObjective.on_policy(config.method)
     answers = ScoredRollouts(replicated, rollouts, teacher, config.seed)
     steps = OnPolicySteps(config, accelerator, prompts, held_out, answers, answers)
+    progress = Progress(
+        run, attempt=1, max_steps=config.max_steps, main=True, terminated=lambda: False
+    )
     parts = Parts(
         step=0,
         accelerator=accelerator,
@@ -68,6 +72,7 @@ def trainer(
         tokenizer=words,
         objective=objective,
         steps=steps.of_step,
+        copies=RunCopies(config, run, 1, accelerator, progress),
         evaluation=Evaluation(
             accelerator,
             objective,
@@ -77,9 +82,6 @@ def trainer(
             tokens_per_micro_batch=48,
         ),
         metrics=open_metrics(run, attempt=1, last_step=None, track=config.track) if log else None,
-    )
-    progress = Progress(
-        run, attempt=1, max_steps=config.max_steps, main=True, terminated=lambda: False
     )
     return Trainer(config, run, progress, parts), student, teacher
 

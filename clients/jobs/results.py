@@ -1,0 +1,64 @@
+"""Results of jobs side by side: the newest and the best evaluation of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from clients.jobs.job import Job
+from clients.runs.best_step import JUDGES
+from clients.runs.metrics_follower import Point
+
+# Names of held-out metrics of which the larger, or the smaller, value is the better one.
+_LARGER = re.compile(r"eval/(anchor/)?(reward|accuracy|pass@\d+|maj@\d+)")
+_SMALLER = re.compile(r"eval/(anchor/)?(kl|kl_bound|cross_entropy|perplexity)")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The value of a metric at a step; `stderr` is its standard error, None if not measured."""
+
+    step: int
+    value: float
+    stderr: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A job with the newest and the best value of one metric.
+
+    `best` is None if the metric was not measured, or if neither large nor small values are better.
+    """
+
+    job: Job
+    last: Measured | None
+    best: Measured | None
+
+
+def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:
+    """Return the result of a job from its points, in ascending order of steps."""
+    found = [
+        Measured(point.step, point.metrics[metric], point.metrics.get(f"{metric}_stderr"))
+        for point in points
+        if metric in point.metrics
+    ]
+    best: Measured | None = None
+    if _LARGER.fullmatch(metric) or _SMALLER.fullmatch(metric):
+        sign = 1.0 if _LARGER.fullmatch(metric) else -1.0
+        best = max(found, key=lambda one: (sign * one.value, one.step), default=None)
+    return Result(job, found[-1] if found else None, best)
+
+
+def judging_metric(histories: Iterable[Iterable[Point]]) -> str:
+    """Return the held-out metric by which the jobs can be compared: the first that one of them has
+    of those that choose the best checkpoint; "" if none was evaluated.
+    """
+    measured = {name for points in histories for point in points for name in point.metrics}
+    return next((metric for metric, _ in JUDGES if metric in measured), "")
+
+
+def differing_labels(jobs: Sequence[Job]) -> Sequence[str]:
+    """Return the names of labels that the jobs do not all have with the same value."""
+    names = sorted({name for job in jobs for name in job.labels})
+    return [name for name in names if len({job.labels.get(name) for job in jobs}) > 1]

@@ -1,0 +1,50 @@
+"""The newest and the best value of a metric of a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from clients.jobs.job import Job, JobState
+from clients.jobs.results import Measured, differing_labels, judging_metric, result_of
+from clients.runs.metrics_follower import Point
+
+
+def job(**labels: str) -> Job:
+    return Job("x", "x", "rl", JobState.RUNNING, "", "", 1, 3, 9, 0, 0, 0, 1, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("eval/kl", Measured(2, 1.0)),
+        ("eval/reward", Measured(3, 4.0, 0.5)),
+        ("eval/pass@8", Measured(3, 4.0)),
+        ("eval/anchor/kl", Measured(2, 1.0)),
+        ("loss", None),
+        ("eval/length", None),
+    ],
+)
+def test_best_by_the_direction_of_the_metric(metric: str, best: Measured | None) -> None:
+    values = {1: 1.0, 2: 1.0, 3: 4.0, 4: 2.0}  # of equal values, the later step
+    points = [Point(step, {metric: value}) for step, value in values.items()]
+    points[2].metrics["eval/reward_stderr"] = 0.5  # type: ignore[index]
+    found = result_of(job(), [*points, Point(5, {"other": 9.0})], metric)
+    assert found.last == Measured(4, 2.0)
+    assert found.best == best
+
+
+def test_nothing_measured() -> None:
+    found = result_of(job(), [], "eval/kl")
+    assert found.last is found.best is None
+
+
+def test_the_metric_that_chooses_checkpoints() -> None:
+    histories = [[Point(1, {"eval/kl": 1.0, "loss": 1.0})], [Point(1, {"eval/reward": 1.0})], []]
+    assert judging_metric(histories) == "eval/reward"
+    assert judging_metric(histories[:1]) == "eval/kl"
+    assert judging_metric([[Point(1, {"loss": 1.0})]]) == ""
+
+
+def test_labels_that_differ() -> None:
+    jobs = [job(b="1", a="1", c="1"), job(b="2", a="1")]
+    assert differing_labels(jobs) == ["b", "c"]

@@ -1,0 +1,186 @@
+"""Run directories become jobs of another server: with their states, steps and checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clients.jobs.client import DistillClient
+from clients.jobs.job import Job, JobState
+from clients.jobs.record import points_of
+from clients.runs.directory import RunDirectory
+from distill_server.jobs.database import open_database
+from distill_server.retention.imports import import_runs
+from protos.errors import InvalidInput
+from protos.rpc.failpoints import VARIABLE
+from tests.distill_server.conftest import Server, end_attempt, eventually, job_config
+
+NAMES = {
+    "good": JobState.SUCCEEDED,
+    "bad fail_at=3": JobState.FAILED,
+    "retried crash_at=7 crashes=1": JobState.SUCCEEDED,
+    "stopped pause=0.05": JobState.CANCELLED,
+}
+
+
+def run_import(runs: Path, source: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distill_server", "--runs", str(runs), "--import", str(source)]
+    environment = {**os.environ, VARIABLE: failpoint}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def facts(job: Job) -> tuple[object, ...]:
+    return (
+        *(job.name, job.kind, job.state, job.reason, job.attempt, job.step, job.max_steps),
+        *(job.metrics, job.config_json, job.checkpoints, job.labels),
+    )
+
+
+@pytest.fixture
+def lost(make_server: Callable[..., Server]) -> tuple[Server, dict[str, Job], dict[str, object]]:
+    """A server whose database is lost, its jobs, and their points."""
+    server = make_server(slots=4)
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(name, max_steps=12)) for name in NAMES]
+        eventually(lambda: client.get(jobs[-1].id).step >= 6)
+        jobs[-1].cancel()
+        ended = {job.id: client.wait(job.id, 60) for job in jobs}
+        points = {job_id: points_of(client.history(job_id)) for job_id in ended}
+    assert [job.state for job in ended.values()] == [*NAMES.values()]
+    server.kill(signal.SIGTERM)
+    for file in server.runs.glob("server.*"):
+        file.unlink()
+    return server, dict(ended), dict(points)
+
+
+def check(server: Server, jobs: dict[str, Job], points: dict[str, object]) -> None:
+    server.start()
+    with DistillClient(server.address) as client:
+        assert {job.id for job in client.list()} == jobs.keys()
+        for job_id, job in jobs.items():
+            found = client.get(job_id)
+            assert facts(found) == facts(job)
+            assert points_of(client.history(job_id)) == points[job_id]
+            assert abs(found.created_at - job.created_at) < 5
+            assert 0 < found.created_at <= found.started_at <= found.ended_at
+        stopped = next(job for job in jobs.values() if job.state is JobState.CANCELLED)
+        resumed = client.resume(stopped.id)
+        assert resumed.attempt == stopped.attempt + 1
+        assert client.wait(stopped.id, 60).state is JobState.SUCCEEDED
+        steps = [point.step for point in points_of(client.history(stopped.id))]
+        assert steps == [*range(1, 13)]
+
+
+def test_a_lost_database(
+    lost: tuple[Server, dict[str, Job], dict[str, object]], tmp_path: Path
+) -> None:
+    """The directories stay where they are."""
+    server, jobs, points = lost
+    (server.runs / "notes").mkdir()
+    done = run_import(server.runs, server.runs)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("taken ") for line in lines) == len(jobs), done.stdout
+    assert [line for line in lines if not line.startswith("taken ")] == [
+        f"refused  notes: {server.runs / 'notes'} is not a run directory; it has no job.json"
+    ]
+    assert done.stderr == "4 taken, 0 known, 1 refused\n"
+    (server.runs / "notes").rmdir()
+    again = run_import(server.runs, server.runs)
+    assert (again.returncode, again.stderr) == (0, "0 taken, 4 known, 0 refused\n")
+    check(server, jobs, points)
+    assert run_import(server.runs, server.runs).returncode == 2, "the server is running"
+    pulled = tmp_path / "pulled"
+    good = next(job for job in jobs.values() if job.name == "good")
+    with DistillClient(server.address) as client:
+        client.pull(good.id, pulled)
+    model = (server.runs / good.id / "export" / "nested" / "model.bin").read_bytes()
+    assert (pulled / "nested" / "model.bin").read_bytes() == model
+
+
+def test_into_another_server_and_killed(
+    lost: tuple[Server, dict[str, Job], dict[str, object]], tmp_path: Path
+) -> None:
+    """It dies after the first and the second copy; what it has copied is taken the next time."""
+    old, jobs, points = lost
+    new = Server(tmp_path / "new", slots=4)
+    try:
+        for count in (1, 2):
+            done = run_import(new.runs, old.runs, f"run-imported:kill:{count}")
+            assert done.returncode == -signal.SIGKILL
+        assert len([*new.runs.glob("on-policy-*")]) == 2
+        (new.runs / ".leftover").mkdir()
+        done = run_import(new.runs, old.runs)
+        assert (done.returncode, done.stderr) == (0, "3 taken, 1 known, 0 refused\n")
+        check(new, jobs, points)
+    finally:
+        new.clean_up()
+    assert all((old.runs / job_id / "job.json").exists() for job_id in jobs), "they were copied"
+
+
+def test_what_has_not_ended(make_server: Callable[..., Server]) -> None:
+    """While its trainer runs it is refused; a run that was killed can be resumed."""
+    server = make_server(slots=2)
+    with DistillClient(server.address) as client:
+        configs = [job_config(f"{n} hang_at=7 hangs=1 every=2", max_steps=9) for n in (1, 2)]
+        killed, running = (client.submit(config).id for config in configs)
+        eventually(lambda: {client.get(one).step for one in (killed, running)} == {6})
+    server.kill()
+    end_attempt(server.runs / killed / "logs" / "attempt-1")
+    for file in server.runs.glob("server.*"):
+        file.unlink()
+    eventually(lambda: f"taken    {killed}" in run_import(server.runs, server.runs).stdout)
+    told = run_import(server.runs, server.runs).stdout
+    assert f"known    {killed}: CANCELLED" in told
+    assert f"refused  {running}: a program is running in it" in told
+    end_attempt(server.runs / running / "logs" / "attempt-1")
+    eventually(lambda: f"taken    {running}" in run_import(server.runs, server.runs).stdout)
+    server.start()
+    with DistillClient(server.address) as client:
+        for job_id in (killed, running):
+            assert client.get(job_id).reason == "imported before it had ended"
+            client.resume(job_id)
+            assert client.wait(job_id, timeout=60).state is JobState.SUCCEEDED
+            steps = [point.step for point in points_of(client.history(job_id))]
+            assert steps == [*range(1, 10)]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    source, runs = tmp_path / "source", tmp_path / "runs"
+    runs.mkdir()
+    for name in ("My run", "future", "pipe", "taken", "x" * 101):
+        RunDirectory.create(source / name, job_config(name[:9]))
+    (source / "future" / "job.json").write_text('{"name": "x", "method": {"type": "magic"}}')
+    os.mkfifo(source / "pipe" / "samples")
+    RunDirectory.create(runs / "taken", job_config("another"))
+    (source / ".hidden").mkdir()
+    (source / "file").touch()
+    with open_database(runs / "server.sqlite") as connection:
+        found = {one.name: one for one in import_runs(connection, runs, source)}
+        with pytest.raises(InvalidInput, match="no such directory"):
+            next(import_runs(connection, runs, source / "none"))
+        with pytest.raises(InvalidInput, match="is a run directory; name the directory it is in"):
+            next(import_runs(connection, runs, source / "taken"))
+    assert {one.outcome for one in found.values()} == {"refused"}
+    for name, why in (
+        ("My run", "its name is no id of a job; rename it: up to 100 of a-z"),
+        ("x" * 101, "its name is no id of a job"),
+        ("future", "this version cannot read the job"),
+        ("pipe", "is a named pipe"),
+        ("taken", f"{runs / 'taken'} exists; move it away"),
+    ):
+        assert why in found.pop(name).about, name
+    assert not found
+    assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == ["taken"]
+    shutil.rmtree(runs / "taken")
+    (source / "taken" / "logs" / "attempt-999999999").mkdir(parents=True)
+    with open_database(runs / "server.sqlite") as connection:
+        (taken,) = [one for one in import_runs(connection, runs, source) if one.name == "taken"]
+    assert (taken.outcome, taken.about) == ("taken", "CANCELLED 0/5")
