@@ -73,14 +73,31 @@ def _lists(table: Any) -> Mapping[KeyPath, Sequence[Any]]:
             raise SweepFault(key, f"must be a list of values (got {listed!r})")
         if key in found:
             raise SweepFault(key, "is there twice")
-        written = [json.dumps(value, default=str) for value in listed]
-        if twice := [text for text, times in Counter(written).items() if times > 1]:
-            raise SweepFault(key, f"has {twice[0]} twice; leave one out")
+        for number, value in enumerate(listed):
+            if any(_same(value, other) for other in listed[:number]):
+                raise SweepFault(key, f"has {_written(value)} twice; leave one out")
+        for other in found:
+            if key[: len(other)] == other or other[: len(key)] == key:
+                both = ".".join(min(key, other, key=len))
+                raise SweepFault(key, f"{both} has a list itself; give one of the two a list")
+        if key == ("name",) or key[0] == "labels":
+            raise SweepFault(key, "each job gets a name and labels by its values; leave it out")
         found[key] = listed
     if not found:
         example = '"train.learning_rate" = [1e-5, 3e-5]'
         raise SweepFault((), f"must be a table of keys with lists of values, such as {example}")
     return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values make equal jobs: 1 and 1.0 do, 1 and true do not."""
+    if isinstance(one, bool) is not isinstance(other, bool):
+        return False
+    return bool(one == other) or _written(one) == _written(other)  # nan
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, default=str)
 
 
 def _entries(table: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -95,6 +112,6 @@ def _entries(table: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath,
 def _texts(listed: Sequence[Any]) -> Sequence[str]:
     found = []
     for number, value in enumerate(listed, start=1):
-        text = value if isinstance(value, str) and value else json.dumps(value, default=str)
+        text = value if isinstance(value, str) and value else _written(value)
         found.append(text if len(text) <= _MOST_CHARS else f"#{number}")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from clients.jobs.job import Job
 from clients.runs.best_step import JUDGES
 from clients.runs.metrics_follower import Point
+from protos.errors import InvalidInput
 
 # Names of held-out metrics of which the larger, or the smaller, value is the better one.
 _LARGER = re.compile(r"eval/(anchor/)?(reward|accuracy|pass@\d+|maj@\d+)")
@@ -48,6 +50,14 @@ def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:
         sign = 1.0 if _LARGER.fullmatch(metric) else -1.0
         best = max(found, key=lambda one: (sign * one.value, one.step), default=None)
     return Result(job, found[-1] if found else None, best)
+
+
+def require_metric(metric: str, known: Sequence[str]) -> None:
+    """Raise InvalidInput if no job has recorded a metric. `known`: those that one has."""
+    if metric not in known:
+        close = difflib.get_close_matches(metric, known, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"recorded are {', '.join(known)}"
+        raise InvalidInput(f"no job has the metric '{metric}'", field="-m", hint=hint)
 
 
 def judging_metric(histories: Iterable[Iterable[Point]]) -> str:

@@ -81,7 +81,8 @@ class HeadMap:
 
         `ids` [n]: its tokens; `heads` [n, K]: their head ids; `found`: their alignment. S has the
         head ids that begin a word and are one token of the teacher; of the first token, all that
-        are one token of it. It depends on what is before the token only.
+        are one token of it. It depends on what is before the token only, but for the last tokens
+        of an answer that is cut: an end is settled, and another token at its place is not.
         """
         lengths = self.aligner.writer.lengths[ids]
         starts = np.minimum(np.cumsum(lengths) - lengths, len(found.data))

@@ -83,13 +83,16 @@ def table(
 ) -> None:
     """Compare jobs, such as those of a sweep: labels that differ, state, last and best result."""
     from clients.jobs.record import points_of
-    from clients.jobs.results import differing_labels, judging_metric, result_of
+    from clients.jobs.results import differing_labels, judging_metric, require_metric, result_of
 
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, mine, labels)
     with settings.client() as client:
         found = [client.get(job) for job in choice.ids(client, frozenset(JobState))]
         points = [points_of(job.history()) if job.metrics else [] for job in found]
+    known = {name for of_job in points for point in of_job for name in point.metrics}
+    if metric and known:
+        require_metric(metric, sorted(known))
     metric = metric or judging_metric(points)
     results = [result_of(*one, metric) for one in zip(found, points, strict=True)]
     if settings.output.as_json:
@@ -318,9 +321,8 @@ def _measured_facts(result: Result) -> Mapping[str, Any]:
 
 def _result_row(result: Result, labels: Sequence[str], last: str) -> Mapping[str, Any]:
     return {
-        **dict.fromkeys(labels, "-"),
-        **result.job.labels,
         **_row(result.job, 0.0),
+        **{name: result.job.labels.get(name, "-") for name in labels},
         last: _measured(result.last),
         "best": _measured(result.best),
     }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clients.jobs.record import JobRecord
+from clients.jobs.results import require_metric
 from protos.errors import InvalidInput
 
 # (title, metrics, logarithmic y axis); a panel is omitted if none of its metrics was recorded.
@@ -82,10 +82,7 @@ def panels_of(records: Sequence[JobRecord], metrics: Sequence[str] = ()) -> list
         jobs = ", ".join(record.job.id for record in records)
         raise InvalidInput(f"no metrics are recorded yet: {jobs}", hint="wait for the first step")
     for metric in metrics:
-        if metric not in known:
-            close = difflib.get_close_matches(metric, known, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"recorded are {', '.join(known)}"
-            raise InvalidInput(f"no job has the metric '{metric}'", field="-m", hint=hint)
+        require_metric(metric, known)
     measured = [record for record in records if record.points]
     asked = [(metric, (metric,), _is_kl(metric)) for metric in metrics]
     usual = DEFAULTS + OF_ENGINES if ENGINE_METRIC in known else DEFAULTS

@@ -126,6 +126,17 @@ data.system = ["Be brief.", "{"x" * 61}"]
             '[sweep]\n"train.warmup_steps" = [1]\ntrain.warmup_steps = [2]',
             ":8: sweep.train.warmup_steps: is there twice",
         ),
+        (
+            '[sweep]\ntrain = [{ learning_rate = 1e-4 }]\n"train.warmup_steps" = [1, 2]',
+            ":9: sweep.train.warmup_steps: train has a list itself",
+        ),
+        (
+            '[sweep]\n"train.warmup_steps" = [1, 2]\ntrain = [{ learning_rate = 1e-4 }]',
+            ":9: sweep.train: train has a list itself",
+        ),
+        ("[sweep]\nseed = [1, 1.0]", ":8: sweep.seed: has 1.0 twice; leave one out"),
+        ('[sweep]\nname = ["a", "b"]', ":8: sweep.name: each job gets a name"),
+        ('[sweep]\n"labels.lab" = ["a", "b"]', ":8: sweep.labels.lab: each job gets a name"),
         ("[sweep]\nname.x = [1]", ":8: sweep.name.x: 'name' is not a table"),
         ('[sweep]\nlabels.team = ["a"]', ":7: sweep: makes the label"),
         (

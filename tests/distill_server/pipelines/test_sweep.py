@@ -61,6 +61,8 @@ def test_points_run_and_are_compared(
     assert lines[3] == [ids[2], "22", "1", "SUCCEEDED", "22/22", "8", "@20", "2", "@10"]
     assert run(server, "table", *ids[:1], "-m", "loss") == 0
     assert capsys.readouterr().out.split()[-4:] == ["12/12", "0.08333", "@12", "-"]
+    assert run(server, "table", *ids[:1], "-m", "los") == 2
+    assert "no job has the metric 'los'; did you mean 'loss'?" in capsys.readouterr().err
     assert run(server, "submit", str(path), "--key", "k") == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ids
 
