@@ -120,10 +120,9 @@ def assemble(
     if engine is not None:
         end_orders_after_stop(engine.client, progress.stop_asked)
     method = make_method(accelerator, student, engine)
-    if saved is not None:
-        _restore(method, saved)
     optimizer = make_optimizer(config.train, student.trained.model)
     if saved is not None:
+        _restore(method, saved)
         checkpoint.load_optimizer(saved, student.trained.model, optimizer)
     _log_start(config, teachers, stores, student, step)
     parts = Parts(

@@ -122,8 +122,8 @@ def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
     """Run an attempt, write its verdict, and return the exit code of the program.
 
     A DistillError yields its own exit code, and so does a disk that is full or does not answer: it
-    counts as Unavailable. Cancelled yields the verdict "cancelled". AttemptDied leaves no verdict, as
-    if this process had been killed. Any other exception is logged and yields JOB_FAILED.
+    counts as Unavailable. Cancelled yields the verdict "cancelled". AttemptDied leaves no verdict,
+    as if this process had been killed. Any other exception is logged and yields JOB_FAILED.
     """
     try:
         verdict = attempt()
