@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,25 +104,25 @@ def assemble(
     vocab_size, make_method = _prepared(config, teachers, stores, rewards, tokenizer, reader)
     accelerator = _accelerator(config)
     copies = RunCopies(config, run, attempt, accelerator, progress)
+    progress.agree = lambda wish: largest(accelerator, wish)
     copies.fetch(from_step)
-    step, saved = _resumed(config, run, from_step, accelerator)
+    step, saved = _resumed(config, run, from_step, copies)
     if stores is not None and saved is not None:
         check_same_store(stores.training, checkpoint.facts_of(saved))
     progress.say("loading student", step)
     wait_for_shared_gpus(config, service, accelerator)
     student = _load_student(config, saved, accelerator, vocab_size, reader)
-    progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
+    copies.resumed(step)
     engine = connect_engine(config, service, accelerator, student, run.path, attempt, tokenizer)
     if engine is not None:
         end_orders_after_stop(engine.client, progress.stop_asked)
     method = make_method(accelerator, student, engine)
-    if saved is not None:
-        _restore(method, saved)
     optimizer = make_optimizer(config.train, student.trained.model)
     if saved is not None:
+        _restore(method, saved)
         checkpoint.load_optimizer(saved, student.trained.model, optimizer)
     _log_start(config, teachers, stores, student, step)
     parts = Parts(
@@ -355,11 +354,10 @@ def _stored_tokens(store: TrainingStore) -> list[str] | None:
 
 
 def _resumed(
-    config: AnyTraining, run: RunDirectory, from_step: int | None, accelerator: Accelerator
+    config: AnyTraining, run: RunDirectory, from_step: int | None, copies: RunCopies
 ) -> tuple[int, Path | None]:
     """Collective. Return the step to resume from and its checkpoint; (0, None) for a new run."""
-    intact = partial(checkpoint.intact_for_all, accelerator)
-    found = checkpoint.newest_checkpoint(run.checkpoints, from_step, intact=intact)
+    found = checkpoint.newest_checkpoint(run.checkpoints, from_step, intact=copies.is_intact)
     if found is None:
         return 0, None
     if found[0] > config.max_steps:

@@ -16,7 +16,7 @@ from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config.problems import describe, fields, holds_text
 from clients.config.sweep import LABEL, Point, SweepFault, points_of
 from clients.config.tables.after import FILE_KEYS, is_output, outputs_in
-from clients.data.object_urls import is_object_url
+from clients.data.object_urls import is_object_url, shown
 from protos.errors import InvalidInput
 
 MAX_BYTES = 64 << 10
@@ -333,7 +333,7 @@ def _validated(draft: _Draft) -> AnyJob | None:
         is_file = key != "environment.retriever"  # or the address of a server
         if is_file and "://" in name and not is_object_url(name):
             where = draft.source(tuple(key.split(".")))
-            message = f"a URL begins with s3:// or gs:// (got {name!r})"
+            message = f"a URL begins with s3:// or gs:// (got {shown(name)!r})"
             draft.problems.append(": ".join(filter(None, (where, key, message))))
     return config
 

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from clients.config.kinds import KINDS
 from clients.config.lines import KeyPath
 from clients.config.on_policy import OnPolicyJob
+from clients.data.object_urls import shown
 
 # The start of pydantic's messages, such as "String should have at least 1 character".
 _PYDANTIC_SUBJECT = re.compile(r"^(Input|String|Tuple|Dictionary) should ")
@@ -151,5 +152,5 @@ def _table_of(key: KeyPath) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = repr(value)
+    text = repr(shown(value) if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."

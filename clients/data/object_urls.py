@@ -13,11 +13,18 @@ def is_object_url(place: object) -> bool:
     return str(place).partition("://")[0] in SCHEMES and "://" in str(place)
 
 
+def shown(place: str) -> str:
+    """Return a place as a message may show it: a URL without what can be a secret."""
+    scheme, colon, path = place.partition("://")
+    return f"{scheme}://..." if colon and any(sign in path for sign in "@?#") else place
+
+
 def place_of(text: str) -> str:
     """Return a path, or a URL of an object storage without a slash at its end.
 
     file:///rows is the path /rows. Raises InvalidInput for a URL of another kind, and for one with
-    more than a bucket and a prefix: credentials come from the environment alone.
+    more than a bucket and a prefix, without '.' and '..': credentials come from the environment
+    alone.
     """
     if text.startswith(_ON_DISK):
         text = text.removeprefix(_ON_DISK)
@@ -29,10 +36,10 @@ def place_of(text: str) -> str:
     if scheme.lower() in SCHEMES:
         scheme = scheme.lower()
     if scheme not in SCHEMES:
-        raise InvalidInput(
-            f"a store is at a path, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, not at {scheme}://"
-        )
+        raise InvalidInput("a URL begins with s3:// or gs://")
     bucket, _, prefix = path.rstrip("/").partition("/")
+    if {".", ".."} & {*path.split("/")}:
+        raise InvalidInput("a URL has no part '.' or '..'", hint="write out where it leads")
     if not bucket or not prefix or "//" in path or any(sign in path for sign in "@?#"):
         raise InvalidInput(
             f"the URL is not {scheme}://BUCKET/PREFIX",

@@ -14,7 +14,7 @@ from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob, AnyTraining, SamplingJob
 from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig, TrainingJob
-from clients.data.object_urls import is_object_url, place_of
+from clients.data.object_urls import is_object_url, place_of, shown
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.chat_template import check_template
 from clients.preflight.context_parallel import check_context_parallel
@@ -93,7 +93,7 @@ def check_files(config: AnyJob, hint: str = RELATIVE) -> None:
 def _check_url(key: str, url: str) -> None:
     if key in _ON_DISK:
         raise InvalidInput(
-            f"is not read from an object storage: {url}", field=key, hint="copy it to a disk"
+            f"is not read from an object storage: {shown(url)}", field=key, hint="copy it to a disk"
         )
     try:
         place_of(url)

@@ -21,6 +21,10 @@ class AttemptDied(Exception):
     """The attempt ends without a verdict, and the next one may go on: a process of it is lost."""
 
 
+class Cancelled(Exception):
+    """The attempt ends because it was asked to stop, outside of its steps."""
+
+
 class Progress:
     """The program's side of status.json and control.json.
 
@@ -118,20 +122,23 @@ def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
     """Run an attempt, write its verdict, and return the exit code of the program.
 
     A DistillError yields its own exit code, and so does a disk that is full or does not answer: it
-    counts as Unavailable. AttemptDied leaves no verdict, as if this process had been killed. Any
-    other exception is logged and yields JOB_FAILED.
+    counts as Unavailable. Cancelled yields the verdict "cancelled". AttemptDied leaves no verdict,
+    as if this process had been killed. Any other exception is logged and yields JOB_FAILED.
     """
     try:
         verdict = attempt()
         progress.end(verdict)
     except DistillError as error:
         return _fail(progress, error)
+    except Cancelled as error:
+        logging.info("cancelled: %s", error)
+        progress.end("cancelled")
     except AttemptDied as error:
         logging.exception("the attempt died")
         progress.die(str(error))
         return ExitCode.JOB_FAILED
     except Exception as error:
-        if isinstance(error, OSError) and _is_of_a_disk(error):
+        if isinstance(error, OSError) and is_of_a_disk(error):
             logging.exception("the disk failed")
             return _fail(progress, _disk_fault(error))
         logging.exception("the program failed")
@@ -148,7 +155,7 @@ def _fail(progress: Progress, error: DistillError) -> int:
     return error.exit_code
 
 
-def _is_of_a_disk(error: OSError) -> bool:
+def is_of_a_disk(error: OSError) -> bool:
     """Return True for a full disk, and for a file on a disk that is broken or away."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return full or (error.filename is not None and error.errno in _DISK_FAULTS)

@@ -36,10 +36,10 @@ from clients.config.kinds import AnyJob, AnyTraining, parse_job
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.metrics_follower import read_points
-from clients.runs.progress import Progress
+from clients.runs.progress import Cancelled, Progress, is_of_a_disk
 from clients.store.objects import ObjectFolder
 from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
-from student_trainer.checkpoints import atomic_directory
+from student_trainer.checkpoints import atomic_directory, checkpoint
 from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,9 @@ class RunCopies:
         self._accelerator = accelerator
         self._progress = progress
         self._copied: set[int] = set()  # steps of the checkpoints that are there
+        self._unread: set[int] = set()  # of an earlier attempt's checkpoints: perhaps damaged
+        self._damaged: set[int] = set()
+        self._intact: Path | None = None  # the checkpoint that `fetch` has read or fetched
         self._hurried = False
         self._error: Exception | None = None
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -88,11 +91,28 @@ class RunCopies:
     def fetch(self, from_step: int | None) -> None:
         """Collective. Claim the copies, and fetch the newest checkpoint if it is not in the run.
 
-        `from_step`: fetch that one, and delete the copies of later ones. Raises InvalidInput if the
-        copies are those of another job, and what ObjectFolder raises.
+        `from_step`: fetch that one. Raises InvalidInput if the copies are those of another job,
+        what ObjectFolder raises, and Cancelled if the run is asked to stop while the storage does
+        not answer.
         """
+        if self._url is not None:
+            self._progress.say(f"asking the storage {self._url}", 0)
         self._put(lambda: self._fetch(from_step))
         self._wait()
+
+    def is_intact(self, path: Path) -> bool:
+        """Collective. As `checkpoint.intact_for_all`; what `fetch` has read is not read again."""
+        known = self._url and largest(self._accelerator, int(path == self._intact))
+        return bool(known) or checkpoint.intact_for_all(self._accelerator, path)
+
+    def resumed(self, step: int) -> None:
+        """Collective. Delete the copies of steps after `step`, then begin to copy.
+
+        The run goes on from there, and its directory has no later checkpoint. Raises as `fetch`.
+        """
+        self._put(lambda: self._resumed(step))
+        self._wait()
+        self.begin()
 
     def begin(self) -> None:
         """In the main process: begin to copy the newest checkpoint and the best one.
@@ -108,8 +128,8 @@ class RunCopies:
     def finish(self, step: int, *, hurry: bool = False) -> None:
         """Collective. Wait until the storage has the newest checkpoint, the metrics and the export.
 
-        Raises what ObjectFolder raises. `hurry`: a storage that does not answer is asked once, and
-        an error is only logged.
+        Raises what ObjectFolder raises, and Cancelled as `fetch`. `hurry`: a storage that does not
+        answer is asked once, and an error is only logged.
         """
         if self._url is None:
             return
@@ -139,7 +159,12 @@ class RunCopies:
             return
         while largest(self._accelerator, int(self._work.unfinished_tasks > 0)):
             time.sleep(_PAUSE)
-        raise_on_all_ranks(self._accelerator, lambda: None if quietly else self._raise())
+        try:
+            raise_on_all_ranks(self._accelerator, lambda: None if quietly else self._raise())
+        except Unavailable as error:
+            if self._progress.stop_wanted():
+                raise Cancelled(str(error)) from error
+            raise
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -159,26 +184,26 @@ class RunCopies:
     @cached_property
     def _folder(self) -> ObjectFolder:
         assert self._url is not None
-        return ObjectFolder(self._url, stopped=lambda: self._hurried)
+        stopped = self._progress.stop_asked
+        return ObjectFolder(self._url, stopped=lambda: self._hurried or stopped())
 
     def _fetch(self, from_step: int | None) -> None:
         self._require_same_job()
         self._folder.claim()
         self._send("job.json")
         here, there = self._run.checkpoint_steps(), self._steps()
-        newer = [step for step in reversed(there) if step > max(here, default=0)]
-        if from_step is not None:
-            for step in there:
-                if step > from_step:
-                    self._delete(step)
-            newer = [step for step in there if step == from_step and step not in here]
-        for step in newer:
-            if self._fetch_one(step):
-                break
-            log.warning("%s: the copy of step %d is damaged", self._url, step)
-            self._delete(step)
+        for step in sorted({*here, *there}, reverse=True):
+            if from_step in (None, step):
+                path = self._run.checkpoint(step)
+                if atomic_directory.is_intact(path) or (step in there and self._fetch_one(step)):
+                    self._intact = path
+                    break
+
+    def _resumed(self, step: int) -> None:
+        for later in [one for one in self._all_steps() if one > step]:
+            self._delete(later)
         self._copied = set(self._steps())
-        self._copy_checkpoints()
+        self._unread = {*self._run.checkpoint_steps()} - {step}
 
     def _require_same_job(self) -> None:
         """Raise InvalidInput if the copies are those of a job with other values."""
@@ -201,7 +226,10 @@ class RunCopies:
                 )
 
     def _fetch_one(self, step: int) -> bool:
-        """Fetch a checkpoint and the metrics up to its step; return False if it is damaged."""
+        """Fetch a checkpoint and the metrics up to its step; if it is damaged, delete its copy.
+
+        Returns whether it is fetched.
+        """
         path = self._run.checkpoint(step)
         place = f"checkpoints/{path.name}/"
         log.info("fetching the checkpoint of step %d from %s", step, self._url)
@@ -216,6 +244,8 @@ class RunCopies:
                     os.fsync(opened.fileno())
         if not atomic_directory.is_intact(partial):
             shutil.rmtree(partial)
+            log.warning("%s: the copy of step %d is damaged", self._url, step)
+            self._delete(step)
             return False
         # First, as in a save: a checkpoint must not be newer than its metrics.
         self._fetch_metrics(step)
@@ -236,8 +266,8 @@ class RunCopies:
         replace_file(self._run.metrics, "".join(kept))
 
     def _copy_checkpoints(self) -> None:
-        """Copy the newest checkpoint, and the best one."""
-        steps = self._run.checkpoint_steps()
+        """Copy the newest checkpoint, and the best one, of those that are intact."""
+        steps = [one for one in self._run.checkpoint_steps() if one not in self._damaged]
         best = best_step(read_points(self._run.metrics), steps)
         for step in dict.fromkeys((*steps[-1:], *([] if best is None else [best]))):
             if step not in self._copied:
@@ -245,6 +275,10 @@ class RunCopies:
 
     def _copy_one(self, step: int) -> None:
         path = self._run.checkpoint(step)
+        if step in self._unread and not atomic_directory.is_intact(path):
+            log.warning("%s is damaged, and is not copied", path)
+            self._damaged.add(step)
+            return
         try:
             # Before the manifest, which makes the checkpoint complete: what `_fetch_one` needs.
             self._send_directory(f"checkpoints/{path.name}", after="metrics.jsonl")
@@ -341,10 +375,10 @@ def _values(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _told(error: Exception) -> Exception:
-    """Return a DistillError that names the key of the job; of this machine's disk, Unavailable."""
+    """Return a DistillError that names the key of the job; of a disk that fails, Unavailable."""
     if isinstance(error, DistillError):
         error.field = error.field or _FIELD
         return error
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and is_of_a_disk(error):
         return Unavailable(f"{error.filename}: {error.strerror or error}", field=_FIELD)
     return error

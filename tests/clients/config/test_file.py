@@ -321,3 +321,23 @@ def test_a_url_of_another_kind_is_no_path(job_file: Write, url: str) -> None:
     found = complaint(job_file(), f"data.path={url}", "student.model=s3://bucket/student")
     assert found.endswith(f"data.path: a URL begins with s3:// or gs:// (got '{url}')")
     assert load_job(job_file(), ["data.path=s3://bucket/train.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("s3://KEY:SECRET@bucket/p", "the URL is not s3://BUCKET/PREFIX; credentials, region and"),
+        ("https://KEY:SECRET@host/p", "a URL begins with s3:// or gs:// (got 'https://...')"),
+        ("s4://bucket/p", "a URL begins with s3:// or gs:// (got 's4://bucket/p')"),
+        ("s3://bucket/../p", "a URL has no part '.' or '..'"),
+        ("s3://bucket/a/.", "a URL has no part '.' or '..'"),
+    ],
+)
+def test_a_refused_url_of_copies(job_file: Write, url: str, told: str) -> None:
+    found = complaint(job_file(), f"checkpoint.copy_to={url}")
+    assert f"checkpoint.copy_to: {told}" in found
+    assert "SECRET" not in found
+
+
+def test_no_secret_of_a_url_is_shown(job_file: Write) -> None:
+    assert "SECRET" not in complaint(job_file(), "data.path=https://KEY:SECRET@host/x.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 from accelerate import Accelerator
 
 from clients.config.sft import SFTJob
-from clients.runs.directory import RunDirectory
-from clients.runs.progress import Progress
+from clients.runs.directory import RunDirectory, Verdict
+from clients.runs.progress import Progress, run_to_verdict
 from protos.errors import Forbidden, InvalidInput, NotFound, WrongState
+from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.atomic_directory import write_atomically
 from student_trainer.checkpoints.copies import RunCopies
 
@@ -66,18 +68,34 @@ class Machine:
         )
         return RunCopies(self.config, self.run, number, Accelerator(cpu=True), progress)
 
-    def make(self, step: int, kl: float | None = None) -> None:
+    def resume(self, number: int = 1, from_step: int | None = None) -> int:
+        """Begin an attempt as `assemble` does, and return the step from which it goes on."""
+        self.copies.close()
+        self.copies = self.attempt(number)
+        self.copies.fetch(from_step)
+        found = checkpoint.newest_checkpoint(
+            self.run.checkpoints, from_step, intact=self.copies.is_intact
+        )
+        step = found[0] if found else 0
+        checkpoint.delete_after(self.run.checkpoints, step)
+        lines = self.run.metrics.read_text().splitlines() if self.run.metrics.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        self.run.metrics.write_text("".join(f"{line}\n" for line in kept))
+        self.copies.resumed(step)
+        return step
+
+    def make(self, step: int, kl: float | None = None, mark: bytes = b"") -> None:
         """Write a checkpoint and a line of metrics, and wait until the copy is there."""
         with self.run.metrics.open("a") as file:
             metrics = {} if kl is None else {"eval/kl": kl}
             file.write(json.dumps({"attempt": 1, "step": step, **metrics}) + "\n")
-        write_atomically(self.run.checkpoint(step), lambda path: self._fill(path, step))
+        write_atomically(self.run.checkpoint(step), lambda path: self._fill(path, step, mark))
         self.copies.begin()
         self.copies.finish(step)
 
-    def _fill(self, path: Path, step: int) -> None:
+    def _fill(self, path: Path, step: int, mark: bytes = b"") -> None:
         (path / "model").mkdir()
-        (path / "model" / "weights.bin").write_bytes(bytes([step]) * 100_000)
+        (path / "model" / "weights.bin").write_bytes((mark or bytes([step])) * 100_000)
         (path / "state.json").write_text(json.dumps({"step": step}))
 
     def files(self, step: int) -> dict[str, bytes]:
@@ -102,8 +120,7 @@ def test_the_newest_and_the_best_are_there(server: S3Server, prefix: str, tmp_pa
     assert server.read(f"{prefix}/the run/metrics.jsonl") == first.run.metrics.read_bytes()
 
     second = Machine(tmp_path / "second", job(prefix))
-    second.copies = second.attempt(3)
-    second.copies.fetch(None)
+    assert second.resume(3) == 5
     assert second.run.checkpoint_steps() == (5,)
     assert second.files(5) == first.files(5)
     lines = [json.loads(line) for line in second.run.metrics.read_text().splitlines()]
@@ -137,7 +154,7 @@ def test_what_is_not_whole_is_not_used(
         case _:
             server.delete(f"{newest}/model/weights.bin")
     second = Machine(tmp_path / "second", job(prefix))
-    second.copies.fetch(None)
+    assert second.resume() == 1
     assert second.run.checkpoint_steps() == (1,)
     assert second.files(1) == first.files(1)
     assert not [*second.run.checkpoints.glob(".*")]
@@ -155,10 +172,110 @@ def test_from_an_earlier_step(server: S3Server, prefix: str, tmp_path: Path) -> 
         first.make(step)
     first.copies.close()
     second = Machine(tmp_path / "second", job(prefix))
-    second.copies.fetch(1)
+    assert second.resume(from_step=1) == 1
     assert second.run.checkpoint_steps() == (1,)
     assert steps_in(server, prefix) == [1]
     second.copies.close()
+
+
+def test_a_rewound_run_replaces_its_copies(server: S3Server, prefix: str, tmp_path: Path) -> None:
+    """In one run directory, which still has the later checkpoints when the storage is asked."""
+    machine = Machine(tmp_path / "run", job(prefix))
+    assert machine.resume() == 0
+    for step in (1, 2, 3):
+        machine.make(step, 1 / step, b"O")
+    assert machine.resume(2, from_step=1) == 1
+    machine.copies.finish(1)
+    assert steps_in(server, prefix) == [1], "also while nothing new is there"
+    for step in (2, 3):
+        machine.make(step, 1 / step, b"N")
+    assert steps_in(server, prefix) == [2, 3]
+    for step in (2, 3):
+        place = f"{prefix}/the run/checkpoints/step-{step:06d}/model/weights.bin"
+        assert server.read(place) == b"N" * 100_000
+    machine.copies.close()
+
+
+def damage(path: Path, how: str) -> None:
+    match how:
+        case "a file is missing":
+            (path / "model" / "weights.bin").unlink()
+        case "the manifest is cut":
+            (path / "manifest.json").write_text('{"files": {')
+        case _:
+            (path / "model" / "weights.bin").write_bytes(b"x" * 100_000)
+
+
+@pytest.mark.parametrize("how", ["a file is missing", "the manifest is cut", "other bytes"])
+def test_a_damaged_checkpoint_is_not_copied(
+    server: S3Server, prefix: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(tmp_path / "run", job(prefix))
+    machine.resume()
+    for step, kl in ((1, 0.1), (2, 0.5), (3, 0.4)):
+        machine.make(step, kl)
+    # All are damaged in the run directory: the newest one comes from the storage.
+    place = f"{prefix}/the run/checkpoints"
+    whole = machine.files(3)
+    for step in (1, 2, 3):
+        damage(machine.run.checkpoint(step), how)
+    assert machine.resume(2) == 3
+    assert machine.files(3) == whole
+    for name in server.names(place):
+        assert server.read(f"{place}/{name}/model/weights.bin") == bytes([int(name[5:])]) * 100_000
+    # The storage has lost all copies: the best one is damaged, and stays in the run directory.
+    for name in server.names(place):
+        machine.copies._folder.delete_folder(f"checkpoints/{name}")
+    assert machine.resume(3) == 3
+    machine.copies.finish(3)
+    assert steps_in(server, prefix) == [3]
+    assert "step-000001 is damaged, and is not copied" in caplog.text
+    # And the newest one: the run goes on from the one before, and sends that step anew.
+    machine.make(4, 0.3)
+    for name in server.names(place):
+        machine.copies._folder.delete_folder(f"checkpoints/{name}")
+    damage(machine.run.checkpoint(4), how)
+    assert machine.resume(4) == 3
+    machine.make(4, 0.3, b"N")
+    assert server.read(f"{place}/step-000004/model/weights.bin") == b"N" * 100_000
+    machine.copies.close()
+
+
+def test_asked_to_stop_while_the_storage_is_silent(prefix: str, tmp_path: Path) -> None:
+    """At the start, with a storage that nobody can reach: it says so, and ends as cancelled."""
+    machine = Machine(tmp_path / "run", job(prefix))
+    asked = threading.Event()
+    progress = Progress(machine.run, attempt=1, max_steps=9, main=True, terminated=asked.is_set)
+    copies = RunCopies(machine.config, machine.run, 1, Accelerator(cpu=True), progress)
+    phases = []
+
+    def stop() -> None:
+        status = machine.run.read_status()
+        phases.append(status and status.phase)
+        asked.set()
+
+    def attempt() -> Verdict:
+        stopping = threading.Timer(1, stop)
+        stopping.start()
+        copies.fetch(None)
+        return "succeeded"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        assert run_to_verdict(progress, attempt) == 0
+    copies.close()
+    assert phases == [f"asking the storage s3://{BUCKET}/{prefix}/the run"]
+    status = machine.run.read_status()
+    assert status is not None
+    assert status.verdict == "cancelled"
+
+
+def test_only_a_disk_that_fails_is_unavailable(prefix: str, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "run", job(prefix))
+    (machine.run.path / "job.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"job\.json"):
+        machine.copies.fetch(None)
+    machine.copies.close()
 
 
 def test_what_a_machine_lacks_and_what_the_storage_lacks(
@@ -170,6 +287,8 @@ def test_what_a_machine_lacks_and_what_the_storage_lacks(
     late.config = job(prefix)
     late.copies = late.attempt(2)
     late.copies.fetch(None)
+    late.copies.resumed(1)
+    late.copies.finish(1)
     assert steps_in(server, prefix) == [1]
     other = Machine(tmp_path / "other", job(prefix))
     other.copies.fetch(None)
@@ -224,7 +343,7 @@ def test_refused_with_the_key(server: S3Server, prefix: str, tmp_path: Path) -> 
             machine.copies.fetch(None)
     finally:
         server.refuse_nobody()
-    for place in ("/disk", "s3://bucket", "http://x/y", "s3:/b/p"):
+    for place in ("/disk", "s3://bucket", "http://x/y", "s3:/b/p", "s3://b/../p", "s3://b/./p"):
         with pytest.raises(ValueError, match=r"checkpoint\.copy_to"):
             job(prefix, checkpoint={"copy_to": place})
 
@@ -244,7 +363,7 @@ def test_a_storage_that_is_away(
         assert "does not answer" in caplog.text
     finally:
         server.start()
-    machine.copies = machine.attempt(2)
-    machine.copies.fetch(None)
+    assert machine.resume(2) == 2
+    machine.copies.finish(2)
     assert steps_in(server, prefix) == [1, 2]
     machine.copies.close()
