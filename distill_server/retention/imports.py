@@ -87,15 +87,16 @@ def _imported(connection: sqlite3.Connection, runs: Path, source: Path) -> Impor
     if store.has(name):
         return Imported(name, "known", f"{store.job(name).state}")
     run = RunDirectory(runs / name)
+    own, here = (Path(os.path.realpath(path)) for path in (run.path, source))
     if store.is_used(name):
-        if source.resolve().is_relative_to(run.path.resolve()):
+        if here.is_relative_to(own):
             raise WrongState(
                 "it is to be deleted: the files of a removed job, or the copy of a killed import",
                 hint="start the server, which deletes it; to keep it, move it away before",
             )
         _discard(connection, runs, name)
     _require_idle(source)
-    if run.path.resolve() == source.resolve():
+    if own == here:
         _add(store, connection, run, config, began)
     else:
         _add_copy(store, connection, source, run, config, began)

@@ -27,7 +27,7 @@ NAMES = {
     "good": JobState.SUCCEEDED,
     "bad fail_at=3": JobState.FAILED,
     "retried crash_at=7 crashes=1": JobState.SUCCEEDED,
-    "stopped pause=0.05": JobState.CANCELLED,
+    "stopped hang_at=7 hangs=1": JobState.CANCELLED,
 }
 
 COUNTED = "--keep-days of a server counts from this import"
