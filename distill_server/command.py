@@ -148,6 +148,8 @@ def _import(runs: Path, database: Path, source: Path) -> None:
             print(f"{one.outcome:<8} {plain(one.name)}: {plain(one.about)}", flush=True)
     counts = ("taken", "known", "refused")
     typer.echo(", ".join(f"{outcomes[name]} {name}" for name in counts), err=True)
+    if outcomes["taken"]:
+        typer.echo("--keep-days of a server counts from this import", err=True)
     if outcomes["refused"]:
         raise typer.Exit(1)
 

@@ -180,10 +180,12 @@ class RunDirectory:
     def config(self) -> AnyJob:
         """Read the resolved job.
 
-        Raises NotFound if there is no job.json, and WrongState if this version cannot read it.
+        Raises NotFound if there is no job.json, WrongState if this version cannot read it, and
+        OSError if it is not a regular file.
         """
         try:
-            return parse_job(self.job_json.read_text())
+            with open_regular(self.job_json) as file:
+                return parse_job(file.read())
         except FileNotFoundError as error:
             raise NotFound(
                 f"{self.path} is not a run directory", hint="it has no job.json"

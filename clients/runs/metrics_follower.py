@@ -100,7 +100,7 @@ def _point_of(line: bytes, attempt: int | None = None) -> Point | None:
         if attempt is not None and found["attempt"] != attempt:
             return None
         return Point(int(found["step"]), _numbers(found))
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         log.warning("metrics.jsonl: skipped an invalid line: %r", line[:200])
         return None
 

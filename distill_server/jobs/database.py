@@ -96,8 +96,11 @@ ALTER TABLE jobs ADD COLUMN labels TEXT NOT NULL DEFAULT '{}';  -- a JSON object
 -- For the jobs of an owner that have yet to be told that they wait for the owner's quota.
 CREATE INDEX jobs_untold ON jobs (owner) WHERE state = 'QUEUED' AND phase = '';
 """
+_IMPORTS = """
+ALTER TABLE jobs ADD COLUMN imported_at REAL NOT NULL DEFAULT 0;  -- 0: it was submitted here
+"""
 # Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
-_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS, _PEOPLE)
+_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS, _PEOPLE, _IMPORTS)
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class Tally:
 def job_of(row: sqlite3.Row) -> Job:
     """Convert a whole row of the table jobs."""
     values = typed(row)
-    for name in ("number", "place", "priority", "queued_at"):
+    for name in ("number", "place", "priority", "queued_at", "imported_at"):
         del values[name]
     labels = json.loads(values["labels"])
     return Job(**values | {"pinned": bool(values["pinned"]), "labels": labels})

@@ -1,31 +1,39 @@
 """Run directories of `distill run`, or of a server whose database is lost, become jobs of a server.
 
-A directory is copied whole, and then its job is added in one transaction. So an import that was
-killed can be repeated: what is a job already is left alone.
+A directory is copied, and then its job is added in one transaction. Until then the copy is listed
+in the table `removals`. So what a killed import leaves is deleted by the next server or import, and
+no other directory is.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clients.config.kinds import AnyJob
+from clients.data.regular_file import open_regular
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory, Status, fsync_directory
 from clients.runs.metrics_follower import MetricsTail
 from distill_server.jobs.database import transaction
 from distill_server.jobs.rows import Attempt, Change, NewJob
 from distill_server.jobs.store import JobStore
+from distill_server.retention.removals import delete_run
 from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rpc.failpoints import failpoint
 
 # As `run_ids` makes them. Nothing else may be part of a path, or of the prefix of an id.
 _ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
 _ATTEMPT = re.compile(r"attempt-([1-9]\d{0,5})")
+# Largest number of an attempt, and of a step: those that the pattern and SQLite allow.
+_MOST_ATTEMPTS, _MOST_STEPS = 999_999, 2**63 - 1
 # The states of an end, and a reason for people where the program gave none.
 _ENDS = {
     "succeeded": ((JobState.SUCCEEDED,), ""),
@@ -59,11 +67,11 @@ def import_runs(connection: sqlite3.Connection, runs: Path, source: Path) -> Ite
         raise InvalidInput(
             f"{source} is a run directory", field="--import", hint="name the directory it is in"
         )
-    found = [path for path in source.iterdir() if path.is_dir() and path.name[0] != "."]
-    for path in sorted(found, key=lambda path: (_times(path)[0], path.name)):
+    found = [path for path in source.iterdir() if path.name[0] != "." and _is_directory(path)]
+    for path in sorted(found, key=lambda path: (_beginning(path), path.name)):
         try:
             yield _imported(connection, runs, path)
-        except (DistillError, OSError, shutil.Error) as error:
+        except (DistillError, OSError, ValueError, OverflowError) as error:
             yield Imported(path.name, "refused", _reason(error))
 
 
@@ -78,36 +86,91 @@ def _imported(connection: sqlite3.Connection, runs: Path, source: Path) -> Impor
     store = JobStore(connection, lambda job_id: None, lambda: ended)
     if store.has(name):
         return Imported(name, "known", f"{store.job(name).state}")
-    if store.is_used(name):
-        raise WrongState("a removed job had this id, and its files are still being deleted")
-    _require_idle(source)
     run = RunDirectory(runs / name)
-    if run.path.resolve() != source.resolve():
+    own, here = (Path(os.path.realpath(path)) for path in (run.path, source))
+    if store.is_used(name):
+        if here.is_relative_to(own):
+            raise WrongState(
+                "it is to be deleted: the files of a removed job, or the copy of a killed import",
+                hint="start the server, which deletes it; to keep it, move it away before",
+            )
+        _discard(connection, runs, name)
+    _require_idle(source)
+    if own == here:
+        _add(store, connection, run, config, began)
+    else:
+        _add_copy(store, connection, source, run, config, began)
+    job = store.job(name)
+    return Imported(name, "taken", f"{job.state} {job.step}/{job.max_steps}")
+
+
+def _add_copy(
+    store: JobStore,
+    connection: sqlite3.Connection,
+    source: Path,
+    run: RunDirectory,
+    config: AnyJob,
+    began: float,
+) -> None:
+    """Copy a run directory and add its job, both or none of it."""
+    if os.path.lexists(run.path):
+        raise WrongState(f"{run.path} exists", hint="move it away, or rename this directory")
+    with transaction(connection):
+        connection.execute("INSERT INTO removals VALUES (?)", (run.path.name,))
+    try:
         _copy(source, run.path)
-    failpoint("run-imported")
+        failpoint("run-imported")
+        _add(store, connection, run, config, began)
+    except BaseException:
+        _discard(connection, run.path.parent, run.path.name)
+        raise
+
+
+def _add(
+    store: JobStore,
+    connection: sqlite3.Connection,
+    run: RunDirectory,
+    config: AnyJob,
+    began: float,
+) -> None:
+    """Add the job of a run directory, which is kept from then on."""
+    name, history = run.path.name, _history(run)
     with transaction(connection):
         store.insert_job(NewJob(name, config, config))
-        for number, changes in _history(run).items():
+        for number, changes in history.items():
             if number > 1:
                 store.next_attempt(name, Attempt(number))
                 store.write(name, Change(JobState.QUEUED))
             for change in changes:
                 store.write(name, change)
-        began_at = "UPDATE jobs SET created_at = :at, started_at = :at WHERE id = :id"
-        connection.execute(began_at, {"at": began, "id": name})
-    job = store.job(name)
-    return Imported(name, "taken", f"{job.state} {job.step}/{job.max_steps}")
+        connection.execute(
+            "UPDATE jobs SET created_at = :at, started_at = :at, imported_at = :now WHERE id = :id",
+            {"at": began, "now": time.time(), "id": name},
+        )
+        connection.execute("DELETE FROM removals WHERE job_id = ?", (name,))
+
+
+def _discard(connection: sqlite3.Connection, runs: Path, name: str) -> None:
+    """Delete a directory that is listed in `removals`, and then its entry there."""
+    delete_run(runs, name)
+    with transaction(connection):
+        connection.execute("DELETE FROM removals WHERE job_id = ?", (name,))
 
 
 def _history(run: RunDirectory) -> dict[int, Sequence[Change]]:
     """Return the changes of each attempt, from 1 on, as a server would have seen them."""
     status = run.read_status() or Status(attempt=1, verdict="running")
+    _require_within("status.json: attempt", status.attempt, 1, _MOST_ATTEMPTS)
+    _require_within("status.json: step", status.step, 0, _MOST_STEPS)
+    _require_within("status.json: max_steps", status.max_steps, 0, _MOST_STEPS)
     matches = (_ATTEMPT.fullmatch(path.name) for path in run.logs(1).parent.glob("attempt-*"))
     numbers = sorted({1, status.attempt, *(int(found[1]) for found in matches if found)})
     history: dict[int, Sequence[Change]] = {}
     for number in numbers:
         tail = MetricsTail(run.metrics, attempt=number, seen_step=-1)
         points = tail.read_all()
+        if points:  # in ascending order
+            _require_within("metrics.jsonl: step", points[-1].step, 0, _MOST_STEPS)
         steps = [Change(step=point.step, metrics=point.metrics) for point in points]
         history[number] = [Change(JobState.PREPARING), Change(JobState.RUNNING), *steps]
     (*before, state), reason = _ENDS[status.verdict]
@@ -123,14 +186,22 @@ def _history(run: RunDirectory) -> dict[int, Sequence[Change]]:
     return history
 
 
+def _require_within(what: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidInput(
+            f"{what} is {value}", hint=f"correct it: a whole number from {least} to {most}"
+        )
+
+
 def _require_idle(path: Path) -> None:
     """Raise WrongState if a program of this machine runs in the directory."""
-    lock = path / ".trainer.lock"
-    if not lock.exists():
+    try:
+        lock = open_regular(path / ".trainer.lock")
+    except FileNotFoundError:
         return
-    with lock.open() as file:
+    with lock:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise WrongState(
                 "a program is running in it", hint="wait for it, or stop it"
@@ -138,12 +209,7 @@ def _require_idle(path: Path) -> None:
 
 
 def _copy(source: Path, path: Path) -> None:
-    """Copy a directory; it has its name when it is whole. An earlier copy is used as it is."""
-    if path.exists():
-        job = RunDirectory(path).job_json
-        if job.exists() and job.read_bytes() == RunDirectory(source).job_json.read_bytes():
-            return
-        raise WrongState(f"{path} exists", hint="move it away, or rename this directory")
+    """Copy a directory; it has its name when it is whole."""
     partial = path.with_name(f".{path.name}.import")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -155,6 +221,22 @@ def _copy(source: Path, path: Path) -> None:
     fsync_directory(path.parent)
 
 
+def _is_directory(path: Path) -> bool:
+    """Return True also if that cannot be known, so that the reason is told."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return True
+
+
+def _beginning(path: Path) -> float:
+    """Return when the run began, in Unix seconds; 0 if that cannot be known."""
+    try:
+        return _times(path)[0]
+    except OSError:
+        return 0.0
+
+
 def _times(path: Path) -> tuple[float, float]:
     """Return when the run began and when its files last changed, in Unix seconds."""
     names = ("job.json", "status.json", "metrics.jsonl", "logs")
@@ -163,8 +245,10 @@ def _times(path: Path) -> tuple[float, float]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, DistillError):
+        return str(error)
     if isinstance(error, shutil.Error):  # a list of (source, copy, why)
         return str(error.args[0][0][2])
-    if isinstance(error, OSError) and not isinstance(error, DistillError):
+    if isinstance(error, OSError):
         return f"{error.filename or 'its files'}: {error.strerror or error}"
-    return str(error)
+    return f"its files cannot be read: {error}"

@@ -26,6 +26,8 @@ from protos.rpc.failpoints import failpoint
 log = logging.getLogger(__name__)
 
 _ENDED = ", ".join(f"'{state}'" for state in sorted(TERMINAL))
+# The condition of `expired` on a job.
+_OVER = f"state IN ({_ENDED}) AND max(ended_at, imported_at) < :before"
 # Children before their parents.
 _DELETIONS = (
     "DELETE FROM events WHERE job_id = :id",
@@ -107,13 +109,13 @@ class Removals:
     def expired(self, before: float, limit: int) -> Sequence[str]:
         """Return the ids of up to `limit` jobs that ended before a Unix time, oldest first.
 
-        Pinned jobs are left out, and those that a job comes after which has not ended by then.
+        An imported job counts as ended when it was imported. Pinned jobs are left out, and those
+        that a job comes after which has not ended by then.
         """
         rows = self._db.execute(
-            f"SELECT id FROM jobs WHERE state IN ({_ENDED}) AND ended_at < :before AND NOT pinned"
-            " AND NOT EXISTS (SELECT 1 FROM dependencies JOIN jobs AS later ON later.id = job_id"
-            f" WHERE before_id = jobs.id AND NOT (later.state IN ({_ENDED})"
-            " AND later.ended_at < :before))"
+            f"SELECT id FROM jobs AS ended WHERE {_OVER} AND NOT pinned"
+            " AND NOT EXISTS (SELECT 1 FROM dependencies JOIN jobs ON id = job_id"
+            f" WHERE before_id = ended.id AND NOT ({_OVER}))"
             " ORDER BY ended_at LIMIT :limit",
             {"before": before, "limit": limit},
         )

@@ -4,7 +4,8 @@ OPTIONS are JSON: `gpus`, how many to divide; `threads`, of a job; `retries`; `c
 "fast": what becomes of time.time; `ranks`, a program of which torch's launcher runs two, with the
 number of the attempt; `ray`, the address of a cluster that runs the jobs, with no launcher;
 `slurm`, options of sbatch: Slurm runs the jobs, with no launcher;
-`linger`, the seconds that a teacher stays without jobs; `tokens`, the lines of a token file.
+`linger`, the seconds that a teacher stays without jobs; `tokens`, the lines of a token file;
+`keep_days`, as the option --keep-days.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def main() -> int:
                     **{**POLICY, "linger": options.get("linger", 60.0)},
                 ),
                 preflight=unchecked,
+                keep_days=options.get("keep_days"),
                 on_end=EndCommand(options["on_end"]) if "on_end" in options else None,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from clients.jobs.client import DistillClient
 from clients.jobs.job import Job, JobState
 from clients.jobs.record import points_of
-from clients.runs.directory import RunDirectory
+from clients.runs.directory import RunDirectory, Status
 from distill_server.jobs.database import open_database
 from distill_server.retention.imports import import_runs
 from protos.errors import InvalidInput
@@ -26,8 +27,10 @@ NAMES = {
     "good": JobState.SUCCEEDED,
     "bad fail_at=3": JobState.FAILED,
     "retried crash_at=7 crashes=1": JobState.SUCCEEDED,
-    "stopped pause=0.05": JobState.CANCELLED,
+    "stopped hang_at=7 hangs=1": JobState.CANCELLED,
 }
+
+COUNTED = "--keep-days of a server counts from this import"
 
 
 def run_import(runs: Path, source: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
@@ -91,7 +94,7 @@ def test_a_lost_database(
     assert [line for line in lines if not line.startswith("taken ")] == [
         f"refused  notes: {server.runs / 'notes'} is not a run directory; it has no job.json"
     ]
-    assert done.stderr == "4 taken, 0 known, 1 refused\n"
+    assert done.stderr.splitlines() == ["4 taken, 0 known, 1 refused", COUNTED]
     (server.runs / "notes").rmdir()
     again = run_import(server.runs, server.runs)
     assert (again.returncode, again.stderr) == (0, "0 taken, 4 known, 0 refused\n")
@@ -108,7 +111,7 @@ def test_a_lost_database(
 def test_into_another_server_and_killed(
     lost: tuple[Server, dict[str, Job], dict[str, object]], tmp_path: Path
 ) -> None:
-    """It dies after the first and the second copy; what it has copied is taken the next time."""
+    """It dies after the first and the second copy, which the next import makes anew."""
     old, jobs, points = lost
     new = Server(tmp_path / "new", slots=4)
     try:
@@ -118,7 +121,7 @@ def test_into_another_server_and_killed(
         assert len([*new.runs.glob("on-policy-*")]) == 2
         (new.runs / ".leftover").mkdir()
         done = run_import(new.runs, old.runs)
-        assert (done.returncode, done.stderr) == (0, "3 taken, 1 known, 0 refused\n")
+        assert (done.returncode, done.stderr) == (0, f"3 taken, 1 known, 0 refused\n{COUNTED}\n")
         check(new, jobs, points)
     finally:
         new.clean_up()
@@ -184,3 +187,118 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with open_database(runs / "server.sqlite") as connection:
         (taken,) = [one for one in import_runs(connection, runs, source) if one.name == "taken"]
     assert (taken.outcome, taken.about) == ("taken", "CANCELLED 0/5")
+
+
+def test_faulty_directories_do_not_end_an_import(tmp_path: Path) -> None:
+    """Each has its line; what surrounds them is taken."""
+    source, runs = tmp_path / "source", tmp_path / "runs"
+    huge = "99999999999999999999"
+    files = {
+        "status-attempt": ("status.json", '{"attempt": 0, "verdict": "running"}'),
+        "status-step": ("status.json", f'{{"attempt": 1, "verdict": "failed", "step": {huge}}}'),
+        "status-huge": ("status.json", f'{{"attempt": {huge}, "verdict": "failed"}}'),
+        "metrics-step": ("metrics.jsonl", f'{{"attempt": 1, "step": {huge}, "loss": 1.0}}\n'),
+        "utf-8": ("job.json", '{"name": "\udcff", "method": {"type": "on_policy"}}'),
+        "a": ("metrics.jsonl", "[" * 200_000 + '\n{"attempt": 1, "step": 1, "loss": 1.0}\n'),
+    }
+    for name in (*files, "job-pipe", "lock-pipe", "no-times", "z"):
+        RunDirectory.create(source / name, job_config(name))
+    for name, (file, text) in files.items():
+        (source / name / file).write_text(text, errors="surrogateescape")
+    (source / "job-pipe" / "job.json").unlink()
+    for pipe in ("job-pipe/job.json", "lock-pipe/.trainer.lock"):
+        os.mkfifo(source / pipe)
+    # These fail in the first look at a directory, also for root, whom no mode of a file stops.
+    (source / "no-times" / "status.json").symlink_to("x" * 300)
+    (source / "no-directory").symlink_to("x" * 300)
+    (source / "closed").mkdir(mode=0)
+    done = run_import(runs, source)
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert lines.pop("taken    a") == "CANCELLED 1/5"
+    assert lines.pop("taken    z") == "CANCELLED 0/5"
+    for name, why in (
+        ("status-attempt", "status.json: attempt is 0; correct it: a whole number from 1 to"),
+        ("status-step", f"status.json: step is {huge}; correct it"),
+        ("status-huge", f"status.json: attempt is {huge}; correct it"),
+        ("metrics-step", f"metrics.jsonl: step is {huge}; correct it"),
+        ("utf-8", "job.json: Invalid JSON: invalid unicode code point"),
+        ("job-pipe", "job.json: not a regular file"),
+        ("lock-pipe", ".trainer.lock: not a regular file"),
+        ("no-times", "status.json: File name too long"),
+        ("no-directory", "File name too long"),
+        ("closed", "has no job.json" if os.geteuid() == 0 else "Permission denied"),
+    ):
+        assert why in lines.pop(f"refused  {name}"), name
+    assert not lines
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == ["a", "z"]
+
+
+def test_a_repaired_directory_is_read_again(tmp_path: Path) -> None:
+    """Also one that went on after an import was killed; the directories of others stay."""
+    source, runs = tmp_path / "source", tmp_path / "runs"
+    for name in ("broken", "later"):
+        RunDirectory.create(source / name, job_config(name))
+    broken, later = (RunDirectory(source / name) for name in ("broken", "later"))
+    broken.write_status(Status(attempt=0, verdict="running"))
+    done = run_import(runs, source, "run-imported:kill:2")
+    assert done.returncode == -signal.SIGKILL
+    assert (runs / "later").exists()
+    assert not (runs / "broken").exists()
+    refused = run_import(runs, runs)
+    assert "refused  later: it is to be deleted" in refused.stdout
+    assert (runs / "later").exists()
+    broken.write_status(Status(attempt=2, verdict="failed", reason="mended", step=3))
+    later.write_status(Status(attempt=1, verdict="succeeded", step=5))
+    later.metrics.write_text('{"attempt": 1, "step": 5, "loss": 1.0}\n')
+    done = run_import(runs, source)
+    assert sorted(done.stdout.splitlines()) == [
+        "taken    broken: FAILED 3/5",
+        "taken    later: SUCCEEDED 5/5",
+    ]
+    assert (runs / "later" / "metrics.jsonl").read_bytes() == later.metrics.read_bytes()
+    with open_database(runs / "server.sqlite") as connection:
+        assert connection.execute("SELECT count(*) FROM removals").fetchone()[0] == 0
+
+
+def test_the_next_server_deletes_what_a_killed_import_copied(tmp_path: Path) -> None:
+    source, new = tmp_path / "source", Server(tmp_path / "new")
+    RunDirectory.create(source / "one", job_config("one"))
+    assert run_import(new.runs, source, "run-imported:kill").returncode == -signal.SIGKILL
+    assert (new.runs / "one" / "job.json").exists()
+    try:
+        new.start()
+        eventually(lambda: not (new.runs / "one").exists())
+        with DistillClient(new.address) as client:
+            assert not [*client.list()]
+        new.kill(signal.SIGTERM)
+        assert run_import(new.runs, source).stdout == "taken    one: CANCELLED 0/5\n"
+    finally:
+        new.clean_up()
+
+
+def test_keep_days_count_from_the_import(tmp_path: Path) -> None:
+    """Of two runs that ended 100 days ago, the one that was imported 31 days ago is removed."""
+    server, day = Server(tmp_path / "runs", keep_days=30), 24 * 3600
+    then = time.time() - 100 * day
+    for name in ("first", "now"):
+        run = RunDirectory.create(server.runs / name, job_config(name))
+        run.write_status(Status(attempt=1, verdict="succeeded", step=5))
+        for file in run.path.iterdir():
+            os.utime(file, (then, then))
+    done = run_import(server.runs, server.runs)
+    assert done.stderr == f"2 taken, 0 known, 0 refused\n{COUNTED}\n"
+    with open_database(server.runs / "server.sqlite") as connection:
+        connection.execute(
+            "UPDATE jobs SET imported_at = imported_at - ? WHERE id = 'first'", (31 * day,)
+        )
+    try:
+        server.start()
+        with DistillClient(server.address) as client:
+            eventually(lambda: [job.id for job in client.list()] == ["now"])
+            assert abs(client.get("now").ended_at - then) < 5, "the end of the run is kept"
+        eventually(lambda: not (server.runs / "first").exists())
+        assert (server.runs / "now" / "job.json").exists()
+    finally:
+        server.clean_up()
