@@ -78,7 +78,7 @@ def _lists(table: Any) -> Mapping[KeyPath, Sequence[Any]]:
                 raise SweepFault(key, f"has {_written(value)} twice; leave one out")
         for other in found:
             if key[: len(other)] == other or other[: len(key)] == key:
-                both = ".".join(min(key, other, key=len))
+                both = ".".join(key if len(key) < len(other) else other)
                 raise SweepFault(key, f"{both} has a list itself; give one of the two a list")
         if key == ("name",) or key[0] == "labels":
             raise SweepFault(key, "each job gets a name and labels by its values; leave it out")
