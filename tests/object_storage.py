@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pytest
 from moto.server import ThreadedMotoServer
+
+from protos.rpc.ports import free_ports
 
 BUCKET = "rows"
 
@@ -16,7 +19,7 @@ class S3Server:
     """Ready when the constructor returns. What it stores outlives `stop` and `start`."""
 
     def __init__(self) -> None:
-        self._port = 0
+        (self._port,) = free_ports(1)
         self.start()
         files = self.file_system()
         files.create_dir(BUCKET)
@@ -24,7 +27,6 @@ class S3Server:
     def start(self) -> None:
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
         self._server.start()
-        _, self._port = self._server.get_host_and_port()
 
     def stop(self) -> None:
         self._server.stop()
@@ -93,3 +95,16 @@ class S3Server:
         kind = {"Content-Type": "text/plain"}
         request = urllib.request.Request(self.address + path, data=body, headers=kind)
         urllib.request.urlopen(request, timeout=10).close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """Of the tests of a module, each with a prefix of its own."""
+    made = S3Server()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    return "".join(sign if sign.isalnum() else "-" for sign in request.node.name)

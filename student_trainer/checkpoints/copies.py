@@ -31,6 +31,7 @@ from urllib.parse import quote
 from accelerate import Accelerator
 from pydantic import ValidationError
 
+from clients.config.difference import first_difference
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob, AnyTraining, parse_job
 from clients.runs.best_step import best_step
@@ -210,20 +211,18 @@ class RunCopies:
         if (found := self._folder.read("job.json")) is None:
             return
         try:
-            there = _values(_comparable(parse_job(found)))
+            there = _comparable(parse_job(found))
         except ValidationError as error:
             raise WrongState(
                 f"{self._url} has the copies of a job that this version cannot read",
                 hint="name another place, or use the version that made them",
             ) from error
-        own = _values(_comparable(self._config))
-        for key in sorted(own | there):
-            if own.get(key) != there.get(key):
-                raise InvalidInput(
-                    f"{self._url} has the copies of a job with another {key}: {there.get(key)!r},"
-                    f" not {own.get(key)!r}",
-                    hint="name another place, give the job another name, or the same values",
-                )
+        if difference := first_difference(there, _comparable(self._config)):
+            key, had, own = difference
+            raise InvalidInput(
+                f"{self._url} has the copies of a job with another {key}: {had!r}, not {own!r}",
+                hint="name another place, give the job another name, or the same values",
+            )
 
     def _fetch_one(self, step: int) -> bool:
         """Fetch a checkpoint and the metrics up to its step; if it is damaged, delete its copy.
@@ -365,20 +364,15 @@ def _comparable(config: AnyJob) -> Mapping[str, Any]:
     return config.model_dump(mode="json", exclude=dict(_FREE))
 
 
-def _values(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of a job by key, such as `train.learning_rate`."""
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        key = f"{above}{name}"
-        found |= _values(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
-    return found
-
-
 def _told(error: Exception) -> Exception:
-    """Return a DistillError that names the key of the job; of a disk that fails, Unavailable."""
+    """Return a DistillError, which all ranks can raise, that names the key of the job.
+
+    Of a disk that fails it is Unavailable, of a file that is away or closed to us WrongState.
+    """
     if isinstance(error, DistillError):
         error.field = error.field or _FIELD
         return error
-    if isinstance(error, OSError) and is_of_a_disk(error):
-        return Unavailable(f"{error.filename}: {error.strerror or error}", field=_FIELD)
+    if isinstance(error, OSError):
+        kind = Unavailable if is_of_a_disk(error) else WrongState
+        return kind(f"{error.filename}: {error.strerror or error}", field=_FIELD)
     return error

@@ -43,7 +43,7 @@ class Forked(Attempt):
         super().__init__(run, number)
         world = processes_of(run.config())
         group = run.logs(number) / "group"
-        self._forks = Forks(world, group, _train, run.path, number, dying, failpoint, death)
+        self._forks = Forks(world, group, train, run.path, number, dying, failpoint, death)
 
     def poll(self) -> int | None:
         return self._forks.poll()
@@ -107,7 +107,7 @@ def finish(run: RunDirectory, attempt: int = 1, *, launched: bool = False) -> Ru
     return run
 
 
-def _train(path: Path, number: int, dying: int, failpoint: str, death: Death | None) -> None:
+def train(path: Path, number: int, dying: int, failpoint: str, death: Death | None) -> None:
     with RunDirectory(path).log_file(number).open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

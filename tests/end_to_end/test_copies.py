@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,16 @@ from clients.runs.metrics_follower import read_points
 from protos.errors import ExitCode
 from tests.end_to_end import processes
 from tests.end_to_end.conftest import Once
-from tests.end_to_end.forked_trainer import _train as train
-from tests.end_to_end.forked_trainer import finish
+from tests.end_to_end.forked_trainer import finish, train
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer, metrics_of, new_run, weights
 from tests.end_to_end.test_remote_submit import as_toml
 from tests.forks import Forks, fork
 
 pytest.importorskip("moto")
 from tests.object_storage import BUCKET, S3Server
+from tests.object_storage import server as storage
+
+__all__ = ["storage"]
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
@@ -37,13 +39,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("default")  # moto's own
 
 STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def storage() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.stop()
 
 
 def job_of(material: Material, **changes: Any) -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -77,13 +76,14 @@ def _run_on(path: Path, job: AnyJob, output: Output) -> ExitCode:
 
     `job`: of the file. Raises InvalidInput (`--dir`) if it is not the job of the directory.
     """
+    from clients.config.difference import first_difference
     from clients.runs.directory import RunDirectory
 
-    made_with, asked = (_values(one.model_dump()) for one in (RunDirectory(path).config(), job))
-    if other := sorted(key for key in made_with | asked if made_with.get(key) != asked.get(key)):
+    made_with = RunDirectory(path).config()
+    if differs := first_difference(made_with.model_dump(), job.model_dump()):
+        key, had, asked = differs
         raise InvalidInput(
-            f"{path} was made with another {other[0]}: {made_with.get(other[0])!r}, not"
-            f" {asked.get(other[0])!r}",
+            f"{path} was made with another {key}: {had!r}, not {asked!r}",
             field="--dir",
             hint="give the same job file and --set, or name another directory;"
             f" distill run --resume {path} continues it as it is",
@@ -228,15 +228,6 @@ def _complete(file: JobFile) -> AnyJob:
     from clients.config.file import localized
 
     return _stored_absolute(localized(judged_beside(file.path, file.config)))
-
-
-def _values(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of a job by key, such as `train.processes`."""
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        key = f"{above}{name}"
-        found |= _values(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
-    return found
 
 
 def _stored_absolute(config: AnyJob) -> AnyJob:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,17 @@ from student_trainer.checkpoints.atomic_directory import write_atomically
 from student_trainer.checkpoints.copies import RunCopies
 
 pytest.importorskip("moto")
-from tests.object_storage import BUCKET, S3Server
+from tests.object_storage import BUCKET, S3Server, prefix, server
+
+__all__ = ["prefix", "server"]
 
 pytestmark = pytest.mark.filterwarnings("default")  # moto's own
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(autouse=True)
 def _environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def prefix(request: pytest.FixtureRequest) -> str:
-    return "".join(sign if sign.isalnum() else "-" for sign in request.node.name)
 
 
 def job(prefix: str, **change: Any) -> SFTJob:
@@ -273,7 +262,7 @@ def test_asked_to_stop_while_the_storage_is_silent(prefix: str, tmp_path: Path) 
 def test_only_a_disk_that_fails_is_unavailable(prefix: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path / "run", job(prefix))
     (machine.run.path / "job.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"job\.json"):
+    with pytest.raises(WrongState, match=r"job\.json: No such file"):
         machine.copies.fetch(None)
     machine.copies.close()
 

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,18 +26,13 @@ from tests.teacher_service.capture.forking import attempt, finish
 from tests.teacher_service.capture.material import capture_here, digests, job
 
 pytest.importorskip("moto")
-from tests.object_storage import BUCKET, S3Server
+from tests.object_storage import BUCKET, S3Server, prefix, server
+
+__all__ = ["prefix", "server"]
 
 pytestmark = pytest.mark.filterwarnings("default")  # moto's own
 
 KILLS = 20
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +40,6 @@ def _environment(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def prefix(request: pytest.FixtureRequest) -> str:
-    """Of this test's own store."""
-    return "".join(sign if sign.isalnum() else "-" for sign in request.node.name)
 
 
 @pytest.fixture
