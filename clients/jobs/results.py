@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from clients.jobs.job import Job
-from clients.runs.best_step import JUDGES
+from clients.runs.best_step import JUDGES, sign_of
 from clients.runs.metrics_follower import Point
 from protos.errors import InvalidInput
-
-# Names of held-out metrics of which the larger, or the smaller, value is the better one.
-_LARGER = re.compile(r"eval/(anchor/)?(reward|accuracy|pass@\d+|maj@\d+)")
-_SMALLER = re.compile(r"eval/(anchor/)?(kl|kl_bound|cross_entropy|perplexity)")
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,7 @@ def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:
         if metric in point.metrics
     ]
     best: Measured | None = None
-    if _LARGER.fullmatch(metric) or _SMALLER.fullmatch(metric):
-        sign = 1.0 if _LARGER.fullmatch(metric) else -1.0
+    if sign := sign_of(metric):
         best = max(found, key=lambda one: (sign * one.value, one.step), default=None)
     return Result(job, found[-1] if found else None, best)
 
@@ -65,7 +59,7 @@ def judging_metric(histories: Iterable[Iterable[Point]]) -> str:
     of those that choose the best checkpoint; "" if none was evaluated.
     """
     measured = {name for points in histories for point in points for name in point.metrics}
-    return next((metric for metric, _ in JUDGES if metric in measured), "")
+    return next((metric for metric in JUDGES if metric in measured), "")
 
 
 def differing_labels(jobs: Sequence[Job]) -> Sequence[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Collection, Iterable
 
 from clients.runs.directory import RunDirectory
@@ -11,13 +12,16 @@ from clients.runs.metrics_follower import Point, read_points
 
 log = logging.getLogger(__name__)
 
-# The first metric in this list that was measured decides. Sign +1: larger is better.
-JUDGES = (
-    ("eval/reward", 1.0),
-    ("eval/kl", -1.0),
-    ("eval/kl_bound", -1.0),
-    ("eval/cross_entropy", -1.0),
-)
+# The first of these that was measured decides.
+JUDGES = ("eval/reward", "eval/kl", "eval/kl_bound", "eval/cross_entropy")
+# Names of held-out metrics of which the larger, or the smaller, value is the better one.
+_LARGER = re.compile(r"eval/(anchor/)?(reward|accuracy|pass@\d+|maj@\d+)")
+_SMALLER = re.compile(r"eval/(anchor/)?(kl|kl_bound|cross_entropy|perplexity)")
+
+
+def sign_of(metric: str) -> float:
+    """Return 1 if the larger value of a metric is better, -1 if the smaller one is, else 0."""
+    return float(bool(_LARGER.fullmatch(metric))) - float(bool(_SMALLER.fullmatch(metric)))
 
 
 def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
@@ -28,9 +32,10 @@ def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
     equal values, the later step is returned.
     """
     measured = {point.step: point.metrics for point in points if point.step in steps}
-    for metric, sign in JUDGES:
+    for metric in JUDGES:
         known = [step for step in measured if metric in measured[step]]
         if known:
+            sign = sign_of(metric)
             return max(known, key=lambda step: (sign * measured[step][metric], step))
     return None
 
@@ -42,13 +47,13 @@ def unproven_gain(points: Iterable[Point], step: int) -> str:
     independent. On the same prompts they are not, which makes the difference more certain.
     """
     measured = {point.step: point.metrics for point in points}
-    for metric, sign in JUDGES:
+    for metric in JUDGES:
         known = [at for at in measured if f"{metric}_stderr" in measured[at]]
         if step not in known or step == known[0]:
             continue
         first, best = measured[known[0]], measured[step]
         error = math.hypot(first[f"{metric}_stderr"], best[f"{metric}_stderr"])
-        if sign * (best[metric] - first[metric]) > 2 * error:
+        if sign_of(metric) * (best[metric] - first[metric]) > 2 * error:
             return ""
         return (
             f"no gain is shown: {metric} is {best[metric]:.4g} at the best step, {step}, and "
