@@ -112,7 +112,8 @@ class Replica:
                 return not_rollouts(self.address)
             # A proxy, or a gateway, answers while the service or its machine is away.
             hint = "check that the service runs"
-            return Unavailable(f"not the {self.name} answers there", field=FIELD, hint=hint)
+            message = f"another program answers in place of the {self.name}"
+            return Unavailable(message, field=FIELD, hint=hint)
         fault = fault_of(error, self.name)
         if call.code() in _AWAY and not isinstance(fault, Unavailable):
             return Unavailable(f"the {self.name} has ended a call", field=FIELD, hint=fault.hint)
