@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,40 +13,26 @@ from transformers import PreTrainedTokenizerFast
 
 from clients.config.offline import OfflineJob
 from clients.runs.directory import RunDirectory
-from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
-from student_trainer.assembly import assemble
-from student_trainer.data.captured_stores import open_stores
-from student_trainer.loop.trainer import Trainer
 from student_trainer.losses.cross_tokenizer import UNIT_TEMPERATURE
-from student_trainer.model.loading import load_model
 from student_trainer.tools.pretrain import make_model, make_tokenizer
 from tests.end_to_end.processes import metrics_of
 from tests.student_trainer import tiny
+from tests.student_trainer.methods.other_tokenizer_material import (
+    TEMPERATURE,
+    WEIGHT,
+    FirstUpdate,
+    first_row,
+    job,
+    pair,
+    teacher,
+    trainer_of,
+)
 from tests.student_trainer.small_store import Text, logprobs_of, sums, write_store
 
+__all__ = ["pair", "teacher"]  # fixtures
+
 TEXTS = sums(40)
-TEMPERATURE = 1.3
-WEIGHT = 0.4
-
-
-@pytest.fixture(scope="module")
-def pair(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
-    """The teacher of `material`, and a student whose tokens are pairs of digits, often."""
-    path = tmp_path_factory.mktemp("pair") / "student"
-    numbers = "=".join(f"{one:02}" for one in range(100)) * 3
-    words = make_tokenizer("bpe", [numbers], 330)
-    torch.manual_seed(3)
-    made = make_model(len(words), words, 1, 32)
-    with torch.no_grad():
-        made.get_input_embeddings().weight.normal_(std=0.3)
-    tiny.save(made, words, path)
-    return replace(material, student=path)
-
-
-@pytest.fixture(scope="module")
-def teacher(material: tiny.Material) -> Any:
-    return load_model(tiny.job(material, student__model=str(material.teacher)).student)
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +40,6 @@ def store(material: tiny.Material, teacher: Any, tmp_path_factory: pytest.TempPa
     path = tmp_path_factory.mktemp("stored") / "store"
     where = str(material.teacher)
     return write_store(path, teacher, TEXTS, temperature=TEMPERATURE, tokenizer=where)
-
-
-def job(pair: tiny.Material, store: Path, **changes: Any) -> OfflineJob:
-    return tiny.offline_job(pair, store, **{"data__tokenizer": "auto", **changes})
-
-
-@contextmanager
-def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
-    config = run.config()
-    assert isinstance(config, OfflineJob)
-    progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
-    made = assemble(config, run, {}, open_stores(config), progress, 1, None)
-    yield made
-    assert made._metrics is not None
-    made._metrics.close()
 
 
 def refused(tmp_path: Path, config: OfflineJob) -> DistillError:
@@ -97,7 +66,7 @@ def expected_losses(
     rows = logprobs_of(teacher, text, TEMPERATURE)
     log_q = rows.gather(1, torch.tensor(ids[start:])[:, None])
     if match == "row":
-        return _first_row(rows[0], table[0], ids[start], words) + (
+        return first_row(rows[0], table[0], ids[start], words) + (
             log_q.sum() - (1 + WEIGHT) * log_p.sum()
         ), len(own)
     lengths = [len(words.decode([one])) for one in own[:-1]]
@@ -110,20 +79,6 @@ def expected_losses(
     return UNIT_TEMPERATURE * kl.sum() - WEIGHT * log_p.sum(), len(own)
 
 
-def _first_row(
-    log_q: torch.Tensor, log_p: torch.Tensor, token: int, words: PreTrainedTokenizerFast
-) -> torch.Tensor:
-    """The control variate where the answer begins; there is no white space, so no other word."""
-    head = log_q.topk(4).indices
-    if token not in head:
-        return torch.zeros((), dtype=torch.float64)
-    characters = tiny.tokenizer()
-    weights = log_q[head].softmax(0) - (head == token).double()
-    texts = [characters.decode([one]) for one in head.tolist()]
-    mapped = [words.eos_token_id if "end" in one else words(one)["input_ids"][0] for one in texts]
-    return (weights * (log_q[head] - log_p[mapped])).sum()
-
-
 @pytest.mark.parametrize("match", ["row", "chunk", "word"])
 @pytest.mark.parametrize("tokens", [1, 12, 100_000])
 def test_the_gradient_is_that_of_the_formula(
@@ -132,35 +87,24 @@ def test_the_gradient_is_that_of_the_formula(
     """From the disk to the gradient, packed or one by one, against plain forward passes."""
     changes: dict[str, Any] = {"method__match": match, "method__cross_entropy": WEIGHT}
     config = job(pair, store, train__tokens_per_micro_batch=tokens, **changes)
-    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
-        means, _ = made._learn(made._steps(1).updates[0])
-        step = [item.sequence for item in made._steps(1).updates[0]]
-        model = made._student.trained.model
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
+    update = FirstUpdate.of(config, tmp_path / "run")
     words = PreTrainedTokenizerFast.from_pretrained(pair.student)
     by_prompt = {tuple(words(_prompt(text))["input_ids"]): text for text in TEXTS}
     losses, counts = zip(
         *[
             expected_losses(
-                model,
+                update.model,
                 teacher,
                 words,
                 by_prompt[tuple(one.token_ids[: one.start].tolist())],
                 match,
             )
-            for one in step
+            for one in update.sequences
         ],
         strict=True,
     )
-    mean = torch.stack(losses).sum() / sum(counts)
-    mean.backward()
-    assert means["tokens"] == sum(counts)
-    assert means["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        error = float((found[name] - parameter.grad).norm() / parameter.grad.norm())
-        assert error < 1e-3, name
+    assert update.means["tokens"] == sum(counts)
+    update.assert_is_that_of(torch.stack(losses).sum() / sum(counts))
 
 
 def _prompt(text: Text) -> str:

@@ -9,21 +9,20 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from clients.runs.directory import RunDirectory
 from student_trainer.losses.cross_tokenizer import UNIT_TEMPERATURE
-from student_trainer.model.loading import load_model
 from tests.student_trainer import tiny
-from tests.student_trainer.methods.test_other_tokenizer_store import (
+from tests.student_trainer.methods.other_tokenizer_material import (
     TEMPERATURE,
     WEIGHT,
-    _first_row,
+    FirstUpdate,
+    first_row,
     job,
     pair,
-    trainer_of,
+    teacher,
 )
 from tests.student_trainer.small_store import Text, logprobs_of, sums, write_store
 
-__all__ = ["pair"]  # a fixture
+__all__ = ["pair", "teacher"]  # fixtures
 
 SIZE = 20
 
@@ -32,11 +31,6 @@ def pieces() -> list[Text]:
     """The documents one after the other, cut after every 20 tokens, as a capture does."""
     ids = [one for text, _ in sums(60) for one in text]
     return [(ids[i : i + SIZE], 1) for i in range(0, len(ids) - SIZE + 1, SIZE)]
-
-
-@pytest.fixture(scope="module")
-def teacher(material: tiny.Material) -> Any:
-    return load_model(tiny.job(material, student__model=str(material.teacher)).student)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +74,7 @@ def expected_losses(
             if match == "row":
                 total = total + log_q - (1 + WEIGHT) * log_p
                 if own[i - 1] == end:
-                    total = total + _first_row(rows[place - 1], table[i - 1], ids[place], words)
+                    total = total + first_row(rows[place - 1], table[i - 1], ids[place], words)
             else:
                 a, b = (of.div(UNIT_TEMPERATURE).exp() for of in (log_q, log_p))
                 kl = a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
@@ -99,25 +93,14 @@ def test_the_gradient_is_that_of_the_formula(
     """From the disk to the gradient, packed or one by one, against plain forward passes."""
     changes: dict[str, Any] = {"method__match": match, "method__cross_entropy": WEIGHT}
     config = job(pair, store, train__tokens_per_micro_batch=tokens, **changes)
-    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
-        means, _ = made._learn(made._steps(1).updates[0])
-        step = [item.sequence for item in made._steps(1).updates[0]]
-        model = made._student.trained.model
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
+    update = FirstUpdate.of(config, tmp_path / "run")
     words = PreTrainedTokenizerFast.from_pretrained(pair.student)
     by_line = {tuple(line_of(ids, words)): ids for ids, _ in pieces()}
     of_pieces = [
-        expected_losses(model, teacher, words, by_line[tuple(one.token_ids.tolist())], match)
-        for one in step
+        expected_losses(update.model, teacher, words, by_line[tuple(one.token_ids.tolist())], match)
+        for one in update.sequences
     ]
     losses, learned = zip(*of_pieces, strict=True)
-    count = sum(one.learned for one in step)
+    count = sum(one.learned for one in update.sequences)
     assert sum(learned) < count
-    mean = torch.stack(losses).sum() / count
-    mean.backward()
-    assert means["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        error = float((found[name] - parameter.grad).norm() / parameter.grad.norm())
-        assert error < 1e-3, name
+    update.assert_is_that_of(torch.stack(losses).sum() / count)

@@ -1,0 +1,104 @@
+"""A student with another tokenizer than the teacher of a store: one token a character."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from clients.config.offline import OfflineJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
+from student_trainer.assembly import assemble
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.data.sequence import TokenSequence
+from student_trainer.loop.trainer import Trainer
+from student_trainer.model.loading import load_model
+from student_trainer.tools.pretrain import make_model, make_tokenizer
+from tests.student_trainer import tiny
+
+TEMPERATURE = 1.3
+WEIGHT = 0.4
+
+
+@pytest.fixture(scope="module")
+def pair(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
+    """The teacher of `material`, and a student whose tokens are pairs of digits, often."""
+    path = tmp_path_factory.mktemp("pair") / "student"
+    numbers = "=".join(f"{one:02}" for one in range(100)) * 3
+    words = make_tokenizer("bpe", [numbers], 330)
+    torch.manual_seed(3)
+    made = make_model(len(words), words, 1, 32)
+    with torch.no_grad():
+        made.get_input_embeddings().weight.normal_(std=0.3)
+    tiny.save(made, words, path)
+    return replace(material, student=path)
+
+
+@pytest.fixture(scope="module")
+def teacher(material: tiny.Material) -> Any:
+    return load_model(tiny.job(material, student__model=str(material.teacher)).student)
+
+
+def job(pair: tiny.Material, store: Path, **changes: Any) -> OfflineJob:
+    return tiny.offline_job(pair, store, **{"data__tokenizer": "auto", **changes})
+
+
+@contextmanager
+def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
+    config = run.config()
+    assert isinstance(config, OfflineJob)
+    progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
+    made = assemble(config, run, {}, open_stores(config), progress, 1, None)
+    yield made
+    assert made._metrics is not None
+    made._metrics.close()
+
+
+def first_row(
+    log_q: torch.Tensor, log_p: torch.Tensor, token: int, words: PreTrainedTokenizerFast
+) -> torch.Tensor:
+    """The control variate where an answer begins; there is no white space, so no other word."""
+    head = log_q.topk(4).indices
+    if token not in head:
+        return torch.zeros((), dtype=torch.float64)
+    characters = tiny.tokenizer()
+    weights = log_q[head].softmax(0) - (head == token).double()
+    texts = [characters.decode([one]) for one in head.tolist()]
+    mapped = [words.eos_token_id if "end" in one else words(one)["input_ids"][0] for one in texts]
+    return (weights * (log_q[head] - log_p[mapped])).sum()
+
+
+@dataclass(frozen=True)
+class FirstUpdate:
+    """Of a job: its mean metrics, its sequences, its gradients by name, and the model before it."""
+
+    means: Mapping[str, float]
+    sequences: Sequence[TokenSequence]
+    model: Any
+    gradients: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, config: OfflineJob, path: Path) -> FirstUpdate:
+        with trainer_of(RunDirectory.create(path, config)) as made:
+            means, _ = made._learn(made._steps(1).updates[0])
+            sequences = [item.sequence for item in made._steps(1).updates[0]]
+            model = made._student.trained.model
+        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return cls(means, sequences, model, found)
+
+    def assert_is_that_of(self, mean: torch.Tensor) -> None:
+        """`mean`: the loss a token, made with `model`."""
+        mean.backward()
+        assert self.means["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
+            error = float((self.gradients[name] - parameter.grad).norm() / parameter.grad.norm())
+            assert error < 1e-3, name
