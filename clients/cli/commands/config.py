@@ -54,12 +54,11 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON Schema of job files, for editors."""
-    from pydantic import TypeAdapter
+    from clients.config.kinds import KINDS
+    from clients.config.schema import schema_of
 
-    from clients.config.kinds import KINDS, AnyJob
-
-    kind: Any = KINDS[method] if method else AnyJob
-    print(json.dumps(TypeAdapter(kind).json_schema(), indent=2))
+    kinds = [KINDS[method]] if method else [*KINDS.values()]
+    print(json.dumps(schema_of(kinds), indent=2))
 
 
 def print_values(output: Output, files: Sequence[JobFile]) -> None:
