@@ -57,15 +57,22 @@ class _Draft:
         if any(path[: len(key)] == key for key in self.overridden):
             return "--set"
         line = self.parsed.line_of(path) or self.parsed.lines.get((), 0)
+        # An override or a list of the sweep made a table where a value belongs.
         if not line and any(key[: len(path)] == path for key in self.overridden):
-            return "--set"  # the override made a table where a value belongs
+            return "--set"
+        if inside := next(
+            (key for key in self.swept if not line and key[: len(path)] == path), None
+        ):
+            return self.source_of_list(inside)
         return f"{self.name}:{line}" if line else self.name
 
     def source_of_list(self, key: KeyPath) -> str:
-        """Return where the sweep has the list of a key: in tables, or as "a.b" in quotes."""
+        """Return where the sweep has the list of a key: in tables, or with dots in quotes."""
         if (LABEL, *key) in self.overridden:
             return "--set"
-        line = max(self.parsed.line_of((LABEL, *key)), self.parsed.line_of((LABEL, ".".join(key))))
+        dotted, lines = ".".join((LABEL, *key)), self.parsed.lines
+        found = (line for path, line in lines.items() if ".".join(path) == dotted)
+        line = max(found, default=self.parsed.line_of((LABEL, *key)))
         return f"{self.name}:{line}" if line else self.name
 
 
