@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -28,6 +29,7 @@ PATIENCE_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _CHUNK_BYTES = 8 << 20
 _CONNECT_SECONDS, _REQUEST_SECONDS = 10, 60
+_GOOGLE_SECONDS = 5  # in which Google's library repeats a request itself; by default 15 minutes
 _READS = 3  # of a manifest that is damaged
 _CLAIM = "writer"  # the object that names the process that may write
 # Of the messages of pyarrow, which has no codes.
@@ -36,6 +38,7 @@ _DENIED = (
     *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "EXPIRED_TOKEN"),
     *("SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT", "HTTP status 401", "HTTP status 403"),
     *("PERMISSION_DENIED", "UNAUTHENTICATED", "ExpiredToken", "InvalidToken"),
+    "Could not create a OAuth2 access token",
 )
 
 _T = TypeVar("_T")
@@ -172,10 +175,12 @@ class ObjectFolder:
         self._delete(name)
 
     def delete_folder(self, name: str) -> None:
-        """Delete a folder with its files; as `write`."""
+        """Delete a folder with its files, if there is one; as `write`."""
         self._own()
-        with suppress(FileNotFoundError):
-            self._retried(lambda: self._files.delete_dir(self._path(name)))
+        if any(path.startswith(f"{name}/") for path in self.tree()):
+            # Google's has no object for the folder itself.
+            with suppress(FileNotFoundError):
+                self._retried(lambda: self._files.delete_dir(self._path(name)))
 
     def facts(self, name: str = "") -> dict[str, tuple[int, int]]:
         """Return size in bytes and time of change in ns of each file, or of one with this name."""
@@ -283,7 +288,11 @@ def _file_system(scheme: str, bucket: str) -> Any:
     from pyarrow import fs
 
     if scheme == "gs":
-        return fs.GcsFileSystem()
+        # An emulator, named by the variable of Google's own libraries, has no credentials.
+        return fs.GcsFileSystem(
+            anonymous="CLOUD_STORAGE_EMULATOR_ENDPOINT" in os.environ,
+            retry_time_limit=timedelta(seconds=_GOOGLE_SECONDS),
+        )
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     region = None
     if not (endpoint or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
