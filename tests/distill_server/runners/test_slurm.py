@@ -17,7 +17,7 @@ import pytest
 
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
-from clients.jobs.job import Job, JobState
+from clients.jobs.job import Job, JobEvent, JobState
 from clients.runs.directory import RunDirectory
 from distill_server.runners.local.process import family, kill_family
 from distill_server.runners.local.shim_files import card_of
@@ -204,6 +204,12 @@ def test_scancel_leaves_a_checkpoint(cluster: SlurmCluster, start_server: StartS
         check(history, server, client, [job])
 
 
+def queued_again(client: DistillClient, job: Job) -> JobEvent:
+    """The first event of the job's second attempt, which may have started since."""
+    eventually(lambda: client.get(job.id).attempt == 2)
+    return next(event for event in client.history(job.id) if event.attempt == 2)
+
+
 @pytest.mark.parametrize("partition", ["work", "strict"])
 def test_preemption_costs_no_retry(
     cluster: SlurmCluster, start_server: StartServer, partition: str
@@ -214,8 +220,7 @@ def test_preemption_costs_no_retry(
         job = client.submit(with_processes(job_config("pause=0.05 every=1000000", 1_000_000), 1))
         eventually(lambda: client.get(job.id).step >= 3)
         cluster.call(*URGENT, "--wrap=sleep 1000")
-        eventually(lambda: client.get(job.id).attempt == 2)
-        again = client.get(job.id)
+        again = queued_again(client, job)
         assert "preempted" in again.reason or "stopped by SIGTERM" in again.reason, again.reason
         run = RunDirectory(server.runs / job.id)
         assert run.checkpoint_steps() == (again.step,)
@@ -236,8 +241,7 @@ def test_a_node_that_fails_costs_no_retry(cluster: SlurmCluster, start_server: S
         job = client.submit(job_config("pause=0.05", 1_000_000))
         eventually(lambda: client.get(job.id).step >= 3)
         cluster.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
-        eventually(lambda: client.get(job.id).attempt == 2)
-        assert "NODE_FAIL" in client.get(job.id).reason
+        assert "NODE_FAIL" in queued_again(client, job).reason
         # The node comes back by itself: its slurmd is alive (ReturnToService).
         eventually(lambda: client.get(job.id).state is JobState.RUNNING)
         client.cancel(job.id)
@@ -489,12 +493,11 @@ def test_the_time_limit_costs_no_retry(start_server: StartServer) -> None:
     server, history = start_server("time=1", retries=0), History()
     with DistillClient(server.address) as client:
         job = client.submit(job_config("pause=0.05 every=1000000", 1_000_000))
-        eventually(lambda: client.get(job.id).attempt == 2)
-        assert "time limit" in client.get(job.id).reason
-        step = client.get(job.id).step
-        eventually(lambda: client.get(job.id).step > step)
+        again = queued_again(client, job)
+        assert "time limit" in again.reason
+        eventually(lambda: client.get(job.id).step > again.step)
         log = (server.runs / job.id / "logs/attempt-2/rank-0.log").read_text()
-        assert f"attempt 2 starts after step {step}\n" in log
+        assert f"attempt 2 starts after step {again.step}\n" in log
         client.cancel(job.id)
         assert client.wait(job.id, timeout=PATIENCE).reason == "cancelled on request"
         check(history, server, client, [job])
