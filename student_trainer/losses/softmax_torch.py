@@ -14,8 +14,8 @@ from student_trainer.losses.logit_map import Curve
 _NOTHING = -1e4
 # Larger than any product.
 _HUGE = 1e30
-# Size of a block of columns: small enough to stay in the CPU cache for all operations on it.
-_BLOCK_BYTES = 2 << 20
+# Of a block of columns and its buffers: small enough to stay in the CPU cache for all operations.
+_BLOCK_BYTES = 4 << 20
 
 
 def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,32 +29,41 @@ def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tenso
     # The maximum of a row of -inf is -inf, and -inf - (-inf) would be NaN.
     top = curve(logits.amax(1)).clamp_(min=lowest)
     total, weighted = torch.zeros_like(top), torch.zeros_like(top)
-    columns = max(1, _BLOCK_BYTES // (logits.element_size() * max(1, len(logits))))
+    # Allocated once: the kernel would clear the pages of a new buffer for every block.
+    buffers = 1 if curve.height is None else 2
+    columns = _BLOCK_BYTES // ((1 + buffers) * logits.element_size() * max(1, len(logits)))
+    columns = min(max(1, columns), logits.shape[1])
+    spare = [logits.new_empty(len(logits), columns) for _ in range(buffers)]
     for block in torch.split(logits, columns, 1):
-        flatness = _below(curve, block, top)
-        exp = block.exp()
+        exp, *flatness = [one[:, : block.shape[1]] for one in spare]
+        _below(curve, block, top, exp, *flatness)
+        torch.exp(block, out=exp)
         total += exp.sum(1)
         weighted += block.mul_(exp).sum(1)
-        if flatness is None:
-            block.copy_(exp)
+        if flatness:
+            torch.mul(exp, flatness[0], out=block)
         else:
-            torch.mul(exp, flatness, out=block)
+            block.copy_(exp)
     return top, total, weighted
 
 
-def _below(curve: Curve, block: Tensor, top: Tensor) -> Tensor | None:
-    """Replace `block` by curve(block) - top; return the slopes over the steepest, None if all 1."""
-    if curve.height is None:
+def _below(
+    curve: Curve, block: Tensor, top: Tensor, spare: Tensor, flatness: Tensor | None = None
+) -> None:
+    """Replace `block` by curve(block) - top, and `flatness` by the slopes over the steepest.
+
+    `flatness` is given if the curve has a height; otherwise all of them are 1. Overwrites `spare`.
+    """
+    if flatness is None:
         if curve.width != 1:
             block.div_(curve.width)
         block.sub_(top[:, None]).clamp_(min=_NOTHING)
-        return None
+        return
     # 0 where an id counts, else -inf, which tanh would make -1. A comparison would take longer.
-    below = torch.add(block, _HUGE).clamp_(max=0).sub_(top[:, None])
+    below = torch.add(block, _HUGE, out=spare).clamp_(max=0).sub_(top[:, None])
     block.div_(curve.width).tanh_()
-    flatness = torch.addcmul(block.new_ones(()), block, block, value=-1)
+    torch.addcmul(block.new_ones(()), block, block, value=-1, out=flatness)
     torch.add(below, block, alpha=curve.height, out=block).clamp_(min=_NOTHING)
-    return flatness
 
 
 def scaled_exp(logits: Tensor, top: Tensor, scale: Tensor, curve: Curve, out: Tensor) -> Tensor:
