@@ -31,10 +31,10 @@ from urllib.parse import quote
 from accelerate import Accelerator
 from pydantic import ValidationError
 
-from clients.config.difference import first_difference
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob, AnyTraining, parse_job
 from clients.runs.best_step import best_step
+from clients.runs.difference import first_difference
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.metrics_follower import read_points
 from clients.runs.progress import Cancelled, Progress, is_of_a_disk

@@ -76,7 +76,7 @@ def _run_on(path: Path, job: AnyJob, output: Output) -> ExitCode:
 
     `job`: of the file. Raises InvalidInput (`--dir`) if it is not the job of the directory.
     """
-    from clients.config.difference import first_difference
+    from clients.runs.difference import first_difference
     from clients.runs.directory import RunDirectory
 
     made_with = RunDirectory(path).config()
