@@ -65,7 +65,10 @@ class Cluster:
         """Ray's own, of whose command line `word` is a part."""
         found = []
         for node in self._nodes:
-            for one in psutil.Process(node.pid).children(recursive=True):
+            children = []
+            with contextlib.suppress(psutil.NoSuchProcess):  # a node that ended by itself
+                children = psutil.Process(node.pid).children(recursive=True)
+            for one in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if word in " ".join(one.cmdline()):
                         found.append(one)
@@ -73,10 +76,11 @@ class Cluster:
 
     def kill(self) -> None:
         """As machines that lose their power."""
-        for process in [*self.processes(), *(psutil.Process(node.pid) for node in self._nodes)]:
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         for node in self._nodes:
+            node.kill()
             node.wait(20)
         self._nodes.clear()
         shutil.rmtree(self._place, ignore_errors=True)

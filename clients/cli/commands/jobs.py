@@ -345,8 +345,9 @@ def _kl_or_loss(row: Mapping[str, Any]) -> str:
 
 
 def _why(row: Mapping[str, Any]) -> str:
-    """Return what a queued job waits for, or else the reason of its state."""
-    waits = row["state"] is JobState.QUEUED and row["phase"].startswith("WAITING ")
+    """Return what a job that does not run yet waits for, or else the reason of its state."""
+    queued = row["state"] is JobState.QUEUED and row["phase"].startswith("WAITING ")
+    waits = queued or row["state"] is JobState.PREPARING
     return str(row["phase"] if waits else row["reason"])
 
 

@@ -10,6 +10,9 @@ const MARGIN = {left: 46, right: 12, top: 10, bottom: 22};
 const MOST_COLOURS = 6;
 // Lines with at most this many points also get dots, so that rare evaluations are visible.
 const FEW_POINTS = 60;
+// Pixels of the widest character of a tick, and between a tick and its line.
+const CHARACTER = 6.6;
+const GAP = 6;
 // A shorter drag is a click.
 const DRAG_PIXELS = 6;
 
@@ -53,10 +56,15 @@ export class Curve {
     this.x = {low, high: high > low ? high : low + 1, log: false};
     for (const line of this.lines) this.cut(line);
     this.y = domain(this.lines.flatMap((line) => line.seen), this.spec);
+    const {low: bottom, high: top, log} = this.y;
+    this.ticks = log ? logTicks(bottom, top) : linearTicks(bottom, top, 4);
+    this.labels = this.spec.percent ? this.ticks.map(percent) : tickLabels(this.ticks);
+    const longest = Math.max(...this.labels.map((label) => label.length));
+    this.left = Math.max(MARGIN.left, GAP + CHARACTER * longest);
     this.drawing.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.drawing.setAttribute("width", this.width);
     this.mark = svg("g", {class: "mark"});
-    const [left, right] = [MARGIN.left - 4, this.width - MARGIN.right + 4];
+    const [left, right] = [this.left - 4, this.width - MARGIN.right + 4];
     // A nested drawing cuts off what is outside of the zoomed range.
     const inner = {x: left, y: 0, width: right - left, height: HEIGHT};
     this.drawing.replaceChildren(this.grid(),
@@ -80,7 +88,7 @@ export class Curve {
   }
 
   across(x) {
-    return MARGIN.left + share(x, this.x) * (this.width - MARGIN.left - MARGIN.right);
+    return this.left + share(x, this.x) * (this.width - this.left - MARGIN.right);
   }
 
   down(value) {
@@ -90,14 +98,11 @@ export class Curve {
   grid() {
     const group = svg("g", {class: "grid"});
     const right = this.width - MARGIN.right;
-    const {low, high, log} = this.y;
-    const ticks = log ? logTicks(low, high) : linearTicks(low, high, 4);
-    const labels = this.spec.percent ? ticks.map(percent) : tickLabels(ticks);
-    for (const [index, tick] of ticks.entries()) {
+    for (const [index, tick] of this.ticks.entries()) {
       const y = this.down(tick);
       group.append(
-        svg("line", {x1: MARGIN.left, x2: right, y1: y, y2: y}),
-        svg("text", {x: MARGIN.left - 6, y: y + 4, "text-anchor": "end"}, labels[index]));
+        svg("line", {x1: this.left, x2: right, y1: y, y2: y}),
+        svg("text", {x: this.left - GAP, y: y + 4, "text-anchor": "end"}, this.labels[index]));
     }
     const {unit} = this.view;
     for (const tick of unit.ticks(this.x.low, this.x.high, Math.max(2, this.width / 110))) {
@@ -154,8 +159,8 @@ export class Curve {
   /** Returns the x value under the pointer, within the range. */
   under(event) {
     const box = this.drawing.getBoundingClientRect();
-    const inner = this.width - MARGIN.left - MARGIN.right;
-    const way = ((event.clientX - box.left) * (this.width / box.width) - MARGIN.left) / inner;
+    const inner = this.width - this.left - MARGIN.right;
+    const way = ((event.clientX - box.left) * (this.width / box.width) - this.left) / inner;
     return this.x.low + Math.min(1, Math.max(0, way)) * (this.x.high - this.x.low);
   }
 

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from distill_server.runners.local.process import claim, write_json
 from distill_server.runners.order import TrainerOrder, take_order
 from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
 from distill_server.runners.ray.jobs import shown
-from distill_server.runners.ray.places import Place, rank_variables
+from distill_server.runners.ray.places import Place, rank_variables, shortage
 from distill_server.runners.ray.rank import Rank
 
 _LOOK_SECONDS = 0.5
@@ -67,6 +67,7 @@ class Driver:
         self._terminated = False
         self._ranks: list[Any] = []
         self._engines: Engines | None = None
+        self._lacking = ""
         self._lost: dict[int, str] = {}  # Ray's messages about lost processes, by rank
         signal.signal(signal.SIGTERM, self._on_sigterm)  # replaces the handler of ray.init
 
@@ -81,7 +82,7 @@ class Driver:
         bundles += [{"CPU": order.cpus, "GPU": order.engine_gpus}] * order.engines
         group = placement_group(bundles, strategy="PACK")
         running: dict[Any, int] | None = None
-        if self._comes(old.are_gone) and self._comes(lambda: group.wait(_LOOK_SECONDS)):
+        if self._comes(old.are_gone) and self._comes(lambda: self._is_placed(group, bundles)):
             running = self._start(group)
         if running is None:
             if not is_fenced():
@@ -115,6 +116,16 @@ class Driver:
             if self._terminated or is_fenced() or self._run.read_control().stop:
                 return False
         return True
+
+    def _is_placed(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> bool:
+        """Wait a moment for places; without them, tell the server what is lacking."""
+        if group.wait(_LOOK_SECONDS):
+            return True
+        why = shortage(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        if why != self._lacking:
+            self._lacking = why
+            write_json(self._directory / "waiting.json", {"for": why})
+        return False
 
     def _start(self, group: Any) -> dict[Any, int] | None:
         """Start all processes; return their ranks by the Ray object of their exit code.

@@ -1,8 +1,9 @@
-"""The places of an attempt's processes on the cluster, and the variables derived from them."""
+"""The places of an attempt's processes on the cluster, what they wait for, and their variables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -17,6 +18,25 @@ class Place:
     address: str
     gpus: tuple[str, ...]
     port: int
+
+
+def shortage(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
+    """Tell what processes that have no place wait for: a node, or room on the nodes.
+
+    `bundles` have the CPUs and GPUs of each process, and `nodes` those of each living node.
+    """
+    counts = Counter(
+        tuple((name, amount) for name, amount in bundle.items() if amount) for bundle in bundles
+    )
+    for wanted in counts:
+        if not any(all(node.get(name, 0) >= n for name, n in wanted) for node in nodes):
+            return f"no node has {_words(wanted)}"
+    wishes = [f"{count} x ({_words(wanted)})" for wanted, count in counts.items()]
+    return f"no room for {' and '.join(wishes)}"
+
+
+def _words(wanted: Sequence[tuple[str, float]]) -> str:
+    return " and ".join(f"{n:g} {name}{'s' if n != 1 else ''}" for name, n in wanted)
 
 
 def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:

@@ -1,8 +1,8 @@
 """Runs each attempt on a Ray cluster as one Ray job, which is started at most once.
 
 The driver of that job (`ray.driver`) and the server share only the run directory. A claim file
-there decides whether the attempt may start, and exit.json holds its exit code. All other state
-comes from Ray.
+there decides whether the attempt may start, waiting.json says why it does not, and exit.json holds
+its exit code. All other state comes from Ray.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clients.config.kinds import AnyJob, SamplingJob
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import rollouts_command, trainer_command
 from distill_server.runners.interface import CommandFactory, Exited, Lost, Outcome, Running
-from distill_server.runners.local.process import claim
+from distill_server.runners.local.process import claim, read_json
 from distill_server.runners.local.shim_files import exit_code_of
 from distill_server.runners.machine import Share
 from distill_server.runners.order import attempt_name, place_order
@@ -84,7 +84,7 @@ class RayRunner:
                 self._forget(name, directory)
                 return _ending(answer, run, attempt)
             return Running()
-        return Running("" if _has_begun(directory) else "waiting for the Ray cluster")
+        return Running("" if _has_begun(directory) else _waiting(directory))
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """Stop the driver, which reads from control.json whether to stop at once. Repeatable."""
@@ -117,6 +117,11 @@ def _engines_of(config: AnyJob, share: Share, processes: int) -> dict[str, Any]:
 
 def _has_begun(directory: Path) -> bool:
     return (directory / "rank-0" / "shim.json").exists()
+
+
+def _waiting(directory: Path) -> str:
+    why = (read_json(directory / "waiting.json") or {}).get("for")
+    return f"waiting for the Ray cluster: {why}" if why else "waiting for the Ray cluster"
 
 
 def _ending(answer: Absent | Present, run: RunDirectory, attempt: int) -> Exited | Lost:

@@ -1,6 +1,6 @@
-"""Prometheus and Alertmanager on free ports, with the files of deploy/monitoring.
+"""Prometheus and Alertmanager on free ports, installed as docs/operations.md says.
 
-Of the copies that they read, only addresses and durations differ.
+Of the copies of deploy/monitoring that they read, only addresses and durations differ.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import subprocess
 import threading
 import urllib.parse
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from protos.rpc.ports import free_ports
-from tests.deploy.monitoring.files import FILES
 from tests.distill_server.conftest import eventually
+from tests.documents import ROOT, blocks
 
 
 class Prometheus:
@@ -66,40 +67,49 @@ def monitoring(home: Path, targets: Mapping[str, str]) -> Iterator[tuple[Prometh
     messages = Messages()
     with _receiver(messages) as port, contextlib.ExitStack() as stack:
         here, alerts = free_ports(2)
-        text = (FILES / "alertmanager.yml").read_text().replace(":9095/", f":{port}/")
-        waits = r"(group_wait|group_interval): \w+"
-        (home / "alertmanager.yml").write_text(_change(waits, r"\1: 1s", text))
-        rules = (FILES / "rules.yml").read_text()
-        (home / "rules.yml").write_text(_change(r"for: \d+m", "for: 1s", rules))
-        (home / "prometheus.yml").write_text(_scraping(targets, alerts))
-        for words in (
-            [
-                "prometheus-alertmanager",
-                f"--storage.path={home}/alerts",
-                "--cluster.listen-address=",
-            ],
-            ["prometheus", f"--storage.tsdb.path={home}/series"],
+        options = _install(home)
+        files = home / "etc" / "prometheus"
+        _edit(files / "alertmanager.yml", r"(group_wait|group_interval): \w+", r"\1: 1s")
+        _edit(files / "alertmanager.yml", ":9095/", f":{port}/")
+        _edit(files / "rules.yml", r"for: \d+m", "for: 1s")
+        _edit(files / "prometheus.yml", r"(\w+_interval): 15s", r"\1: 1s")
+        _edit(files / "prometheus.yml", ":9093", f":{alerts}")
+        for job, target in targets.items():
+            place = rf'(job_name: {job}\n.*\n.*targets: \[)"[^"]+"'
+            _edit(files / "prometheus.yml", place, rf'\1"{target}"')
+        for program, storage in (
+            ("prometheus-alertmanager", f"--storage.path={home}/alerts"),
+            ("prometheus", f"--storage.tsdb.path={home}/series"),
         ):
-            name = words[0].removeprefix("prometheus-")
-            words += [f"--config.file={home}/{name}.yml", "--log.level=warn"]
-            words += [f"--web.listen-address=127.0.0.1:{here if name == 'prometheus' else alerts}"]
+            name = program.removeprefix("prometheus-")
+            given = options[program].replace(":9090", f":{here}").replace(":9093", f":{alerts}")
+            words = [program, *shlex.split(given), storage, "--log.level=warn"]
+            words += [f"--config.file={files}/{name}.yml"]
             stack.enter_context(_process(words, home / f"{name}.log"))
         eventually(lambda: _answers(here) and _answers(alerts))
         yield Prometheus(here), messages
 
 
-def _scraping(targets: Mapping[str, str], alerts: int) -> str:
-    text = (FILES / "prometheus.yml").read_text()
-    text = _change(r"(\w+_interval): 15s", r"\1: 1s", text).replace(":9093", f":{alerts}")
-    for job, target in targets.items():
-        text = _change(rf'(job_name: {job}\n.*\n.*targets: \[)"[^"]+"', rf'\1"{target}"', text)
-    return text
+def _install(home: Path) -> Mapping[str, str]:
+    """Run the commands of the document, with `home` as the root; the options of each service."""
+    for folder in ("default", "prometheus"):
+        (home / "etc" / folder).mkdir(parents=True)
+    (block,) = blocks("docs/operations.md", "monitoring")
+    commands = block.body.replace("/etc/", f"{shlex.quote(str(home))}/etc/")
+    silent = "apt-get() { :; }; systemctl() { :; }"
+    subprocess.run(["bash", "-euc", f"{silent}\n{commands}"], cwd=ROOT, check=True)
+    options = {}
+    for path in (home / "etc" / "default").iterdir():
+        found = re.fullmatch(r'ARGS="(.*)"\n', path.read_text())
+        assert found, path
+        options[path.name] = found[1]
+    return options
 
 
-def _change(pattern: str, replacement: str, text: str) -> str:
-    changed, count = re.subn(pattern, replacement, text)
+def _edit(path: Path, pattern: str, replacement: str) -> None:
+    changed, count = re.subn(pattern, replacement, path.read_text())
     assert count, pattern
-    return changed
+    path.write_text(changed)
 
 
 @contextlib.contextmanager

@@ -186,6 +186,27 @@ def test_ticks_are_told_apart(site: Site, browser: Browser) -> None:
         ]
 
 
+def test_long_ticks_are_not_cut_off(site: Site, browser: Browser) -> None:
+    """Importance weights of a sampler that is hardly behind, and a tiny KL."""
+    browser.open(f"{site.url}/#/")
+    for values in ([0.9999989, 1, 1.0000011], [1.1e-13, 1.5e-13], [0.5, 1]):
+        outside, left = browser.run(
+            "return Promise.all([import('/curve.js'), import('/chart_view.js')])"
+            ".then(([{Curve}, {ChartView}]) => {"
+            "  const curve = new Curve({title: 'x', unit: ''}, new ChartView(() => {}));"
+            "  document.querySelector('main').append(curve.element);"
+            f"  const values = {values}, steps = values.map((_, step) => step);"
+            "  const line = {label: 'x', colour: 0, held: true, steps, values};"
+            "  curve.draw([line], {low: 0, high: steps.length - 1});"
+            "  const edge = curve.drawing.getBoundingClientRect().left;"
+            "  const ticks = [...curve.drawing.querySelectorAll('.grid text')];"
+            "  const cut = ticks.filter((tick) => tick.getBoundingClientRect().left < edge);"
+            "  return [cut.map((tick) => tick.textContent), curve.left]; })"
+        )
+        assert outside == []
+        assert (left > 46) is (max(values) != 1), values
+
+
 def test_colours_tell_how_a_job_ended(site: Site, browser: Browser) -> None:
     fill = (
         "return getComputedStyle(document.querySelector('main progress'))"

@@ -147,8 +147,9 @@ def test_waiting_for_more_than_there_is(start_server: Callable[..., Server]) -> 
         history.submitted("", job.id)
         claimed = server.runs / job.id / "logs/attempt-1/claim"
         eventually(claimed.exists)
-        waiting = client.get(job.id)
-        assert (waiting.state, waiting.phase) == (JobState.PREPARING, "waiting for the Ray cluster")
+        why = "waiting for the Ray cluster: no node has 1 CPU and 1 GPU"
+        eventually(lambda: client.get(job.id).phase == why)
+        assert client.get(job.id).state == JobState.PREPARING
         client.cancel(job.id)
         ended = client.wait(job.id, timeout=PATIENCE)
         assert (ended.state, ended.reason) == (JobState.CANCELLED, "cancelled on request")

@@ -26,7 +26,7 @@ from distill_server.runners.order import take_order
 from distill_server.runners.ray import runner as ray_runner
 from distill_server.runners.ray.cluster import RayCluster
 from distill_server.runners.ray.jobs import Absent, Answer, Present, RayJobs
-from distill_server.runners.ray.places import Place, rank_variables
+from distill_server.runners.ray.places import Place, rank_variables, shortage
 from distill_server.runners.ray.runner import RayRunner
 from protos.auth.scoped_token import scoped_token
 from protos.errors import InvalidInput, Unavailable, WrongState
@@ -180,6 +180,8 @@ def test_an_attempt_waits_runs_and_ends(run: RunDirectory, jobs: ScriptedJobs) -
     runner = runner_of(jobs)
     start(runner, run)
     comes(runner, run, Running("waiting for the Ray cluster"))
+    write_json(run.logs(1) / "waiting.json", {"for": "no node has 8 CPUs"})
+    comes(runner, run, Running("waiting for the Ray cluster: no node has 8 CPUs"))
     rank = run.logs(1) / "rank-0"
     rank.mkdir()
     write_json(rank / "shim.json", {})
@@ -416,3 +418,20 @@ def test_variables_of_ranks() -> None:
     ]
     # One alone is no group, and sees no GPU that it was not given.
     assert rank_variables([Place("a", "10.0.0.1", (), 4001)]) == [{"CUDA_VISIBLE_DEVICES": ""}]
+
+
+@pytest.mark.parametrize(
+    ("bundles", "why"),
+    [
+        ([{"CPU": 8, "GPU": 0}], "no node has 8 CPUs"),
+        ([{"CPU": 2, "GPU": 1}], "no node has 2 CPUs and 1 GPU"),
+        ([{"CPU": 2, "GPU": 0}] * 3, "no room for 3 x (2 CPUs)"),
+        (
+            [{"CPU": 2, "GPU": 0}, {"CPU": 1, "GPU": 2}],
+            "no room for 1 x (2 CPUs) and 1 x (1 CPU and 2 GPUs)",
+        ),
+    ],
+)
+def test_what_processes_without_places_lack(bundles: list[dict[str, float]], why: str) -> None:
+    nodes = [{"CPU": 4.0, "memory": 1e9}, {"CPU": 1.0, "GPU": 2.0}]
+    assert shortage(bundles, nodes) == why
