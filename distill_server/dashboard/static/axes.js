@@ -50,8 +50,9 @@ function powers(low, high, digits) {
 }
 
 /** Returns the range of an axis for these values, with a margin: `{low, high, log}`. `zero`: the
- *  range includes 0. A log axis ignores values at or below 0. */
-export function domain(values, {log = false, zero = false} = {}) {
+ *  range includes 0. `percent`: values from 0 to 1 stay on such an axis. A log axis ignores values
+ *  at or below 0. */
+export function domain(values, {log = false, zero = false, percent = false} = {}) {
   let low = Infinity;
   let high = -Infinity;
   for (const value of values) {
@@ -62,8 +63,12 @@ export function domain(values, {log = false, zero = false} = {}) {
   if (low > high) [low, high] = [log ? 0.1 : 0, 1];
   if (log) return low === high ? {low: low / 2, high: high * 2, log} : widened(low, high);
   if (zero) low = Math.min(0, low);
-  const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
-  return {low: zero && low === 0 ? 0 : low - room, high: high + room, log};
+  // A smaller difference is that of a computer's rounding.
+  const differs = high - low > 1e-6 * Math.abs(high);
+  const room = (differs && (high - low) * 0.06) || Math.abs(high) * 0.1 || 1;
+  const least = (zero || percent) && low >= 0 ? 0 : -Infinity;
+  const most = percent && high <= 1 ? 1 : Infinity;
+  return {low: Math.max(least, low - room), high: Math.min(most, high + room), log};
 }
 
 function widened(low, high) {

@@ -186,6 +186,23 @@ def test_ticks_are_told_apart(site: Site, browser: Browser) -> None:
         ]
 
 
+def test_an_axis_fits_its_values(site: Site, browser: Browser) -> None:
+    browser.open(f"{site.url}/#/")
+    for values, spec, low, high in (
+        ([1, 2], {}, 0.94, 2.06),
+        ([0.9999999, 1.0000001], {}, 0.9, 1.1),  # rounding is no difference
+        ([0, 0], {"percent": True}, 0, 1),
+        ([0.5, 1], {"percent": True}, 0.47, 1),
+        ([1, 3], {"zero": True}, 0, 3.18),
+    ):
+        found = browser.run(
+            "return import('/axes.js').then(({domain}) => domain("
+            f"{json.dumps(values)}, {json.dumps(spec)}))"
+        )
+        assert found["low"] == pytest.approx(low, abs=1e-6)
+        assert found["high"] == pytest.approx(high, abs=1e-6)
+
+
 def test_long_ticks_are_not_cut_off(site: Site, browser: Browser) -> None:
     """Importance weights of a sampler that is hardly behind, and a tiny KL."""
     browser.open(f"{site.url}/#/")
