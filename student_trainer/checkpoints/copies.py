@@ -37,9 +37,16 @@ from clients.runs.best_step import best_step
 from clients.runs.difference import first_difference
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.metrics_follower import read_points
-from clients.runs.progress import Cancelled, Progress, is_of_a_disk
+from clients.runs.progress import Cancelled, Progress
 from clients.store.objects import ObjectFolder
-from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
+from protos.errors import (
+    DistillError,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+    WrongState,
+)
 from student_trainer.checkpoints import atomic_directory, checkpoint
 from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 
@@ -367,12 +374,18 @@ def _comparable(config: AnyJob) -> Mapping[str, Any]:
 def _told(error: Exception) -> Exception:
     """Return a DistillError, which all ranks can raise, that names the key of the job.
 
-    Of a disk that fails it is Unavailable, of a file that is away or closed to us WrongState.
+    Of a file that is away it is NotFound, of one that is closed to us Forbidden, of any other
+    fault of this machine Unavailable.
     """
     if isinstance(error, DistillError):
         error.field = error.field or _FIELD
         return error
     if isinstance(error, OSError):
-        kind = Unavailable if is_of_a_disk(error) else WrongState
-        return kind(f"{error.filename}: {error.strerror or error}", field=_FIELD)
+        kind: type[DistillError] = Unavailable
+        if isinstance(error, FileNotFoundError):
+            kind = NotFound
+        elif isinstance(error, PermissionError):
+            kind = Forbidden
+        place = f"{error.filename}: " if error.filename else ""
+        return kind(f"{place}{error.strerror or error}", field=_FIELD)
     return error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from accelerate import Accelerator
 from clients.config.sft import SFTJob
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import Progress, run_to_verdict
-from protos.errors import Forbidden, InvalidInput, NotFound, WrongState
+from clients.store.objects import ObjectFolder
+from protos.errors import DistillError, Forbidden, InvalidInput, NotFound, WrongState
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.atomic_directory import write_atomically
 from student_trainer.checkpoints.copies import RunCopies
@@ -259,12 +262,33 @@ def test_asked_to_stop_while_the_storage_is_silent(prefix: str, tmp_path: Path) 
     assert status.verdict == "cancelled"
 
 
-def test_only_a_disk_that_fails_is_unavailable(prefix: str, tmp_path: Path) -> None:
+def test_a_file_that_is_away_is_told(prefix: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path / "run", job(prefix))
     (machine.run.path / "job.json").unlink()
-    with pytest.raises(WrongState, match=r"job\.json: No such file"):
+    with pytest.raises(NotFound, match=r"job\.json: No such file"):
         machine.copies.fetch(None)
     machine.copies.close()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_fault_of_this_machine_does_not_end_the_training(
+    server: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """It is in the log, and the next checkpoint is copied again."""
+    machine = Machine(tmp_path / "run", job(prefix))
+    machine.copies.fetch(None)
+    with monkeypatch.context() as broken:
+
+        def fails(*_: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        broken.setattr(ObjectFolder, "send", fails)
+        with pytest.raises(DistillError, match=os.strerror(code)):
+            machine.make(1)
+    machine.copies.begin()
+    machine.copies.finish(1)
+    machine.copies.close()
+    assert steps_in(server, prefix) == [1]
 
 
 def test_what_a_machine_lacks_and_what_the_storage_lacks(
