@@ -38,8 +38,13 @@ _DENIED = (
     *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "EXPIRED_TOKEN"),
     *("SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT", "HTTP status 401", "HTTP status 403"),
     *("PERMISSION_DENIED", "UNAUTHENTICATED", "ExpiredToken", "InvalidToken"),
-    "Could not create a OAuth2 access token",
 )
+# Google's library says so without credentials, and while what makes its tokens does not answer.
+_NO_TOKEN = "Could not create a OAuth2 access token"
+_OF_GOOGLE = "google::cloud::Status"
+
+# Which say where the storage is, or who asks it.
+_VARIABLES = {"s3": "AWS_ENDPOINT_URL and AWS_REGION", "gs": "GOOGLE_APPLICATION_CREDENTIALS"}
 
 _T = TypeVar("_T")
 
@@ -64,9 +69,11 @@ class ObjectFolder:
         self.name = url
         self._patience = patience_seconds
         self._stopped = stopped
-        scheme, _, self._base = url.partition("://")
+        self._scheme, _, self._base = url.partition("://")
         self._bucket = self._base.partition("/")[0]
-        self._files: Any = self._retried(lambda: _file_system(scheme, self._bucket))
+        self._answered = False
+        self._files: Any = self._retried(lambda: _file_system(self._scheme, self._bucket))
+        self._answered = False  # to make it asked nobody
         self._claim: bytes | None = None
 
     def require_bucket(self) -> None:
@@ -252,17 +259,31 @@ class ObjectFolder:
 
     def _retried(self, work: Callable[[], _T]) -> _T:
         """Return what `work` returns; repeat it while the storage does not answer."""
+        import pyarrow
+
         end, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
             try:
-                return work()
-            except OSError as error:
-                if isinstance(error, DistillError) or error.errno is not None:
-                    raise  # of this machine's disk
-                reason = " ".join(str(error).split())[:300]
+                found = work()
+                self._answered = True
+                return found
+            except (OSError, pyarrow.ArrowException) as error:
+                reason = " ".join(str(error).split())
+                of_disk = getattr(error, "errno", None) is not None and _OF_GOOGLE not in reason
+                if isinstance(error, DistillError) or of_disk:
+                    raise
                 if any(sign in reason for sign in _NO_BUCKET):
                     raise self._no_bucket() from error
-                if any(sign in reason for sign in _DENIED):
+                if isinstance(error, FileNotFoundError):
+                    if "CreateResumableUpload" in reason:  # an upload needs the bucket alone
+                        raise self._no_bucket() from error
+                    raise
+                denied = any(sign in reason for sign in _DENIED)
+                if _NO_TOKEN in reason:
+                    cause = reason.partition("The underlying error message was: ")[2]
+                    reason = f"{_NO_TOKEN}: {cause.partition(' error_info=')[0]}"
+                reason = reason[:300]
+                if denied or (_NO_TOKEN in reason and not self._answered):
                     raise Forbidden(
                         f"{self.name}: the storage refuses the credentials: {reason}",
                         hint="set them in the environment; they must allow to list, read, write"
@@ -272,7 +293,7 @@ class ObjectFolder:
                     raise Unavailable(
                         f"{self.name} does not answer: {reason}",
                         hint="complete files are kept; resume the job when it answers, or correct"
-                        " AWS_ENDPOINT_URL and AWS_REGION in the environment",
+                        f" {_VARIABLES[self._scheme]} in the environment",
                     ) from error
             log.warning("%s: %s; next try in %g s", self.name, reason, pause)
             resume = time.monotonic() + pause

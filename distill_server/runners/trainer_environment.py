@@ -16,6 +16,7 @@ _ALLOWED = frozenset(
     # Where object storage is, and which files hold its credentials; not the keys themselves.
     | {"AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_CA_BUNDLE"}
     | {"AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"}
+    | {"GOOGLE_APPLICATION_CREDENTIALS", "CLOUD_STORAGE_EMULATOR_ENDPOINT"}
     # No tokens: an attempt gets its own, see attempt_tokens.py.
     | _FILES
 )

@@ -353,6 +353,7 @@ def test_environment_is_an_allow_list() -> None:
 def test_settings_of_engines_networks_and_storage_are_passed_and_no_key() -> None:
     passed = {"VLLM_USE_V1", "TRITON_CACHE_DIR", "GLOO_SOCKET_IFNAME", "FI_PROVIDER", "UCX_TLS"}
     passed |= {"AWS_REGION", "AWS_ENDPOINT_URL", "AWS_SHARED_CREDENTIALS_FILE"}
+    passed |= {"GOOGLE_APPLICATION_CREDENTIALS"}
     dropped = {"VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"}
     given = dict.fromkeys(passed | dropped, "x")
     seen = trainer_environment(given, Share(cpus=1), processes=1)

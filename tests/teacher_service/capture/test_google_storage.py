@@ -61,8 +61,11 @@ def test_files_and_folders(server: Any) -> None:
 
 
 def test_no_such_bucket(server: Any) -> None:
+    folder = ObjectFolder("gs://nobody/x")
     with pytest.raises(NotFound, match="there is no such bucket"):
-        ObjectFolder("gs://nobody/x").require_bucket()
+        folder.require_bucket()
+    with pytest.raises(NotFound, match="there is no such bucket"):
+        folder.claim()
 
 
 def test_a_storage_that_stays_away(server: Any) -> None:
@@ -78,6 +81,9 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.delenv(EMULATOR, raising=False)
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")  # nobody answers there
+    monkeypatch.setenv("GCE_METADATA_ROOT", "127.0.0.1:9")  # nobody answers there
     with pytest.raises(Forbidden, match="refuses the credentials"):
+        ObjectFolder(f"gs://{BUCKET}/x").require_bucket()
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    with pytest.raises(Forbidden, match=r"Cannot open credentials file .*none\.json"):
         ObjectFolder(f"gs://{BUCKET}/x").require_bucket()
