@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,16 @@ class Driver:
 
     def _is_placed(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> bool:
         """Wait a moment for places; without them, tell the server what is lacking."""
+        waiting = self._directory / "waiting.json"
         if group.wait(_LOOK_SECONDS):
+            with suppress(OSError):
+                waiting.unlink(missing_ok=True)
             return True
         why = shortage(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         if why != self._lacking:
-            self._lacking = why
-            write_json(self._directory / "waiting.json", {"for": why})
+            with suppress(OSError):  # it only tells
+                write_json(waiting, {"for": why})
+                self._lacking = why
         return False
 
     def _start(self, group: Any) -> dict[Any, int] | None:
