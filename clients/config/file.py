@@ -56,14 +56,13 @@ class _Draft:
             return self.source_of_list(swept)
         if any(path[: len(key)] == key for key in self.overridden):
             return "--set"
+        # An override or a list of the sweep may have made a table where a value belongs.
+        if path and path not in self.parsed.lines:
+            if any(key[: len(path)] == path for key in self.overridden):
+                return "--set"
+            if inside := next((key for key in self.swept if key[: len(path)] == path), None):
+                return self.source_of_list(inside)
         line = self.parsed.line_of(path) or self.parsed.lines.get((), 0)
-        # An override or a list of the sweep made a table where a value belongs.
-        if not line and any(key[: len(path)] == path for key in self.overridden):
-            return "--set"
-        if inside := next(
-            (key for key in self.swept if not line and key[: len(path)] == path), None
-        ):
-            return self.source_of_list(inside)
         return f"{self.name}:{line}" if line else self.name
 
     def source_of_list(self, key: KeyPath) -> str:

@@ -147,6 +147,7 @@ data.system = ["Be brief.", "{"x" * 61}"]
         ('[sweep.student]\nseed = 1\n"lora.rang" = [2]', ":8: sweep.student.seed: must be a list"),
         ('[sweep.student]\nlora."rank.x" = [1]', ":8: student.lora.rank"),
         ('[sweep]\nstudent."lora.rank" = [0]', ":8: student.lora.rank: must be greater"),
+        ("[train]\nseed = 1\n[sweep.train]\nlearning_rate.x = [1]", ":10: train.learning_rate"),
         ("[sweep]\nmax_steps = [5, 0]", ":8: max_steps: must be greater than or equal to 1"),
         ('[sweep]\nsweep.seed = ["a"]', ":7: sweep: unknown key"),
     ],
