@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from clients.config.offline import OfflineJob
 from clients.runs.directory import RunDirectory
-from clients.runs.progress import Progress
-from student_trainer.assembly import assemble
-from student_trainer.data.captured_stores import open_stores
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.loop.trainer import Trainer
 from student_trainer.model.loading import load_model
 from student_trainer.tools.pretrain import make_model, make_tokenizer
 from tests.student_trainer import tiny
+from tests.student_trainer.methods.offline_trainer import trainer_of
 
 TEMPERATURE = 1.3
 WEIGHT = 0.4
@@ -48,17 +44,6 @@ def teacher(material: tiny.Material) -> Any:
 
 def job(pair: tiny.Material, store: Path, **changes: Any) -> OfflineJob:
     return tiny.offline_job(pair, store, **{"data__tokenizer": "auto", **changes})
-
-
-@contextmanager
-def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
-    config = run.config()
-    assert isinstance(config, OfflineJob)
-    progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
-    made = assemble(config, run, {}, open_stores(config), progress, 1, None)
-    yield made
-    assert made._metrics is not None
-    made._metrics.close()
 
 
 def first_row(

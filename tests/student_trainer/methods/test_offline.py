@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from clients.config.offline import OfflineJob
 from clients.runs.directory import RunDirectory
-from clients.runs.progress import Progress
 from clients.store.dataset import LogitDataset
 from protos.errors import Corrupt, InvalidInput
-from student_trainer.assembly import assemble
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.loop.trainer import Trainer
 from student_trainer.methods.offline import StoredSteps, _split, load_examined, read
 from student_trainer.model.loading import load_model
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
+from tests.student_trainer.methods.offline_trainer import trainer_of
 from tests.student_trainer.small_store import Text, block_of, logprobs_of, sums, write_store
 
 TEXTS = sums(40)
@@ -37,17 +33,6 @@ def store(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> 
     teacher = load_model(tiny.job(material, student__model=str(material.teacher)).student)
     path = tmp_path_factory.mktemp("stored") / "store"
     return write_store(path, teacher, TEXTS, samples=2, temperature=1.3)
-
-
-@contextmanager
-def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
-    config = run.config()
-    assert isinstance(config, OfflineJob)
-    progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
-    made = assemble(config, run, {}, open_stores(config), progress, 1, None)
-    yield made
-    assert made._metrics is not None
-    made._metrics.close()
 
 
 def learned(made: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from student_trainer.losses.cross_tokenizer import UNIT_TEMPERATURE
 from student_trainer.tools.pretrain import make_model, make_tokenizer
 from tests.end_to_end.processes import metrics_of
 from tests.student_trainer import tiny
+from tests.student_trainer.methods.offline_trainer import trainer_of
 from tests.student_trainer.methods.other_tokenizer_material import (
     TEMPERATURE,
     WEIGHT,
@@ -26,7 +27,6 @@ from tests.student_trainer.methods.other_tokenizer_material import (
     job,
     pair,
     teacher,
-    trainer_of,
 )
 from tests.student_trainer.small_store import Text, logprobs_of, sums, write_store
 

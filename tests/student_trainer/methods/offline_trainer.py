@@ -1,0 +1,24 @@
+"""The trainer of an offline job, ready to learn, in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from clients.config.offline import OfflineJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
+from student_trainer.assembly import assemble
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.loop.trainer import Trainer
+
+
+@contextmanager
+def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
+    config = run.config()
+    assert isinstance(config, OfflineJob)
+    progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
+    made = assemble(config, run, {}, open_stores(config), progress, 1, None)
+    yield made
+    assert made._metrics is not None
+    made._metrics.close()
