@@ -14,6 +14,8 @@ VLLM := .venv-vllm/bin
 VLLM_GPU := .venv-vllm-gpu/bin
 # The index with CPU builds of torch; not used on a machine with an NVIDIA GPU.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Of the system, as pip does: a company's proxy has an authority of its own.
+export UV_SYSTEM_CERTS ?= 1
 # uv installs in seconds where pip takes minutes. pip installs torch, because it selects the wheel
 # for this machine. Hatchling's editable install needs `editables`, which uv does not find by itself.
 INSTALL = uv pip install -q --compile-bytecode -c constraints.txt editables --python
