@@ -76,7 +76,9 @@ class FairQueue:
     """Orders queries by start-time fair queueing, by tokens (Goyal et al. 1996).
 
     A query waits for those of its own sender, and for as many tokens of each other sender, not for
-    all that came before it. Use it from one event loop; any thread may read `tokens`.
+    all that came before it. Of senders with the same turn, as all have at first, the first to come
+    is the first, and its query is computed whole, however long. Use it from one event loop; any
+    thread may read `tokens`.
     """
 
     def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
