@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -86,6 +86,9 @@ test-track: setup  ## test the trackers with a real trackio, which `make test` d
 
 lint: setup docs  ## check style, types, import contracts and the links of the documentation
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+report: setup  ## print the largest files and functions, and names that say nothing: places to look at
+	$(BIN)/python -m tests.architecture.report
 
 docs: setup  ## build the documentation into site/; a broken link fails the build
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

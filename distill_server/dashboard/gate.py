@@ -47,6 +47,7 @@ class Gate:
         self._external = external
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request, or refuse it (ASGI)."""
         assert scope["type"] == "http"
 
         async def guarded(message: Message) -> None:

@@ -89,4 +89,6 @@ class CommandFactory(Protocol):
 
     def __call__(
         self, run: Path, *, attempt: int, processes: int, from_step: int | None = None
-    ) -> list[str]: ...
+    ) -> list[str]:
+        """Return the arguments that start `processes` ranks of the run."""
+        ...

@@ -17,7 +17,9 @@ Ask = tuple[Question, int]  # a question, and the number of the answer to sample
 class Keep(Protocol):
     """Stores answers of a model: all of one call, or none."""
 
-    def __call__(self, *answers: StoredAnswer) -> None: ...
+    def __call__(self, *answers: StoredAnswer) -> None:
+        """Write `answers` to the disk."""
+        ...
 
 
 class Stopped(Exception):

@@ -99,6 +99,7 @@ class FileScorer:
         self._max_batch_tokens = job.teacher.max_batch_tokens
 
     def __call__(self, batch: Any) -> Any:
+        """Score one Ray Data batch (a pyarrow table) and return its rows and faults."""
         import pyarrow as pa
 
         rows: list[list[bytes]] = []

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("protos", "clients", "distill_server", "teacher_service", "student_trainer")
-MAX_MODULES = 14
+from tests.architecture.sources import PACKAGES
 
 Arrow = tuple[str, str]
 

@@ -19,7 +19,7 @@ import pytest
 from clients.store.store import LogitStore, StoredRows
 from clients.teacher.client import TeacherClient
 from protos.rpc import failpoints
-from tests.architecture.test_code import OURS, sources
+from tests.architecture.sources import PRODUCT, python_files
 from tests.faults.dying import NEW, OLD
 from tests.faults.history import History
 from tests.faults.sequences import WAIT, assert_equal, expected, fake, sequences
@@ -58,7 +58,7 @@ PUSHES = ["weights-received:raise", "weights-applied:raise"]
 def test_every_failpoint_is_tested() -> None:
     """Each name once in the source, and armed somewhere in the tests."""
     found: Counter[str] = Counter()
-    for path in OURS:
+    for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("failpoint"):
                 (name,) = node.args
@@ -69,7 +69,7 @@ def test_every_failpoint_is_tested() -> None:
     # As a test arms it, "name:kill", or the name alone.
     armed = {
         node.value.partition(":")[0]
-        for path in sources("tests")
+        for path in python_files("tests")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }

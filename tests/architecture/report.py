@@ -1,0 +1,113 @@
+"""Sizes, names and kinds in the source, as a report: places to look at, not failures.
+
+    python -m tests.architecture.report [--most 12]
+
+prints the largest files, the longest functions, the longest parameter lists, the fullest folders,
+the share of assigned names that say nothing, class names that stand in two packages, and the places
+where kinds of jobs are told apart by `isinstance`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.architecture.sources import PRODUCT, ROOT, functions, relative_name
+from tests.architecture.structure import folders_of
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+PARAMETERS = 7
+MODULES = 14
+# Participles, pronouns and adverbs that do not say what a value is.
+EMPTY_NAMES = {
+    *("found", "one", "made", "told", "asked", "most", "ours", "theirs", "given", "taken", "kept"),
+    *("said", "seen", "done", "left", "gone", "whole", "rest", "mine", "wanted"),
+}
+JOB_KINDS = frozenset({"OnPolicyJob", "OfflineJob", "RLJob", "SFTJob", "EvalJob", "CaptureJob"})
+
+
+def empty_names(paths: Iterable[Path]) -> tuple[Counter[str], int]:
+    """Assigned names of EMPTY_NAMES with their number, and the number of all assigned names."""
+    counts: Counter[str] = Counter()
+    total = 0
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                total += 1
+                if node.id.strip("_") in EMPTY_NAMES:
+                    counts[node.id] += 1
+    return counts, total
+
+
+def classes_in_two_packages(paths: Iterable[Path]) -> dict[str, set[str]]:
+    """Names of top-level public classes that more than one top-level package defines."""
+    packages: defaultdict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                packages[node.name].add(path.relative_to(ROOT).parts[0])
+    return {name: places for name, places in packages.items() if len(places) > 1}
+
+
+def kind_checks(paths: Iterable[Path]) -> list[str]:
+    """Lines that tell kinds of jobs apart: `isinstance`, and class patterns of `match`."""
+    lines = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+                    names = {n.id for n in ast.walk(kinds) if isinstance(n, ast.Name)}
+                case ast.MatchClass(cls=ast.Name(id=name)):
+                    names = {name}
+                case _:
+                    continue
+            if names & JOB_KINDS:
+                lines.add(f"{relative_name(path)}:{getattr(node, 'lineno', 0)}")
+    return sorted(lines)
+
+
+def _print_largest(title: str, sizes: list[tuple[int, str]], limit: int, most: int) -> None:
+    above = sorted((size for size in sizes if size[0] > limit), reverse=True)
+    print(f"\n{title} over {limit}: {len(above)}")
+    for size, name in above[:most]:
+        print(f"  {size:>5}  {name}")
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--most", type=int, default=12, help="rows of each table")
+    most = parser.parse_args().most
+    lines = [(len(path.read_text().splitlines()), relative_name(path)) for path in PRODUCT]
+    lengths, parameters = [], []
+    for path in PRODUCT:
+        for node in functions(ast.parse(path.read_text())):
+            place = f"{relative_name(path)}:{node.lineno} {node.name}"
+            lengths.append(((node.end_lineno or node.lineno) - node.lineno + 1, place))
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            parameters.append((len([a for a in arguments if a.arg not in ("self", "cls")]), place))
+    print(f"{len(lines)} files, {sum(count for count, _ in lines):,} lines")
+    _print_largest("files, lines", lines, FILE_LINES, most)
+    _print_largest("functions, lines", lengths, FUNCTION_LINES, most)
+    _print_largest("functions, parameters", parameters, PARAMETERS, most)
+    folders = [(folder.modules, folder.name) for folder in folders_of(ROOT)]
+    _print_largest("folders, modules", folders, MODULES, most)
+    names, total = empty_names(PRODUCT)
+    share = 100 * names.total() / total
+    print(f"\nassigned names that say nothing: {names.total()} of {total} ({share:.2f}%)")
+    print("  " + ", ".join(f"{name} {count}" for name, count in names.most_common(most)))
+    twice = classes_in_two_packages(PRODUCT)
+    print(f"\nclass names in two packages: {len(twice)}")
+    for name, packages in sorted(twice.items()):
+        print(f"  {name}: {', '.join(sorted(packages))}")
+    checks = kind_checks(PRODUCT)
+    files = len({line.partition(":")[0] for line in checks})
+    print(f"\nlines that tell kinds of jobs apart: {len(checks)} in {files} files")
+
+
+if __name__ == "__main__":
+    main()
