@@ -56,7 +56,8 @@ SERVER_OPTIONS = [
     # Without bandwidth pings this is the timeout of the keepalive ping.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.lookahead_bytes", 512 << 10),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # Clients ping every 30 s; the default of five minutes would end a silent call's connection.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # With port reuse, two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
     # Per connection; the client holds back further streams until others end.

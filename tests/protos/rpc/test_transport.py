@@ -6,7 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from unittest.mock import AsyncMock
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InternalFault, InvalidInput, NotFound, Overloaded, Unavailable
 from protos.rpc.server import ServerEndpoint
 from protos.rpc.statuses import _abort, fault_of
-from protos.rpc.transport import CHANNEL_OPTIONS
+from protos.rpc.transport import CHANNEL_OPTIONS, SERVER_OPTIONS
 
 ROOT = Path(__file__).parents[3]
 
@@ -172,3 +173,47 @@ def test_a_call_that_the_server_cancels_may_be_repeated() -> None:
     server.stop(0)
     assert error.code() is grpc.StatusCode.CANCELLED
     assert isinstance(fault_of(error, "teacher"), Unavailable)
+
+
+def test_the_installed_grpc_knows_every_option() -> None:
+    """An unknown one is ignored without a word."""
+    (library,) = Path(cygrpc.__file__).parent.glob("cygrpc*.so")
+    binary = library.read_bytes()
+    own = {name for name, _ in (*CHANNEL_OPTIONS, *SERVER_OPTIONS)}
+    own.add("grpc.max_allowed_incoming_connections")
+    assert {name for name in own if f"{name}\0".encode() not in binary} == set()
+
+
+class SilentTeacher(teacher_pb2_grpc.TeacherServicer):
+    """Its first message comes after `SECONDS`."""
+
+    SECONDS = 6.0
+
+    async def Score(self, request_iterator: Any, context: Any) -> Any:
+        await asyncio.sleep(self.SECONDS)
+        yield teacher_pb2.ScoreChunk(first_position=7)
+
+
+def test_a_silent_call_is_not_cut_by_pings() -> None:
+    """All times a thirtieth of what they are: a call that is silent for three minutes."""
+    times = ("grpc.keepalive_time_ms", "grpc.http2.min_ping_interval_without_data_ms")
+
+    def scaled(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        return [(name, value // 30 if name in times else value) for name, value in options]
+
+    async def call() -> int:
+        server = grpc.aio.server(options=scaled(SERVER_OPTIONS))
+        teacher_pb2_grpc.add_TeacherServicer_to_server(SilentTeacher(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        options = scaled(CHANNEL_OPTIONS)
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+                stream = teacher_pb2_grpc.TeacherStub(channel).Score()
+                await stream.write(teacher_pb2.ScoreRequest())
+                chunk = await stream.read()
+        finally:
+            await server.stop(0)
+        return int(chunk.first_position)
+
+    assert asyncio.run(call()) == 7
