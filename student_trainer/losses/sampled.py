@@ -44,7 +44,10 @@ def sampled_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, kind: Kind) -
         case "k3":
             return -log_w + torch.expm1(log_w.clamp(max=HIGHEST_LOG_RATIO))
         case "k3++":
-            return log_r.exp() * (-log_w + torch.expm1(log_w.clamp(max=HIGHEST_LOG_RATIO)))
+            # The gradient of r k3 is grad log p(y) (-log w): autograd would find it as the
+            # difference of two terms of the size of w, which float32 rounds.
+            k3 = -log_w + torch.expm1(log_w.clamp(max=HIGHEST_LOG_RATIO))
+            return k3.detach() - log_r * log_w.detach()
         case "k4":
             return log_r.exp() * -log_w.detach()
         case "k5":

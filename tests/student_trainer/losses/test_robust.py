@@ -1,9 +1,12 @@
 """Gradients by finite differences, extreme logits, masked vocabulary, masked tokens."""
 
+import math
+
 import pytest
 import torch
 
 from student_trainer.losses import Rows, exact_kl, rows_from_logits, sampled_kl, topk_kl
+from student_trainer.losses.rows import HIGHEST_LOG_RATIO
 
 TAILS = ["none", "published", "sampled", "bucket", "bucket+sampled"]
 DIRECTIONS = ["reverse", "forward"]
@@ -98,6 +101,31 @@ def test_sampled_kinds_are_finite_at_huge_ratios(kind):
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     assert loss.isfinite().all()
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("log_w", [0.01, 1.0, 20.0, 39.0, 99.0])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3++", "k4", "k5"])
+def test_float32_gradients_at_extreme_ratios(kind: str, log_w: float) -> None:
+    """By hand from the docstring's expressions; beyond e^40 the ratio w counts as e^40."""
+    student = torch.tensor([-log_w - 1], requires_grad=True)
+    teacher = torch.tensor([-1.0])
+    (gradient,) = torch.autograd.grad(sampled_kl(student, teacher, kind).sum(), student)
+    w = math.exp(min(log_w, 40.0))
+    expected = {
+        "k1": 1.0,
+        "k2": -log_w,
+        "k3": 1 - (w if log_w < 40 else 0.0),
+        "k3++": -log_w,
+        "k4": -log_w,
+        "k5": 1 - w,
+    }[kind]
+    assert float(gradient) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_norm_of_a_gradient_with_the_highest_ratio_is_finite() -> None:
+    """Of one such token, times a hidden state of 4,096 entries; squared in float32."""
+    ratio = torch.tensor([HIGHEST_LOG_RATIO]).exp()
+    assert (ratio * torch.ones(4096)).norm().isfinite()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
