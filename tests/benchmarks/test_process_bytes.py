@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.process_bytes import held, main
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_two_processes_hold_half_each(tmp_path: Path) -> None:
     out = tmp_path / "bytes.json"
     main(["--processes", "2", "--shardings", "fsdp2", "--widths", "128", "384", "--out", str(out)])

@@ -20,7 +20,6 @@ from benchmarks.rl_statistics import mean_and_interval
 from clients.config.rl import RLJob
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of one arm is real; what an anchor costs is reckoned from times that are given."""

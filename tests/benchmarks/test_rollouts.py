@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks import overlap, rollouts_ahead
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_stages_of_fixed_length_overlap(tmp_path: Path) -> None:
     out = tmp_path / "overlap.json"
     overlap.main(["--quick", "--out", str(out)])
@@ -20,7 +21,6 @@ def test_stages_of_fixed_length_overlap(tmp_path: Path) -> None:
     assert shares["1"] > 1.2 * shares["0"], "on a machine with other work, too"
 
 
-@pytest.mark.slow
 def test_whole_jobs(tmp_path: Path) -> None:
     out = tmp_path / "ahead.json"
     rollouts_ahead.main(["--quick", "--out", str(out)])

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.scoring import OURS, declared_mib
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 151_936
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,6 @@ from benchmarks import search
 from benchmarks.search_material import make_tokenizer
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_the_whole_of_it(tmp_path: Path) -> None:
     out, work = tmp_path / "search.json", tmp_path / "work"

@@ -10,6 +10,8 @@ import pytest
 from benchmarks.server import SLOTS, measure_load, measure_watching
 from tests.distill_server.conftest import Server
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 
@@ -28,7 +30,6 @@ def test_hundreds_of_submits(server: Server) -> None:
     assert load.memory_after - load.memory_before < 50 * MIB
 
 
-@pytest.mark.slow
 def test_a_thousand_watchers(server: Server) -> None:
     """Every one sees every event once, also the slow ones, and the server keeps none for them."""
     watching = measure_watching(server, watchers=1_000, steps=10)

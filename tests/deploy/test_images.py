@@ -23,7 +23,7 @@ from tests.deploy.files import ROOT, tool
 from tests.deploy.test_compose import SERVICES, command_of
 from tests.documents import blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.timeout(1800)]
 COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "ld", "as", "make", "rustc", "nvcc"}
 USER = "10001"
 

@@ -17,7 +17,7 @@ from tests.deploy.containers import Images
 from tests.deploy.files import ROOT
 from tests.documents import blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.timeout(1800)]
 
 # It goes on until it is cancelled.
 JOB = """\

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,10 +49,8 @@ def test_starts_serves_and_stops(tmp_path: Path) -> None:
             with pytest.raises(NotFound, match="there are no jobs yet"):
                 client.get("@last")
             assert client.list() == []
-        started = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        assert time.monotonic() - started < 5
+        assert process.wait(60) == 0
         assert process.stdout is not None
         assert process.stdout.read() == ""
     assert (tmp_path / "runs" / "server.sqlite").exists()

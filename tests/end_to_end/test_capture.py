@@ -49,6 +49,7 @@ def distill(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
 
 
+@pytest.mark.slow
 def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of docs/capture.md, with another data set and teacher."""
     (block,) = blocks("docs/capture.md", "capture")
@@ -103,7 +104,6 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a job of method capture has no max_steps" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_submitted(place: Path, make_server: MakeServer) -> None:
     """The same bytes as on this machine alone, fetched from the server; progress in sequences."""
     _, undisturbed = capture_here(place / "run", job(place / "data.jsonl", place / "words"))

@@ -6,8 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.verdict import Died, verdict_of
@@ -27,7 +25,6 @@ def fill(ballast: Path) -> None:
             file.write(bytes(4096))
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_waited_for(
     material: Material, teacher: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:

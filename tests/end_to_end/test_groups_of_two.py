@@ -26,7 +26,6 @@ def four(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"train__processes": 4, "train__sharding": "fsdp2", request.param: 2}
 
 
-@pytest.mark.slow
 def test_the_same_curve_as_one_process(
     material: Material, teacher: str, once: Once, tmp_path: Path, four: dict[str, Any]
 ) -> None:

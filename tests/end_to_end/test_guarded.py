@@ -102,7 +102,6 @@ def trainer_of(job_id: str) -> psutil.Process:
     return found
 
 
-@pytest.mark.slow
 def test_a_server_without_the_token_says_so(
     material: Material, tmp_path: Path, tokens: Secrets
 ) -> None:

@@ -84,7 +84,6 @@ def assert_learned(run: RunDirectory, pair: Material) -> None:
     assert (run.export / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.slow
 def test_on_policy(pair: Material, address: str, tmp_path: Path) -> None:
     """The KL falls, and two processes make the same curve as one."""
     from tests.end_to_end.test_two_processes import assert_close
@@ -96,7 +95,6 @@ def test_on_policy(pair: Material, address: str, tmp_path: Path) -> None:
     assert_close(metrics_of(finish(new_run(tmp_path / "two", two))), metrics_of(run))
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on(pair: Material, address: str, tmp_path: Path) -> None:
     """A checkpoint is a model of images and text, too; the weights are those of one attempt."""
     from tests.student_trainer.tiny import job
@@ -108,7 +106,6 @@ def test_a_killed_run_goes_on(pair: Material, address: str, tmp_path: Path) -> N
     assert weights(run) == weights(finish(new_run(tmp_path / "whole", config)))
 
 
-@pytest.mark.slow
 def test_teachers_of_text_and_of_images(pair: Material, address: str, tmp_path: Path) -> None:
     """Records name their teacher; one that reads no images gets none."""
     import shutil
@@ -138,7 +135,6 @@ def test_teachers_of_text_and_of_images(pair: Material, address: str, tmp_path: 
         process.close()
 
 
-@pytest.mark.slow
 def test_a_teacher_that_is_the_student(pair: Material, tmp_path: Path) -> None:
     """The KL to itself is zero: both read the same images at the same places."""
     from tests.student_trainer.tiny import job
@@ -154,7 +150,6 @@ def test_a_teacher_that_is_the_student(pair: Material, tmp_path: Path) -> None:
     assert abs(first["kl/teacher"]) < 1e-4
 
 
-@pytest.mark.slow
 def test_rl(pair: Material, address: str, tmp_path: Path) -> None:
     """From a reward, an EMA anchor and a teacher that sees."""
     from tests.student_trainer.tiny import rl_job
@@ -169,7 +164,6 @@ def test_rl(pair: Material, address: str, tmp_path: Path) -> None:
     assert "kl/anchor" in line
 
 
-@pytest.mark.slow
 def test_a_store_and_its_offline_job(pair: Material, address: str, tmp_path: Path) -> None:
     """A capture names the images; the job reads them again, and notices another one."""
     import numpy as np

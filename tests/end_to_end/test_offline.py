@@ -87,7 +87,6 @@ def assert_refused(run: RunDirectory, code: ExitCode, *says: str, attempt: int =
         assert text in reason_of(run), reason_of(run)
 
 
-@pytest.mark.slow
 def test_the_held_out_kl_falls(undisturbed: RunDirectory) -> None:
     lines = metrics_of(undisturbed)
     first, last = lines[0], lines[-1]
@@ -98,7 +97,6 @@ def test_the_held_out_kl_falls(undisturbed: RunDirectory) -> None:
     assert lines[1]["kl/teacher"] == lines[1]["loss"], "no other tail, no cross-entropy"
 
 
-@pytest.mark.slow
 def test_killed_swapped_and_resumed(
     material: Material, store: Path, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
@@ -123,7 +121,6 @@ def test_killed_swapped_and_resumed(
     assert weights(run) == weights(undisturbed)
 
 
-@pytest.mark.slow
 def test_adapters_in_shares(material: Material, store: Path, tmp_path: Path) -> None:
     """Two processes (FSDP2, LoRA) learn what one does; 7 sequences, so that their parts differ."""
     changes = {
@@ -140,7 +137,6 @@ def test_adapters_in_shares(material: Material, store: Path, tmp_path: Path) -> 
     assert_close(metrics_of(two), metrics_of(one))
 
 
-@pytest.mark.slow
 def test_a_damaged_sequence_ends_the_job(
     material: Material, store: Path, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
@@ -168,7 +164,6 @@ def test_a_damaged_sequence_ends_the_job(
     assert weights(run) == weights(undisturbed)
 
 
-@pytest.mark.slow
 def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) -> None:
     """A quarter of each step is the student's own, scored live."""
     changes = {
@@ -187,7 +182,6 @@ def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) ->
         assert line["loss"] > line["kl/teacher"], "cross-entropy of what was stored"
 
 
-@pytest.mark.slow
 def test_mixed_with_answers_of_an_engine(
     material: Material, store: Path, teacher: str, tmp_path: Path
 ) -> None:
@@ -223,7 +217,6 @@ def test_mixed_with_answers_of_an_engine(
     assert weights(run) == weights(expected) != weights(here)
 
 
-@pytest.mark.slow
 def test_submitted(
     material: Material, store: Path, undisturbed: RunDirectory, make_server: MakeServer,
     tmp_path: Path,

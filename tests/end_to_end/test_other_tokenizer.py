@@ -24,6 +24,14 @@ NOUNS = ["cat", "dog", "bird", "horse"]
 VERBS = ["sat down", "ate it", "sang", "ran off"]
 # The teacher likes the first of both, the student the last.
 WEIGHTS = [0.6, 0.25, 0.1, 0.05]
+SLOW_MATCHES = pytest.mark.parametrize(
+    "match",
+    [
+        "row",
+        pytest.param("chunk", marks=pytest.mark.slow),
+        pytest.param("word", marks=pytest.mark.slow),
+    ],
+)
 STEPS = 100
 
 
@@ -158,9 +166,13 @@ def test_the_student_learns_what_the_teacher_likes(
     assert "are one token of it" in run.log_file(1).read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("horizon", "control"), [("word", False), ("answer", False), ("word", True)]
+    ("horizon", "control"),
+    [
+        ("word", False),
+        pytest.param("answer", False, marks=pytest.mark.slow),
+        pytest.param("word", True, marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_and_small_batches_change_nothing(
     root: Path, teacher: str, tmp_path: Path, horizon: str, control: bool
@@ -198,6 +210,7 @@ def test_logits_without_a_token_are_left_out(root: Path, teacher: str, tmp_path:
     assert all(line.get("pair/left_out", 0) == 0 for line in metrics_of(run))
 
 
+@pytest.mark.slow
 def test_the_control_variate_changes_the_gradient_only(
     root: Path, teacher: str, tmp_path: Path
 ) -> None:
@@ -264,7 +277,9 @@ def rl_job(root: Path, address: str, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+@pytest.mark.parametrize(
+    "divergence", ["reverse_kl", pytest.param("forward_kl", marks=pytest.mark.slow)]
+)
 def test_rl_with_a_teacher_of_other_special_tokens(
     root: Path, renamed_teacher: str, tmp_path: Path, divergence: str
 ) -> None:
@@ -395,8 +410,7 @@ def stored_job(root: Path, store: Path, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("match", ["row", "chunk", "word"])
+@SLOW_MATCHES
 def test_the_student_learns_from_a_store(
     root: Path, store: Path, tmp_path: Path, match: str
 ) -> None:
@@ -412,8 +426,7 @@ def test_the_student_learns_from_a_store(
     assert sum(costs[-10:]) < 0.3 * sum(costs[:10])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("match", ["row", "chunk", "word"])
+@SLOW_MATCHES
 def test_two_processes_and_small_batches_change_nothing_of_a_store(
     root: Path, store: Path, tmp_path: Path, match: str
 ) -> None:

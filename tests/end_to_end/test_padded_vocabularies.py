@@ -165,9 +165,15 @@ def assert_same_run(found: RunDirectory, expected: RunDirectory) -> None:
     assert apart**0.5 <= 1e-6 * size**0.5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(NARROW, WIDE), (WIDE, NARROW)], ids=["wide teacher", "wide"])
-@pytest.mark.parametrize("kind", ["reverse", "forward", "rl"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "reverse",
+        pytest.param("forward", marks=pytest.mark.slow),
+        pytest.param("rl", marks=pytest.mark.slow),
+    ],
+)
 def test_the_run_is_that_of_unpadded_models(
     kind: str, widths: tuple[int, int], pairs: Pairs, tmp_path: Path
 ) -> None:
@@ -215,7 +221,6 @@ def capture(pairs: Pairs, student: int, teacher: int, root: Path) -> Path:
     return store
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(NARROW, WIDE), (WIDE, NARROW)], ids=["wide teacher", "wide"])
 def test_a_store_and_its_offline_job(widths: tuple[int, int], pairs: Pairs, tmp_path: Path) -> None:
     """The capture names its student, and so leaves out what the student has not."""
@@ -239,7 +244,6 @@ def test_a_store_and_its_offline_job(widths: tuple[int, int], pairs: Pairs, tmp_
     assert_same_run(*runs)
 
 
-@pytest.mark.slow
 def test_a_store_about_more_ids_than_the_student_has(pairs: Pairs, tmp_path: Path) -> None:
     from protos.errors import WrongState
     from student_trainer.data.captured_stores import open_stores

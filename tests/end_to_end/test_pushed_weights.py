@@ -21,7 +21,6 @@ from tests.end_to_end.test_rollouts_ahead import (
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-pytestmark = pytest.mark.slow
 
 STEPS = 8
 
@@ -41,6 +40,7 @@ def job(material: Material, teacher: str, push: str, **changes: Any) -> Any:
     return tiny.job(material, teacher, **given)
 
 
+@pytest.mark.slow
 def test_a_job_that_pushes_has_the_bits_of_one_with_files(
     material: Material, teacher: str, files: RunDirectory, tmp_path: Path
 ) -> None:
@@ -49,6 +49,7 @@ def test_a_job_that_pushes_has_the_bits_of_one_with_files(
     assert_same(run, files)
 
 
+@pytest.mark.slow
 def test_a_push_waits_for_the_orders_before_it(
     material: Material, teacher: str, files: RunDirectory, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_processes_that_share_the_weights_push_them(material: Material, tmp_path
     assert_same(run, expected)
 
 
+@pytest.mark.slow
 def test_killed_trainers_resume_to_the_same_bits(
     material: Material, teacher: str, files: RunDirectory, tmp_path: Path
 ) -> None:
@@ -89,6 +91,7 @@ def test_killed_trainers_resume_to_the_same_bits(
     assert_same(run, files)
 
 
+@pytest.mark.slow
 def test_the_only_engine_is_killed_without_a_lag(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_the_only_engine_is_killed_without_a_lag(
     assert "is written as files" in said
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_again_and_again(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:

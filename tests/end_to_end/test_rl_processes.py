@@ -51,7 +51,6 @@ def tensors(run: RunDirectory, file: str) -> dict[str, torch.Tensor]:
     return load_file(run.checkpoints / "step-000004" / file)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "sharding", "advantages"), CASES[:REPEATS])
 def test_the_same_curve_as_one_process(
     material: Material, once: Once, processes: int, sharding: str, advantages: str, tmp_path: Path
@@ -72,7 +71,6 @@ def test_the_same_curve_as_one_process(
             assert value.any(), f"{name} was never learned"
 
 
-@pytest.mark.slow
 def test_dynamic_sampling_in_two_processes(material: Material, tmp_path: Path) -> None:
     """Both make the same number of rounds, whoever lacks groups, and end with their share."""
     from tests.student_trainer.tiny import rl_job

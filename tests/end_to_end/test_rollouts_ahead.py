@@ -67,7 +67,6 @@ def service(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Any
     process.close()
 
 
-@pytest.mark.slow
 def test_without_lag_an_engine_changes_no_bit(
     material: Material, teacher: str, service: str, tmp_path: Path
 ) -> None:
@@ -81,7 +80,6 @@ def test_without_lag_an_engine_changes_no_bit(
     assert weights(there) == weights(here)
 
 
-@pytest.mark.slow
 def test_an_engine_that_sleeps_while_the_trainer_learns(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
@@ -112,7 +110,6 @@ def test_an_engine_that_sleeps_while_the_trainer_learns(
     assert engine.slept == STEPS
 
 
-@pytest.mark.slow
 def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path: Path) -> None:
     """With `student.lora` the engine has the base model and gets the adapters of each step.
 
@@ -150,8 +147,7 @@ def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path
             service.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("lag", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_step_learns_from_older_weights(
     material: Material, teacher: str, tmp_path: Path, lag: int
 ) -> None:
@@ -171,7 +167,6 @@ def ahead(
     return finish(new_run(path, lagging(material, teacher, 2, rollouts__address=service)))
 
 
-@pytest.mark.slow
 def test_killed_trainers_resume_to_the_same_bits(
     material: Material, teacher: str, service: str, ahead: RunDirectory, tmp_path: Path
 ) -> None:
@@ -246,7 +241,6 @@ def test_two_processes_and_reinforcement(material: Material, tmp_path: Path) -> 
     assert [line["rollout/lag"] for line in metrics_of(run)[1:]] == [0, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.slow
 def test_a_step_that_fails_keeps_its_rollouts(
     material: Material, service: str, ahead: RunDirectory, tmp_path: Path
 ) -> None:
@@ -268,7 +262,6 @@ def test_a_step_that_fails_keeps_its_rollouts(
     assert_same(run, ahead)
 
 
-@pytest.mark.slow
 def test_a_slow_teacher_bounds_what_is_sampled(
     material: Material, ahead: RunDirectory, tmp_path: Path
 ) -> None:

@@ -43,7 +43,6 @@ def watchers() -> Iterator[list[Watcher]]:
         watcher.result()
 
 
-@pytest.mark.slow
 def test_cancelled_resumed_pulled(
     material: Material,
     teacher: str,

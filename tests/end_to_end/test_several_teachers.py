@@ -65,7 +65,6 @@ def other_teacher(tmp_path: Path) -> Iterator[str]:
     process.close()
 
 
-@pytest.mark.slow
 def test_each_prompt_is_scored_by_the_teacher_it_names(
     routed: Material, plain: RunDirectory, teacher: str, other_teacher: str, tmp_path: Path
 ) -> None:
@@ -88,7 +87,6 @@ def test_each_prompt_is_scored_by_the_teacher_it_names(
     assert not any("kl/teacher/" in name for line in metrics_of(plain) for name in line)
 
 
-@pytest.mark.slow
 def test_a_teacher_that_dies_is_replaced_by_another(
     material: Material, plain: RunDirectory, teacher: str, tmp_path: Path
 ) -> None:

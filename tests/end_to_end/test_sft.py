@@ -63,14 +63,12 @@ def alone(material: Material, mixed: dict[str, Any], once: Once) -> RunDirectory
     return RunDirectory(once("sft-alone", lambda path: finish(new_run(path, config))))
 
 
-@pytest.mark.slow
 def test_the_held_out_loss_falls(undisturbed: RunDirectory) -> None:
     lines = metrics_of(undisturbed)
     assert (lines[0]["step"], lines[-1]["step"]) == (0, 40)
     assert lines[-1]["eval/cross_entropy"] < 0.5 * lines[0]["eval/cross_entropy"]
 
 
-@pytest.mark.slow
 def test_killed_and_resumed(
     material: Material, mixed: dict[str, Any], undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
@@ -87,8 +85,7 @@ def test_killed_and_resumed(
     assert weights(run) == weights(undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+@pytest.mark.parametrize("sharding", ["none", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_two_processes(
     material: Material, mixed: dict[str, Any], alone: RunDirectory, tmp_path: Path, sharding: str
 ) -> None:

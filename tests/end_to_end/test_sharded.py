@@ -73,7 +73,6 @@ def in_one_process(run: RunDirectory, path: Path) -> RunDirectory:
     return finish(copied, 2)
 
 
-@pytest.mark.slow
 def test_the_same_curve_as_one_process(alone: RunDirectory, pair: RunDirectory) -> None:
     assert_close(metrics_of(pair), metrics_of(alone))
 
@@ -99,7 +98,6 @@ def test_two_processes_with_their_weights_in_host_memory(
     assert_close(metrics_of(found), metrics_of(pair))
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_by_two_or_by_one(
     material: Material, teacher: str, alone: RunDirectory, pair: RunDirectory, tmp_path: Path
 ) -> None:

@@ -26,8 +26,7 @@ def job_of(kind: str, material: Material, teacher: str, **changes: Any) -> Any:
     return rl_job(material, **{"max_steps": 8, "teacher__address": teacher, **changes})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["on-policy", "rl"])
+@pytest.mark.parametrize("kind", ["on-policy", pytest.param("rl", marks=pytest.mark.slow)])
 def test_the_same_tokens_and_the_same_bits_after_a_kill(
     kind: str, material: Material, teacher: str, tmp_path: Path
 ) -> None:
@@ -55,7 +54,6 @@ def test_the_same_tokens_and_the_same_bits_after_a_kill(
     assert weights(run) == weights(drawn)
 
 
-@pytest.mark.slow
 def test_forward_kl_reads_what_the_teacher_drew(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
@@ -77,7 +75,6 @@ def test_forward_kl_reads_what_the_teacher_drew(
     assert "topk/gradient_sd" not in default
 
 
-@pytest.mark.slow
 def test_a_kl_that_is_only_measured_is_measured_by_draws(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
@@ -87,7 +84,6 @@ def test_a_kl_that_is_only_measured_is_measured_by_draws(
     assert metrics_of(run)[1]["topk/teacher_gradient_sd"] > 0
 
 
-@pytest.mark.slow
 def test_two_processes_draw_what_one_draws(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:

@@ -46,7 +46,6 @@ def mortal(material: Material, tmp_path: Path) -> Iterator[MortalTeacher]:
     teacher.kill()
 
 
-@pytest.mark.slow
 def test_the_job_outlives_its_teacher(
     material: Material, mortal: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
@@ -71,7 +70,6 @@ def test_the_job_outlives_its_teacher(
     print(f"the longest waits for the teacher: {sorted(waits)[-2:]} s")
 
 
-@pytest.mark.slow
 def test_a_teacher_that_stays_away(
     material: Material, mortal: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
@@ -91,8 +89,7 @@ def test_a_teacher_that_stays_away(
     go_on(run, mortal, undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [3, 4])
+@pytest.mark.parametrize("every", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_teacher_that_stays_away_from_an_evaluation(
     material: Material, mortal: MortalTeacher, teacher: str, tmp_path: Path, every: int
 ) -> None:

@@ -7,8 +7,6 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from clients.runs.directory import RunDirectory
 from tests.end_to_end.forked_trainer import Death, finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
@@ -46,7 +44,6 @@ def assert_same(run: RunDirectory, undisturbed: RunDirectory) -> None:
     assert names[0] == names[1], "leftovers"
 
 
-@pytest.mark.slow
 def test_ten_kills(
     material: Material, teacher: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:

@@ -42,7 +42,6 @@ def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
     return run
 
 
-@pytest.mark.slow
 def test_the_same_curve_as_one_process(
     material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
 ) -> None:
@@ -97,7 +96,6 @@ def test_two_processes_stopped_killed_and_resumed(
     assert weights(run) == weights(pair)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_costs_an_attempt_not_the_job(
     rank: int, material: Material, teacher: str, pair: RunDirectory, tmp_path: Path

@@ -139,7 +139,6 @@ def test_everything_typed_is_answered_as_shown(
     assert not any(place.glob("runs/on-policy-*")), "refused runs leave nothing"
 
 
-@pytest.mark.slow
 def test_the_readme_is_answered_as_shown(
     material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
@@ -182,7 +181,6 @@ def clone(root: Path, material: Material) -> Path:
     return root / "clone"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1], ids=["teacher", "server"])
 def test_the_servers_start_as_shown(number: int, material: Material, tmp_path: Path) -> None:
     """On a free port; the third line finds the commands."""

@@ -157,7 +157,6 @@ def test_teachers(start_teacher: StartTeacher, history: History, spec: str) -> N
     history.check(asked)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spec", PUSHES)
 def test_pushes(start_teacher: StartTeacher, tmp_path: Path, spec: str) -> None:
     """A fault before the update changes nothing; after it only the reply is lost."""

@@ -14,6 +14,8 @@ from tests.faults.memory_growth import bytes_a_query, new_queries, slope
 from tests.faults.sequences import fake
 from tests.teacher_service.conftest import StartTeacher
 
+pytestmark = pytest.mark.slow
+
 Ask = Callable[[int], list[ScoreQuery]]
 # A quarter of what the planted leak is: between the two no allocator's habits lie.
 BOUND = LEAK / 4
@@ -36,19 +38,16 @@ def growth(start: StartTeacher, ask: Ask, *cache: str, module: str = "teacher_se
     return found
 
 
-@pytest.mark.slow
 def test_a_planted_leak_is_found(start_teacher: StartTeacher) -> None:
     leaking = "tests.faults.leaking_teacher"
     found = growth(start_teacher, always_new(), "--no-cache", module=leaking)
     assert LEAK * 0.75 <= found <= LEAK * 2
 
 
-@pytest.mark.slow
 def test_what_is_scored_leaves_nothing(start_teacher: StartTeacher) -> None:
     assert growth(start_teacher, always_new(), "--no-cache") < BOUND
 
 
-@pytest.mark.slow
 def test_what_the_cache_answers_leaves_nothing(start_teacher: StartTeacher) -> None:
     assert growth(start_teacher, always_the_same(), "--cache-memory-mib", "0") < BOUND
 

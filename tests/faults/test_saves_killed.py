@@ -84,7 +84,6 @@ def assert_whole(root: Path, published: Path) -> int:
     return step
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120 + 10 * REPEATS)
 def test_saves_that_are_killed(tmp_path: Path) -> None:
     numbers = random.Random(0)

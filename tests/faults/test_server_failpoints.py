@@ -104,7 +104,6 @@ def armed_with(specs: list[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("server", specs, indirect=True, ids=specs)
 
 
-@pytest.mark.slow
 @armed_with(RUNS)
 def test_a_job_that_runs(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
@@ -117,7 +116,6 @@ def test_a_job_that_runs(server: ArmedServer) -> None:
     assert server.deaths == 1
 
 
-@pytest.mark.slow
 @armed_with(RETRIES)
 def test_a_job_that_is_tried_again(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
@@ -128,7 +126,6 @@ def test_a_job_that_is_tried_again(server: ArmedServer) -> None:
     assert [line.split()[1] for line in server.starts(job_id)] == ["1", "2"]
 
 
-@pytest.mark.slow
 @armed_with(CANCELS)
 def test_a_job_that_is_cancelled(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
@@ -142,7 +139,6 @@ def test_a_job_that_is_cancelled(server: ArmedServer) -> None:
     assert len(server.starts(job_id)) == 1
 
 
-@pytest.mark.slow
 @armed_with(RESUMES)
 def test_a_job_that_is_resumed(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:

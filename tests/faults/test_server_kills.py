@@ -46,7 +46,6 @@ def trainer_of(server: Server, job_id: str, attempt: int = 1) -> Identity:
     return Identity(str(card["boot_id"]), card["child_pid"], card["child_start_time"])
 
 
-@pytest.mark.slow
 def test_eight_jobs_outlive_their_servers(make_server: Callable[..., Server]) -> None:
     server, history = make_server(slots=JOBS), History()
     with DistillClient(server.address) as client:
@@ -89,7 +88,6 @@ time.sleep(0.5 if int(sys.argv[1]) > 1 else 1000)
 """
 
 
-@pytest.mark.slow
 def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., Server]) -> None:
     """With torch's own launcher, whose ranks are in sessions of their own; none is left over."""
     server, history = make_server(slots=3, ranks=RANKS), History()
@@ -126,7 +124,6 @@ def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., S
     history.check(server.runs, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("clock", ["jumps", "fast"])
 def test_clocks_that_run_wild(make_server: Callable[..., Server], clock: str) -> None:
     """An hour forth and back at every look, or sixty times as fast: nothing runs out of time."""

@@ -16,7 +16,6 @@ from tests.faults.sequences import WAIT, assert_equal, expected, fake, sequences
 from tests.teacher_service.conftest import StartTeacher
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(60 + 15 * REPEATS)
 def test_killed_in_its_answers_and_started_again(
     start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch

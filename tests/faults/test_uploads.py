@@ -77,7 +77,6 @@ def breaking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Breakin
     server.clean_up()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("breaking", [[]], indirect=True)
 def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -> None:
     told: list[Progress] = []
@@ -102,7 +101,6 @@ def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -
     assert told[-1].sent == SIZE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("breaking", [["upload-part-written:kill:12"] * BREAKS], indirect=True)
 def test_a_server_that_is_killed_ten_times(breaking: BreakingServer, data: Path) -> None:
     found: list[OnPolicyJob | Exception] = []
@@ -126,7 +124,6 @@ def test_a_server_that_is_killed_ten_times(breaking: BreakingServer, data: Path)
         assert proxy.carried < SIZE + BREAKS * LOST
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "breaking", [["upload-verified:kill", "upload-linked:kill"]], indirect=True
 )

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from tests.forked_python import ForkedPython, run_forked
+
 FAKE_TEACHER = ("--engine", "fake", "--model", "vocab=64", "--no-cache")
 
 
@@ -32,7 +34,7 @@ class Program:
     ) -> None:
         self.log = log
         with log.open("ab") as stderr:
-            self.process = subprocess.Popen(
+            self.process = ForkedPython(
                 [sys.executable, "-m", module, *map(str, arguments), "--port", "0"],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -76,13 +78,8 @@ def teacher(log: Path, *arguments: object, **options: object) -> Iterator[Progra
 
 def refused(module: str, arguments: Sequence[object], **variables: object) -> str:
     """What a program says that does not start."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment(**variables),
-        timeout=60,
-    )
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = run_forked(command, env=environment(**variables), timeout=60)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr

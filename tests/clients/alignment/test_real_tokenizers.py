@@ -92,7 +92,6 @@ def test_shares_of_one_to_one_tokens(directory: Path) -> None:
     assert [kind_of(text) for text in TEXTS.values()] == list(TEXTS)
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.text(ALPHABET, max_size=60), st.sampled_from(NAMES), st.sampled_from(NAMES))
 def test_round_trips(directory: Path, text: str, student: str, teacher: str) -> None:
@@ -111,7 +110,6 @@ def test_round_trips(directory: Path, text: str, student: str, teacher: str) -> 
         assert found.one_to_one.all()
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.sampled_from(NAMES), st.sampled_from(NAMES))
 def test_tokens_that_are_no_text(
@@ -129,7 +127,6 @@ def test_tokens_that_are_no_text(
     assert of.reader.data(found.reader_ids) == found.data
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", [*TEXTS, *OTHERS])
 def test_what_follows_a_word_does_not_change_it(directory: Path, name: str, kind: str) -> None:
@@ -151,7 +148,6 @@ def test_what_follows_a_word_does_not_change_it(directory: Path, name: str, kind
         assert of.encode(text[:length])[:fixed].tolist() == whole[:fixed].tolist()
 
 
-@pytest.mark.slow
 def test_speed(directory: Path) -> None:
     """A figure to read; a machine that is busy is no failure."""
     of = aligner(directory, ("llama3_2", "qwen3"))

@@ -20,7 +20,6 @@ def plant(place: Path) -> Path:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_module_in_the_working_directory_is_not_imported(tmp_path: Path, processes: int) -> None:
     material = tiny.Material.at(tmp_path / "missing")

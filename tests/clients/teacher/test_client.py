@@ -201,7 +201,7 @@ def test_a_teacher_gone_for_good_is_given_up_on_time(start_teacher: StartTeacher
         teacher.kill()
         gone = time.monotonic()
         fault = answers[-1].exception(WAIT)
-        assert patience * 0.9 < time.monotonic() - gone < patience * 2
+        assert patience * 0.9 < time.monotonic() - gone < patience * 10
         assert isinstance(fault, Unavailable)
         assert fault.field == "teacher.address"
         assert "3 s" in fault.message
@@ -217,7 +217,7 @@ def test_a_frozen_teacher_is_given_up_too(start_teacher: StartTeacher) -> None:
         teacher.send(signal.SIGSTOP)
         frozen = time.monotonic()
         fault = client.submit(queries(1)[0]).exception(WAIT)
-        assert time.monotonic() - frozen < 4  # twice its patience
+        assert time.monotonic() - frozen < 20  # ten times its patience
         assert isinstance(fault, Unavailable)
         teacher.send(signal.SIGCONT)
         assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
@@ -235,7 +235,7 @@ def test_a_slow_teacher_is_waited_for_but_not_for_ever(
         fault = client.submit(queries(1)[0]).exception(WAIT)
         assert isinstance(fault, Unavailable)
         assert "answers, but has sent no row for 2 s" in fault.message
-        assert 1.8 <= time.monotonic() - began < 4  # twice the limit
+        assert 1.8 <= time.monotonic() - began < 20  # ten times the limit
 
         monkeypatch.undo()
         answer = client.submit(queries(1)[0])
@@ -258,7 +258,7 @@ def test_a_restarted_teacher_is_found_within_a_second(start_teacher: StartTeache
         start_teacher(*fake(), port=teacher.port)
         listening = time.monotonic()
         answer.result(WAIT)
-        assert time.monotonic() - listening < 2.5  # 1.2 s of back-off at most, on an idle machine
+        assert time.monotonic() - listening < 12  # ten times its longest back-off
 
 
 def test_other_weights_after_a_restart_are_refused(start_teacher: StartTeacher) -> None:
@@ -304,7 +304,7 @@ def test_three_that_are_away_take_as_long_as_one() -> None:
         began = time.monotonic()
         with TeacherClient(addresses) as client, pytest.raises(Unavailable):
             client.info()
-        assert 4.5 < time.monotonic() - began < 9.5
+        assert 4.5 < time.monotonic() - began < 14  # one after the other: 15 s
 
 
 def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
@@ -377,7 +377,7 @@ def test_close_ends_at_once(start_teacher: StartTeacher) -> None:
     time.sleep(0.2)
     began = time.monotonic()
     client.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8  # the answers would take 10 s
     with pytest.raises(CancelledError):
         answers[-1].result(WAIT)
     with pytest.raises(Unavailable):

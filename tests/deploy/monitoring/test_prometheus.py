@@ -113,7 +113,6 @@ def teacher(material: Material, tmp_path: Path) -> Iterator[Teacher]:
     teacher.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_alerts_fire_and_every_panel_has_data(
     server: LoggedServer, teacher: Teacher, material: Material, tmp_path: Path

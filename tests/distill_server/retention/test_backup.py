@@ -47,7 +47,11 @@ def test_restored_under_load(make_server: Callable[..., Server], tmp_path: Path)
     finally:
         over.set()
         thread.join()
-    # The database first, then the directories: each job in the copy has its own.
+    # The database first, then the directories: each job in the copy has its own. Trainers have
+    # ended, for a file that one replaces while it is copied would be a fault of `copytree`.
+    with DistillClient(server.address) as client:
+        for job_id in acknowledged:
+            client.wait(job_id, 120)
     for run in server.runs.glob("on-policy-*"):
         shutil.copytree(run, copy.parent / run.name)
     server.kill()

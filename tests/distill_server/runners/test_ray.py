@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 pytest.importorskip("ray", reason="needs the extra [ray]")
 pytest.importorskip("aiohttp", reason="needs the extra [ray]")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 KILLS = int(os.environ.get("DISTILL_REPEATS", "2"))
 # Every process of Ray's imports seconds' worth: on a busy machine an attempt begins late.
 PATIENCE = 200

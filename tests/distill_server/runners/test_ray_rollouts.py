@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 pytest.importorskip("ray", reason="needs the extra [ray]")
 pytest.importorskip("aiohttp", reason="needs the extra [ray]")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.timeout(1800)]
 __all__ = ["material", "once"]
 PATIENCE = 400.0
 STEPS, LAG = 60, 2

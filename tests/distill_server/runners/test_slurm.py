@@ -38,7 +38,7 @@ AWAY_SECONDS = float(os.environ.get("DISTILL_SLURM_AWAY", "0"))
 if absent := missing() or ("" if AWAY_SECONDS else "it takes minutes: make test-slurm"):
     pytest.skip(absent, allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 PATIENCE = 120
 __all__ = ["material", "once", "teacher"]
 

@@ -117,7 +117,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_job(server: Server, client: Dis
     eventually(lambda: not client.teachers())
 
 
-@pytest.mark.parametrize("victim", ["teacher", "shim"])
+@pytest.mark.parametrize("victim", ["teacher", pytest.param("shim", marks=pytest.mark.slow)])
 def test_a_killed_teacher_comes_back_where_it_was(make_server: MakeServer, victim: str) -> None:
     server = make_server(slots=2)
     with DistillClient(server.address) as client:

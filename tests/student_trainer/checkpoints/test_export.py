@@ -136,7 +136,6 @@ def shared(root: Path) -> None:
     export_model(root / "export", model=model, tokenizer=words, dtype=torch.bfloat16, main=main)
 
 
-@pytest.mark.slow
 def test_processes_export_what_one_does(tmp_path: Path) -> None:
     model = tiny.model(seed=2, layers=2)
     model.save_pretrained(tmp_path / "expected", state_dict=rounded(model, torch.bfloat16))

@@ -50,7 +50,6 @@ def content(file: Path) -> object:
     return file.read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_other_numbers_of_processes(base: Path, tmp_path: Path, chain: str) -> None:
     """Each link reads the checkpoint before, makes an update, and writes the next one."""
@@ -88,7 +87,6 @@ def choose(root: Path, out: Path) -> None:
     (out / f"rank-{accelerator.process_index}.json").write_text(json.dumps(said))
 
 
-@pytest.mark.slow
 def test_processes_verify_shares_and_agree(base: Path, tmp_path: Path) -> None:
     """A damage that one of them sees counts for both; together they read every part once."""
     root = tmp_path / "run"
@@ -105,7 +103,6 @@ def test_processes_verify_shares_and_agree(base: Path, tmp_path: Path) -> None:
     assert Counter(said[0]["read"] + said[1]["read"]) == parts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_of_an_earlier_version_is_continued(
     base: Path, tmp_path: Path, world: int

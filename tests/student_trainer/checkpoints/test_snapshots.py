@@ -254,7 +254,6 @@ def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None
     snapshots.write(0)  # all ranks are at the same collective
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_disk_that_fails_is_told_on_every_rank(
@@ -274,7 +273,6 @@ def _write_in_group(base: Path, root: Path, sharding: str) -> None:
     writer(student_of(base, sharding), root).write(5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_several_processes_write_the_same_bytes(base: Path, tmp_path: Path, sharding: str) -> None:
     expected = writer(student_of(base), tmp_path / "one").write(5)

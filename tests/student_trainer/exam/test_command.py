@@ -22,6 +22,7 @@ from tests.student_trainer.exam.openai_server import OpenAIServer
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.slow
 def test_the_readme_s_commands(
     material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:

@@ -35,7 +35,7 @@ from tests.student_trainer.exam.openai_server import OpenAIServer, answered
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx")
 
 
-REPEATS = max(1, int(os.environ.get("DISTILL_REPEATS", "20")) // 20)
+REPEATS = max(1, int(os.environ.get("DISTILL_REPEATS", "3")) // 20)
 
 
 @pytest.fixture(autouse=True)

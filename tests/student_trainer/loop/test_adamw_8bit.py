@@ -122,7 +122,6 @@ def go_on(root: Path, sharding: str, resumed: int | None, update: int) -> None:
         save_checkpoint(root, update, model=made, tokenizer=words, optimizer=optimizer)
 
 
-@pytest.mark.slow
 def test_other_numbers_of_processes_resume_it_exactly(tmp_path: Path) -> None:
     """Never stopped in one process; or stopped after every update, in 2, 9, 1 and 4 processes.
 

@@ -433,7 +433,6 @@ def minimum(form: str) -> float:
     return float((log_p.exp() * cost).sum().detach())
 
 
-@pytest.mark.slow
 def test_where_the_forms_lead() -> None:
     """That of words nearly to the minimum, that of chunks elsewhere."""
     found = {form: minimum(form) for form in ("answer", "word", "chunk")}

@@ -320,7 +320,6 @@ def minimum(form: str) -> float:
     return float((mass * (mass.log() - of_student)).sum())
 
 
-@pytest.mark.slow
 def test_where_the_forms_lead() -> None:
     """Likelihoods of runs have another minimum: what follows a run decides its boundary."""
     found = {form: minimum(form) for form in ("row", "chunk", "word")}

@@ -121,9 +121,9 @@ def test_compiled_code_computes_the_same() -> None:
     ("policy", "layout", "bf16"),
     [
         (False, "one_line", False),
-        (True, "padded", True),
-        (2, "lines", False),
-        ("selective", "lines", True),
+        pytest.param(True, "padded", True, marks=pytest.mark.slow),
+        pytest.param(2, "lines", False, marks=pytest.mark.slow),
+        pytest.param("selective", "lines", True, marks=pytest.mark.slow),
     ],
 )
 def test_layouts_and_recomputation(
@@ -142,6 +142,7 @@ def test_layouts_and_recomputation(
     assert_equal(found, expected, 2e-2 if bf16 else 1e-5)
 
 
+@pytest.mark.slow
 def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     use(FAST, monkeypatch.setattr)
 

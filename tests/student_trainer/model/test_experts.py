@@ -59,7 +59,6 @@ def work(out: Path, sharding: str, bf16: bool) -> None:
     torch.save({"weights": weights, "shares": shares}, out / f"{sharding}-{rank}.pt")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_sharded_experts_learn_as_in_one_process(bf16: bool, tmp_path: Path) -> None:
     for world, sharding in ((1, "none"), (WORLD, "fsdp2")):

@@ -35,10 +35,13 @@ OF_FOUR: Sequence[Case] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "size", "cases"),
-    [(2, 2, OF_TWO), (4, 4, OF_FOUR), (4, 2, OF_TWO[:1] + OF_FOUR[:2])],
+    [
+        (2, 2, OF_TWO),
+        pytest.param(4, 4, OF_FOUR, marks=pytest.mark.slow),
+        pytest.param(4, 2, OF_TWO[:1] + OF_FOUR[:2], marks=pytest.mark.slow),
+    ],
     ids=["one group of two", "one group of four", "two groups of two"],
 )
 def test_learns_as_one_process(
@@ -77,7 +80,6 @@ CHECKED: Sequence[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.slow
 def test_students_that_cannot_be_divided(tmp_path: Path) -> None:
     students = [(name, changes) for name, changes, _ in CHECKED]
     group = Forks(2, tmp_path / "group", check, tmp_path, students)

@@ -35,7 +35,6 @@ def disagree(out: Path) -> None:
     save_file(whole | {"norm": norm}, out / f"{rank}.safetensors")
 
 
-@pytest.mark.slow
 def test_copies_in_a_group_get_one_gradient(tmp_path: Path) -> None:
     assert Forks(4, tmp_path / "group", disagree, tmp_path).wait() == [0] * 4
     weights = dict(make("qwen3").named_parameters())

@@ -25,7 +25,6 @@ print(largest(accelerator, 5 + accelerator.process_index))
 """
 
 
-@pytest.mark.slow
 def test_two_machines_meet() -> None:
     (port,) = free_ports(1)
     with namespace() as there:

@@ -68,7 +68,6 @@ def work(out: Path, groups: tuple[int, int], compiled: bool) -> None:
     save_file(found | {"-": torch.zeros(1)}, out / f"{rank}.safetensors")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "groups"),
     [(2, (1, 1)), (4, (1, 1)), (4, (2, 1)), (4, (1, 2))],

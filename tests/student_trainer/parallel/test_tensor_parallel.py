@@ -21,7 +21,7 @@ ERROR = 1e-6
 CASES = [
     (4, 2, False, tuple(STUDENTS)),
     (2, 2, "selective", ("qwen3", "llama")),
-    (6, 2, True, ("qwen3", "llama")),
+    pytest.param(6, 2, True, ("qwen3", "llama"), marks=pytest.mark.slow),
 ]
 
 
@@ -60,7 +60,6 @@ def assert_held_in_shares(out: Path, name: str, processes: int, size: int) -> No
     assert max(held) < 1.1 * model.num_parameters() / processes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "size", "policy", "names"), CASES)
 def test_learns_as_one_process(
     processes: int, size: int, policy: bool | str, names: tuple[str, ...], tmp_path: Path

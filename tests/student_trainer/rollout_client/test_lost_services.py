@@ -6,7 +6,6 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed
 
@@ -43,7 +42,6 @@ def _sample(out: Path) -> None:
     services.stop()
 
 
-@pytest.mark.slow
 def test_every_rank_ends_with_the_same_error(tmp_path: Path) -> None:
     """Long before the patience of the other ranks ends."""
     assert Forks(2, tmp_path / "group", _sample, tmp_path).wait() == [0, 0]

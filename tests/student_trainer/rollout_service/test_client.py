@@ -114,7 +114,6 @@ def test_several_threads_may_order_at_once(start_service: StartService, tmp_path
         assert_all_same(found[number], in_process(wanted, student(1)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_replica_that_is_killed_at_random_points(
     start_service: StartService, tmp_path: Path, replicas: int

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from clients.config.on_policy import OnPolicyJob
 from student_trainer.methods.engine import Engine, connect_engine
 from student_trainer.parallel.collectives import make_accelerator
@@ -30,7 +28,6 @@ def engine_of(number: int, run: Path, address: str, material: tiny.Material) -> 
     return engine
 
 
-@pytest.mark.slow
 def test_runs_of_the_same_name_have_their_own_weights(
     start_service: StartService, tmp_path: Path
 ) -> None:

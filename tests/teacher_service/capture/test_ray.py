@@ -37,7 +37,6 @@ def start(run: RunDirectory, cluster: Cluster) -> subprocess.Popen[bytes]:
         )
 
 
-@pytest.mark.slow
 def test_an_engine_is_killed(
     cluster: Cluster, data: Path, words: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -59,7 +58,6 @@ def test_an_engine_is_killed(
     assert digests(run.store) == digests(whole)
 
 
-@pytest.mark.slow
 def test_more_engines_than_there_is_room_for(
     cluster: Cluster, data: Path, words: Path, tmp_path: Path
 ) -> None:

@@ -260,7 +260,6 @@ def test_reading_can_be_stopped(tokenizer: Any, tmp_path: Path) -> None:
     assert read_plan(tmp_path / "plan", "a") is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["completion", "messages", "text"])
 def test_processes_give_the_same_sequences(chat: Any, tmp_path: Path, form: str) -> None:
     """In the same order, with the same records left out."""
@@ -280,7 +279,6 @@ def test_processes_give_the_same_sequences(chat: Any, tmp_path: Path, form: str)
     assert two.empty == (0 if form == "messages" else 60), "a template always says something"
 
 
-@pytest.mark.slow
 def test_a_bad_record_in_a_process_is_named(tokenizer: Any, tmp_path: Path) -> None:
     good = [{"prompt": text(a), "answer": text(b)} for a, b in pairs(50)] * 120
     path = write_lines(tmp_path / "a.jsonl", [*good[:5500], {"prompt": "t5"}, *good[5500:]])

@@ -28,7 +28,7 @@ from teacher_service.serving.validation import RequestLimits, parse_request
 from tests.teacher_service.conftest import StartTeacher
 from tests.teacher_service.processes import TeacherProcess
 
-REPEATS = int(os.environ.get("DISTILL_REPEATS", "20"))
+REPEATS = int(os.environ.get("DISTILL_REPEATS", "3"))
 VOCAB, MAX_LENGTH = 100, 64
 LIMITS = RequestLimits(VOCAB, MAX_LENGTH, VOCAB)
 FAKE = ["--engine", "fake", "--model", f"vocab={VOCAB},max_length={MAX_LENGTH}"]

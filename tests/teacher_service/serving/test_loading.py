@@ -30,6 +30,7 @@ from protos.rpc.ports import free_ports
 from protos.rpc.statuses import fault_of
 from protos.teacher_pb2_grpc import TeacherStub
 from tests.distill_server.conftest import eventually
+from tests.forked_python import ForkedPython
 from tests.scraping import scrape, status
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -74,7 +75,7 @@ def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
     options += ["--metrics-port", str(page), "--http-port", str(front)]
     environment = {**os.environ, "GATE": str(gate), "OMP_NUM_THREADS": "1"}
     with log.open("ab") as stderr:
-        process = subprocess.Popen(
+        process = ForkedPython(
             [*command, *options],
             stdout=subprocess.PIPE,
             stderr=stderr,

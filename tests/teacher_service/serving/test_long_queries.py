@@ -16,6 +16,7 @@ TOKENS, K, VOCAB = 131_072, 64, 128
 SETTINGS = f"vocab={VOCAB},max_length={TOKENS + 1}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_peak_stays_where_it_is(start_teacher: StartTeacher) -> None:
     teacher = start_teacher("--engine", "fake", "--model", SETTINGS, launched=True)

@@ -1,0 +1,23 @@
+"""Which folders of tests a change touches: `make test-touched`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.touched import touched_folders
+
+
+@pytest.mark.parametrize(
+    ("changed", "folders"),
+    [
+        (["student_trainer/losses/topk.py"], ["tests/student_trainer/losses"]),
+        (["teacher_service/program.py"], ["tests/teacher_service"]),
+        (["tests/faults/proxy.py", "docs/faults.md", "README.md"], ["tests/faults"]),
+        (["clients/data/records.py", "clients/__init__.py"], ["tests/clients"]),
+        (["protos/teacher.proto", "benchmarks/results/loss.json"], ["tests/protos"]),
+        (["tests/conftest.py", "clients/data/records.py"], ["tests"]),
+        (["Makefile", "mkdocs.yml"], []),
+    ],
+)
+def test_touched_folders(changed: list[str], folders: list[str]) -> None:
+    assert touched_folders(changed) == folders
