@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clients.jobs.job import JobState
 from clients.runs.directory import Status
-from distill_server.runners.interface import Exited, Lost, Withdrawn
+from distill_server.runners.interface import CancelledInCluster, Exited, Lost
 from protos.errors import ExitCode, is_infrastructure
 
 _FIELD = re.compile(r"([a-z_][\w.-]*): ")
@@ -36,7 +36,7 @@ class Died:
 
 
 def verdict_of(
-    state: JobState, step: int, status: Status | None, outcome: Exited | Lost | Withdrawn
+    state: JobState, step: int, status: Status | None, outcome: Exited | Lost | CancelledInCluster
 ) -> Ended | Died:
     """Judge an ended attempt of a job in `state` by the trainer's last status and its exit.
 
@@ -48,7 +48,7 @@ def verdict_of(
     reason = status.reason if status is not None else ""
     if verdict == "succeeded":
         return Ended(JobState.SUCCEEDED)
-    if isinstance(outcome, Withdrawn) and not cancelling:
+    if isinstance(outcome, CancelledInCluster) and not cancelling:
         return Ended(JobState.CANCELLED, outcome.reason)
     if verdict == "cancelled" and cancelling:
         return Ended(JobState.CANCELLED, reason or "cancelled on request")
@@ -74,9 +74,9 @@ def _subject(reason: str) -> str:
     return found[1] if found else "a service that the job needs"
 
 
-def _death(outcome: Exited | Lost | Withdrawn, step: int) -> str:
+def _death(outcome: Exited | Lost | CancelledInCluster, step: int) -> str:
     match outcome:
-        case Withdrawn(reason=reason):
+        case CancelledInCluster(reason=reason):
             return reason
         case Lost(reason=reason) if reason:
             return reason

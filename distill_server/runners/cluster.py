@@ -12,10 +12,10 @@ from protos.errors import DistillError, Unavailable
 log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
-_SaidAnswer = TypeVar("_SaidAnswer", covariant=True)
+_CovariantAnswer = TypeVar("_CovariantAnswer", covariant=True)
 
 
-class Jobs(Protocol[_SaidAnswer]):
+class Jobs(Protocol[_CovariantAnswer]):
     """The calls that a Cluster makes; calls may block.
 
     They raise Unavailable if the cluster does not answer, and another DistillError if it refuses
@@ -28,14 +28,16 @@ class Jobs(Protocol[_SaidAnswer]):
     def stop(self, name: str) -> None:
         """Stop a job; no effect if the cluster does not know it, or if it has ended."""
 
-    def look(self, name: str) -> _SaidAnswer:
+    def get_state(self, name: str) -> _CovariantAnswer:
         """Return the state of a job."""
 
 
 @dataclass
-class _Followed(Generic[_Answer]):
+class _FollowedJob(Generic[_Answer]):
+    """A job of the cluster: what is still to be submitted or stopped, and its last known state."""
+
     entrypoint: str | None = None  # None once the cluster has accepted the job
-    stopping: bool = False
+    is_stopping: bool = False
     answer: _Answer | None = None
     trouble: str = ""
 
@@ -52,30 +54,30 @@ class Cluster(Generic[_Answer]):
         self._title = title
         self._pause_seconds = pause_seconds
         self._lock = threading.Lock()
-        self._followed: dict[str, _Followed[_Answer]] = {}
-        self._wanted = threading.Event()
-        self._greeted = self._out_of_reach = False
+        self._followed: dict[str, _FollowedJob[_Answer]] = {}
+        self._has_new_job = threading.Event()
+        self._is_greeted = self._is_unreachable = False
         threading.Thread(target=self._run, name="cluster", daemon=True).start()
 
     def submit(self, name: str, entrypoint: str) -> None:
         """Follow a job, and start it as soon as the cluster can be reached."""
         with self._lock:
-            self._followed[name] = _Followed(entrypoint)
-        self._wanted.set()
+            self._followed[name] = _FollowedJob(entrypoint)
+        self._has_new_job.set()
 
     def stop(self, name: str) -> None:
         """Stop a job; a job that was not yet submitted is not started."""
         with self._lock:
-            followed = self._followed.setdefault(name, _Followed())
-            followed.stopping, followed.entrypoint = True, None
+            followed = self._followed.setdefault(name, _FollowedJob())
+            followed.is_stopping, followed.entrypoint = True, None
 
-    def look(self, name: str) -> tuple[_Answer | None, str]:
+    def get_state(self, name: str) -> tuple[_Answer | None, str]:
         """Return a job's last state and the current problem of the cluster; starts following it.
 
         The state is None before the first answer; the problem is "" if there is none.
         """
         with self._lock:
-            followed = self._followed.setdefault(name, _Followed())
+            followed = self._followed.setdefault(name, _FollowedJob())
             return followed.answer, followed.trouble
 
     def forget(self, name: str) -> None:
@@ -83,51 +85,53 @@ class Cluster(Generic[_Answer]):
         with self._lock:
             self._followed.pop(name, None)
 
-    def greet(self) -> None:
+    def on_first_answer(self) -> None:
         """Called once, at the first answer of the cluster."""
 
     def _run(self) -> None:
         while True:
             with self._lock:
                 followed = list(self._followed.items())
-            asks = bool(followed) or not self._greeted
+            is_polling = bool(followed) or not self._is_greeted
             try:
-                if not self._greeted:
-                    self.greet()
-                    self._greeted = True
-                for name, one in followed:
-                    self._converse(name, one)
-                if asks:
-                    self._tell(followed, "")
+                if not self._is_greeted:
+                    self.on_first_answer()
+                    self._is_greeted = True
+                for name, job in followed:
+                    self._update_job(name, job)
+                if is_polling:
+                    self._record_trouble(followed, "")
             except DistillError as error:  # the cluster is unreachable, or refuses all calls
-                self._tell(followed, error.message)
+                self._record_trouble(followed, error.message)
             except Exception:
                 log.exception("cannot talk to %s", self._title)
-            self._wanted.wait(self._pause_seconds)
-            self._wanted.clear()
+            self._has_new_job.wait(self._pause_seconds)
+            self._has_new_job.clear()
 
-    def _converse(self, name: str, one: _Followed[_Answer]) -> None:
+    def _update_job(self, name: str, job: _FollowedJob[_Answer]) -> None:
         """Submit or stop one job if requested, and fetch its state."""
         try:
-            if entrypoint := one.entrypoint:
+            if entrypoint := job.entrypoint:
                 self._jobs.submit(name, entrypoint)
                 with self._lock:
-                    one.entrypoint = None
-            if one.stopping:
+                    job.entrypoint = None
+            if job.is_stopping:
                 self._jobs.stop(name)
-            one.answer = self._jobs.look(name)
-            one.trouble = ""
+            job.answer = self._jobs.get_state(name)
+            job.trouble = ""
         except Unavailable:
             raise
         except DistillError as error:
-            one.trouble = error.message
+            job.trouble = error.message
 
-    def _tell(self, followed: list[tuple[str, _Followed[_Answer]]], trouble: str) -> None:
+    def _record_trouble(
+        self, followed: list[tuple[str, _FollowedJob[_Answer]]], trouble: str
+    ) -> None:
         """Record the cluster's problem for each job, and log it when it begins or ends."""
-        for _, one in followed:
-            one.trouble = trouble or one.trouble
-        if trouble and not self._out_of_reach:
+        for _, job in followed:
+            job.trouble = trouble or job.trouble
+        if trouble and not self._is_unreachable:
             log.warning("%s; running jobs continue and new jobs wait", trouble)
-        elif self._out_of_reach and not trouble:
+        elif self._is_unreachable and not trouble:
             log.warning("%s can be reached again", self._title)
-        self._out_of_reach = bool(trouble)
+        self._is_unreachable = bool(trouble)

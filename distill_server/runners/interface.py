@@ -9,7 +9,7 @@ from typing import Protocol
 from clients.runs.directory import RunDirectory
 from distill_server.runners.machine import Share
 
-# From SIGTERM to SIGKILL. The trainer has been asked to stop long before, through control.json.
+# From SIGTERM to SIGKILL. The request to stop, in control.json, comes long before SIGTERM.
 KILL_GRACE_SECONDS = 5.0
 
 
@@ -31,9 +31,9 @@ class Exited:
 class Lost:
     """The attempt is not running and its exit code is unknown.
 
-    `blameless`: the attempt never started, the machine was rebooted, or the attempt was started by
-    an earlier server and its supervisor disappeared too (a restarted container), or the cluster
-    took its nodes away. `reason`: what the cluster says of it, if it says more.
+    `blameless`: the end is not the trainer's fault. The attempt never started, the machine was
+    rebooted, the attempt of an earlier server disappeared together with its shim (a restarted
+    container), or the cluster took its nodes away. `reason`: the cluster's explanation, if any.
     """
 
     blameless: bool
@@ -41,13 +41,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Withdrawn:
-    """Somebody has cancelled the attempt with the tools of the cluster, not through the server."""
+class CancelledInCluster:
+    """The attempt was cancelled with the tools of the cluster, not through the server."""
 
     reason: str
 
 
-Outcome = Running | Exited | Lost | Withdrawn
+Outcome = Running | Exited | Lost | CancelledInCluster
 
 
 class Runner(Protocol):

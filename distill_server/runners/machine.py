@@ -29,11 +29,11 @@ class Share:
 class Machine:
     """The resources for jobs. A job starts when a slot, its CPU threads and its GPUs are free.
 
-    `slots` is the number of jobs that run at once. `cpus_per_job` is the number of CPU threads of a
-    job that requests none; a job has at least one for each of its processes. `cpus` is the number
-    of all jobs together; 0 means slots * cpus_per_job. `gpus` are names as in CUDA_VISIBLE_DEVICES;
-    None means that GPUs are not divided among jobs. `has_teachers`: the server starts the teachers
-    of `teacher.model`, which take GPUs of `gpus`; as many at once as there are slots.
+    `slots` is the number of jobs that run at once. `cpus_per_job` is the default number of CPU
+    threads of a job, which has at least one for each of its processes. `cpus` is the number of CPU
+    threads of all jobs together; 0 means slots * cpus_per_job. `gpus` are names as in
+    CUDA_VISIBLE_DEVICES; None means that GPUs are not divided among jobs. `has_teachers`: the
+    server starts the teachers of `teacher.model`, at most `slots` at once, on GPUs of `gpus`.
     `places_engines`: the server finds GPUs for the engines of `rollouts.gpus`.
     """
 
@@ -60,7 +60,7 @@ class Machine:
                 field="train.processes",
                 hint="use fewer processes, or start the server with a larger --cpus",
             )
-        if (cpus := self._cpus_of(job)) > self.all_cpus:
+        if (cpus := self._count_cpus(job)) > self.all_cpus:
             raise InvalidInput(
                 f"the job asks for {cpus} CPU threads, the server has {self.all_cpus} for all jobs",
                 field="resources.cpus",
@@ -87,11 +87,11 @@ class Machine:
         if teacher is None:
             return
         self.require_teachers()
-        gpus, more = self.gpus_of_job(job), teacher.gpus_of_model
-        if self.gpus is not None and more and gpus + more > len(self.gpus):
+        job_gpus, teacher_gpus = self.gpus_of_job(job), teacher.gpus_of_model
+        if self.gpus is not None and teacher_gpus and job_gpus + teacher_gpus > len(self.gpus):
             raise InvalidInput(
-                f"the job needs {_counted(gpus, 'GPU')} and its teacher {more} more, the server has"
-                f" {len(self.gpus)} for jobs",
+                f"the job needs {_format_count(job_gpus, 'GPU')} and its teacher"
+                f" {teacher_gpus} more, the server has {len(self.gpus)} for jobs",
                 field="teacher.model",
                 hint="start the server with a larger --gpus, or set teacher.device = 'cpu'",
             )
@@ -113,64 +113,67 @@ class Machine:
                 hint="start distill-rollouts, and give its rollouts.address; or leave it out",
             )
 
-    def gpus_for(self, teacher: TeacherLink, held: Sequence[Share]) -> tuple[str, ...] | None:
-        """Return the GPUs of a teacher beside the shares already held.
+    def gpus_for(self, teacher: TeacherLink, shares: Sequence[Share]) -> tuple[str, ...] | None:
+        """Return free GPUs for a teacher; `shares` are those in use.
 
         None means that GPUs are not divided. Raises LookupError, with what the teacher must wait
         for, if too few are free.
         """
         if self.gpus is None:
             return None
-        count, free = teacher.gpus_of_model, self._free_gpus(held)
-        if count > len(free):
-            raise LookupError(f"{_counted(count, 'GPU')}; {len(free)} are free")
-        return tuple(free[:count])
+        count, free_gpus = teacher.gpus_of_model, self._free_gpus(shares)
+        if count > len(free_gpus):
+            raise LookupError(f"{_format_count(count, 'GPU')}; {len(free_gpus)} are free")
+        return tuple(free_gpus[:count])
 
-    def share(self, job: AnyJob, held: Sequence[Share]) -> Share | None:
-        """Return the job's share beside the shares already held; None if too little is free."""
-        if self.lack(job, held):
+    def share(self, job: AnyJob, shares: Sequence[Share]) -> Share | None:
+        """Return a share for the job; None if too little is free. `shares` are those in use."""
+        if self.lack(job, shares):
             return None
-        cpus = self._cpus_of(job)
+        cpus = self._count_cpus(job)
         if self.gpus is None:
             return Share(cpus)
-        return Share(cpus, tuple(self._free_gpus(held)[: self.gpus_of_job(job)]))
+        return Share(cpus, tuple(self._free_gpus(shares)[: self.gpus_of_job(job)]))
 
-    def lack(self, job: AnyJob, held: Sequence[Share]) -> str:
-        """Return what the job must wait for beside the shares already held; "" if for nothing."""
-        if sum(other.slots for other in held) >= self.slots:
+    def lack(self, job: AnyJob, shares: Sequence[Share]) -> str:
+        """Return what the job must wait for, "" for nothing. `shares` are those in use."""
+        if sum(share.slots for share in shares) >= self.slots:
             slots = f"all {self.slots} slots are" if self.slots > 1 else "the only slot is"
             return f"{slots} in use"
-        cpus, free = self._cpus_of(job), self.all_cpus - sum(other.cpus for other in held)
-        if cpus > free:
-            return f"it needs {_counted(cpus, 'CPU thread')}; {free} of {self.all_cpus} are free"
-        gpus, left = self.gpus_of_job(job), len(self._free_gpus(held))
-        if self.gpus is not None and gpus > left:
-            return f"it needs {_counted(gpus, 'GPU')}; {left} of {len(self.gpus)} are free"
+        cpus, free_cpus = self._count_cpus(job), self.all_cpus - sum(share.cpus for share in shares)
+        if cpus > free_cpus:
+            needed = _format_count(cpus, "CPU thread")
+            return f"it needs {needed}; {free_cpus} of {self.all_cpus} are free"
+        gpus, free_gpus = self.gpus_of_job(job), len(self._free_gpus(shares))
+        if self.gpus is not None and gpus > free_gpus:
+            return (
+                f"it needs {_format_count(gpus, 'GPU')}; {free_gpus} of {len(self.gpus)} are free"
+            )
         return ""
 
-    def _free_gpus(self, held: Sequence[Share]) -> list[str]:
-        taken = {gpu for other in held for gpu in other.gpus or ()}
-        return [gpu for gpu in self.gpus or () if gpu not in taken]
+    def _free_gpus(self, shares: Sequence[Share]) -> list[str]:
+        used_gpus = {gpu for share in shares for gpu in share.gpus or ()}
+        return [gpu for gpu in self.gpus or () if gpu not in used_gpus]
 
-    def _cpus_of(self, job: AnyJob) -> int:
-        asked = job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
+    def _count_cpus(self, job: AnyJob) -> int:
+        requested_cpus = job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
         # A process needs at least one, as far as there are some.
-        return max(asked, min(processes_of(job), self.all_cpus))
+        return max(requested_cpus, min(processes_of(job), self.all_cpus))
 
     def gpus_of_job(self, job: AnyJob) -> int:
         """Return the GPUs that the job holds while it runs; 0 if GPUs are not divided."""
-        asked = job.resources.gpus
-        if asked is None:
+        requested_gpus = job.resources.gpus
+        if requested_gpus is None:
             return 0 if self.gpus is None else gpus_of(job)
-        return asked
+        return requested_gpus
 
 
 ONE_JOB = Machine()
-# The number of CPU threads where a cluster counts them.
+# The number of CPU threads of a cluster, which does its own counting.
 UNCOUNTED = sys.maxsize
 
 
-def _counted(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -180,8 +183,10 @@ def visible_gpus(count: int) -> tuple[str, ...]:
     Raises InvalidInput if $CUDA_VISIBLE_DEVICES lists fewer. Without that variable the names are
     0 to count - 1, and their existence is not checked.
     """
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(n) for n in range(count)] if listed is None else listed.split(",")
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = (
+        [str(n) for n in range(count)] if visible_devices is None else visible_devices.split(",")
+    )
     names = [name.strip() for name in names if name.strip()]
     if len(names) < count:
         raise InvalidInput(

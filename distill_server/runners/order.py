@@ -1,7 +1,7 @@
 """The order for the driver of an attempt on a cluster: a file that the server writes.
 
-The order is not part of what the cluster is told of a job, because its environment holds secrets
-and every client of a cluster can list job descriptions.
+The order is not part of the job description, which every client of a cluster can list, because the
+environment of the order holds secrets.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ def place_order(
     processes: int,
     from_step: int | None,
     share: Share,
-    **placed: Any,
+    **resources: Any,
 ) -> Path:
     """Raise the fence of an attempt, write its order and return the file.
 
-    `command` makes the command line of one process: the driver runs it once per rank. `placed` are
-    the fields of TrainerOrder with GPUs and engines. Raises OSError if the disk refuses the file.
+    `command` builds the command line of one process: the driver runs it once per rank. `resources`
+    are the fields of TrainerOrder for GPUs and engines. Raises OSError if the order cannot be
+    written.
     """
     fence = raise_fence(run.path, attempt)
     directory = run.logs(attempt)
@@ -84,7 +85,7 @@ def place_order(
         folder=os.getcwd(),
         processes=processes,
         cpus=threads_of(share, processes),
-        **placed,
+        **resources,
     )
     path = directory / "order.json"
     write_order(path, order)

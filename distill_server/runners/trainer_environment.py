@@ -13,7 +13,7 @@ _ALLOWED = frozenset(
     | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
     | {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"}
     | {"TOKENIZERS_PARALLELISM"}
-    # Where object storage is, and which files hold its credentials; not the keys themselves.
+    # The address of object storage and the files with its credentials; not the keys themselves.
     | {"AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_CA_BUNDLE"}
     | {"AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"}
     | {"GOOGLE_APPLICATION_CREDENTIALS", "CLOUD_STORAGE_EMULATOR_ENDPOINT"}
@@ -27,11 +27,11 @@ _ALLOWED_PREFIXES = (
 _REFUSED = frozenset({"VLLM_API_KEY"})
 
 
-def allowed(environment: Mapping[str, str]) -> dict[str, str]:
+def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a trainer may see; all others, such as tokens, are dropped."""
     return {
-        name: value
-        for name, value in environment.items()
+        name: setting
+        for name, setting in environment.items()
         if name in _ALLOWED or (name.startswith(_ALLOWED_PREFIXES) and name not in _REFUSED)
     }
 
@@ -44,12 +44,16 @@ def trainer_environment(
     Paths of certificates become absolute: a trainer may have another working directory.
     PYTHONSAFEPATH is set, so that no Python below the trainer imports from its working directory.
     """
-    seen = allowed(environment)
-    seen |= {name: os.path.abspath(seen[name]) for name in _FILES & seen.keys() if seen[name]}
+    variables = allowed_variables(environment)
+    variables |= {
+        name: os.path.abspath(variables[name])
+        for name in _FILES & variables.keys()
+        if variables[name]
+    }
     if share.gpus is not None:
-        seen["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
-    set_here = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    return {**seen, "OMP_NUM_THREADS": str(threads_of(share, processes)), **set_here}
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+    fixed_variables = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    return {**variables, "OMP_NUM_THREADS": str(threads_of(share, processes)), **fixed_variables}
 
 
 def threads_of(share: Share, processes: int) -> int:

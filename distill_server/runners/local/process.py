@@ -38,35 +38,35 @@ def boot_id() -> str:
 
 def identity_of(pid: int) -> Identity | None:
     """Return the identity of the process with this pid; None if there is none or it is a zombie."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return None if fields is None else Identity(boot_id(), pid, int(fields[19]))
 
 
-def consumption(who: Identity) -> tuple[float, int] | None:
+def consumption(process: Identity) -> tuple[float, int] | None:
     """Return the CPU seconds and the resident bytes of a process; None if it is gone.
 
     The CPU seconds include those of its ended children.
     """
-    fields = _stat(who.pid)
-    if fields is None or int(fields[19]) != who.start_time:
+    fields = _read_stat(process.pid)
+    if fields is None or int(fields[19]) != process.start_time:
         return None
     ticks = sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def send_signal(who: Identity, signum: int) -> bool:
+def send_signal(process: Identity, signum: int) -> bool:
     """Send a signal to exactly this process.
 
     Returns False if the process is gone, even if another one has its pid now, or if it belongs to
     another user.
     """
     try:
-        handle = os.pidfd_open(who.pid)
+        handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return False
     try:
         # The pidfd stays bound to one process, so this check also holds when the signal is sent.
-        if identity_of(who.pid) != who:
+        if identity_of(process.pid) != process:
             return False
         signal.pidfd_send_signal(handle, signum)
     except (ProcessLookupError, PermissionError):
@@ -76,58 +76,67 @@ def send_signal(who: Identity, signum: int) -> bool:
     return True
 
 
-def family(mark: str, known: Iterable[Identity] = ()) -> list[Identity]:
+def family(mark: str, known_processes: Iterable[Identity] = ()) -> list[Identity]:
     """Return the live processes of an attempt.
 
     They are the processes of this user whose environment contains the mark, the processes of
-    `known` that are still alive, and the descendants of both. A process that overwrites its
-    environment, as setproctitle does, is found as a descendant or in `known`.
+    `known_processes` that are still alive, and the descendants of both. A process that overwrites
+    its environment, as setproctitle does, is found as a descendant or in `known_processes`.
     """
-    wanted, known = f"{MARK}={mark}".encode(), set(known)
-    living, parents = _processes()
-    found = {pid for pid, who in living.items() if who in known}
-    for pid in living.keys() - found:
+    mark_entry, known_processes = f"{MARK}={mark}".encode(), set(known_processes)
+    living, parents = _list_processes()
+    pids = {pid for pid, process in living.items() if process in known_processes}
+    for pid in living.keys() - pids:
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue  # the process is gone, or belongs to another user
-        if wanted in environment.split(b"\0"):
-            found.add(pid)
-    return [living[pid] for pid in sorted(found | _below(found, parents))]
+        if mark_entry in environment.split(b"\0"):
+            pids.add(pid)
+    return [living[pid] for pid in sorted(pids | _collect_descendants(pids, parents))]
 
 
 def descendants(pid: int) -> list[Identity]:
     """Return the live processes below the process `pid`, without itself."""
-    living, parents = _processes()
-    return [living[below] for below in sorted(_below({pid}, parents) - {pid})]
+    living, parents = _list_processes()
+    return [
+        living[descendant] for descendant in sorted(_collect_descendants({pid}, parents) - {pid})
+    ]
 
 
 def kill_family(
-    mark: str, patience_seconds: float = 10.0, *, known: Iterable[Identity] = (), under: int = 0
+    mark: str,
+    patience_seconds: float = 10.0,
+    *,
+    known_processes: Iterable[Identity] = (),
+    under: int = 0,
 ) -> bool:
-    """Send SIGKILL to all processes of an attempt, repeatedly, until none is left.
+    """Send SIGKILL to all processes of an attempt, repeatedly, until none is alive.
 
-    The processes are those of `family(mark, known)` and the descendants of the process `under`.
-    Returns False if some are still alive after `patience_seconds`. Processes of another user, which
-    this one may not kill, are left alone.
+    The processes are those of `family(mark, known_processes)` and the descendants of the process
+    `under`. Returns False if some are still alive after `patience_seconds`. Processes that this
+    user may not kill are ignored.
     """
-    known, beyond = set(known), set[Identity]()
+    known_processes, unkillable = set(known_processes), set[Identity]()
     deadline = time.monotonic() + patience_seconds
-    while members := {*family(mark, known), *(descendants(under) if under else ())} - beyond:
+    while (
+        members := {*family(mark, known_processes), *(descendants(under) if under else ())}
+        - unkillable
+    ):
         if time.monotonic() > deadline:
             return False
-        for who in members:
-            if not send_signal(who, signal.SIGKILL) and identity_of(who.pid) == who:
-                beyond.add(who)
-        known |= members
+        for process in members:
+            if not send_signal(process, signal.SIGKILL) and identity_of(process.pid) == process:
+                unkillable.add(process)
+        known_processes |= members
         time.sleep(0.01)
     return True
 
 
-def _processes() -> tuple[dict[int, Identity], dict[int, int]]:
+def _list_processes() -> tuple[dict[int, Identity], dict[int, int]]:
     """Return all live processes by pid, and the parent of each.
 
-    Both are empty if /proc is of another pid namespace, where a pid is another process.
+    Both are empty if /proc belongs to another pid namespace, where pids have other meanings.
     """
     boot = boot_id()
     living: dict[int, Identity] = {}
@@ -135,49 +144,49 @@ def _processes() -> tuple[dict[int, Identity], dict[int, int]]:
     if os.readlink("/proc/self") != str(os.getpid()):
         return living, parents
     for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))):
+        if name.isdigit() and (fields := _read_stat(int(name))):
             living[int(name)] = Identity(boot, int(name), int(fields[19]))
             parents[int(name)] = int(fields[1])
     return living, parents
 
 
-def _below(roots: Iterable[int], parents: Mapping[int, int]) -> set[int]:
+def _collect_descendants(roots: Iterable[int], parents: Mapping[int, int]) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
-    found, waiting = set(), list(roots)
-    while waiting:
-        for child in children.get(waiting.pop(), ()):
-            if child not in found:
-                found.add(child)
-                waiting.append(child)
-    return found
+    pids, pending = set(), list(roots)
+    while pending:
+        for child in children.get(pending.pop(), ()):
+            if child not in pids:
+                pids.add(child)
+                pending.append(child)
+    return pids
 
 
-def _stat(pid: int) -> list[str] | None:
+def _read_stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on.
 
-    None for a zombie, for no process, and for one that this user may not look at (hidepid).
+    None for a zombie, and if there is no process or this user may not read it (hidepid).
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The command's name is any bytes, also spaces and parentheses, so split after its last ")". The
-    # next field is the state.
+    # The command's name may contain spaces and parentheses, so split after the last ")". The next
+    # field is the state.
     fields = stat[stat.rindex(b")") + 2 :].decode().split()
     return None if fields[0] in "ZX" else fields
 
 
-# The shim and the server share the following functions. They do not use clients.runs.directory,
-# which imports pydantic: a shim must start in milliseconds and use little memory for days.
+# The shim and the server share the following functions. They do not import clients.runs.directory,
+# and with it pydantic: a shim must start in milliseconds and use little memory.
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON to a temporary file, flush it to disk and rename it to `path`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with partial.open("w") as file:
-        json.dump(value, file)
+        json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -187,10 +196,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in `path`; None if there is no regular file with a JSON object."""
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read())
+            content = json.loads(file.read())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def claim(directory: Path) -> bool:

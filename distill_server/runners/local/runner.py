@@ -56,7 +56,7 @@ class LocalRunner:
         # Shims that this server started. They must be waited for, or they stay zombies.
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()  # of the dictionary of children
-        # Read once: `stop` also works while the run directory does not answer.
+        # A cache, so that `stop` works while the run directory does not answer.
         self._cards: dict[Path, Card] = {}
         self._started: set[Path] = set()
         self._claimed_since: dict[Path, float] = {}
@@ -100,21 +100,21 @@ class LocalRunner:
             self._children[log.parent] = child
 
     def poll(self, run: RunDirectory, attempt: int) -> Outcome:
-        """Return the state of an attempt; polling one that never started claims it for good."""
+        """Return the state of an attempt. Polling an attempt that never started claims it."""
         directory = run.logs(attempt)
-        self._reap()
-        if ended := _exit_of(directory):
+        self._reap_children()
+        if outcome := _read_exit(directory):
             self._cards.pop(directory, None)
-            return ended
+            return outcome
         card = card_of(directory)
         if card is None:
-            return self._starting(directory)
+            return self._judge_unstarted(directory)
         if identity_of(card.shim.pid) == card.shim:
             self._cards[directory] = card
             return Running()
         self._cards.pop(directory, None)
         # The shim may have written exit.json between the first check and its end.
-        return _exit_of(directory) or self._abandoned(directory, card)
+        return _read_exit(directory) or self._end_abandoned(directory, card)
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """Send SIGTERM, and SIGKILL after a grace period; with `now`, only SIGKILL."""
@@ -125,8 +125,8 @@ class LocalRunner:
         elif card := self._cards.get(directory) or card_of(directory):
             send_signal(card.shim, signum)
 
-    def _starting(self, directory: Path) -> Outcome:
-        """Decide without a readable shim.json whether a shim is still starting."""
+    def _judge_unstarted(self, directory: Path) -> Outcome:
+        """Return Running if a shim without shim.json may still be starting, else Lost."""
         if directory in self._children:
             return Running()
         if not directory.is_dir() or claim(directory):
@@ -134,26 +134,29 @@ class LocalRunner:
         since = self._claimed_since.setdefault(directory, time.monotonic())
         if directory not in self._started and time.monotonic() - since < _START_SECONDS:
             return Running()
-        return self._lost(directory)
+        return self._make_lost(directory)
 
-    def _abandoned(self, directory: Path, card: Card) -> Lost:
+    def _end_abandoned(self, directory: Path, card: Card) -> Lost:
         """Kill the processes of a dead shim, so that no two trainers share a run directory."""
         if card.shim.boot_id != boot_id():
             return Lost(blameless=True)
         kill_processes(directory, card)
-        return self._lost(directory)
+        return self._make_lost(directory)
 
-    def _lost(self, directory: Path) -> Lost:
-        # Server and shim ended both: their container was restarted, or somebody killed everything.
+    def _make_lost(self, directory: Path) -> Lost:
+        # If this server did not start the attempt, server and shim ended together: their container
+        # was restarted, or all processes were killed.
         return Lost(blameless=directory not in self._started)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         with self._lock:
-            ended = [d for d, c in self._children.items() if c.poll() is not None]
-            for directory in ended:
+            directories = [
+                directory for directory, child in self._children.items() if child.poll() is not None
+            ]
+            for directory in directories:
                 del self._children[directory]
 
 
-def _exit_of(directory: Path) -> Exited | None:
+def _read_exit(directory: Path) -> Exited | None:
     code = exit_code_of(directory)
     return None if code is None else Exited(code)

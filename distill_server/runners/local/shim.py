@@ -50,8 +50,8 @@ def main() -> None:
 
     Starts nothing if the attempt is already claimed.
     """
-    log_file, grace, *rest = sys.argv[1:]
-    options, argv = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+    log_file, grace, *arguments = sys.argv[1:]
+    options, argv = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     log = Path(log_file)
     directory = Path(options[1]) if options else log.parent
     if options and os.fork():
@@ -71,7 +71,7 @@ def supervise(
     """Run `argv` to its end as the shim in this process, and return its exit code.
 
     -N means that signal N killed it; None: the attempt of `directory` is claimed, so nothing was
-    started. `grace_seconds` is asked when SIGTERM comes. `owned`: also kill `argv` when the other
+    started. `grace_seconds` is called when SIGTERM comes. `owned`: also kill `argv` when the other
     end of stdin is closed.
     """
     # Blocked signals stay pending until sigtimedwait. Handlers would race with the waits.
@@ -79,19 +79,19 @@ def supervise(
     if not claim(directory):
         return None
     mark = secrets.token_hex(16)
-    # Orphans of the trainer become children of this process, so that none is out of its sight.
+    # Orphans of the trainer become children of this process, so `descendants` finds them.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        child = _spawn(log, mark, argv)
+        child = _start_trainer(log, mark, argv)
     except OSError as error:
         print(f"cannot run {argv[0]}: {error}", file=sys.stderr, flush=True)
         _write_exit(directory, _CANNOT_RUN)
         return _CANNOT_RUN
     try:
-        _introduce(directory, mark, child)
-        code = _follow(child, mark, directory, grace_seconds, owned=owned)
+        _write_card(directory, mark, child)
+        code = _follow_trainer(child, mark, directory, grace_seconds, owned=owned)
     finally:
-        # Remaining ranks and workers would keep memory, ports and the lock of the run directory.
+        # Ranks and workers that still run would keep memory, ports and the run directory's lock.
         with contextlib.suppress(OSError):  # whatever happens, the exit code is written
             kill_family(mark, under=os.getpid())
         delete_abandoned()
@@ -109,7 +109,7 @@ def _write_exit(directory: Path, code: int) -> None:
             time.sleep(_HEARTBEAT_SECONDS)
 
 
-def _spawn(log: Path, mark: str, argv: list[str]) -> int:
+def _start_trainer(log: Path, mark: str, argv: list[str]) -> int:
     """Start the trainer in its own process group with no signal blocked, and return its pid."""
     output = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     files = [
@@ -123,13 +123,13 @@ def _spawn(log: Path, mark: str, argv: list[str]) -> int:
     )
 
 
-def _introduce(directory: Path, mark: str, child: int) -> None:
-    me, trainer = identity_of(os.getpid()), identity_of(child)
-    assert me is not None
+def _write_card(directory: Path, mark: str, child: int) -> None:
+    shim, trainer = identity_of(os.getpid()), identity_of(child)
+    assert shim is not None
     card = {
         "boot_id": boot_id(),
-        "pid": me.pid,
-        "start_time": me.start_time,
+        "pid": shim.pid,
+        "start_time": shim.start_time,
         "child_pid": child,
         # 0: the trainer has already ended.
         "child_start_time": trainer.start_time if trainer else 0,
@@ -138,71 +138,73 @@ def _introduce(directory: Path, mark: str, child: int) -> None:
     write_json(directory / "shim.json", card)
 
 
-def _follow(
+def _follow_trainer(
     child: int, mark: str, directory: Path, grace_seconds: Callable[[], float], *, owned: bool
 ) -> int:
     """Wait for the trainer's end and return its exit code; -N means that signal N killed it.
 
     `owned`: also kill the trainer when the other end of stdin is closed.
     """
-    kill_at, unwanted, asked = float("inf"), False, False
-    written: list[Identity] = []
-    list_at = 0.0
+    kill_at, is_unwanted, is_terminated = float("inf"), False, False
+    listed_processes: list[Identity] = []
+    next_list_at = 0.0
     while True:
         with contextlib.suppress(OSError):
             (directory / "heartbeat").touch()
-            if (began := time.monotonic()) >= list_at:
-                written = _write_processes(directory, written)
-                # A machine may have thousands of processes: at most 2% of the time.
-                list_at = began + max(_HEARTBEAT_SECONDS, 50 * (time.monotonic() - began))
+            if (list_start := time.monotonic()) >= next_list_at:
+                listed_processes = _write_processes(directory, listed_processes)
+                # A machine may have thousands of processes: list them for at most 2% of the time.
+                next_list_at = list_start + max(
+                    _HEARTBEAT_SECONDS, 50 * (time.monotonic() - list_start)
+                )
         pause = min(_HEARTBEAT_SECONDS, max(0.0, kill_at - time.monotonic()))
         event = signal.sigtimedwait(_WATCHED, pause)
         _reap_orphans(child)
         # WNOWAIT keeps the ended trainer a zombie, so its pid and process group are not reused.
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        told = event.si_signo if event is not None else 0
-        # Once only: some programs exit at once on a second SIGTERM.
-        if told == signal.SIGTERM and not ended and not asked:
-            asked = True
+        exit_state = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        signum = event.si_signo if event is not None else 0
+        # Send one SIGTERM only: some programs exit at once on a second one.
+        if signum == signal.SIGTERM and not exit_state and not is_terminated:
+            is_terminated = True
             _signal_group(child, signal.SIGTERM)
             kill_at = time.monotonic() + grace_seconds()
         # Kill one round later: a trainer that finds the fence itself then logs the reason.
-        still_unwanted, unwanted = unwanted, is_fenced() or (owned and _hung_up())
-        killed = told == signal.SIGQUIT or time.monotonic() >= kill_at or still_unwanted
-        if ended or killed:
+        was_unwanted, is_unwanted = is_unwanted, is_fenced() or (owned and _is_hung_up())
+        must_kill = signum == signal.SIGQUIT or time.monotonic() >= kill_at or was_unwanted
+        if exit_state or must_kill:
             _signal_group(child, signal.SIGKILL)
             kill_family(mark, under=os.getpid())
-        if ended:
+        if exit_state:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _write_processes(directory: Path, written: list[Identity]) -> list[Identity]:
-    """Write processes.json if the attempt's processes are not `written`; return what it has now.
+def _write_processes(directory: Path, previous: list[Identity]) -> list[Identity]:
+    """Write processes.json if the attempt's processes are not `previous`; return the processes.
 
     If the shim is killed, the server kills these processes.
     """
-    found = descendants(os.getpid())
-    if found != written:
-        pairs = [[who.pid, who.start_time] for who in found]
+    processes = descendants(os.getpid())
+    if processes != previous:
+        pairs = [[process.pid, process.start_time] for process in processes]
         write_json(directory / "processes.json", {"boot_id": boot_id(), "processes": pairs})
-    return found
+    return processes
 
 
 def _reap_orphans(trainer: int) -> None:
     """Wait for the ended children of this process, up to the trainer if it has ended."""
-    while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if ended.si_pid == trainer:
+    while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if child.si_pid == trainer:
             return
-        os.waitpid(ended.si_pid, 0)
+        os.waitpid(child.si_pid, 0)
 
 
-def _hung_up() -> bool:
+def _is_hung_up() -> bool:
     """Return True if the other end of stdin is closed; no data is ever written to it."""
     return bool(select.select([0], [], [], 0)[0])
 
 
 def _signal_group(leader: int, signum: int) -> None:
-    # The group may be gone: a trainer can change it. kill_family finds the processes by their mark.
+    # A trainer can leave its group, which then does not exist. kill_family finds its processes.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signum)
 

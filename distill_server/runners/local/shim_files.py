@@ -1,7 +1,7 @@
 """Reads the files of a shim: shim.json, processes.json and exit.json.
 
-They have the shim's identity and mark, the processes of its attempt, and the exit code. Until it
-writes the last, a shim touches the file `heartbeat` every second.
+They hold the shim's identity and mark, the processes of its attempt, and the exit code. Until it
+writes exit.json, a shim touches the file `heartbeat` every second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Card:
 
 def card_of(directory: Path) -> Card | None:
     """Read shim.json; None if it is missing or not valid."""
-    found = read_json(directory / "shim.json")
-    match found:
+    content = read_json(directory / "shim.json")
+    match content:
         case {"boot_id": str(boot), "pid": int(pid), "start_time": int(start), "mark": str(mark)}:
             return Card(Identity(boot, pid, start), mark)
     return None
@@ -37,13 +37,13 @@ def exit_code_of(directory: Path) -> int | None:
 
 def kill_processes(directory: Path, card: Card) -> None:
     """Kill the processes of the attempt in `directory`, after the death of its shim."""
-    kill_family(card.mark, known=processes_of(directory))
+    kill_family(card.mark, known_processes=processes_of(directory))
 
 
 def processes_of(directory: Path) -> list[Identity]:
-    """Read processes.json: the processes of the attempt when its shim last looked."""
+    """Read processes.json: the processes of the attempt when its shim last listed them."""
     match read_json(directory / "processes.json"):
         case {"boot_id": str(boot), "processes": list(pairs)}:
-            found = [pair for pair in pairs if isinstance(pair, list) and len(pair) == 2]
-            return [Identity(boot, pid, start) for pid, start in found]
+            valid_pairs = [pair for pair in pairs if isinstance(pair, list) and len(pair) == 2]
+            return [Identity(boot, pid, start) for pid, start in valid_pairs]
     return []

@@ -19,9 +19,9 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi reports it, all processes together; None if it does not report it.
+    """One GPU as nvidia-smi reports it, all processes together.
 
-    `busy` is a share from 0 to 1, memory is in bytes.
+    `busy` is a share from 0 to 1, memory is in bytes; None: nvidia-smi does not report the value.
     """
 
     index: int
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of an attempt use.
+    """The resources that the processes of an attempt use.
 
     `cpu_seconds` is the CPU time since their start, their ended children included. `memory_bytes`
     is resident memory, where pages that processes share count for each. `cpus` and
@@ -58,13 +58,13 @@ def usage_of(directory: Path) -> Usage | None:
     if card is None or card.shim.boot_id != boot_id():
         return None
     members = family(card.mark, processes_of(directory))
-    found = [used for who in members if (used := consumption(who))]
-    if not found:
+    usages = [usage for process in members if (usage := consumption(process))]
+    if not usages:
         return None
     return Usage(
-        processes=len(found),
-        cpu_seconds=sum(seconds for seconds, _ in found),
-        memory_bytes=sum(size for _, size in found),
+        processes=len(usages),
+        cpu_seconds=sum(seconds for seconds, _ in usages),
+        memory_bytes=sum(size for _, size in usages),
         cpus=os.cpu_count() or 1,
         machine_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         gpus=[gpu for gpu in all_gpus() if _is_visible(gpu, card.shim.pid)],
@@ -77,7 +77,7 @@ def all_gpus() -> list[Gpu]:
     if program is None:
         return []
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             [program, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -86,22 +86,24 @@ def all_gpus() -> list[Gpu]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [gpu for line in told.splitlines() if (gpu := _gpu_of(line))]
+    return [gpu for line in output.splitlines() if (gpu := _parse_gpu(line))]
 
 
-def _gpu_of(line: str) -> Gpu | None:
-    """Parse one line of nvidia-smi: MiB and percent, `[N/A]` for what is not known."""
+def _parse_gpu(line: str) -> Gpu | None:
+    """Parse one line of nvidia-smi: MiB and percent, `[N/A]` for an unknown value."""
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != _GPU_FIELDS.count(",") + 1 or not fields[0].isdecimal():
         return None
-    busy, used, total = (int(text) if text.isdecimal() else None for text in fields[3:])
+    busy, memory_used, memory_total = (
+        int(text) if text.isdecimal() else None for text in fields[3:]
+    )
     return Gpu(
         index=int(fields[0]),
         uuid=fields[1],
         name=fields[2],
         busy=None if busy is None else busy / 100,
-        memory_used=None if used is None else used * _MIB,
-        memory_total=None if total is None else total * _MIB,
+        memory_used=None if memory_used is None else memory_used * _MIB,
+        memory_total=None if memory_total is None else memory_total * _MIB,
     )
 
 
@@ -112,8 +114,8 @@ def _is_visible(gpu: Gpu, pid: int) -> bool:
     except OSError:
         return True
     values = dict(entry.partition("=")[::2] for entry in environment.split("\0"))
-    listed = values.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
+    visible_devices = values.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is None:
         return True
-    names = [name.strip() for name in listed.split(",") if name.strip()]
+    names = [name.strip() for name in visible_devices.split(",") if name.strip()]
     return str(gpu.index) in names or any(gpu.uuid.startswith(name) for name in names)

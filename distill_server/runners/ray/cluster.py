@@ -6,7 +6,7 @@ import logging
 from typing import Protocol
 
 from distill_server.runners.cluster import Cluster, Jobs
-from distill_server.runners.ray.jobs import Answer
+from distill_server.runners.ray.jobs import RayJobState
 
 log = logging.getLogger(__name__)
 
@@ -14,21 +14,21 @@ log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.5
 
 
-class ClusterJobs(Jobs[Answer], Protocol):
+class RayClusterJobs(Jobs[RayJobState], Protocol):
     """The calls that RayCluster makes to a cluster. `RayJobs` implements them; calls may block."""
 
     def is_open(self) -> bool:
         """Return True if other machines can run programs on the cluster without a token."""
 
 
-class RayCluster(Cluster[Answer]):
+class RayCluster(Cluster[RayJobState]):
     """The last known state of the followed jobs of a Ray cluster."""
 
-    def __init__(self, jobs: ClusterJobs) -> None:
+    def __init__(self, jobs: RayClusterJobs) -> None:
         self._calls = jobs
         super().__init__(jobs, "the Ray cluster", _PAUSE_SECONDS)
 
-    def greet(self) -> None:
+    def on_first_answer(self) -> None:
         """Warn if the cluster is open to other machines."""
         if self._calls.is_open():
             log.warning(

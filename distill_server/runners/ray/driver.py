@@ -30,8 +30,8 @@ from distill_server.runners.local.living_shims import LivingShims, attempts_befo
 from distill_server.runners.local.process import claim, write_json
 from distill_server.runners.order import TrainerOrder, take_order
 from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
-from distill_server.runners.ray.jobs import shown
-from distill_server.runners.ray.places import Place, rank_variables, shortage
+from distill_server.runners.ray.jobs import summarize_error
+from distill_server.runners.ray.places import ActorPlace, rank_variables, shortage
 from distill_server.runners.ray.rank import Rank
 
 _LOOK_SECONDS = 0.5
@@ -51,13 +51,13 @@ def main() -> int:
     os.environ[FENCE] = order.environment[FENCE]
     if is_fenced() or not claim(path.parent):
         return 0  # the server gave up the attempt before it started
-    code = Driver(order, path.parent).run()
+    code = RayDriver(order, path.parent).run()
     time.sleep(_STORAGE_SECONDS)
     write_json(path.parent / "exit.json", {"code": code, "ended_at": time.time()})
     return code if code >= 0 else 128 - code
 
 
-class Driver:
+class RayDriver:
     """Starts, follows and stops the processes of one attempt. `directory` holds its logs."""
 
     def __init__(self, order: TrainerOrder, directory: Path) -> None:
@@ -68,8 +68,8 @@ class Driver:
         self._terminated = False
         self._ranks: list[Any] = []
         self._engines: Engines | None = None
-        self._lacking = ""
-        self._lost: dict[int, str] = {}  # Ray's messages about lost processes, by rank
+        self._shortage = ""
+        self._loss_reasons: dict[int, str] = {}  # Ray's messages about lost processes, by rank
         signal.signal(signal.SIGTERM, self._on_sigterm)  # replaces the handler of ray.init
 
     def run(self) -> int:
@@ -77,41 +77,45 @@ class Driver:
 
         -N means that signal N killed the process.
         """
-        old = LivingShims(attempts_before(self._directory))
+        earlier_shims = LivingShims(attempts_before(self._directory))
         order = self._order
         bundles = [{"CPU": order.cpus, "GPU": order.gpus}] * order.processes
         bundles += [{"CPU": order.cpus, "GPU": order.engine_gpus}] * order.engines
         group = placement_group(bundles, strategy="PACK")
         running: dict[Any, int] | None = None
-        if self._comes(old.are_gone) and self._comes(lambda: self._is_placed(group, bundles)):
-            running = self._start(group)
+        if self._wait_until(earlier_shims.are_gone) and self._wait_until(
+            lambda: self._is_placed(group, bundles)
+        ):
+            running = self._start_ranks(group)
         if running is None:
             if not is_fenced():
                 self._run.write_status(Status(order.attempt, "cancelled"))
             return 0
-        codes = self._follow(running)
+        codes = self._follow_ranks(running)
         if self._engines is not None:
             self._engines.stop()
-        left = LivingShims([self._directory])  # shims can outlive a Ray worker that died
-        while not left.are_gone():
+        remaining_shims = LivingShims([self._directory])  # shims can outlive a Ray worker that died
+        while not remaining_shims.are_gone():
             pass
-        failed = next(((rank, code) for rank, code in codes.items() if code), None)
-        if failed:
-            self._tell(*failed)
-        return failed[1] if failed else 0
+        first_failure = next(((rank, code) for rank, code in codes.items() if code), None)
+        if first_failure:
+            self._log_first_failure(*first_failure)
+        return first_failure[1] if first_failure else 0
 
-    def _tell(self, rank: int, code: int) -> None:
+    def _log_first_failure(self, rank: int, code: int) -> None:
         """Log which process ended first, and Ray's reason, in the log of rank 0 that users read."""
-        why = self._lost.get(rank)
-        if why or self._order.processes > 1:
-            with self._log(0).open("a") as log:  # rank 0 has ended, so there is no other writer
-                said = f": {why}" if why else ""
-                log.write(f"process {rank} ended first, with code {code}{said}\n")
+        reason = self._loss_reasons.get(rank)
+        if reason or self._order.processes > 1:
+            with self._log_file(0).open(
+                "a"
+            ) as log:  # rank 0 has ended, so there is no other writer
+                suffix = f": {reason}" if reason else ""
+                log.write(f"process {rank} ended first, with code {code}{suffix}\n")
 
     def _on_sigterm(self, *_: object) -> None:
         self._terminated = True
 
-    def _comes(self, ready: Callable[[], bool]) -> bool:
+    def _wait_until(self, ready: Callable[[], bool]) -> bool:
         """Wait until `ready` returns True; False if the attempt is to stop first."""
         while not ready():
             if self._terminated or is_fenced() or self._run.read_control().stop:
@@ -119,33 +123,35 @@ class Driver:
         return True
 
     def _is_placed(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> bool:
-        """Wait a moment for places; without them, tell the server what is lacking."""
+        """Wait a moment for places; if there are none, write to waiting.json what is lacking."""
         waiting = self._directory / "waiting.json"
         if group.wait(_LOOK_SECONDS):
             with suppress(OSError):
                 waiting.unlink(missing_ok=True)
             return True
-        why = shortage(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-        if why != self._lacking:
-            with suppress(OSError):  # it only tells
-                write_json(waiting, {"for": why})
-                self._lacking = why
+        missing_resources = shortage(
+            bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        )
+        if missing_resources != self._shortage:
+            with suppress(OSError):  # the file is informative only
+                write_json(waiting, {"for": missing_resources})
+                self._shortage = missing_resources
         return False
 
-    def _start(self, group: Any) -> dict[Any, int] | None:
+    def _start_ranks(self, group: Any) -> dict[Any, int] | None:
         """Start all processes; return their ranks by the Ray object of their exit code.
 
         Processes on the same node get consecutive ranks. Returns None if the attempt is to stop
         before its rollout services have their places.
         """
         order = self._order
-        placed = [_actor(group, n, order.cpus, order.gpus) for n in range(order.processes)]
-        places = ray.get([rank.place.remote() for rank in placed])
+        actors = [_create_actor(group, n, order.cpus, order.gpus) for n in range(order.processes)]
+        places = ray.get([rank.place.remote() for rank in actors])
         nodes = [place.node for place in places]
         by_node = sorted(range(len(places)), key=lambda n: nodes.index(nodes[n]))
         variables = rank_variables([places[n] for n in by_node])
-        self._ranks = [placed[n] for n in by_node]
-        how = (self._order.arguments, {**self._order.environment, **_cluster()})
+        self._ranks = [actors[n] for n in by_node]
+        command = (self._order.arguments, {**self._order.environment, **_cluster_variables()})
         if order.engines:
             engines = self._engines = self._make_engines(group)
 
@@ -153,12 +159,18 @@ class Driver:
                 time.sleep(_LOOK_SECONDS)
                 return engines.start(set(nodes))
 
-            if not self._comes(started):
+            if not self._wait_until(started):
                 return None
-            variables = [{**one, **engines.variables} for one in variables]
+            variables = [
+                {**rank_environment, **engines.variables} for rank_environment in variables
+            ]
         return {
             actor.run.remote(
-                self._place(rank), self._log(rank), *how, variables[rank], self._order.folder
+                self._rank_directory(rank),
+                self._log_file(rank),
+                *command,
+                variables[rank],
+                self._order.folder,
             ): rank
             for rank, actor in enumerate(self._ranks)
         }
@@ -168,49 +180,49 @@ class Driver:
         process = EngineProcess(order.engine_arguments, order.environment, order.folder, order.cpus)
 
         def begin(number: int) -> EngineActor:
-            # Ray places a bundle again whose node is lost; the actor waits for that.
+            # Ray places a bundle again if its node is lost; the actor waits for the new place.
             bundle = order.processes + number
-            return EngineActor(_actor(group, bundle, order.cpus, order.engine_gpus))
+            return EngineActor(_create_actor(group, bundle, order.cpus, order.engine_gpus))
 
         return Engines(process, order.engines, self._directory, begin)
 
-    def _follow(self, running: dict[Any, int]) -> dict[int, int]:
+    def _follow_ranks(self, running: dict[Any, int]) -> dict[int, int]:
         """Wait for all processes; return their exit codes by rank, in the order of their ends."""
         codes: dict[int, int] = {}
-        kill_at, told = float("inf"), False
+        kill_at, is_stopping = float("inf"), False
         while running:
-            done, _ = ray.wait(list(running), timeout=_LOOK_SECONDS)
-            for one in done:
-                rank = running.pop(one)
-                codes[rank] = self._code(rank, one)
+            finished, _ = ray.wait(list(running), timeout=_LOOK_SECONDS)
+            for exit_code_ref in finished:
+                rank = running.pop(exit_code_ref)
+                codes[rank] = self._read_exit_code(rank, exit_code_ref)
             if self._engines is not None:
-                self._engines.look()
+                self._engines.update()
             if any(codes.values()):
                 kill_at = min(kill_at, time.monotonic() + _PATIENCE_SECONDS)
-            if self._terminated and not told:
-                told = True
-                self._stop(now=self._run.read_control().stop == "now")
+            if self._terminated and not is_stopping:
+                is_stopping = True
+                self._stop_ranks(now=self._run.read_control().stop == "now")
             if time.monotonic() >= kill_at:
-                self._stop(now=True)
+                self._stop_ranks(now=True)
         return codes
 
-    def _code(self, rank: int, done: Any) -> int:
+    def _read_exit_code(self, rank: int, exit_code_ref: Any) -> int:
         try:
-            code: int = ray.get(done)
+            code: int = ray.get(exit_code_ref)
         except ray.exceptions.RayError as error:
-            # The actor or its node is gone, and the process with it; or the process never started.
-            self._lost[rank] = shown(getattr(error, "cause", None) or error)
+            # The actor or its node was lost with the process, or the process never started.
+            self._loss_reasons[rank] = summarize_error(getattr(error, "cause", None) or error)
             return -signal.SIGKILL
         return code
 
-    def _stop(self, *, now: bool) -> None:
+    def _stop_ranks(self, *, now: bool) -> None:
         for rank, actor in enumerate(self._ranks):
-            actor.stop.remote(self._place(rank), now=now)
+            actor.stop.remote(self._rank_directory(rank), now=now)
 
-    def _place(self, rank: int) -> Path:
+    def _rank_directory(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}"
 
-    def _log(self, rank: int) -> Path:
+    def _log_file(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}.log"
 
 
@@ -219,21 +231,21 @@ class EngineActor:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._placed = actor.place.remote()
+        self._place_request = actor.place.remote()
         self._running: Any = None
 
-    def place(self) -> Place | None:
-        """Return where it is; None while it waits for room. Raises LostActor."""
-        place: Place | None = _result(self._placed)
+    def place(self) -> ActorPlace | None:
+        """Return the actor's place; None while it waits for resources. Raises LostActor."""
+        place: ActorPlace | None = _get_if_ready(self._place_request)
         return place
 
-    def start(self, directory: Path, log: Path, *how: Any) -> None:
+    def start(self, directory: Path, log: Path, *command: Any) -> None:
         """Start Python, as `Rank.run` does."""
-        self._running = self._actor.run.remote(directory, log, *how)
+        self._running = self._actor.run.remote(directory, log, *command)
 
     def code(self) -> int | None:
         """Return the exit code of the process; None while it runs. Raises LostActor."""
-        code: int | None = _result(self._running)
+        code: int | None = _get_if_ready(self._running)
         return code
 
     def stop(self, directory: Path) -> None:
@@ -245,27 +257,31 @@ class EngineActor:
         ray.kill(self._actor)
 
 
-def _actor(group: Any, bundle: int, cpus: int, gpus: int) -> Any:
+def _create_actor(group: Any, bundle: int, cpus: int, gpus: int) -> Any:
     """Return a new actor for one process in a bundle of the placement group."""
     # Two threads per actor: `run` blocks one until the process ends, `stop` needs another.
-    made = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(Rank)
-    where = PlacementGroupSchedulingStrategy(group, bundle)
-    return made.options(scheduling_strategy=where).remote()
+    actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(Rank)
+    strategy = PlacementGroupSchedulingStrategy(group, bundle)
+    return actor_class.options(scheduling_strategy=strategy).remote()
 
 
-def _result(future: Any) -> Any:
-    """Return the result of a call to an actor; None before it is there. Raises LostActor."""
-    done, _ = ray.wait([future], timeout=0)
+def _get_if_ready(future: Any) -> Any:
+    """Return the result of a call to an actor; None if it is not ready. Raises LostActor."""
+    finished, _ = ray.wait([future], timeout=0)
     try:
-        return ray.get(future) if done else None
+        return ray.get(future) if finished else None
     except ray.exceptions.RayError as error:
-        raise LostActor(shown(getattr(error, "cause", None) or error)) from error
+        raise LostActor(summarize_error(getattr(error, "cause", None) or error)) from error
 
 
-def _cluster() -> dict[str, str]:
+def _cluster_variables() -> dict[str, str]:
     """Return the variables that connect a capture to this cluster, where it starts its engines."""
-    given = {n: os.environ[n] for n in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH") if n in os.environ}
-    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **given}
+    token_variables = {
+        name: os.environ[name]
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+        if name in os.environ
+    }
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **token_variables}
 
 
 if __name__ == "__main__":

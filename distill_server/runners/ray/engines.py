@@ -1,8 +1,8 @@
-"""Keeps the rollout services of an attempt running on a cluster, and lists where they are.
+"""Keeps the rollout services of an attempt running on a cluster, and lists their addresses.
 
-A service whose process ends is started again. One whose node is lost is placed again, on that node
-when it is back or on another one with room; the trainer's processes go on meanwhile. Imports no
-Ray: `driver.py` gives a function that places an actor.
+A service whose process ends is started again. A service whose node is lost is placed again, on the
+same node when it returns or on another one with enough resources; the trainer's processes continue
+meanwhile. Does not import Ray: `driver.py` passes a function that places an actor.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from pathlib import Path
 from typing import Protocol
 
 from clients.runs.placed_services import VARIABLE, Placed, write_placed
-from distill_server.runners.ray.places import Place
+from distill_server.runners.ray.places import ActorPlace
 from protos.auth.access import TOKENS_VARIABLE
 from protos.rpc.channel import ROLLOUTS_TOKEN, TEACHER_TOKEN
 
 _READY = "rollout service listening on "
-# A service that ends so often within so many seconds has a fault that a restart does not mend.
-_MOST_ENDS, _WITHIN_SECONDS = 4, 900.0
+# A service that ends 4 times within 900 seconds has a fault that a restart does not mend.
+_MAX_ENDS, _WITHIN_SECONDS = 4, 900.0
 _SHOWN_CHARS = 300
 _LOOPBACK = "127.0.0.1"
 
 
 class LostActor(Exception):
-    """The actor or its node is gone, and the process with it."""
+    """The actor or its node was lost, together with the process."""
 
 
 class Actor(Protocol):
-    """An actor of the cluster that waits for room, then runs one process. No method blocks."""
+    """An actor of the cluster that waits for resources, then runs one process. Nothing blocks."""
 
-    def place(self) -> Place | None:
-        """Return where it is; None while it waits for room. Raises LostActor."""
+    def place(self) -> ActorPlace | None:
+        """Return the actor's place; None while it waits for resources. Raises LostActor."""
 
     def start(
         self,
@@ -56,12 +56,12 @@ class Actor(Protocol):
         """Kill the process, whose shim has this directory."""
 
     def close(self) -> None:
-        """Give the place back; a process that still runs is killed."""
+        """Release the resources; a process that still runs is killed."""
 
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """What each service runs: Python's `arguments`, in `folder`, on so many CPU threads."""
+    """The process of each service: Python with `arguments`, in `folder`, on `cpus` CPU threads."""
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
@@ -71,37 +71,45 @@ class EngineProcess:
 
 @dataclass
 class _Engine:
-    """One service. starts: of its process so far. ends: times at which it ended by itself."""
+    """One service. `starts` counts the starts of its process, `ends` has the times of its ends.
+
+    `entry` is the service in the list that the trainer reads.
+    """
 
     number: int
     actor: Actor
     starts: int = 0
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_ENDS))
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_ENDS))
     was_ready: bool = False
-    # Of this actor: its place, the directory of its process, and where that begins in the log.
-    place: Place | None = None
+    # The actor's place, the directory of its process, and the log's size when the process started.
+    place: ActorPlace | None = None
     directory: Path | None = None
     log_start: int = 0
-    listed: Placed = field(default_factory=Placed)
+    entry: Placed = field(default_factory=Placed)
 
 
 class Engines:
     """The services of one attempt, whose log directory is `directory`.
 
-    `begin(number)` makes an actor for service `number`. Call `look` again and again, then `stop`.
+    `create_actor(number)` creates an actor for service `number`. Call `update` repeatedly, then
+    `stop`.
     """
 
     def __init__(
-        self, process: EngineProcess, count: int, directory: Path, begin: Callable[[int], Actor]
+        self,
+        process: EngineProcess,
+        count: int,
+        directory: Path,
+        create_actor: Callable[[int], Actor],
     ) -> None:
         self._process = process
         self._directory = directory
-        self._begin = begin
+        self._create_actor = create_actor
         self._token = secrets.token_urlsafe(32)
         self._file = directory / "rollout-services.json"
-        self._one_machine = False
-        self._engines = [_Engine(number, begin(number)) for number in range(count)]
-        self._written: list[Placed] | None = None
+        self._is_one_machine = False
+        self._engines = [_Engine(number, create_actor(number)) for number in range(count)]
+        self._written_entries: list[Placed] | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -111,73 +119,79 @@ class Engines:
     def start(self, trainer_nodes: Collection[str]) -> bool:
         """Write the list for the first time, and start the services.
 
-        `trainer_nodes`: of the trainer's processes. Returns False as long as a service is not
-        placed: its node, and with it the way of the weights, is not known.
+        `trainer_nodes` are the nodes of the trainer's processes. Returns False as long as a service
+        has no place, because the way of the weights depends on its node.
         """
         for engine in self._engines:
-            engine.place = engine.place or self._placed(engine)
+            engine.place = engine.place or self._find_place(engine)
         places = [engine.place for engine in self._engines]
         if not all(places):
             return False
-        self._one_machine = len({*trainer_nodes, *(one.node for one in places if one)}) == 1
-        self.look()
+        self._is_one_machine = (
+            len({*trainer_nodes, *(place.node for place in places if place)}) == 1
+        )
+        self.update()
         return True
 
-    def look(self) -> None:
-        """Follow the services: start those that are placed, and replace those that have ended."""
+    def update(self) -> None:
+        """Start the services that have a place, and replace those that have ended."""
         for engine in self._engines:
-            if not engine.listed.problem:
-                self._look_at(engine)
-        listed = [engine.listed for engine in self._engines]
-        if listed != self._written:
+            if not engine.entry.problem:
+                self._update_engine(engine)
+        entries = [engine.entry for engine in self._engines]
+        if entries != self._written_entries:
             with suppress(OSError):  # a full disk: the next call tries again
-                write_placed(self._file, listed, one_machine=self._one_machine)
-                self._written = listed
+                write_placed(self._file, entries, one_machine=self._is_one_machine)
+                self._written_entries = entries
 
     def stop(self) -> None:
         """Kill the services."""
         for engine in self._engines:
-            if engine.directory is not None and not engine.listed.problem:
+            if engine.directory is not None and not engine.entry.problem:
                 engine.actor.stop(engine.directory)
 
-    def _look_at(self, engine: _Engine) -> None:
-        engine.place = engine.place or self._placed(engine)
+    def _update_engine(self, engine: _Engine) -> None:
+        engine.place = engine.place or self._find_place(engine)
         if engine.place is None:
             return
         if engine.directory is None:
-            self._start(engine, engine.place)
+            self._start_process(engine, engine.place)
             return
         try:
             code = engine.actor.code()
         except LostActor as error:
-            self._note(engine, f"this service is lost ({error}) and waits for a node with room")
+            self._log_note(engine, f"this service is lost ({error}) and waits for a node with room")
             self._replace(engine)
             return
         if code is not None:
-            self._ended(engine, f"it ended with exit code {code}")
-        elif not engine.listed.address and _READY in self._said(engine):
+            self._replace_or_give_up(engine, f"it ended with exit code {code}")
+        elif not engine.entry.address and _READY in self._read_log(engine):
             engine.was_ready = True
-            host = self._host(engine.place)
+            host = self._listen_host(engine.place)
             host = f"[{host}]" if ":" in host else host
-            engine.listed = Placed(f"{host}:{engine.place.port}")
+            engine.entry = Placed(f"{host}:{engine.place.port}")
 
-    def _placed(self, engine: _Engine) -> Place | None:
+    def _find_place(self, engine: _Engine) -> ActorPlace | None:
         try:
             return engine.actor.place()
         except LostActor as error:
-            self._ended(engine, f"it cannot be placed: {error}")
+            self._replace_or_give_up(engine, f"it cannot be placed: {error}")
             return None
 
-    def _start(self, engine: _Engine, place: Place) -> None:
+    def _start_process(self, engine: _Engine, place: ActorPlace) -> None:
         engine.directory = self._directory / f"rollouts-{engine.number}-start-{engine.starts}"
         engine.starts += 1
-        log = self._log(engine)
+        log = self._log_file(engine)
         engine.log_start = log.stat().st_size if log.exists() else 0
-        host = self._host(place)
+        host = self._listen_host(place)
         listen = ["--host", host, "--port", str(place.port), "--threads", str(self._process.cpus)]
         if host != _LOOPBACK:
             listen.append("--insecure")  # with a token, but without TLS, as Ray's own connections
-        environment = {n: v for n, v in self._process.environment.items() if n != TEACHER_TOKEN}
+        environment = {
+            name: setting
+            for name, setting in self._process.environment.items()
+            if name != TEACHER_TOKEN
+        }
         engine.actor.start(
             engine.directory,
             log,
@@ -190,45 +204,47 @@ class Engines:
             self._process.folder,
         )
 
-    def _ended(self, engine: _Engine, how: str) -> None:
+    def _replace_or_give_up(self, engine: _Engine, reason: str) -> None:
         """Replace a service that ended by itself, unless it never starts, or ends too often."""
-        said = [line for line in self._said(engine).splitlines() if line.startswith("error: ")]
-        told = said[-1].removeprefix("error: ") if said else how
+        error_lines = [
+            line for line in self._read_log(engine).splitlines() if line.startswith("error: ")
+        ]
+        problem = error_lines[-1].removeprefix("error: ") if error_lines else reason
         now = time.monotonic()
         engine.ends.append(now)
-        often = len(engine.ends) == _MOST_ENDS and now - engine.ends[0] < _WITHIN_SECONDS
-        # Once may be bad luck: another program has taken the port that was free.
-        never_ready = engine.starts > 1 and not engine.was_ready
-        if often or never_ready:
-            engine.listed = Placed(problem=told[:_SHOWN_CHARS])
+        ends_too_often = len(engine.ends) == _MAX_ENDS and now - engine.ends[0] < _WITHIN_SECONDS
+        # One failure may be chance: another program may have taken the free port.
+        is_never_ready = engine.starts > 1 and not engine.was_ready
+        if ends_too_often or is_never_ready:
+            engine.entry = Placed(problem=problem[:_SHOWN_CHARS])
             engine.actor.close()
         else:
-            self._note(engine, f"{how}; it is started again")
+            self._log_note(engine, f"{reason}; it is started again")
             self._replace(engine)
 
     def _replace(self, engine: _Engine) -> None:
         engine.actor.close()
-        engine.actor = self._begin(engine.number)
+        engine.actor = self._create_actor(engine.number)
         engine.place = engine.directory = None
-        engine.listed = Placed()
+        engine.entry = Placed()
 
-    def _host(self, place: Place) -> str:
-        return _LOOPBACK if self._one_machine else place.address
+    def _listen_host(self, place: ActorPlace) -> str:
+        return _LOOPBACK if self._is_one_machine else place.address
 
-    def _log(self, engine: _Engine) -> Path:
+    def _log_file(self, engine: _Engine) -> Path:
         return self._directory / f"rollouts-{engine.number}.log"
 
-    def _said(self, engine: _Engine) -> str:
-        """Return what the process has logged since it was started."""
+    def _read_log(self, engine: _Engine) -> str:
+        """Return the log of the process since its start."""
         if engine.directory is None:
             return ""
         try:
-            with self._log(engine).open("rb") as log:
+            with self._log_file(engine).open("rb") as log:
                 log.seek(engine.log_start)
                 return log.read().decode("utf-8", "replace")
-        except OSError:  # its node has not made the log yet
+        except OSError:  # the node has not created the log yet
             return ""
 
-    def _note(self, engine: _Engine, what: str) -> None:
-        with suppress(OSError), self._log(engine).open("a") as log:
-            log.write(f"runner: {what}\n")
+    def _log_note(self, engine: _Engine, note: str) -> None:
+        with suppress(OSError), self._log_file(engine).open("a") as log:
+            log.write(f"runner: {note}\n")

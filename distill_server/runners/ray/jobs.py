@@ -22,24 +22,24 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Absent:
+class UnknownRayJob:
     """The cluster has no such job."""
 
 
 @dataclass(frozen=True)
-class Present:
+class KnownRayJob:
     """The state of a job that the cluster knows.
 
     `code` is the exit code of its driver: -N for signal N, None if the driver is running or Ray
     recorded no code. `message` is Ray's description of the state.
     """
 
-    ended: bool
+    is_ended: bool
     code: int | None = None
     message: str = ""
 
 
-Answer = Absent | Present
+RayJobState = UnknownRayJob | KnownRayJob
 
 
 class RayJobs:
@@ -51,7 +51,7 @@ class RayJobs:
     """
 
     def __init__(self, address: str) -> None:
-        host = _host(address)
+        host = _parse_host(address)
         if not host:
             raise InvalidInput(
                 f"{address!r} is not the URL of a Ray dashboard",
@@ -67,7 +67,7 @@ class RayJobs:
         """Start a job; no effect if the cluster already knows a job of this name."""
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_SECONDS}
         try:
-            self._asked(
+            self._call_cluster(
                 lambda client: client.submit_job(
                     entrypoint=entrypoint,
                     submission_id=name,
@@ -81,41 +81,45 @@ class RayJobs:
     def stop(self, name: str) -> None:
         """Send SIGTERM to the job's driver; no effect if there is no such job or it has ended."""
         try:
-            self._asked(lambda client: client.stop_job(name))
+            self._call_cluster(lambda client: client.stop_job(name))
         except WrongState as error:
             if "does not exist" not in error.message:
                 raise
 
-    def look(self, name: str) -> Answer:
+    def get_state(self, name: str) -> RayJobState:
         """Return the state of a job: Present, or Absent if the cluster does not know it."""
         try:
-            found = self._asked(lambda client: client.get_job_info(name))
+            job_info = self._call_cluster(lambda client: client.get_job_info(name))
         except WrongState as error:
             if "does not exist" in error.message:
-                return Absent()
+                return UnknownRayJob()
             raise
-        code = found.driver_exit_code
+        code = job_info.driver_exit_code
         # Ray runs the driver in a shell, which reports signal N as code 128 + N.
         code = 128 - code if code is not None and code > 128 else code
-        return Present(found.status.is_terminal(), code, found.message or "")
+        return KnownRayJob(job_info.status.is_terminal(), code, job_info.message or "")
 
     def is_open(self) -> bool:
         """Return True if other machines can run programs on the cluster without a token."""
-        answer = self._asked(lambda client: client._do_request("GET", "/api/authentication_mode"))
+        answer = self._call_cluster(
+            lambda client: client._do_request("GET", "/api/authentication_mode")
+        )
         return "token" not in answer.text and not _is_loopback(self._host)
 
-    def _asked(self, question: Callable[[Any], _T]) -> _T:
+    def _call_cluster(self, request: Callable[[Any], _T]) -> _T:
         try:
             if self._client is None:
                 self._client = self._connect(self._address)
-            return question(self._client)
+            return request(self._client)
         except OSError as error:  # the errors of `requests` are OSErrors, too
             raise Unavailable(
                 "the Ray cluster cannot be reached",
                 hint="check that it runs and that --ray has its address",
             ) from error
         except Exception as error:
-            raise WrongState(f"the Ray cluster refused the call: {shown(error)}") from error
+            raise WrongState(
+                f"the Ray cluster refused the call: {summarize_error(error)}"
+            ) from error
 
 
 def _client_class() -> Callable[[str], Any]:
@@ -137,7 +141,7 @@ def _client_class() -> Callable[[str], Any]:
     return Impatient
 
 
-def _host(address: str) -> str:
+def _parse_host(address: str) -> str:
     """Return the host of an HTTP URL, or "" if the address is not one."""
     try:
         parts = urlsplit(address)
@@ -146,7 +150,7 @@ def _host(address: str) -> str:
     return (parts.scheme in ("http", "https") and parts.hostname) or ""
 
 
-def shown(error: Exception) -> str:
+def summarize_error(error: Exception) -> str:
     """Return the informative line of an error: the last one of a traceback, else the first one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip().strip(".")]
     if not lines:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorPlace:
     """The place of one actor: node id, IP address, GPUs and a free TCP port on that node.
 
     `gpus` are names as in CUDA_VISIBLE_DEVICES.
@@ -21,25 +21,29 @@ class Place:
 
 
 def shortage(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Tell what processes that have no place wait for: a node, or room on the nodes.
+    """Return what processes without a place wait for: a larger node, or free resources.
 
-    `bundles` have the CPUs and GPUs of each process, and `nodes` those of each living node.
+    `bundles` are the CPUs and GPUs of each process, `nodes` those of each live node.
     """
     counts = Counter(
         tuple((name, amount) for name, amount in bundle.items() if amount) for bundle in bundles
     )
-    for wanted in counts:
-        if not any(all(node.get(name, 0) >= n for name, n in wanted) for node in nodes):
-            return f"no node has {_words(wanted)}"
-    wishes = [f"{count} x ({_words(wanted)})" for wanted, count in counts.items()]
-    return f"no room for {' and '.join(wishes)}"
+    for resources in counts:
+        if not any(all(node.get(name, 0) >= n for name, n in resources) for node in nodes):
+            return f"no node has {_format_resources(resources)}"
+    unplaced = [
+        f"{count} x ({_format_resources(resources)})" for resources, count in counts.items()
+    ]
+    return f"no room for {' and '.join(unplaced)}"
 
 
-def _words(wanted: Sequence[tuple[str, float]]) -> str:
-    return " and ".join(f"{n:g} {name}{'s' if n != 1 else ''}" for name, n in wanted)
+def _format_resources(resources: Sequence[tuple[str, float]]) -> str:
+    return " and ".join(
+        f"{amount:g} {name}{'s' if amount != 1 else ''}" for name, amount in resources
+    )
 
 
-def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
+def rank_variables(places: Sequence[ActorPlace]) -> list[dict[str, str]]:
     """Return the environment variables of each rank (RANK, WORLD_SIZE, MASTER_ADDR and so on).
 
     `places` is in the order of ranks. As with torchrun, all processes of a node see all GPUs of the
@@ -47,12 +51,20 @@ def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
     """
     variables = []
     for rank, place in enumerate(places):
-        beside = [other for other in places if other.node == place.node]
-        seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpu for one in beside for gpu in one.gpus)}
+        node_places = [peer for peer in places if peer.node == place.node]
+        variables_of_rank = {
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu for peer in node_places for gpu in peer.gpus)
+        }
         if len(places) > 1:
-            before = [other for other in places[:rank] if other.node == place.node]
-            seen |= {"RANK": str(rank), "WORLD_SIZE": str(len(places))}
-            seen |= {"LOCAL_RANK": str(len(before)), "LOCAL_WORLD_SIZE": str(len(beside))}
-            seen |= {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(places[0].port)}
-        variables.append(seen)
+            earlier_places = [peer for peer in places[:rank] if peer.node == place.node]
+            variables_of_rank |= {"RANK": str(rank), "WORLD_SIZE": str(len(places))}
+            variables_of_rank |= {
+                "LOCAL_RANK": str(len(earlier_places)),
+                "LOCAL_WORLD_SIZE": str(len(node_places)),
+            }
+            variables_of_rank |= {
+                "MASTER_ADDR": places[0].address,
+                "MASTER_PORT": str(places[0].port),
+            }
+        variables.append(variables_of_rank)
     return variables

@@ -15,8 +15,8 @@ import ray
 from distill_server.runners.interface import KILL_GRACE_SECONDS
 from distill_server.runners.local.process import send_signal
 from distill_server.runners.local.shim_files import card_of, exit_code_of, kill_processes
-from distill_server.runners.ray.places import Place
-from distill_server.runners.trainer_environment import allowed
+from distill_server.runners.ray.places import ActorPlace
+from distill_server.runners.trainer_environment import allowed_variables
 from protos.rpc.ports import free_ports
 
 
@@ -26,12 +26,12 @@ class Rank:
     `directory` holds the shim's files.
     """
 
-    def place(self) -> Place:
+    def place(self) -> ActorPlace:
         """Return the node and GPUs of this actor, and a free port of the node."""
         context = ray.get_runtime_context()
         (port,) = free_ports(1, host="")
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpus, port)
+        return ActorPlace(context.get_node_id(), ray.util.get_node_ip_address(), gpus, port)
 
     def run(
         self,
@@ -56,20 +56,20 @@ class Rank:
             str(KILL_GRACE_SECONDS),
         ]
         shim += ["--rank", str(directory), "--", sys.executable, *arguments]
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs, log.open("ab") as output:
+        shim_watch, shim_stdin = socket.socketpair()
+        with shim_watch:
+            with shim_stdin, log.open("ab") as output:
                 subprocess.run(
                     shim,
-                    stdin=theirs.fileno(),
+                    stdin=shim_stdin.fileno(),
                     stdout=output,
                     stderr=output,
-                    env={**environment, **allowed(os.environ), **variables},
+                    env={**environment, **allowed_variables(os.environ), **variables},
                     cwd=folder if os.path.isdir(folder) else directory,
                     start_new_session=True,
                     check=True,
                 )  # returns at once: the shim detaches itself
-            ours.recv(1)  # blocks until the shim ends; it never sends data
+            shim_watch.recv(1)  # blocks until the shim ends; it never sends data
         code = exit_code_of(directory)
         if code is None and (card := card_of(directory)):
             kill_processes(directory, card)  # the shim was killed, so its processes may still run

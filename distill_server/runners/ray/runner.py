@@ -23,7 +23,7 @@ from distill_server.runners.local.shim_files import exit_code_of
 from distill_server.runners.machine import Share
 from distill_server.runners.order import attempt_name, place_order
 from distill_server.runners.ray.cluster import RayCluster
-from distill_server.runners.ray.jobs import Absent, Present
+from distill_server.runners.ray.jobs import KnownRayJob, UnknownRayJob
 
 # The delay after which another node's writes to shared storage are visible.
 _STORAGE_SECONDS = 3.0
@@ -39,11 +39,11 @@ class RayRunner:
         command: CommandFactory = trainer_command,
         config: Callable[[RunDirectory], AnyJob] = RunDirectory.config,
     ) -> None:
-        """`command` and `config`: of the trainer, and of its job; tests have others."""
+        """`command` builds the trainer's command line, `config` reads the job of a run."""
         self._cluster = cluster
         self._command = command
         self._config = config
-        self._over_since: dict[Path, float] = {}
+        self._ended_since: dict[Path, float] = {}
 
     def start(
         self,
@@ -55,7 +55,7 @@ class RayRunner:
         share: Share,
     ) -> None:
         """Submit the attempt to the cluster. Raises OSError if its order cannot be written."""
-        engines = _engines_of(self._config(run), share, processes)
+        engines = _engine_fields(self._config(run), share, processes)
         path = place_order(
             run,
             self._command,
@@ -73,42 +73,41 @@ class RayRunner:
         """Return the last known state of an attempt, without waiting for the cluster."""
         name, directory = attempt_name(run, attempt), run.logs(attempt)
         if (code := exit_code_of(directory)) is not None:
-            self._forget(name, directory)
+            self._forget_attempt(name, directory)
             return Exited(code)
-        answer, trouble = self._cluster.look(name)
+        job, trouble = self._cluster.get_state(name)
         if trouble:
             return Running(trouble)
-        if isinstance(answer, Absent) or (isinstance(answer, Present) and answer.ended):
-            since = self._over_since.setdefault(directory, time.monotonic())
+        if isinstance(job, UnknownRayJob) or (isinstance(job, KnownRayJob) and job.is_ended):
+            since = self._ended_since.setdefault(directory, time.monotonic())
             if time.monotonic() - since > _STORAGE_SECONDS:
-                self._forget(name, directory)
-                return _ending(answer, run, attempt)
+                self._forget_attempt(name, directory)
+                return _resolve_outcome(job, run, attempt)
             return Running()
-        return Running("" if _has_begun(directory) else _waiting(directory))
+        return Running("" if _has_begun(directory) else _waiting_phase(directory))
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """Stop the driver, which reads from control.json whether to stop at once. Repeatable."""
         self._cluster.stop(attempt_name(run, attempt))
 
-    def _forget(self, name: str, directory: Path) -> None:
-        self._over_since.pop(directory, None)
+    def _forget_attempt(self, name: str, directory: Path) -> None:
+        self._ended_since.pop(directory, None)
         self._cluster.forget(name)
 
 
-def _engines_of(config: AnyJob, share: Share, processes: int) -> dict[str, Any]:
+def _engine_fields(config: AnyJob, share: Share, processes: int) -> dict[str, Any]:
     """Return the fields of the order with the GPUs of a process, and with the rollout services.
 
-    Services that share the trainer's GPUs are not among them: the trainer starts those.
+    Services that share the trainer's GPUs are not included: the trainer starts them.
     """
     gpus = len(share.gpus or ())
     if not isinstance(config, SamplingJob) or not config.rollouts.gpus:
         return {"gpus": -(-gpus // processes)}
     rollouts = config.rollouts
-    # Without --gpus, or with resources.gpus = 0, the cluster counts CPUs alone, as it does for the
-    # trainer's processes.
-    own = max(0, gpus - rollouts.gpus)
+    # Without --gpus, or with resources.gpus = 0, the cluster counts only CPUs, as for the trainer.
+    trainer_gpus = max(0, gpus - rollouts.gpus)
     return {
-        "gpus": -(-own // processes),
+        "gpus": -(-trainer_gpus // processes),
         "engines": rollouts.replicas,
         "engine_gpus": rollouts.tensor_parallel_size if gpus else 0,
         "engine_arguments": rollouts_command(config, rollouts)[1:],
@@ -119,23 +118,25 @@ def _has_begun(directory: Path) -> bool:
     return (directory / "rank-0" / "shim.json").exists()
 
 
-def _waiting(directory: Path) -> str:
-    why = (read_json(directory / "waiting.json") or {}).get("for")
-    return f"waiting for the Ray cluster: {why}" if why else "waiting for the Ray cluster"
+def _waiting_phase(directory: Path) -> str:
+    reason = (read_json(directory / "waiting.json") or {}).get("for")
+    return f"waiting for the Ray cluster: {reason}" if reason else "waiting for the Ray cluster"
 
 
-def _ending(answer: Absent | Present, run: RunDirectory, attempt: int) -> Exited | Lost:
+def _resolve_outcome(
+    job: UnknownRayJob | KnownRayJob, run: RunDirectory, attempt: int
+) -> Exited | Lost:
     """Return the outcome of an attempt whose driver has ended without writing exit.json."""
     directory = run.logs(attempt)
     if not directory.is_dir():
-        return Lost(blameless=isinstance(answer, Absent))  # the directory was removed by hand
+        return Lost(blameless=isinstance(job, UnknownRayJob))  # the directory was removed by hand
     # Claim the attempt, so that a driver that starts late does nothing.
-    never_begun = claim(directory)
+    is_unclaimed = claim(directory)
     (directory / "order.json").unlink(missing_ok=True)  # it has secrets and is no longer needed
-    match answer:
-        case Absent():
+    match job:
+        case UnknownRayJob():
             return Lost(blameless=True)  # a new cluster, or the job was never submitted
-        case Present(code=code, message=message):
+        case KnownRayJob(code=code, message=message):
             with run.log_file(attempt).open("a") as log:
                 log.write(f"Ray: {message}\n")
-            return Lost(blameless=False) if code is None or never_begun else Exited(code)
+            return Lost(blameless=False) if code is None or is_unclaimed else Exited(code)

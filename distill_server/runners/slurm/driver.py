@@ -41,21 +41,22 @@ def main() -> int:
         return 0  # the server gave up the attempt before it started
     order = read_order(path)
     os.environ[FENCE] = order.environment[FENCE]
-    driver = Driver(order, path)
+    driver = SlurmDriver(order, path)
     try:
         code = driver.run()
     finally:
         path.unlink(missing_ok=True)
     time.sleep(_STORAGE_SECONDS)
-    ended = {"code": code, "ended_at": time.time(), "terminated": driver.terminated}
-    write_json(directory / "exit.json", ended)
+    exit_record = {"code": code, "ended_at": time.time(), "terminated": driver.terminated}
+    write_json(directory / "exit.json", exit_record)
     return code if code >= 0 else 128 - code
 
 
-class Driver:
-    """Starts and follows the ranks of one attempt. Beside `path`, the order, are its logs.
+class SlurmDriver:
+    """Starts and follows the ranks of one attempt.
 
-    `terminated`: SIGTERM has come.
+    `path` is the file of the order; the logs are in its directory. `terminated`: SIGTERM was
+    received.
     """
 
     def __init__(self, order: TrainerOrder, path: Path) -> None:
@@ -71,26 +72,26 @@ class Driver:
 
         -N means that signal N killed the rank.
         """
-        old = LivingShims(attempts_before(self._directory))
-        while not old.are_gone():
+        earlier_shims = LivingShims(attempts_before(self._directory))
+        while not earlier_shims.are_gone():
             if self.terminated or is_fenced() or self._run.read_control().stop:
                 if not is_fenced():
                     self._run.write_status(Status(self._order.attempt, "cancelled"))
                 return 0
-        self._follow(self._srun())
-        left = LivingShims([self._directory])  # a shim of a lost node
-        while not left.are_gone():
+        self._wait_for_ranks(self._start_srun())
+        remaining_shims = LivingShims([self._directory])  # a shim of a lost node
+        while not remaining_shims.are_gone():
             pass
-        return self._result()
+        return self._find_first_failure()
 
     def _on_sigterm(self, *_: object) -> None:
         self.terminated = True
 
-    def _srun(self) -> int:
-        """Start srun as a process that is not below this one; return a pipe that ends with it.
+    def _start_srun(self) -> int:
+        """Start srun outside of this process tree; return a pipe whose end of file is srun's end.
 
-        srun kills its ranks when it gets SIGTERM, and some process trackers of Slurm send that to
-        all processes below the batch script. The ranks have their own, from the slurmd of a node.
+        srun kills its ranks when it gets SIGTERM, and some process trackers of Slurm send SIGTERM
+        to all descendants of the batch script. The ranks get SIGTERM from the slurmd of their node.
         """
         order = self._order
         (port,) = free_ports(1, host="")
@@ -99,45 +100,45 @@ class Driver:
         command.append("--distribution=block")
         command += [sys.executable, "-P", "-m", "distill_server.runners.slurm.rank"]
         command += [str(self._path), str(port)]
-        # As under torchrun, every rank of a node sees the GPUs of all of them: without these
-        # variables srun gives the GPUs of the job to the step, and binds none to a rank.
+        # As under torchrun, every rank sees all GPUs of its node: without these variables srun
+        # gives the GPUs of the job to the step, and binds none to a rank.
         environment = {"PATH": order.environment.get("PATH", os.defpath), **os.environ}
         for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"):
             environment.pop(name, None)
-        mine, its = os.pipe()
+        read_end, write_end = os.pipe()
         subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", *command],
             env=environment,
             stdin=subprocess.DEVNULL,
-            pass_fds=[its],
+            pass_fds=[write_end],
             start_new_session=True,
             check=True,
         )
-        os.close(its)
-        return mine
+        os.close(write_end)
+        return read_end
 
-    def _follow(self, pipe: int) -> None:
-        """Wait for the end of srun, or of all ranks: srun outlives them if Slurm is away."""
+    def _wait_for_ranks(self, pipe: int) -> None:
+        """Wait for the end of srun or of all ranks; srun outlives them if Slurm does not answer."""
         ranks = [self._directory / f"rank-{rank}" for rank in range(self._order.processes)]
         while not select.select([pipe], [], [], _LOOK_SECONDS)[0]:
             if all((rank / "exit.json").exists() for rank in ranks):
                 return
 
-    def _result(self) -> int:
-        """Return the exit code of the rank that failed first; tell it in the log of rank 0."""
-        failed: list[tuple[float, int, int]] = []
+    def _find_first_failure(self) -> int:
+        """Return the exit code of the rank that failed first, and write it to the log of rank 0."""
+        failures: list[tuple[float, int, int]] = []
         for rank in range(self._order.processes):
-            ended = read_json(self._directory / f"rank-{rank}" / "exit.json")
-            if ended is None:  # killed together with its shim, or never started
-                failed.append((float("inf"), rank, -signal.SIGKILL))
-            elif ended["code"]:
-                failed.append((ended["ended_at"], rank, ended["code"]))
-        if not failed:
+            exit_record = read_json(self._directory / f"rank-{rank}" / "exit.json")
+            if exit_record is None:  # killed together with its shim, or never started
+                failures.append((float("inf"), rank, -signal.SIGKILL))
+            elif exit_record["code"]:
+                failures.append((exit_record["ended_at"], rank, exit_record["code"]))
+        if not failures:
             return 0
-        _, first, code = min(failed)
+        _, failed_rank, code = min(failures)
         if self._order.processes > 1:
             with (self._directory / "rank-0.log").open("a") as log:  # rank 0 has ended
-                log.write(f"process {first} ended first, with code {code}\n")
+                log.write(f"process {failed_rank} ended first, with code {code}\n")
         return code
 
 

@@ -13,11 +13,11 @@ from protos.errors import InvalidInput, Unavailable
 
 _TIMEOUT_SECONDS = 30.0
 _COMMANDS = ("sbatch", "squeue", "scancel", "srun")
-# One squeue answers for all jobs that are looked at in a round; a name that nobody has looked at
-# for a minute is not asked for any more.
+# One call of squeue lists all jobs that are polled in a round. A name that was not polled for a
+# minute is left out of the next call.
 _LISTING_SECONDS, _NAMES_SECONDS = 1.0, 60.0
 _SHOWN_CHARS = 200
-# What sbatch says if the controller is away; anything else is about the job.
+# Errors of sbatch when the controller does not answer; all other errors are about the job.
 _AWAY = (
     *("unable to contact slurm controller", "socket timed out", "connection refused"),
     *("temporarily unable", "zero bytes", "connection failure", "transport endpoint"),
@@ -30,19 +30,19 @@ _ENDED = frozenset(
 
 
 @dataclass(frozen=True)
-class Absent:
-    """squeue answered and did not list the job, which is no proof that Slurm has lost it."""
+class UnlistedJob:
+    """squeue answered and did not list the job; Slurm may know the job all the same."""
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedJob:
     """sbatch refused the job, with this message."""
 
     message: str
 
 
 @dataclass(frozen=True)
-class Present:
+class ListedJob:
     """The job as squeue lists it: its number, its state such as PENDING, and Slurm's reason."""
 
     number: int
@@ -50,12 +50,12 @@ class Present:
     reason: str = ""
 
     @property
-    def ended(self) -> bool:
-        """Whether no process of the job is left."""
+    def is_ended(self) -> bool:
+        """Whether all processes of the job have ended."""
         return self.state in _ENDED
 
 
-Answer = Absent | Refused | Present
+SlurmJobState = UnlistedJob | RefusedJob | ListedJob
 
 
 class SlurmJobs:
@@ -73,9 +73,9 @@ class SlurmJobs:
                 field="--slurm",
                 hint="run the server where jobs of Slurm are submitted",
             )
-        self._refused: dict[str, Refused] = {}
-        self._asked: dict[str, float] = {}
-        self._listed: dict[str, Present] = {}
+        self._refused_jobs: dict[str, RefusedJob] = {}
+        self._queried_at: dict[str, float] = {}
+        self._jobs_by_name: dict[str, ListedJob] = {}
         self._listed_at = float("-inf")
         self._listed_names: frozenset[str] = frozenset()
 
@@ -85,65 +85,69 @@ class SlurmJobs:
         The name is that in the script.
         """
         # An earlier call may have been accepted although its answer was lost.
-        if isinstance(self.look(name), Present):
+        if isinstance(self.get_state(name), ListedJob):
             return
-        done = _called(["sbatch", "--parsable", entrypoint])
+        process = _run_command(["sbatch", "--parsable", entrypoint])
         self._listed_at = float("-inf")
-        if done.returncode:
-            message = _shown(done.stderr)
+        if process.returncode:
+            message = _last_line(process.stderr)
             if _is_away(message):
-                raise _unavailable(message)
-            self._refused[name] = Refused(message)
+                raise _make_unavailable(message)
+            self._refused_jobs[name] = RefusedJob(message)
 
     def stop(self, name: str) -> None:
         """Have Slurm send SIGTERM to a job, and SIGKILL after its KillWait; repeatable."""
-        match self.look(name):
-            case Present(state=state) as job if not job.ended and state != "COMPLETING":
-                _called(["scancel", str(job.number)])
+        match self.get_state(name):
+            case ListedJob(state=state) as job if not job.is_ended and state != "COMPLETING":
+                _run_command(["scancel", str(job.number)])
                 self._listed_at = float("-inf")
 
-    def look(self, name: str) -> Answer:
+    def get_state(self, name: str) -> SlurmJobState:
         """Return the state of a job."""
-        if refused := self._refused.get(name):
-            return refused
+        if refused_job := self._refused_jobs.get(name):
+            return refused_job
         now = time.monotonic()
-        self._asked[name] = now
+        self._queried_at[name] = now
         if name not in self._listed_names or now - self._listed_at > _LISTING_SECONDS:
-            self._asked = {n: at for n, at in self._asked.items() if now - at < _NAMES_SECONDS}
-            self._listed_names = frozenset(self._asked)
-            self._listed = _listing(self._listed_names)
+            self._queried_at = {
+                job_name: queried_at
+                for job_name, queried_at in self._queried_at.items()
+                if now - queried_at < _NAMES_SECONDS
+            }
+            self._listed_names = frozenset(self._queried_at)
+            self._jobs_by_name = _list_jobs(self._listed_names)
             self._listed_at = time.monotonic()
-        return self._listed.get(name, Absent())
+        return self._jobs_by_name.get(name, UnlistedJob())
 
 
-def _listing(names: Iterable[str]) -> dict[str, Present]:
+def _list_jobs(names: Iterable[str]) -> dict[str, ListedJob]:
     command = ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}"]
     command += [f"--name={','.join(sorted(names))}", "--format=%A|%T|%r|%j"]
-    done = _called(command)
-    if done.returncode:
-        raise _unavailable(_shown(done.stderr))
-    listed: dict[str, Present] = {}
-    for line in done.stdout.splitlines():
+    process = _run_command(command)
+    if process.returncode:
+        raise _make_unavailable(_last_line(process.stderr))
+    jobs: dict[str, ListedJob] = {}
+    for line in process.stdout.splitlines():
         try:
             number, state, reason, name = line.split("|", 3)
-            found = Present(int(number), state, "" if reason == "None" else reason)
+            job = ListedJob(int(number), state, "" if reason == "None" else reason)
         except ValueError as error:
-            raise _unavailable(f"squeue said {line[:_SHOWN_CHARS]!r}") from error
-        # Of two with one name, one was submitted while nobody knew of the other, and only one of
-        # them does anything.
-        if name not in listed or _rank(found) > _rank(listed[name]):
-            listed[name] = found
-    return listed
+            raise _make_unavailable(f"squeue said {line[:_SHOWN_CHARS]!r}") from error
+        # Two jobs have one name if the first was submitted and its answer was lost. Only one of
+        # them gets the claim and runs the trainer.
+        if name not in jobs or _order_key(job) > _order_key(jobs[name]):
+            jobs[name] = job
+    return jobs
 
 
-def _rank(job: Present) -> int:
-    """Order jobs of one name: what runs, waits, was stopped; then what has done nothing."""
-    if job.ended:
+def _order_key(job: ListedJob) -> int:
+    """Return the sort key of jobs with one name: running, waiting, stopped, then without effect."""
+    if job.is_ended:
         return int(job.state != "COMPLETED")
     return 2 if job.state == "PENDING" else 3
 
 
-def _called(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
@@ -155,12 +159,12 @@ def _called(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise _unavailable(f"{command[0]}: no answer in {_TIMEOUT_SECONDS:g} s") from error
+        raise _make_unavailable(f"{command[0]}: no answer in {_TIMEOUT_SECONDS:g} s") from error
     except OSError as error:
-        raise _unavailable(f"{command[0]}: {error.strerror}") from error
+        raise _make_unavailable(f"{command[0]}: {error.strerror}") from error
 
 
-def _unavailable(message: str) -> Unavailable:
+def _make_unavailable(message: str) -> Unavailable:
     return Unavailable(f"Slurm cannot be reached: {message}")
 
 
@@ -168,7 +172,7 @@ def _is_away(message: str) -> bool:
     return any(word in message.lower() for word in _AWAY)
 
 
-def _shown(text: str) -> str:
-    """Return the last line of what a command said of its error."""
+def _last_line(text: str) -> str:
+    """Return the last line of a command's error output, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:_SHOWN_CHARS] if lines else "no message"

@@ -16,7 +16,7 @@ from distill_server.runners.interface import KILL_GRACE_SECONDS
 from distill_server.runners.local.process import read_json
 from distill_server.runners.local.shim import supervise
 from distill_server.runners.order import TrainerOrder, read_order
-from distill_server.runners.trainer_environment import allowed
+from distill_server.runners.trainer_environment import allowed_variables
 
 # After a failure, the time for the other ranks to end by themselves and to log their reasons,
 # before srun kills them.
@@ -33,10 +33,10 @@ def main() -> int:
     directory.mkdir(exist_ok=True)
     variables = rank_variables(slurm, port) if order.processes > 1 else {}
     os.environ.clear()
-    os.environ.update({**allowed(slurm), **order.environment, **variables})
+    os.environ.update({**allowed_variables(slurm), **order.environment, **variables})
     os.chdir(order.folder if os.path.isdir(order.folder) else directory)
     command = [sys.executable, *order.arguments]
-    code = supervise(directory, path.with_name(f"rank-{rank}.log"), _grace(order), command)
+    code = supervise(directory, path.with_name(f"rank-{rank}.log"), _grace_period(order), command)
     if code and order.processes > 1:
         time.sleep(_PATIENCE_SECONDS)
     return 1 if code is None else code if code >= 0 else 128 - code
@@ -45,14 +45,14 @@ def main() -> int:
 def rank_variables(slurm: Mapping[str, str], port: str) -> dict[str, str]:
     """Return RANK, WORLD_SIZE and so on, from the variables of a step of Slurm.
 
-    Rank 0 is on the node of the driver, which has found `port` free there.
+    Rank 0 is on the node of the driver, where `port` was free.
     """
-    beside = tasks_per_node(slurm["SLURM_STEP_TASKS_PER_NODE"])
+    tasks_by_node = tasks_per_node(slurm["SLURM_STEP_TASKS_PER_NODE"])
     return {
         "RANK": slurm["SLURM_PROCID"],
         "WORLD_SIZE": slurm["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": slurm["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(beside[int(slurm["SLURM_NODEID"])]),
+        "LOCAL_WORLD_SIZE": str(tasks_by_node[int(slurm["SLURM_NODEID"])]),
         "MASTER_ADDR": slurm["SLURM_LAUNCH_NODE_IPADDR"],
         "MASTER_PORT": port,
     }
@@ -62,18 +62,19 @@ def tasks_per_node(text: str) -> list[int]:
     """Return the number of tasks on each node: "2(x3),1" is [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        assert found is not None, text
-        counts += [int(found[1])] * int(found[2] or 1)
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        assert match is not None, text
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
-def _grace(order: TrainerOrder) -> Callable[[], float]:
-    """Return how long the process may go on after SIGTERM, as a function for the shim."""
+def _grace_period(order: TrainerOrder) -> Callable[[], float]:
+    """Return a function that returns the seconds from SIGTERM to SIGKILL, for the shim."""
     control = Path(order.run) / "control.json"
 
     def seconds() -> float:
-        # The server has waited for the checkpoint before. Slurm has its own time to wait.
+        # After a request to stop, the server has already waited for the checkpoint. Without one,
+        # Slurm sent SIGTERM, and Slurm sends SIGKILL after its own time limit.
         stop = (read_json(control) or {}).get("stop")
         return KILL_GRACE_SECONDS if stop else float("inf")
 

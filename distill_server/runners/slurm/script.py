@@ -1,4 +1,4 @@
-"""The batch script of one attempt, which sbatch takes."""
+"""The batch script of one attempt, for sbatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEMPLATE = """\
 exec {driver}
 """
 _OPTION = re.compile(r"[a-z][a-z-]*(=[^\n]*)?")
-# The runner has its own, or cannot find a job that has them.
+# The runner sets these options itself, or cannot find a job that has them.
 _RESERVED = frozenset(
     {"job-name", "requeue", "no-requeue", "export", "export-file", "output", "error", "open-mode"}
     | {"chdir", "ntasks", "cpus-per-task", "gpus-per-task", "array", "wrap", "wait", "clusters"}
@@ -38,11 +38,15 @@ def check_options(options: Sequence[str]) -> tuple[str, ...]:
                 field="--slurm-option",
                 hint="give its long name without dashes, for example partition=gpu",
             )
-        # sbatch takes the beginning of a name too, if no option has that name.
-        own = [one for one in sorted(_RESERVED) if one.startswith(name) and name != "gpus"]
-        if own:
+        # sbatch also accepts the beginning of an option's name.
+        conflicts = [
+            reserved
+            for reserved in sorted(_RESERVED)
+            if reserved.startswith(name) and name != "gpus"
+        ]
+        if conflicts:
             raise InvalidInput(
-                f"the server sets {own[0]} itself for each job",
+                f"the server sets {conflicts[0]} itself for each job",
                 field="--slurm-option",
                 hint="leave it out",
             )
@@ -52,27 +56,27 @@ def check_options(options: Sequence[str]) -> tuple[str, ...]:
 def job_script(name: str, order_file: Path, order: TrainerOrder, options: Sequence[str]) -> str:
     """Return the script that runs the driver of an attempt with its resources.
 
-    The environment of the server is not exported: the order has that of the trainer. slurm.log,
-    beside the order, gets what Slurm and the driver print.
+    The environment of the server is not exported: the order has that of the trainer. Slurm and the
+    driver print to slurm.log, in the directory of the order.
     """
-    log = str(order_file.with_name("slurm.log")).replace("%", "%%")
-    chosen = [
+    log_pattern = str(order_file.with_name("slurm.log")).replace("%", "%%")
+    server_options = [
         f"job-name={name}",
         "no-requeue",
         "export=NIL",
-        f"output={log}",
+        f"output={log_pattern}",
         "open-mode=append",
         f"chdir={order.folder}",
         f"ntasks={order.processes}",
         f"cpus-per-task={order.cpus}",
     ]
     if order.gpus:
-        chosen.append(f"gpus-per-task={order.gpus}")
-    lines = [f"#SBATCH {_quoted(option)}" for option in [*chosen, *options]]
+        server_options.append(f"gpus-per-task={order.gpus}")
+    lines = [f"#SBATCH {_format_option(option)}" for option in [*server_options, *options]]
     driver = [sys.executable, "-P", "-m", "distill_server.runners.slurm.driver", str(order_file)]
     return _TEMPLATE.format(options="\n".join(lines), driver=shlex.join(driver))
 
 
-def _quoted(option: str) -> str:
-    name, equals, value = option.partition("=")
-    return f"--{name}{equals}{shlex.quote(value) if value else ''}"
+def _format_option(option: str) -> str:
+    name, equals, argument = option.partition("=")
+    return f"--{name}{equals}{shlex.quote(argument) if argument else ''}"

@@ -20,7 +20,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.launch import rollouts_command, trainer_command
 from clients.runs.placed_services import PlacedAddress, read_placed
 from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
-from distill_server.runners.ray.places import Place
+from distill_server.runners.ray.places import ActorPlace
 from protos.errors import Unavailable
 from protos.rpc.ports import free_ports
 from tests.distill_server.conftest import eventually
@@ -59,12 +59,12 @@ class FakeActor:
         self.node, self.lost = node, False
         self.process: subprocess.Popen[bytes] | None = None
 
-    def place(self) -> Place | None:
+    def place(self) -> ActorPlace | None:
         if not self.node.up:
             return None
         self.node.actors.append(self)
         [port] = free_ports(1)
-        return Place(self.node.name, self.node.address, (), port)
+        return ActorPlace(self.node.name, self.node.address, (), port)
 
     def start(
         self,
@@ -129,7 +129,7 @@ class Trainer:
         """Follow the services, as the driver does, until something holds."""
 
         def holds() -> bool:
-            self.engines.look()
+            self.engines.update()
             assert self._process.poll() in (None, 0), self.log()
             return bool(true())
 
@@ -234,7 +234,7 @@ def test_a_service_that_never_starts_is_told_with_its_reason(tmp_path: Path) -> 
     engines = scripted(tmp_path, node, "import sys; sys.exit('error: --model: no such model')")
     file = tmp_path / "rollout-services.json"
     assert engines.start({"here"})
-    eventually(lambda: engines.look() or read_placed(file)[0][0].problem)
+    eventually(lambda: engines.update() or read_placed(file)[0][0].problem)
     assert read_placed(file)[0][0].problem == "--model: no such model"
     assert len(node.actors) == 2, "a first failure may be that of a port"
     told = "service number 0 of this job does not run: --model: no such model"
@@ -251,7 +251,7 @@ def test_a_service_that_always_dies_is_given_up(tmp_path: Path) -> None:
     assert engines.start({"here"})
 
     def settled() -> bool:
-        engines.look()
+        engines.update()
         [one] = read_placed(file)[0]
         return bool(one.address or one.problem)
 
@@ -263,7 +263,7 @@ def test_a_service_that_always_dies_is_given_up(tmp_path: Path) -> None:
         assert running is not None
         running.kill()
         running.wait()
-        eventually(lambda was=one: engines.look() or read_placed(file)[0][0] != was)
+        eventually(lambda was=one: engines.update() or read_placed(file)[0][0] != was)
     eventually(settled)
     assert read_placed(file)[0][0].problem == "it ended with exit code -9"
     assert len(node.actors) == 4
@@ -280,7 +280,7 @@ def test_services_of_other_nodes_are_told_to_others(tmp_path: Path) -> None:
         try:
             assert engines.start(nodes)
             file = root / "rollout-services.json"
-            eventually(lambda e=engines, f=file: e.look() or read_placed(f)[0][0].address)
+            eventually(lambda e=engines, f=file: e.update() or read_placed(f)[0][0].address)
             [service], shared = read_placed(file)
             assert (service.address.rpartition(":")[0], shared) == (host, one_machine)
             assert PlacedAddress(file, 0).locate() == service.address

@@ -158,11 +158,11 @@ def test_waiting_for_more_than_there_is(start_server: Callable[..., Server]) -> 
 
 def test_a_stranger_is_refused(cluster: Cluster) -> None:
     """What the server says of it, in place of starting jobs. Ray reads its token once a process."""
-    stranger = told("jobs.look('job')", cluster, RAY_AUTH_TOKEN="0" * 64)
+    stranger = told("jobs.get_state('job')", cluster, RAY_AUTH_TOKEN="0" * 64)
     assert stranger.startswith("WrongState the Ray cluster refused the call: Authentication failed")
     # From another address than this machine's: it asks for a token, so it is not open.
-    friend = told("jobs._host = 'elsewhere'; print(jobs.look('job'), jobs.is_open())", cluster)
-    assert friend == "Absent() False\n"
+    friend = told("jobs._host = 'elsewhere'; print(jobs.get_state('job'), jobs.is_open())", cluster)
+    assert friend == "UnknownRayJob() False\n"
 
 
 def test_a_node_that_cannot_begin_says_why(cluster: Cluster, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from distill_server.runners.machine import Share
 from distill_server.runners.order import take_order
 from distill_server.runners.ray import runner as ray_runner
 from distill_server.runners.ray.cluster import RayCluster
-from distill_server.runners.ray.jobs import Absent, Answer, Present, RayJobs
-from distill_server.runners.ray.places import Place, rank_variables, shortage
+from distill_server.runners.ray.jobs import KnownRayJob, RayJobs, RayJobState, UnknownRayJob
+from distill_server.runners.ray.places import ActorPlace, rank_variables, shortage
 from distill_server.runners.ray.runner import RayRunner
 from protos.auth.scoped_token import scoped_token
 from protos.errors import InvalidInput, Unavailable, WrongState
@@ -41,7 +41,7 @@ class ScriptedJobs:
 
     def __init__(self) -> None:
         self.trouble: Exception | None = None
-        self.jobs: dict[str, Present] = {}
+        self.jobs: dict[str, KnownRayJob] = {}
         self.submitted: list[tuple[str, str]] = []
         self.stopped: list[str] = []
         self.open = False
@@ -51,15 +51,15 @@ class ScriptedJobs:
     def submit(self, name: str, entrypoint: str) -> None:
         self._speak()
         self.submitted.append((name, entrypoint))
-        self.jobs.setdefault(name, Present(ended=False))
+        self.jobs.setdefault(name, KnownRayJob(is_ended=False))
 
     def stop(self, name: str) -> None:
         self._speak()
         self.stopped.append(name)
 
-    def look(self, name: str) -> Answer:
+    def get_state(self, name: str) -> RayJobState:
         self._speak()
-        return self.jobs.get(name, Absent())
+        return self.jobs.get(name, UnknownRayJob())
 
     def is_open(self) -> bool:
         self._speak()
@@ -210,7 +210,7 @@ def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPa
         jobs = RayJobs(f"http://127.0.0.1:{silent.getsockname()[1]}")
         for _ in range(2):
             with pytest.raises(Unavailable, match="cannot be reached"):
-                jobs.look("job")
+                jobs.get_state("job")
 
 
 @pytest.mark.parametrize("error", [AWAY, WrongState("the Ray cluster refused the call: no token")])
@@ -275,7 +275,7 @@ def test_a_run_directory_that_somebody_removed(run: RunDirectory, jobs: Scripted
     start(runner, run)
     eventually(lambda: jobs.submitted)
     shutil.rmtree(run.path)
-    jobs.jobs[jobs.submitted[0][0]] = Present(ended=True, code=1)
+    jobs.jobs[jobs.submitted[0][0]] = KnownRayJob(is_ended=True, code=1)
     comes(runner, run, Lost(blameless=False))
 
 
@@ -289,13 +289,13 @@ def test_a_server_that_died_before_it_submitted(run: RunDirectory, jobs: Scripte
 @pytest.mark.parametrize(
     ("answer", "claimed", "outcome"),
     [
-        (Present(True, -9, "killed"), True, Exited(-9)),
-        (Present(True, None, "the supervisor died"), True, Lost(blameless=False)),
-        (Present(True, 1, "No module named distill_server"), False, Lost(blameless=False)),
+        (KnownRayJob(True, -9, "killed"), True, Exited(-9)),
+        (KnownRayJob(True, None, "the supervisor died"), True, Lost(blameless=False)),
+        (KnownRayJob(True, 1, "No module named distill_server"), False, Lost(blameless=False)),
     ],
 )
 def test_a_driver_that_ended_without_a_word(
-    run: RunDirectory, jobs: ScriptedJobs, answer: Present, claimed: bool, outcome: Outcome
+    run: RunDirectory, jobs: ScriptedJobs, answer: KnownRayJob, claimed: bool, outcome: Outcome
 ) -> None:
     """Ray's message is in the log, where people look."""
     runner = runner_of(jobs)
@@ -401,9 +401,9 @@ def test_without_ray_there_is_a_sentence() -> None:
 def test_variables_of_ranks() -> None:
     """As torch's launcher has them, of two nodes with three GPUs for the job."""
     places = [
-        Place("a", "10.0.0.1", ("2", "3"), 4001),
-        Place("a", "10.0.0.1", ("5", "6"), 4002),
-        Place("b", "10.0.0.2", ("0", "1"), 4003),
+        ActorPlace("a", "10.0.0.1", ("2", "3"), 4001),
+        ActorPlace("a", "10.0.0.1", ("5", "6"), 4002),
+        ActorPlace("b", "10.0.0.2", ("0", "1"), 4003),
     ]
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4001"}
     first = {**shared, "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "2,3,5,6"}
@@ -417,7 +417,7 @@ def test_variables_of_ranks() -> None:
         },
     ]
     # One alone is no group, and sees no GPU that it was not given.
-    assert rank_variables([Place("a", "10.0.0.1", (), 4001)]) == [{"CUDA_VISIBLE_DEVICES": ""}]
+    assert rank_variables([ActorPlace("a", "10.0.0.1", (), 4001)]) == [{"CUDA_VISIBLE_DEVICES": ""}]
 
 
 @pytest.mark.parametrize(

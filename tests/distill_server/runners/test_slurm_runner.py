@@ -16,13 +16,19 @@ from clients.runs.directory import Control, RunDirectory, Status
 from clients.runs.fence import VARIABLE
 from distill_server.jobs.verdict import Died, Ended, verdict_of
 from distill_server.runners.cluster import Cluster
-from distill_server.runners.interface import Exited, Lost, Outcome, Running, Withdrawn
+from distill_server.runners.interface import CancelledInCluster, Exited, Lost, Outcome, Running
 from distill_server.runners.local.process import claim, write_json
 from distill_server.runners.machine import Machine, Share
 from distill_server.runners.order import read_order
 from distill_server.runners.slurm import jobs as slurm_jobs
 from distill_server.runners.slurm import runner as slurm_runner
-from distill_server.runners.slurm.jobs import Absent, Answer, Present, Refused, SlurmJobs
+from distill_server.runners.slurm.jobs import (
+    ListedJob,
+    RefusedJob,
+    SlurmJobs,
+    SlurmJobState,
+    UnlistedJob,
+)
 from distill_server.runners.slurm.rank import rank_variables, tasks_per_node
 from distill_server.runners.slurm.runner import SlurmRunner
 from distill_server.runners.slurm.script import check_options
@@ -37,21 +43,21 @@ class ScriptedJobs:
 
     def __init__(self) -> None:
         self.trouble: Exception | None = None
-        self.answer: Answer = Absent()
+        self.answer: SlurmJobState = UnlistedJob()
         self.submitted: list[tuple[str, str]] = []
         self.stopped: list[str] = []
 
     def submit(self, name: str, entrypoint: str) -> None:
         self._speak()
         self.submitted.append((name, entrypoint))
-        if isinstance(self.answer, Absent):
-            self.answer = Present(1, "PENDING", "Priority")
+        if isinstance(self.answer, UnlistedJob):
+            self.answer = ListedJob(1, "PENDING", "Priority")
 
     def stop(self, name: str) -> None:
         self._speak()
         self.stopped.append(name)
 
-    def look(self, name: str) -> Answer:
+    def get_state(self, name: str) -> SlurmJobState:
         self._speak()
         return self.answer
 
@@ -139,9 +145,9 @@ def test_an_attempt_from_its_queue_to_its_end(run: RunDirectory, jobs: ScriptedJ
     runner = runner_of(jobs)
     start(runner, run)
     comes(runner, run, Running("PENDING in Slurm: Priority"))
-    jobs.answer = Present(1, "CONFIGURING")
+    jobs.answer = ListedJob(1, "CONFIGURING")
     comes(runner, run, Running("CONFIGURING in Slurm"))
-    jobs.answer = Present(1, "RUNNING")
+    jobs.answer = ListedJob(1, "RUNNING")
     comes(runner, run, Running("starting on the nodes of Slurm"))
     assert claim(run.logs(1))
     (run.logs(1) / "rank-0").mkdir()
@@ -159,7 +165,7 @@ ENDS = [
     ("PREEMPTED", Lost(True, "Slurm preempted the attempt")),
     ("NODE_FAIL", Lost(True, "a node of the attempt failed (Slurm: NODE_FAIL)")),
     ("TIMEOUT", Lost(True, "the attempt reached its time limit in Slurm")),
-    ("CANCELLED", Withdrawn(slurm_runner._WITHDRAWN)),
+    ("CANCELLED", CancelledInCluster(slurm_runner._CANCELLED_IN_CLUSTER)),
     ("OUT_OF_MEMORY", Lost(False, "the attempt ran out of memory (Slurm: OUT_OF_MEMORY)")),
     ("FAILED", Exited(-9)),
     ("COMPLETED", Exited(-9)),
@@ -174,10 +180,10 @@ def test_slurm_says_why_a_trainer_was_stopped(
     runner = runner_of(jobs)
     start(runner, run)
     assert claim(run.logs(1))
-    jobs.answer = Present(1, "COMPLETING")
+    jobs.answer = ListedJob(1, "COMPLETING")
     write_json(run.logs(1) / "exit.json", {"code": -9, "terminated": True})
     comes(runner, run, Running("COMPLETING in Slurm"))
-    jobs.answer = Present(1, state)
+    jobs.answer = ListedJob(1, state)
     comes(runner, run, outcome)
 
 
@@ -188,7 +194,7 @@ def test_a_cancel_of_the_server_is_no_withdrawal(run: RunDirectory, jobs: Script
     run.write_control(Control("now"))
     runner.stop(run, 1, now=True)
     eventually(lambda: jobs.stopped)
-    jobs.answer = Present(1, "CANCELLED")
+    jobs.answer = ListedJob(1, "CANCELLED")
     write_json(run.logs(1) / "exit.json", {"code": -9, "terminated": True})
     comes(runner, run, Exited(-9))
 
@@ -197,7 +203,7 @@ def test_what_never_began(run: RunDirectory, jobs: ScriptedJobs) -> None:
     """The claim is taken, so that a late driver does nothing; what was printed is in the log."""
     runner = runner_of(jobs)
     start(runner, run)
-    jobs.answer = Present(7, "FAILED", "NonZeroExitCode")
+    jobs.answer = ListedJob(7, "FAILED", "NonZeroExitCode")
     (run.logs(1) / "slurm.log").write_text("exec: python: not found\n")
     comes(runner, run, Lost(False, slurm_runner._NOT_SHARED.format(state="FAILED")))
     assert not claim(run.logs(1))
@@ -207,7 +213,7 @@ def test_what_never_began(run: RunDirectory, jobs: ScriptedJobs) -> None:
 
 def test_a_refusal(run: RunDirectory, jobs: ScriptedJobs) -> None:
     runner = runner_of(jobs)
-    jobs.answer = Refused("sbatch: error: invalid partition")
+    jobs.answer = RefusedJob("sbatch: error: invalid partition")
     start(runner, run)
     comes(runner, run, Lost(False, "Slurm refused the job: sbatch: error: invalid partition"))
 
@@ -220,7 +226,7 @@ def test_an_absent_job_is_not_gone(
     start(runner, run)
     comes(runner, run, Running("PENDING in Slurm: Priority"))
     monkeypatch.setattr(slurm_runner, "_ABSENT_SECONDS", 1e6)
-    jobs.answer = Absent()
+    jobs.answer = UnlistedJob()
     comes(runner, run, Running("squeue does not list the job of this attempt"))
     jobs.trouble = AWAY
     comes(runner, run, Running(AWAY.message))
@@ -254,7 +260,7 @@ def test_a_submission_that_died_with_its_server_is_made_again(
     comes(runner, run, Running("PENDING in Slurm: Priority"))
     assert [Path(script) for _, script in jobs.submitted] == [run.logs(1) / "job.sbatch"]
     assert claim(run.logs(1))
-    jobs.answer = Absent()
+    jobs.answer = UnlistedJob()
     other = runner_of(jobs)
     for _ in range(20):
         comes(other, run, Running("squeue does not list the job of this attempt"))
@@ -267,18 +273,18 @@ CANCELLED = Status(1, "cancelled", step=3)
 @pytest.mark.parametrize(
     ("state", "status", "outcome", "verdict"),
     [
-        (JobState.RUNNING, CANCELLED, Withdrawn("why"), Ended(JobState.CANCELLED, "why")),
-        (JobState.RUNNING, None, Withdrawn("why"), Ended(JobState.CANCELLED, "why")),
+        (JobState.RUNNING, CANCELLED, CancelledInCluster("why"), Ended(JobState.CANCELLED, "why")),
+        (JobState.RUNNING, None, CancelledInCluster("why"), Ended(JobState.CANCELLED, "why")),
         (
             JobState.RUNNING,
             Status(1, "succeeded"),
-            Withdrawn("why"),
+            CancelledInCluster("why"),
             Ended(JobState.SUCCEEDED),
         ),
         (
             JobState.CANCELLING,
             CANCELLED,
-            Withdrawn("why"),
+            CancelledInCluster("why"),
             Ended(JobState.CANCELLED, "cancelled on request"),
         ),
         (JobState.RUNNING, CANCELLED, Lost(True, "why"), Died("why", True)),
@@ -286,7 +292,10 @@ CANCELLED = Status(1, "cancelled", step=3)
     ],
 )
 def test_verdicts(
-    state: JobState, status: Status | None, outcome: Lost | Withdrawn, verdict: Ended | Died
+    state: JobState,
+    status: Status | None,
+    outcome: Lost | CancelledInCluster,
+    verdict: Ended | Died,
 ) -> None:
     assert verdict_of(state, 3, status, outcome) == verdict
 
@@ -356,7 +365,7 @@ def test_a_job_is_submitted_once(commands: Commands) -> None:
     commands.tell("squeue", "echo '12|PENDING|Priority|name-1'")
     jobs.submit("name-1", "script")
     assert len(commands.called("sbatch")) == 1
-    assert jobs.look("name-1") == Present(12, "PENDING", "Priority")
+    assert jobs.get_state("name-1") == ListedJob(12, "PENDING", "Priority")
     jobs.stop("name-1")
     assert commands.called("scancel") == ["scancel 12"]
     commands.tell("squeue", "echo '12|COMPLETING|None|name-1'")
@@ -380,19 +389,19 @@ def test_a_squeue_that_fails_says_nothing_of_jobs(
     monkeypatch.setattr(slurm_jobs, "_TIMEOUT_SECONDS", 0.5)
     commands.tell("squeue", said)
     with pytest.raises(Unavailable, match=message):
-        SlurmJobs().look("name-1")
+        SlurmJobs().get_state("name-1")
 
 
 def test_of_two_with_one_name_the_living_one_counts(commands: Commands) -> None:
     commands.tell("squeue", "echo '12|RUNNING|None|x'; echo '13|COMPLETED|None|x'")
-    assert SlurmJobs().look("x") == Present(12, "RUNNING")
+    assert SlurmJobs().get_state("x") == ListedJob(12, "RUNNING")
 
 
 def test_a_refused_job_is_not_submitted_again(commands: Commands) -> None:
     commands.tell("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     jobs = SlurmJobs()
     jobs.submit("name-1", "script")
-    assert jobs.look("name-1") == Refused("sbatch: error: invalid partition")
+    assert jobs.get_state("name-1") == RefusedJob("sbatch: error: invalid partition")
 
 
 @pytest.mark.parametrize(
