@@ -67,13 +67,13 @@ class Site:
         self._open = open_database(self.database)
         self._db = self._open.__enter__()
         self._clock = 1e9
-        bells = ChangeNotifier()
-        self.store = JobStore(self._db, on_change=bells.ring, now=lambda: self._clock)
+        notifier = ChangeNotifier()
+        self.store = JobStore(self._db, on_change=notifier.notify, now=lambda: self._clock)
         files = RunFiles()
-        removals = Removals(self._db, self.store, root, files, bells.ring)
+        removals = Removals(self._db, self.store, root, files, notifier.notify)
         self._keeper = Keeper(removals, jobs * _MINUTE / _DAY, lambda: self._clock)
         control = JobControl(self.store, root, lambda: None)
-        streams = Streams(self.store, root, bells, files)
+        streams = Streams(self.store, root, notifier, files)
         self.service = DistillService(self.store, root, control, streams, removals, files)
         self._made = 0
         self._active: deque[str] = deque()

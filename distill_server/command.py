@@ -101,7 +101,7 @@ def serve(
                 endpoint=endpoint,
                 runner=_runner(ray, slurm, slurm_option or []),
                 policy=_policy(machine, most_queued, retries, backoff, give_up_after),
-                preflight=JobPreflight(here=ray is None and not slurm),
+                preflight=JobPreflight(trainers_are_local=ray is None and not slurm),
                 on_ready=lambda bound: _tell(endpoint.address(bound)),
             )
         )

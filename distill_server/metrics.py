@@ -47,13 +47,13 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
         store, tally = self._store, self._store.tally
-        counts = {state.value: count for state, count in store.counts().items()}
+        counts = {state.value: count for state, count in store.count_by_state().items()}
         yield _by_state("jobs", "Jobs by state.", counts)
         ended = CounterMetricFamily(
             _PREFIX + "ended_jobs", "Ends of jobs since the start.", labels=["state"]
         )
         for state in sorted(TERMINAL):
-            ended.add_metric([state], tally.ended[state])
+            ended.add_metric([state], tally.ends[state])
         yield ended
         yield CounterMetricFamily(
             _PREFIX + "attempts", "Attempts of all jobs since the start.", tally.attempts
@@ -70,7 +70,7 @@ class ServerMetrics(Collector):
         yield _gauge(
             "waiting_jobs",
             "Queued jobs that wait for a teacher or another service that is away.",
-            len(store.waiting()),
+            len(store.waiting_jobs()),
         )
         yield _gauge(
             "silent_seconds",

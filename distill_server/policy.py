@@ -23,7 +23,7 @@ class Policy:
     """
 
     machine: Machine = ONE_JOB
-    most_queued: int = 10_000
+    max_queued: int = 10_000
     retries: int = 3
     backoff: float = 10.0
     longest_backoff: float = 360.0

@@ -24,12 +24,12 @@ from clients.runs.metrics_follower import MetricsTail
 from clients.runs.started_teacher import write_address
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.observation import observe
-from distill_server.jobs.preflight import Preflight, unchecked
+from distill_server.jobs.preflight import Preflight, accept_all
 from distill_server.jobs.progress import progress_changes
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import ACTIVE, Attempt, Change, JobStore
-from distill_server.jobs.verdict import Died, Ended, verdict_of
-from distill_server.jobs.waiting import Waits, clock, given_up
+from distill_server.jobs.verdict import AttemptDied, JobEnded, verdict_of
+from distill_server.jobs.waiting import Waits, format_clock, format_given_up
 from distill_server.people.quotas import Quotas
 from distill_server.pipelines.linking import with_paths
 from distill_server.policy import Policy as Policy
@@ -60,7 +60,7 @@ class Scheduler:
         runner: Runner,
         policy: Policy,
         quotas: Quotas,
-        preflight: Preflight = unchecked,
+        preflight: Preflight = accept_all,
         files: RunFiles | None = None,
     ) -> None:
         """`preflight` says when a job that waits for a teacher can start."""
@@ -168,7 +168,7 @@ class Scheduler:
         if not future.done():
             self._silent.add(job.id)
             try:
-                phase = f"WAITING run directory: no answer since {clock(self._store.now())}"
+                phase = f"WAITING run directory: no answer since {format_clock(self._store.now())}"
                 log.warning("job %s: %s", job.id, phase)
                 with contextlib.suppress(Unavailable):
                     self._store.change(job.id, Change(phase=phase))
@@ -223,7 +223,7 @@ class Scheduler:
         # job that never started, and the next server queues it again. In the other order, the next
         # server would start the job a second time.
         change = Change(JobState.PREPARING, reason="", phase="starting the trainer")
-        job = self._store.begin(due.job, due.share, change, due.teacher)
+        job = self._store.begin_attempt(due.job, due.share, change, due.teacher)
         failpoint("start-stored")
         self._do(job, self._launch(job, self._store.attempt(job), due))
 
@@ -237,9 +237,11 @@ class Scheduler:
             # A full disk, no free processes, or a configuration written by an older version. Only
             # `strerror`: users should not see the server's paths.
             why = (isinstance(error, OSError) and error.strerror) or error
-            self._died(job, Died(f"the trainer could not be started: {why}", blameless=False))
+            self._died(
+                job, AttemptDied(f"the trainer could not be started: {why}", blameless=False)
+            )
         except DistillError as error:  # the output of another job is not there any more
-            self._end(job, Ended(JobState.FAILED, str(error)), job.step)
+            self._end(job, JobEnded(JobState.FAILED, str(error)), job.step)
 
     def _launch_now(
         self, job: Job, attempt: Attempt, due: Due, config: AnyJob, before: Mapping[str, Job]
@@ -283,9 +285,9 @@ class Scheduler:
             return
         step = self._reached(job, seen.status)
         match verdict_of(job.state, step, seen.status, seen.outcome):
-            case Ended() as ended:
+            case JobEnded() as ended:
                 self._end(job, ended, step)
-            case Died() as died:
+            case AttemptDied() as died:
                 self._died(job, died, seen.log_end)
         self._forget(job)
 
@@ -309,7 +311,7 @@ class Scheduler:
             end = partial(self._runner.stop, run, job.attempt, now=stop == "now")
             await self._answer(job, end)
 
-    def _end(self, job: Job, ended: Ended, step: int) -> None:
+    def _end(self, job: Job, ended: JobEnded, step: int) -> None:
         """Record the end of a job, with the states that a fast trainer passed between two polls."""
         changes = []
         if job.state is JobState.PREPARING and ended.state is JobState.SUCCEEDED:
@@ -322,7 +324,7 @@ class Scheduler:
         self.waits.end(job)
         failpoint("end-stored")
 
-    def _died(self, job: Job, died: Died, log_end: str = "") -> None:
+    def _died(self, job: Job, died: AttemptDied, log_end: str = "") -> None:
         """Queue the job again, or fail it if no retries are left or it waited for too long."""
         job = self._store.job(job.id)
         if job.state is JobState.CANCELLING:
@@ -333,8 +335,8 @@ class Scheduler:
         retries = (0 if progressed else attempt.retries) + (not died.blameless)
         since = (not progressed and attempt.waiting_since) or self._store.now()
         reason = ""
-        if died.blameless and self.waits.gives_up(since):
-            reason = given_up(died.reason, since)
+        if died.blameless and self.waits.must_give_up(since):
+            reason = format_given_up(died.reason, since)
         elif retries > self._policy.retries:
             reason = died.reason + (f"; its log ends with:\n{log_end}" if log_end else "")
         if reason:
@@ -359,7 +361,7 @@ class Scheduler:
             phase = f"retrying in {pause:g} s"
             self._resting[job.id, again.number] = time.monotonic() + pause
         change = Change(JobState.QUEUED, reason=died.reason, phase=phase)
-        self._store.queue_again(job.id, again, change, last=False)
+        self._store.queue_again(job.id, again, change, at_end=False)
         failpoint("retry-stored")
 
     def _forget(self, job: Job) -> None:

@@ -70,20 +70,20 @@ async def run_server(
     `runs` cannot be a directory.
     """
     require_counted_gpus(endpoint.tokens.quotas, policy.machine.gpus is not None)
-    runs, bells = _directory(runs), ChangeNotifier()
+    runs, notifier = _directory(runs), ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
-        store = JobStore(connection, lambda job_id: _changed(job_id, store, bells, on_end))
+        store = JobStore(connection, lambda job_id: _changed(job_id, store, notifier, on_end))
         files, tokens = RunFiles(), endpoint.tokens
         audit = Audit((database or runs / "server.sqlite").with_name(AUDIT_FILE))
         quotas = Quotas(connection, store, tokens.quotas)
         scheduler = Scheduler(store, runs, runner, policy, quotas, preflight, files)
         control = JobControl(
-            *(store, runs, scheduler.wake, policy.machine, policy.most_queued, preflight, files),
+            *(store, runs, scheduler.wake, policy.machine, policy.max_queued, preflight, files),
             partial(runner.stop, now=False),
         )
-        streams, uploads = Streams(store, runs, bells, files), Uploads(runs)
-        kept = KeptTeachers(scheduler.teachers, policy.machine, files, scheduler.order.held)
-        removals = Removals(connection, store, runs, files, bells.ring)
+        streams, uploads = Streams(store, runs, notifier, files), Uploads(runs)
+        kept = KeptTeachers(scheduler.teachers, policy.machine, files, scheduler.order.held_shares)
+        removals = Removals(connection, store, runs, files, notifier.notify)
         service = DistillService(
             *(store, runs, control, streams, removals, files),
             *(scheduler.teachers, uploads, kept, audit, tokens),
@@ -93,7 +93,7 @@ async def run_server(
         pages = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:
             pages = dashboard.serving(
-                *(endpoint, runs, store, bells, control, streams, scheduler, policy.machine),
+                *(endpoint, runs, store, notifier, control, streams, scheduler, policy.machine),
                 *(page.registry, audit),
             )
         async with pages as announce:
@@ -101,7 +101,7 @@ async def run_server(
             garbage = partial(_collect_garbage, uploads, connection, files)
             work = (scheduler.run, Keeper(removals, keep_days, store.now, audit).run, garbage)
             with metrics_page(page, metrics):
-                await _serve_and_work(service, work, endpoint, page, ready, bells.close)
+                await _serve_and_work(service, work, endpoint, page, ready, notifier.close)
 
 
 def _both(first: Callable[[int], None], second: Callable[[int], None], port: int) -> None:
@@ -110,10 +110,10 @@ def _both(first: Callable[[int], None], second: Callable[[int], None], port: int
 
 
 def _changed(
-    job_id: str, store: JobStore, bells: ChangeNotifier, on_end: EndCommand | None
+    job_id: str, store: JobStore, notifier: ChangeNotifier, on_end: EndCommand | None
 ) -> None:
     """Tell watchers, and the command of ended jobs, that a job has changed."""
-    bells.ring(job_id)
+    notifier.notify(job_id)
     if on_end is not None and store.has(job_id):
         on_end.changed(store.job(job_id))
 

@@ -56,9 +56,9 @@ class StartOrder:
         # The number of jobs that the last pass went by.
         self._passed = 0
 
-    def held(self) -> list[Share]:
+    def held_shares(self) -> list[Share]:
         """Return what the active jobs and the teachers of this server hold."""
-        return [*self._store.held(), *self._needs.teachers.held()]
+        return [*self._store.held_shares(), *self._needs.teachers.held_shares()]
 
     def due(self) -> Iterator[Due]:
         """Yield the jobs that start now, in the order of the queue.
@@ -70,12 +70,12 @@ class StartOrder:
         """
         self._needs.begin_pass()
         self._quotas.begin_pass()
-        held = self.held()
+        held = self.held_shares()
         free = max(0, self._machine.slots - sum(share.slots for share in held))
         # Read only as many jobs as can start: the queue may hold ten thousand.
         limit = free and free + max(self._passed, len(self._too_large) + len(self._waits))
         self._passed = 0
-        for job in self._store.startable(limit, self._quotas.others()):
+        for job in self._store.startable_jobs(limit, self._quotas.others()):
             decision: Due | Awaited | None = Awaited()
             if not self._is_passed_over(job):
                 with self._boundary(job):
@@ -94,7 +94,7 @@ class StartOrder:
                     yield decision
 
     def _is_passed_over(self, job: Job) -> bool:
-        return self._is_left_alone(job) or job.id in self._too_large or self._waits.holds(job)
+        return self._is_left_alone(job) or job.id in self._too_large or self._waits.is_waiting(job)
 
     def _decide(self, job: Job, held: Sequence[Share]) -> Due | Awaited | None:
         """Return how a job starts, or that the queue goes on without it; None if it blocks it."""

@@ -29,15 +29,15 @@ from clients.runs.directory import RunDirectory
 from distill_server.dashboard.attempts import attempts_of
 from distill_server.dashboard.checkpoints import checkpoints_of
 from distill_server.dashboard.feeds import Turns, feed, job_messages, list_messages, log_messages
-from distill_server.dashboard.gate import STATIC, Gate
-from distill_server.dashboard.looks import Looks
+from distill_server.dashboard.gate import STATIC, DashboardGate
 from distill_server.dashboard.places import Places
 from distill_server.dashboard.responses import job_record, on_error
 from distill_server.dashboard.samples import sample_steps, samples_of
+from distill_server.dashboard.shared_reads import SharedReads
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
-from distill_server.jobs.rows import Wanted
+from distill_server.jobs.rows import JobFilter
 from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit, Entry
 from distill_server.rpc.streams import Streams
@@ -52,22 +52,22 @@ from protos.rpc.transport import is_loopback
 
 _PAGE_JOBS = 50
 _LOG_LINES = 500
-_MOST_SEARCH_CHARS = 100
-_MOST_BODY_BYTES = 4 << 10
+_MAX_SEARCH_CHARS = 100
+_MAX_BODY_BYTES = 4 << 10
 
 
-class _Wish(BaseModel):
+class _RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-_W = TypeVar("_W", bound=_Wish)
+_Body = TypeVar("_Body", bound=_RequestBody)
 
 
-class _Cancel(_Wish):
+class _CancelBody(_RequestBody):
     now: bool = False
 
 
-class _Resume(_Wish):
+class _ResumeBody(_RequestBody):
     max_steps: Annotated[int, Field(ge=0, lt=2**31)] = 0
     from_step: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
@@ -83,7 +83,7 @@ class Pages:
 
     store: JobStore
     runs: Path
-    bells: ChangeNotifier
+    notifier: ChangeNotifier
     control: JobControl
     streams: Streams
     teachers: Teachers
@@ -91,7 +91,7 @@ class Pages:
     machine: Machine
     endpoint: ServerEndpoint
     registry: CollectorRegistry
-    looks: Looks
+    shared_reads: SharedReads
     audit: Audit
     grpc_port: int = 0
     turns: Turns = field(default_factory=Turns)
@@ -112,47 +112,47 @@ class Pages:
         )
 
     def _grpc_address(self, request: Request) -> str:
-        """Return the gRPC address: on loopback as it is, else under the name that the user used."""
+        """Return the gRPC address; unless on loopback, with the host name of the user's request."""
         if is_loopback(self.endpoint.host):
             return self.endpoint.address(self.grpc_port)
-        seen = replace(self.endpoint, host=request.url.hostname or self.endpoint.host)
-        return seen.address(self.grpc_port)
+        public_endpoint = replace(self.endpoint, host=request.url.hostname or self.endpoint.host)
+        return public_endpoint.address(self.grpc_port)
 
     async def jobs(self, request: Request) -> Response:
         """GET /api/jobs: one page of jobs and the counts by state, as JSON."""
-        return JSONResponse(await self.turns.take(self._lister(request)))
+        return JSONResponse(await self.turns.take(self._page_reader(request)))
 
     async def jobs_events(self, request: Request) -> Response:
         """GET /api/events: the same page as an event stream, sent again when it changes."""
-        return feed(list_messages(self.bells, self.turns, self._lister(request)))
+        return feed(list_messages(self.notifier, self.turns, self._page_reader(request)))
 
-    def _lister(self, request: Request) -> Callable[[], Mapping[str, Any]]:
+    def _page_reader(self, request: Request) -> Callable[[], Mapping[str, Any]]:
         """Return a function that reads the requested page from the store at each call."""
-        given = request.query_params
-        before = self.store.resolve(given["before"]).id if given.get("before") else ""
-        state, search = _state(given.get("state")), given.get("search", "")
-        if len(search) > _MOST_SEARCH_CHARS:
+        parameters = request.query_params
+        before_id = self.store.resolve(parameters["before"]).id if parameters.get("before") else ""
+        state, search = _parse_state(parameters.get("state")), parameters.get("search", "")
+        if len(search) > _MAX_SEARCH_CHARS:
             raise InvalidInput(
-                f"the search is longer than {_MOST_SEARCH_CHARS} characters", field="search"
+                f"the search is longer than {_MAX_SEARCH_CHARS} characters", field="search"
             )
 
-        def page() -> Mapping[str, Any]:
-            wanted = Wanted(search, state)
-            jobs = self.store.page(limit=_PAGE_JOBS, before_id=before, wanted=wanted)
-            places = self._places()
+        def read_page() -> Mapping[str, Any]:
+            job_filter = JobFilter(search, state)
+            jobs = self.store.page(limit=_PAGE_JOBS, before_id=before_id, job_filter=job_filter)
+            places = self._read_places()
             return {
-                "jobs": [self._row(job, places) for job in jobs],
-                "counts": self.store.counts(search),
+                "jobs": [self._build_row(job, places) for job in jobs],
+                "counts": self.store.count_by_state(search),
                 "page": _PAGE_JOBS,
                 "capacity": places.capacity(),
             }
 
-        return page
+        return read_page
 
-    def _places(self) -> Places:
+    def _read_places(self) -> Places:
         return Places(self.store, self.scheduler, self.machine)
 
-    def _row(self, job: Job, places: Places) -> Mapping[str, Any]:
+    def _build_row(self, job: Job, places: Places) -> Mapping[str, Any]:
         """Return a job's record with its place in the queue and the remaining time.
 
         The time is computed as in `distill watch`.
@@ -168,20 +168,22 @@ class Pages:
         job = self.store.resolve(request.path_params["job"])
         place: Mapping[str, Any] = {}
         if job.state is JobState.QUEUED:
-            place = await self.turns.take(lambda: self._places().of(job))
+            place = await self.turns.take(lambda: self._read_places().of(job))
         return JSONResponse({**job_record(job, with_config=True), **place})
 
     async def attempts(self, request: Request) -> Response:
         """GET /api/jobs/JOB/attempts: when the newest 50 attempts ran, and how each ended."""
         job = self.store.resolve(request.path_params["job"])
-        found = await self.turns.take(lambda: attempts_of(self.store, job))
-        return JSONResponse({"attempts": found})
+        records = await self.turns.take(lambda: attempts_of(self.store, job))
+        return JSONResponse({"attempts": records})
 
     async def checkpoints(self, request: Request) -> Response:
         """GET /api/jobs/JOB/checkpoints: the newest 100 checkpoints with their sizes."""
-        run = self._run(request)
-        found = await self.looks.look(("checkpoints", run.path.name), partial(checkpoints_of, run))
-        return JSONResponse({"checkpoints": found})
+        run = self._find_run(request)
+        records = await self.shared_reads.read(
+            ("checkpoints", run.path.name), partial(checkpoints_of, run)
+        )
+        return JSONResponse({"checkpoints": records})
 
     async def usage(self, request: Request) -> Response:
         """GET /api/jobs/JOB/usage: CPU time, memory and GPUs of the trainer's processes.
@@ -191,19 +193,21 @@ class Pages:
         job = self.store.resolve(request.path_params["job"])
         logs = RunDirectory(self.runs / job.id).logs(job.attempt)
 
-        def sample() -> Mapping[str, Any] | None:
+        def read_usage() -> Mapping[str, Any] | None:
             usage = usage_of(logs)
             return None if usage is None else {**asdict(usage), "at": time.time()}
 
-        return JSONResponse({"usage": await self.looks.look(("usage", str(logs)), sample)})
+        return JSONResponse(
+            {"usage": await self.shared_reads.read(("usage", str(logs)), read_usage)}
+        )
 
     async def events(self, request: Request) -> Response:
         """GET /api/jobs/JOB/events: a stream of the job's events after `Last-Event-ID`."""
         job = self.store.resolve(request.path_params["job"])
-        after = _number(request.headers.get("last-event-id", "0"), "Last-Event-ID")
-        if after > job.last_seq:
-            raise InvalidInput(f"job {job.id} has no event {after} yet", field="Last-Event-ID")
-        return feed(job_messages(self.store, self.bells, job.id, after))
+        after_seq = _parse_number(request.headers.get("last-event-id", "0"), "Last-Event-ID")
+        if after_seq > job.last_seq:
+            raise InvalidInput(f"job {job.id} has no event {after_seq} yet", field="Last-Event-ID")
+        return feed(job_messages(self.store, self.notifier, job.id, after_seq))
 
     async def log(self, request: Request) -> Response:
         """GET /api/jobs/JOB/log: a stream of an attempt's log; `attempt` defaults to the newest.
@@ -213,61 +217,63 @@ class Pages:
         """
         job = self.store.resolve(request.path_params["job"])
         attempt, _, offset = request.headers.get("last-event-id", "0:0").partition(":")
-        asked = _number(request.query_params.get("attempt", str(job.attempt)), "attempt")
-        same = _number(attempt, "Last-Event-ID") == asked
+        requested_attempt = _parse_number(
+            request.query_params.get("attempt", str(job.attempt)), "attempt"
+        )
+        is_same_attempt = _parse_number(attempt, "Last-Event-ID") == requested_attempt
         pieces = self.streams.log(
             job.id,
-            attempt=asked,
-            after_offset=_number(offset, "Last-Event-ID") if same else 0,
+            attempt=requested_attempt,
+            after_offset=_parse_number(offset, "Last-Event-ID") if is_same_attempt else 0,
             follow=True,
-            tail_lines=0 if same else _LOG_LINES,
+            tail_lines=0 if is_same_attempt else _LOG_LINES,
         )
         return feed(log_messages(pieces))
 
     async def sample_steps(self, request: Request) -> Response:
         """GET /api/jobs/JOB/samples: the steps that have transcripts, newest first."""
-        run = self._run(request)
+        run = self._find_run(request)
         return JSONResponse({"steps": await self.streams.files.within(partial(sample_steps, run))})
 
     async def samples(self, request: Request) -> Response:
         """GET /api/jobs/JOB/samples/STEP: the first transcripts of a step."""
-        run = self._run(request)
-        read = partial(samples_of, run, request.path_params["step"])
-        records = await self.streams.files.within(read)
+        run = self._find_run(request)
+        read_samples = partial(samples_of, run, request.path_params["step"])
+        records = await self.streams.files.within(read_samples)
         return JSONResponse({"samples": records})
 
     async def cancel(self, request: Request) -> Response:
         """POST /api/jobs/JOB/cancel with {"now": BOOL}: cancel the job and return it."""
-        wish = await _wish(request, _Cancel)
-        with self._audited("CancelJob", request) as entry:
-            job = await self.control.cancel(request.path_params["job"], now=wish.now)
+        body = await _parse_body(request, _CancelBody)
+        with self._record_audit("CancelJob", request) as entry:
+            job = await self.control.cancel(request.path_params["job"], now=body.now)
             entry.about = (job.id,)
         return JSONResponse(job_record(job))
 
     async def resume(self, request: Request) -> Response:
         """POST /api/jobs/JOB/resume with {"max_steps": N, "from_step": N}: resume the job."""
-        wish = await _wish(request, _Resume)
-        with self._audited("ResumeJob", request) as entry:
+        body = await _parse_body(request, _ResumeBody)
+        with self._record_audit("ResumeJob", request) as entry:
             job = await self.control.resume_checked(
-                request.path_params["job"], max_steps=wish.max_steps, from_step=wish.from_step
+                request.path_params["job"], max_steps=body.max_steps, from_step=body.from_step
             )
             entry.about = (job.id,)
         return JSONResponse(job_record(job))
 
-    def _audited(self, action: str, request: Request) -> AbstractContextManager[Entry]:
+    def _record_audit(self, action: str, request: Request) -> AbstractContextManager[Entry]:
         client = request.client
         peer = f"http:{client.host}:{client.port}" if client else "http"
         return self.audit.entry(action, request.scope["caller"], peer, request.path_params["job"])
 
-    async def seen_teachers(self, request: Request) -> Response:
+    async def list_teachers(self, request: Request) -> Response:
         """GET /api/teachers: load and cache of the teachers of active jobs."""
-        return JSONResponse({"teachers": await self.teachers.look()})
+        return JSONResponse({"teachers": await self.teachers.list_records()})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: the server's metrics in the text format of Prometheus."""
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE)
 
-    def _run(self, request: Request) -> RunDirectory:
+    def _find_run(self, request: Request) -> RunDirectory:
         return RunDirectory(self.runs / self.store.resolve(request.path_params["job"]).id)
 
 
@@ -276,65 +282,65 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> 
 
     `host` is the address it listens on, `external` the host name of a proxy in front of it.
     """
-    a_job = "/api/jobs/{job}"
+    job_path = "/api/jobs/{job}"
     routes = [
         Route("/api/access", pages.access),
         Route("/api/jobs", pages.jobs),
         Route("/api/events", pages.jobs_events),
-        Route(a_job, pages.job),
-        Route(f"{a_job}/events", pages.events),
-        Route(f"{a_job}/log", pages.log),
-        Route(f"{a_job}/attempts", pages.attempts),
-        Route(f"{a_job}/checkpoints", pages.checkpoints),
-        Route(f"{a_job}/usage", pages.usage),
-        Route(f"{a_job}/samples", pages.sample_steps),
-        Route(f"{a_job}/samples/{{step:int}}", pages.samples),
-        Route(f"{a_job}/cancel", pages.cancel, methods=["POST"]),
-        Route(f"{a_job}/resume", pages.resume, methods=["POST"]),
-        Route("/api/teachers", pages.seen_teachers),
+        Route(job_path, pages.job),
+        Route(f"{job_path}/events", pages.events),
+        Route(f"{job_path}/log", pages.log),
+        Route(f"{job_path}/attempts", pages.attempts),
+        Route(f"{job_path}/checkpoints", pages.checkpoints),
+        Route(f"{job_path}/usage", pages.usage),
+        Route(f"{job_path}/samples", pages.sample_steps),
+        Route(f"{job_path}/samples/{{step:int}}", pages.samples),
+        Route(f"{job_path}/cancel", pages.cancel, methods=["POST"]),
+        Route(f"{job_path}/resume", pages.resume, methods=["POST"]),
+        Route("/api/teachers", pages.list_teachers),
         Route("/metrics", pages.metrics),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
-    faults: Mapping[Any, Any] = {
+    error_handlers: Mapping[Any, Any] = {
         DistillError: on_error,
-        HTTPException: _no_page,
+        HTTPException: _on_http_error,
         Exception: on_error,
     }
-    app = Starlette(routes=routes, exception_handlers=faults)
-    return Gate(app, tokens=tokens, host=host, external=external)
+    app = Starlette(routes=routes, exception_handlers=error_handlers)
+    return DashboardGate(app, tokens=tokens, host=host, external=external)
 
 
-async def _no_page(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     answer = await on_error(request, NotFound(f"{request.method} {request.url.path}: no such page"))
     answer.status_code = error.status_code
     return answer
 
 
-async def _wish(request: Request, kind: type[_W]) -> _W:
+async def _parse_body(request: Request, kind: type[_Body]) -> _Body:
     """Parse the request body, a JSON object of at most 4 KiB. Raises InvalidInput."""
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > _MOST_BODY_BYTES:
+        if len(body) > _MAX_BODY_BYTES:
             raise InvalidInput(
-                f"the request body is longer than {_MOST_BODY_BYTES} bytes", field="body"
+                f"the request body is longer than {_MAX_BODY_BYTES} bytes", field="body"
             )
     try:
         return kind.model_validate_json(body or b"{}")
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InvalidInput(first["msg"], field=where or "body") from error
+        first_problem = error.errors(include_url=False)[0]
+        path = ".".join(str(part) for part in first_problem["loc"])
+        raise InvalidInput(first_problem["msg"], field=path or "body") from error
 
 
-def _state(name: str | None) -> JobState | None:
+def _parse_state(name: str | None) -> JobState | None:
     if name and name not in JobState.__members__:
         raise InvalidInput(f"there is no job state {name!r}", field="state")
     return JobState(name) if name else None
 
 
-def _number(text: str, field: str) -> int:
+def _parse_number(text: str, field: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise InvalidInput(f"{text[:20]!r} is not a whole number", field=field)
     return int(text)

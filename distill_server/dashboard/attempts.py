@@ -1,4 +1,4 @@
-"""The attempts of a job on a time line, found in its events."""
+"""The attempts of a job with their times, from the job's events."""
 
 from __future__ import annotations
 
@@ -9,52 +9,56 @@ from typing import Any
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from distill_server.jobs.store import JobStore
 
-_MOST_ATTEMPTS = 50
+_MAX_ATTEMPTS = 50
 
 
 def attempts_of(store: JobStore, job: Job) -> list[dict[str, Any]]:
     """Return the newest 50 attempts of a job as JSON records, oldest first.
 
-    Times are Unix seconds: `queued_at`, `started_at` (0: not started) and `ended_at` (0: not over).
-    `end` is the final state, INTERRUPTED if the job was queued again by the server, or "" while the
-    attempt goes on; `reason` says why. `step` is the newest step. A job of a million events costs
-    about 60 reads for each attempt (three bisections), because its events are not scanned.
+    Times are Unix seconds: `queued_at`, `started_at` (0: not started) and `ended_at` (0: not
+    ended). `end` is the final state, INTERRUPTED if the server queued the job again, or "" while
+    the attempt runs; `reason` is the reason of the end. `step` is the newest step. A job of a
+    million events costs about 60 reads for each attempt: three bisections in place of a scan.
     """
-    oldest = max(1, job.attempt - _MOST_ATTEMPTS + 1)
-    return [_record(store, job, number) for number in range(oldest, job.attempt + 1)]
+    oldest = max(1, job.attempt - _MAX_ATTEMPTS + 1)
+    return [_build_record(store, job, number) for number in range(oldest, job.attempt + 1)]
 
 
-def _record(store: JobStore, job: Job, number: int) -> dict[str, Any]:
-    def event(seq: int) -> JobEvent:
+def _build_record(store: JobStore, job: Job, number: int) -> dict[str, Any]:
+    def read_event(seq: int) -> JobEvent:
         return store.events(job.id, seq - 1, 1)[0]
 
-    def first(found: Callable[[JobEvent], bool]) -> int:
-        """Return the first `seq` from which on `found` holds; one above the last if it never does.
+    def find_first_seq(condition: Callable[[JobEvent], bool]) -> int:
+        """Return the first `seq` for which `condition` is true; one above the last `seq` if none.
 
         Attempts and their states only go forward, so the events can be searched by bisection.
         """
         seqs = range(1, job.last_seq + 1)
-        return 1 + bisect.bisect_left(seqs, True, key=lambda seq: found(event(seq)))
+        return 1 + bisect.bisect_left(seqs, True, key=lambda seq: condition(read_event(seq)))
 
-    queued = event(first(lambda one: one.attempt >= number))
-    next_seq = first(lambda one: one.attempt > number)
-    last = event(next_seq - 1)
-    started_seq = first(
-        lambda one: (one.attempt, one.state is not JobState.QUEUED) >= (number, True)
+    queued_event = read_event(find_first_seq(lambda job_event: job_event.attempt >= number))
+    next_seq = find_first_seq(lambda job_event: job_event.attempt > number)
+    last_event = read_event(next_seq - 1)
+    started_seq = find_first_seq(
+        lambda job_event: (
+            (job_event.attempt, job_event.state is not JobState.QUEUED) >= (number, True)
+        )
     )
-    started = event(started_seq) if started_seq < next_seq else None
+    started_event = read_event(started_seq) if started_seq < next_seq else None
     ended_at, end, reason = 0.0, "", ""
-    if last.state in TERMINAL:
-        ended_at, end, reason = last.time, last.state.value, last.reason
+    if last_event.state in TERMINAL:
+        ended_at, end, reason = last_event.time, last_event.state.value, last_event.reason
     elif next_seq <= job.last_seq:
-        after = event(next_seq)
-        ended_at, end, reason = after.time, "INTERRUPTED", after.reason
+        next_event = read_event(next_seq)
+        ended_at, end, reason = next_event.time, "INTERRUPTED", next_event.reason
     return {
         "attempt": number,
-        "queued_at": queued.time,
-        "started_at": started.time if started and started.state not in TERMINAL else 0.0,
+        "queued_at": queued_event.time,
+        "started_at": started_event.time
+        if started_event and started_event.state not in TERMINAL
+        else 0.0,
         "ended_at": ended_at,
         "end": end,
         "reason": reason,
-        "step": last.step,
+        "step": last_event.step,
     }

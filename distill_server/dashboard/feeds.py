@@ -25,13 +25,13 @@ from distill_server.rpc.streams import LogPiece
 from protos.errors import DistillError
 
 _PAGE_EVENTS = 200
-_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_QUERIES = 1.0
 # The number of points sent for the steps before the page was opened, for jobs of any length.
-_MOST_POINTS = 1500
+_MAX_POINTS = 1500
 _HEARTBEAT_SECONDS = 15.0
 
 Messages = AsyncGenerator[str, None]
-_Seen = TypeVar("_Seen")
+_Answer = TypeVar("_Answer")
 
 
 def feed(messages: Messages) -> StreamingResponse:
@@ -39,33 +39,38 @@ def feed(messages: Messages) -> StreamingResponse:
 
     A DistillError ends the stream with a `fault` message.
     """
-    return StreamingResponse(_kept_alive(_told(messages)), media_type="text/event-stream")
+    return StreamingResponse(
+        _add_heartbeats(_add_fault_message(messages)), media_type="text/event-stream"
+    )
 
 
-def message(kind: str, value: Any, last_id: str = "") -> str:
+def message(kind: str, payload: Any, last_id: str = "") -> str:
     """Format one server-sent event. Its data is JSON, which contains no line breaks."""
-    head = f"id: {last_id}\n" if last_id else ""
-    return f"{head}event: {kind}\ndata: {json.dumps(value)}\n\n"
+    id_line = f"id: {last_id}\n" if last_id else ""
+    return f"{id_line}event: {kind}\ndata: {json.dumps(payload)}\n\n"
 
 
 async def job_messages(
-    store: JobStore, bells: ChangeNotifier, job_id: str, after_seq: int
+    store: JobStore, notifier: ChangeNotifier, job_id: str, after_seq: int
 ) -> Messages:
     """Yield `steps` messages: lists of a job's events after `after_seq`.
 
-    Events before the call are thinned to about 1,500 points; later ones are sent as they come. The
+    Events before the call are thinned to about 1,500 points; later ones are sent unchanged. The
     stream ends only when the server stops.
     """
-    until = store.job(job_id).last_seq
-    group = -(-(until - after_seq) // _MOST_POINTS)
+    last_old_seq = store.job(job_id).last_seq
+    group = -(-(last_old_seq - after_seq) // _MAX_POINTS)
     seq = after_seq
     while True:
-        bell = bells.of(job_id)
+        change_event = notifier.next_change(job_id)
         page = store.events(job_id, seq, _PAGE_EVENTS)
         if not page:
-            await bell.wait()
+            await change_event.wait()
             continue
-        records = [event_record(event) for event in thinned(page, group if seq < until else 1)]
+        records = [
+            event_record(event)
+            for event in thin_for_chart(page, group if seq < last_old_seq else 1)
+        ]
         seq = page[-1].seq
         yield message("steps", records, str(seq))
         # Let other tasks run: a long history is many pages.
@@ -82,30 +87,32 @@ class Turns:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def take(self, look: Callable[[], _Seen]) -> _Seen:
+    async def take(self, query: Callable[[], _Answer]) -> _Answer:
         """Wait for this query's turn, run it and return its result."""
         async with self._turn:
-            began = time.monotonic()
-            seen = look()
-            await asyncio.sleep(time.monotonic() - began)
-            return seen
+            started_at = time.monotonic()
+            answer = query()
+            await asyncio.sleep(time.monotonic() - started_at)
+            return answer
 
 
-async def list_messages(bells: ChangeNotifier, turns: Turns, look: Callable[[], Any]) -> Messages:
-    """Yield `page` messages: the result of `look`, each time it differs from the last one.
+async def list_messages(
+    notifier: ChangeNotifier, turns: Turns, query: Callable[[], Any]
+) -> Messages:
+    """Yield `page` messages: the result of `query`, each time it differs from the last one.
 
     Running jobs change with every step, so queries are at least a second apart. The stream ends
     only when the server stops.
     """
-    seen: Any = None
+    last_page: Any = None
     while True:
-        bell = bells.of(ANY_JOB)
-        found = await turns.take(look)
-        if found != seen:
-            seen = found
-            yield message("page", found)
-        await bell.wait()
-        await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        change_event = notifier.next_change(ANY_JOB)
+        page = await turns.take(query)
+        if page != last_page:
+            last_page = page
+            yield message("page", page)
+        await change_event.wait()
+        await asyncio.sleep(_SECONDS_BETWEEN_QUERIES)
 
 
 async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:
@@ -117,32 +124,32 @@ async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:
     yield message("over", None)
 
 
-def thinned(events: Sequence[JobEvent], group: int) -> list[JobEvent]:
+def thin_for_chart(events: Sequence[JobEvent], group: int) -> list[JobEvent]:
     """Merge each `group` consecutive events of an attempt into the last one of the group.
 
     Each metric becomes its mean over the events that have it, so the metrics of an evaluation are
-    kept.
+    not lost.
     """
-    kept: list[JobEvent] = []
+    thinned_events: list[JobEvent] = []
     pending: list[JobEvent] = []
     for event in events:
         if pending and (len(pending) >= group or event.attempt != pending[-1].attempt):
-            kept.append(_merged(pending))
+            thinned_events.append(_merge_events(pending))
             pending = []
         pending.append(event)
-    return [*kept, _merged(pending)] if pending else kept
+    return [*thinned_events, _merge_events(pending)] if pending else thinned_events
 
 
-def _merged(events: Sequence[JobEvent]) -> JobEvent:
-    values: dict[str, list[float]] = {}
+def _merge_events(events: Sequence[JobEvent]) -> JobEvent:
+    samples_by_name: dict[str, list[float]] = {}
     for event in events:
-        for name, value in event.metrics.items():
-            values.setdefault(name, []).append(value)
-    means = {name: sum(found) / len(found) for name, found in values.items()}
+        for name, sample in event.metrics.items():
+            samples_by_name.setdefault(name, []).append(sample)
+    means = {name: sum(samples) / len(samples) for name, samples in samples_by_name.items()}
     return replace(events[-1], metrics=means)
 
 
-async def _told(messages: Messages) -> Messages:
+async def _add_fault_message(messages: Messages) -> Messages:
     async with contextlib.aclosing(messages):
         try:
             async for text in messages:
@@ -151,24 +158,24 @@ async def _told(messages: Messages) -> Messages:
             yield message("fault", fault_record(fault))
 
 
-async def _kept_alive(messages: Messages) -> Messages:
+async def _add_heartbeats(messages: Messages) -> Messages:
     """Add a comment after 15 s without a message, so that clients can detect a lost connection."""
-    pending: asyncio.Future[str] | None = None
+    next_message: asyncio.Future[str] | None = None
     try:
         while True:
-            pending = pending or asyncio.ensure_future(anext(messages))
-            done, _ = await asyncio.wait({pending}, timeout=_HEARTBEAT_SECONDS)
-            if not done:
+            next_message = next_message or asyncio.ensure_future(anext(messages))
+            finished, _ = await asyncio.wait({next_message}, timeout=_HEARTBEAT_SECONDS)
+            if not finished:
                 yield ":\n\n"
                 continue
-            finished, pending = pending, None
+            finished_message, next_message = next_message, None
             try:
-                yield finished.result()
+                yield finished_message.result()
             except StopAsyncIteration:
                 return
     finally:
-        if pending is not None:
-            pending.cancel()
+        if next_message is not None:
+            next_message.cancel()
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                await pending
+                await next_message
         await messages.aclose()

@@ -18,8 +18,8 @@ from protos.rpc.http_access import require_our_name
 
 STATIC = Path(__file__).with_name("static")
 # The page's own files need no token: they hold no data, and users enter the token in the page.
-_OPEN = frozenset({"/", *(f"/{path.name}" for path in STATIC.iterdir())})
-_READING = frozenset({"GET", "HEAD"})
+_PUBLIC_PATHS = frozenset({"/", *(f"/{path.name}" for path in STATIC.iterdir())})
+_READ_METHODS = frozenset({"GET", "HEAD"})
 _HEADERS = {
     # Trusted types: even a defect in the page's scripts cannot turn a job's name into markup.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -32,7 +32,7 @@ _HEADERS = {
 }
 
 
-class Gate:
+class DashboardGate:
     """ASGI middleware: GET and HEAD need role read, all other methods role submit.
 
     Without tokens, the dashboard is read-only for everyone who can reach it: any web page that a
@@ -50,23 +50,23 @@ class Gate:
         """Serve one HTTP request, or refuse it (ASGI)."""
         assert scope["type"] == "http"
 
-        async def guarded(message: Message) -> None:
+        async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(_HEADERS)
-                kept = "no-cache" if scope["path"] in _OPEN else "no-store"
-                headers["Cache-Control"] = kept
+                cache_policy = "no-cache" if scope["path"] in _PUBLIC_PATHS else "no-store"
+                headers["Cache-Control"] = cache_policy
             await send(message)
 
         try:
-            scope["role"] = self._admit(scope)
+            scope["role"] = self._authorize(scope)
             scope["caller"] = self._tokens.caller_in(Headers(scope=scope).items())
         except DistillError as fault:
-            await fault_answer(fault)(scope, receive, guarded)
+            await fault_answer(fault)(scope, receive, send_guarded)
             return
-        await self._app(scope, receive, guarded)
+        await self._app(scope, receive, send_guarded)
 
-    def _admit(self, scope: Scope) -> Role | None:
+    def _authorize(self, scope: Scope) -> Role | None:
         """Return the caller's role, or None for the files that need no token.
 
         Raises Unauthenticated without a known token, Forbidden if the role or the host name is
@@ -80,11 +80,11 @@ class Gate:
             " --external-url https://NAME",
             self._external,
         )
-        reading = scope["method"] in _READING
-        if reading and scope["path"] in _OPEN:
+        is_reading = scope["method"] in _READ_METHODS
+        if is_reading and scope["path"] in _PUBLIC_PATHS:
             return None
         if not self._tokens:
-            if reading:
+            if is_reading:
                 return Role.READ
             raise Forbidden(
                 "this server has no tokens, so its dashboard is read-only",
@@ -96,6 +96,6 @@ class Gate:
                 "the token is missing, or the server does not know it",
                 hint="enter a token of the server's --token-file; distill token creates one",
             )
-        if not reading and role < Role.SUBMIT:
+        if not is_reading and role < Role.SUBMIT:
             raise Forbidden("this token has role read", hint="use a token with role submit")
         return role

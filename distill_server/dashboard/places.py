@@ -14,12 +14,12 @@ from distill_server.runners.machine import UNCOUNTED, Machine, Share
 from distill_server.scheduler import Scheduler
 from protos.errors import InvalidInput
 
-# Of the jobs before a waiting one, to find the one that the server starts next.
-_MOST_READ = 100
+# The number of queued jobs that are read to find the job that the server starts next.
+_MAX_READ = 100
 
 
 class Places:
-    """The queue at the time of its construction. Make one for each answer, on the event loop."""
+    """The queue at the time of construction. Create one for each answer, on the event loop."""
 
     def __init__(self, store: JobStore, scheduler: Scheduler, machine: Machine) -> None:
         self._store = store
@@ -27,18 +27,18 @@ class Places:
         self._machine = machine
         self._queue = store.queue()
         self._place = {job_id: place for place, job_id in enumerate(self._queue, 1)}
-        self._held: Sequence[Share] = scheduler.order.held()
+        self._held_shares: Sequence[Share] = scheduler.order.held_shares()
 
     def capacity(self) -> dict[str, Any]:
-        """Return the numbers of `slots`, `cpus` and `gpus`, each as [used, all], and of `queued`.
+        """Return `slots`, `cpus` and `gpus`, each as [used, total], and the number of `queued`.
 
         `cpus` or `gpus` is None if the server does not divide them among its jobs.
         """
-        machine, held = self._machine, self._held
-        cpus = [sum(share.cpus for share in held), machine.all_cpus]
-        gpus = [sum(len(share.gpus or ()) for share in held), len(machine.gpus or ())]
+        machine, shares = self._machine, self._held_shares
+        cpus = [sum(share.cpus for share in shares), machine.all_cpus]
+        gpus = [sum(len(share.gpus or ()) for share in shares), len(machine.gpus or ())]
         return {
-            "slots": [sum(share.slots for share in held), machine.slots],
+            "slots": [sum(share.slots for share in shares), machine.slots],
             "cpus": cpus if machine.all_cpus < UNCOUNTED else None,
             "gpus": gpus if machine.gpus is not None else None,
             "queued": len(self._queue),
@@ -52,14 +52,14 @@ class Places:
         """
         if job.state is not JobState.QUEUED:
             return {}
-        rest = self._scheduler.rest(job)
+        rest_seconds = self._scheduler.rest(job)
         return {
             "place": self._place.get(job.id, 0),
-            "why": self._why(job),
-            "retry_at": round(time.time() + rest) if rest else 0,
+            "why": self._explain_wait(job),
+            "retry_at": round(time.time() + rest_seconds) if rest_seconds else 0,
         }
 
-    def _why(self, job: Job) -> str:
+    def _explain_wait(self, job: Job) -> str:
         if self._scheduler.rest(job):
             return "it rests after a failure"
         if job.phase.startswith("WAITING "):
@@ -69,21 +69,23 @@ class Places:
             self._machine.require_room(config)
         except InvalidInput as error:
             return str(error)
-        if lack := self._machine.lack(config, self._held):
+        if lack := self._machine.lack(config, self._held_shares):
             return lack
-        head = self._head
-        return "it starts next" if head == job.id else f"{head or 'a job'} is before it"
+        next_job_id = self._next_job_id
+        return (
+            "it starts next" if next_job_id == job.id else f"{next_job_id or 'a job'} is before it"
+        )
 
     @cached_property
-    def _head(self) -> str:
+    def _next_job_id(self) -> str:
         """Return the first job that is not passed over; "" if it is not among the first 100."""
-        for job_id in self._queue[:_MOST_READ]:
+        for job_id in self._queue[:_MAX_READ]:
             if not self._is_passed_over(self._store.job(job_id)):
                 return job_id
         return ""
 
     def _is_passed_over(self, job: Job) -> bool:
-        if self._scheduler.rest(job) or self._scheduler.waits.holds(job):
+        if self._scheduler.rest(job) or self._scheduler.waits.is_waiting(job):
             return True
         if self._store.dependencies.unmet(job.id):
             return True

@@ -48,7 +48,7 @@ def fault_answer(fault: DistillError) -> Response:
 async def on_error(request: Request, error: Exception) -> Response:
     """The application's error handler.
 
-    A DistillError is returned as it is. Of any other error, only an id is returned, which is also
-    in the server's log.
+    A DistillError is returned unchanged. For any other error, only an id is returned, which is
+    also in the server's log.
     """
     return fault_answer(public_error(error, request.url.path))

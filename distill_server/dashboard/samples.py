@@ -12,7 +12,7 @@ from clients.runs.directory import RunDirectory
 from protos.errors import NotFound
 
 # Limits for one file. `distill pull` downloads the whole file.
-_MOST_BYTES, _MOST_SAMPLES = 512 << 10, 50
+_MAX_BYTES, _MAX_SAMPLES = 512 << 10, 50
 _NAME = re.compile(r"step-(\d+)\.jsonl")
 
 
@@ -22,7 +22,9 @@ def sample_steps(run: RunDirectory) -> list[int]:
         names = os.listdir(run.samples)
     except OSError:
         return []
-    return sorted((int(found[1]) for n in names if (found := _NAME.fullmatch(n))), reverse=True)
+    return sorted(
+        (int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True
+    )
 
 
 def samples_of(run: RunDirectory, step: int) -> list[dict[str, Any]]:
@@ -31,20 +33,20 @@ def samples_of(run: RunDirectory, step: int) -> list[dict[str, Any]]:
     Lines that are not JSON objects are skipped. Raises NotFound if the step has no file.
     """
     records: list[dict[str, Any]] = []
-    for line in _read(run.samples / f"step-{step:06d}.jsonl").splitlines()[:_MOST_SAMPLES]:
+    for line in _read_start(run.samples / f"step-{step:06d}.jsonl").splitlines()[:_MAX_SAMPLES]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # cut off by the limit, or written by a trainer that was killed
+            continue  # cut by the size limit, or written by a trainer that was killed
         if isinstance(record, dict):
             records.append(record)
     return records
 
 
-def _read(path: Path) -> bytes:
+def _read_start(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise NotFound(f"no transcripts in {path.name}", field="step") from error
     with open(descriptor, "rb") as file:
-        return file.read(_MOST_BYTES)
+        return file.read(_MAX_BYTES)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry
 
 from distill_server.dashboard.app import Pages, make_app
-from distill_server.dashboard.looks import Looks
+from distill_server.dashboard.shared_reads import SharedReads
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
@@ -30,8 +30,8 @@ from protos.rpc.server import ServerEndpoint
 class Dashboard:
     """The settings of the dashboard. It uses the address, tokens and TLS of the gRPC port.
 
-    `port` 0 picks a free port. `external_url` is the URL of a proxy in front of it, if there is
-    one. `on_ready` is called with the URL for users once the server listens. `limits`: for its
+    `port` 0 picks a free port. `external_url` is the URL of a proxy in front of it, if any.
+    `on_ready` is called with the URL for users once the server listens. `limits` are those of its
     clients; a browser opens up to six connections.
     """
 
@@ -47,7 +47,7 @@ class Dashboard:
         endpoint: ServerEndpoint,
         runs: Path,
         store: JobStore,
-        bells: ChangeNotifier,
+        notifier: ChangeNotifier,
         control: JobControl,
         streams: Streams,
         scheduler: Scheduler,
@@ -65,7 +65,7 @@ class Dashboard:
         pages = Pages(
             store=store,
             runs=runs,
-            bells=bells,
+            notifier=notifier,
             control=control,
             streams=streams,
             teachers=Teachers(store, scheduler.teachers),
@@ -73,7 +73,7 @@ class Dashboard:
             machine=machine,
             endpoint=endpoint,
             registry=registry,
-            looks=Looks(streams.files),
+            shared_reads=SharedReads(streams.files),
             audit=audit,
         )
         external = external_host(self.external_url)
@@ -84,8 +84,8 @@ class Dashboard:
                 scheme = "https" if endpoint.tls else "http"
                 url = self.external_url or f"{scheme}://{host}:{sock.getsockname()[1]}"
 
-                def announce(bound: int) -> None:
-                    pages.grpc_port = bound
+                def announce(grpc_port: int) -> None:
+                    pages.grpc_port = grpc_port
                     self.on_ready(url)
 
                 yield announce

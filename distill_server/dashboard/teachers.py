@@ -26,74 +26,80 @@ from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
 
 _ANSWER_SECONDS = 2.0
-# A teacher is asked at most once in this time, however many users view the page.
+# At most one request to a teacher in this time, however many users view the page.
 _FRESH_SECONDS = 2.0
-_MOST_TEACHERS = 32
+_MAX_TEACHERS = 32
 _ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 
 
 class Teachers:
     """Requests info from each teacher and shares the result among all viewers for two seconds."""
 
-    def __init__(self, store: JobStore, started: Iterable[Teacher]) -> None:
-        """`started` are the teachers that the server runs."""
+    def __init__(self, store: JobStore, started_teachers: Iterable[Teacher]) -> None:
+        """`started_teachers` are the teachers that the server runs."""
         self._store = store
-        self._started = started
+        self._started_teachers = started_teachers
         self._lock = asyncio.Lock()
-        # A pool of its own: the event loop's few default threads read files for clients and must
-        # not wait for teachers that do not answer.
-        self._threads = ThreadPoolExecutor(_MOST_TEACHERS, "teachers")
-        self._seen: list[dict[str, Any]] = []
-        self._seen_at = -_FRESH_SECONDS
+        # Not the event loop's default threads, which read files for clients and must not wait for
+        # teachers that do not answer.
+        self._threads = ThreadPoolExecutor(_MAX_TEACHERS, "teachers")
+        self._records: list[dict[str, Any]] = []
+        self._records_at = -_FRESH_SECONDS
 
-    async def look(self) -> Sequence[Mapping[str, Any]]:
+    async def list_records(self) -> Sequence[Mapping[str, Any]]:
         """Return one record per teacher: `address`, `jobs` (ids), and `info`, `load` and `at`.
 
-        A teacher that fails has `fault`, the error's record, in place of the last three. At most 32
-        teachers are listed.
+        A teacher that fails has `fault`, the error's record, in place of `info`, `load` and `at`.
+        At most 32 teachers are listed.
         """
         async with self._lock:
-            if time.monotonic() - self._seen_at >= _FRESH_SECONDS:
-                jobs = addresses(self._store.in_state(*_ACTIVE))
+            if time.monotonic() - self._records_at >= _FRESH_SECONDS:
+                jobs = jobs_by_address(self._store.in_state(*_ACTIVE))
                 users = self._store.users_of_teachers()
-                jobs |= {one.address: list(users.get(one.key, ())) for one in self._started}
-                jobs.pop("", None)  # of those that do not listen yet
-                shown = sorted(jobs)[:_MOST_TEACHERS]
+                jobs |= {
+                    teacher.address: list(users.get(teacher.key, ()))
+                    for teacher in self._started_teachers
+                }
+                jobs.pop("", None)  # teachers that do not listen yet
+                addresses = sorted(jobs)[:_MAX_TEACHERS]
                 loop = asyncio.get_running_loop()
-                asked = (loop.run_in_executor(self._threads, _ask, one) for one in shown)
-                answers = await asyncio.gather(*asked)
-                self._seen = [
+                requests = (
+                    loop.run_in_executor(self._threads, _request_info, teacher)
+                    for teacher in addresses
+                )
+                answers = await asyncio.gather(*requests)
+                self._records = [
                     {"address": address, "jobs": jobs[address], **answer}
-                    for address, answer in zip(shown, answers, strict=True)
+                    for address, answer in zip(addresses, answers, strict=True)
                 ]
-                self._seen_at = time.monotonic()
-            return self._seen
+                self._records_at = time.monotonic()
+            return self._records
 
 
-def addresses(jobs: Sequence[Job]) -> dict[str, list[str]]:
+def jobs_by_address(jobs: Sequence[Job]) -> dict[str, list[str]]:
     """Return the ids of the jobs by the address of each teacher that they use."""
-    found: dict[str, list[str]] = {}
+    job_ids: dict[str, list[str]] = {}
     for job in jobs:
-        for address in dict.fromkeys(_addresses(json.loads(job.config_json))):
-            found.setdefault(address, []).append(job.id)
-    return found
+        for address in dict.fromkeys(_iter_addresses(json.loads(job.config_json))):
+            job_ids.setdefault(address, []).append(job.id)
+    return job_ids
 
 
-def _addresses(config: Mapping[str, Any]) -> Iterator[str]:
+def _iter_addresses(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the teacher addresses of a job: `teacher.address`, or those of all `teachers`."""
-    several, teacher = config.get("teachers") or {}, config.get("teacher") or {}
-    alone = None if teacher.get("model") else teacher.get("address")
-    for given in several.values() if several else [alone]:
-        yield from [given] if isinstance(given, str) else given or ()
+    teachers, teacher = config.get("teachers") or {}, config.get("teacher") or {}
+    own_address = None if teacher.get("model") else teacher.get("address")
+    for address_or_list in teachers.values() if teachers else [own_address]:
+        yield from [address_or_list] if isinstance(address_or_list, str) else address_or_list or ()
 
 
-def _ask(address: str) -> dict[str, Any]:
+def _request_info(address: str) -> dict[str, Any]:
     try:
         with open_channel(address, token=TEACHER_TOKEN, scope="dashboard") as channel:
             stub = teacher_pb2_grpc.TeacherStub(channel)
-            said = stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=_ANSWER_SECONDS)
+            reply = stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=_ANSWER_SECONDS)
     except grpc.RpcError as error:
         return {"fault": fault_record(fault_of(error, f"teacher {address}"))}
     except DistillError as fault:
         return {"fault": fault_record(fault)}
-    return {"info": asdict(info_of(said)), "load": asdict(load_of(said)), "at": time.time()}
+    return {"info": asdict(info_of(reply)), "load": asdict(load_of(reply)), "at": time.time()}

@@ -13,33 +13,33 @@ ANY_JOB = ""
 class ChangeNotifier:
     """Wakes the tasks that wait for a change of one job, or of any job (ANY_JOB).
 
-    A bell is an asyncio.Event that rings once; each wait needs a new one. To miss no change, call
-    `of` first, then read the store, then wait for the bell. Not thread-safe: call all methods on
-    the event loop.
+    Each event is set once, so each wait needs a new one. To miss no change, call `next_change`
+    first, then read the store, then wait for the event. Not thread-safe: call all methods on the
+    event loop.
     """
 
     def __init__(self) -> None:
-        self._bells: dict[str, asyncio.Event] = {}
-        self._closed = False
+        self._events: dict[str, asyncio.Event] = {}
+        self._is_closed = False
 
-    def of(self, job_id: str) -> asyncio.Event:
+    def next_change(self, job_id: str) -> asyncio.Event:
         """Return the event that the job's next change sets.
 
         Raises Unavailable if the server is stopping.
         """
-        if self._closed:
+        if self._is_closed:
             raise Unavailable("the server is stopping", hint="try again in a few seconds")
-        return self._bells.setdefault(job_id, asyncio.Event())
+        return self._events.setdefault(job_id, asyncio.Event())
 
-    def ring(self, job_id: str) -> None:
+    def notify(self, job_id: str) -> None:
         """Wake the tasks that wait for this job and those that wait for ANY_JOB."""
         for name in (job_id, ANY_JOB):
-            bell = self._bells.pop(name, None)
-            if bell is not None:
-                bell.set()
+            event = self._events.pop(name, None)
+            if event is not None:
+                event.set()
 
     def close(self) -> None:
-        """Wake all waiting tasks; from now on `of` raises Unavailable."""
-        self._closed = True
-        for job_id in list(self._bells):
-            self.ring(job_id)
+        """Wake all waiting tasks; from now on `next_change` raises Unavailable."""
+        self._is_closed = True
+        for job_id in list(self._events):
+            self.notify(job_id)

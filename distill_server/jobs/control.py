@@ -20,7 +20,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.run_id import run_ids
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.observation import request_stop
-from distill_server.jobs.preflight import Preflight, unchecked
+from distill_server.jobs.preflight import Preflight, accept_all
 from distill_server.jobs.rows import NewJob
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Attempt, Change, JobStore
@@ -33,7 +33,7 @@ from protos.rpc.transport import MAX_SUBMITTED_JOBS
 log = logging.getLogger(__name__)
 
 _KEY_CHARS = 200
-# Far more than any job file needs. The limit keeps parsing and storing short on the event loop.
+# Far more than any job file needs. The limit bounds the time of parsing on the event loop.
 _TEXT_CHARS = 256 << 10
 
 # The configuration as JSON, the text of the job file, and the idempotency key.
@@ -42,8 +42,8 @@ Submission: TypeAlias = tuple[str, str, str]
 StopTrainer: TypeAlias = Callable[[RunDirectory, int], None]
 
 
-def _stop_nothing(run: RunDirectory, attempt: int) -> None:
-    """For tests without trainers."""
+def _ignore_stop(run: RunDirectory, attempt: int) -> None:
+    """Do nothing; for tests without trainers."""
 
 
 class JobControl:
@@ -59,10 +59,10 @@ class JobControl:
         runs: Path,
         wake: Callable[[], None],
         machine: Machine = ONE_JOB,
-        most_queued: int = 10_000,
-        preflight: Preflight = unchecked,
+        max_queued: int = 10_000,
+        preflight: Preflight = accept_all,
         files: RunFiles | None = None,
-        stop_trainer: StopTrainer = _stop_nothing,
+        stop_trainer: StopTrainer = _ignore_stop,
     ) -> None:
         """`wake` is called when the scheduler has work. `preflight` runs before a job is queued.
 
@@ -73,14 +73,16 @@ class JobControl:
         self._runs = runs
         self._wake = wake
         self._machine = machine
-        self._most_queued = most_queued
+        self._max_queued = max_queued
         self._preflight = preflight
         self._files = files or RunFiles()
         self._stop_trainer = stop_trainer
 
-    async def check(self, *config_json: str) -> None:
+    async def check(self, *configs_json: str) -> None:
         """Raise the errors that `submit_checked` would raise, without queueing the jobs."""
-        await self._require_sound([self._read(one, "", "") for one in config_json])
+        await self._check_jobs(
+            [self._parse_submission(config_json, "", "") for config_json in configs_json]
+        )
 
     async def submit_checked(
         self, config_json: str, config_text: str, idempotency_key: str, owner: str = ""
@@ -91,34 +93,36 @@ class JobControl:
     async def submit_all(self, requests: Sequence[Submission], owner: str = "") -> list[Job]:
         """Run the preflight of all jobs, then queue all of them for `owner`, or none.
 
-        Keys that were used before return their jobs without a preflight. A job may come after those
+        Keys that were used before return their jobs without a preflight. A job may depend on those
         before it in `requests`. Raises InvalidInput, WrongState, NotFound, Overloaded or the
         preflight's DistillError; then nothing is queued.
         """
-        configs = [self._read(*request) for request in requests]
-        if known := self._known(configs, requests):
-            return known
-        await self._require_sound(configs)
+        configs = [self._parse_submission(*request) for request in requests]
+        if known_jobs := self._find_known_jobs(configs, requests):
+            return known_jobs
+        await self._check_jobs(configs)
         # The preflight awaits: another request may have used the key or filled the queue meanwhile.
-        return self._known(configs, requests) or self._queue(configs, requests, owner)
+        return self._find_known_jobs(configs, requests) or self._queue_jobs(
+            configs, requests, owner
+        )
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
         """Queue a job without a preflight; a key that was used before returns its job.
 
         An empty `idempotency_key` means no key. Raises InvalidInput (with the field) if the job is
         not valid or needs more than the machine has, Overloaded if the queue is full, and
-        Unavailable if the disk refuses the write.
+        Unavailable if it cannot be written.
         """
         requests = [(config_json, config_text, idempotency_key)]
-        configs = [self._read(*request) for request in requests]
-        return (self._known(configs, requests) or self._queue(configs, requests))[0]
+        configs = [self._parse_submission(*request) for request in requests]
+        return (self._find_known_jobs(configs, requests) or self._queue_jobs(configs, requests))[0]
 
     async def cancel(self, text: str, *, now: bool) -> Job:
         """Cancel a job. The trainer first writes a checkpoint, unless `now`.
 
         A repeated call has no further effect. If the request to stop cannot be written (a full
         disk), the trainer gets SIGTERM. Raises NotFound if there is no such job, WrongState if it
-        has succeeded or failed, Unavailable if the database refuses the write.
+        has succeeded or failed, Unavailable if the database cannot be written.
         """
         job = self._store.resolve(text)
         match job.state:
@@ -133,18 +137,18 @@ class JobControl:
                 return self._store.change(
                     job.id, Change(JobState.CANCELLED, reason="cancelled while queued", phase="")
                 )
-        # Stored first: a trainer that stops before the state changes would be queued again.
+        # Store CANCELLING first: the job of a trainer that stops while RUNNING is queued again.
         if job.state is not JobState.CANCELLING:
             job = self._store.change(job.id, Change(JobState.CANCELLING))
         failpoint("cancel-stored")
-        await self._tell(job, now=now)
+        await self._request_stop(job, now=now)
         failpoint("trainer-told")
         self._wake()
         return job
 
     async def resume_checked(self, text: str, *, max_steps: int, from_step: int) -> Job:
         """Run the preflight, then `resume`. Also raises the preflight's DistillError."""
-        job, config = self._resumable(text, max_steps)
+        job, config = self._require_resumable(text, max_steps)
         await self._files.within(partial(self._require_files, job, from_step))
         config = config or parse_config(job.config_json)
         outputs = outputs_in(config)
@@ -157,7 +161,7 @@ class JobControl:
                 )
         if not outputs:
             await self._preflight(config, self._runs / job.id)
-        return self._resume(text, max_steps, from_step)
+        return self._queue_resumed(text, max_steps, from_step)
 
     def resume(self, text: str, *, max_steps: int, from_step: int) -> Job:
         """Queue a new attempt of a job that has ended, without a preflight.
@@ -167,24 +171,24 @@ class JobControl:
         job has not ended or has no steps left, InvalidInput if `max_steps` is already reached,
         Overloaded if the queue is full.
         """
-        job, _ = self._resumable(text, max_steps)
+        job, _ = self._require_resumable(text, max_steps)
         self._require_files(job, from_step)
-        return self._resume(text, max_steps, from_step)
+        return self._queue_resumed(text, max_steps, from_step)
 
-    def _resume(self, text: str, max_steps: int, from_step: int) -> Job:
-        job, config = self._resumable(text, max_steps)
+    def _queue_resumed(self, text: str, max_steps: int, from_step: int) -> Job:
+        job, config = self._require_resumable(text, max_steps)
         resumed = self._store.queue_again(
             job.id,
             Attempt(job.attempt + 1, from_step=from_step or None),
             Change(JobState.QUEUED, reason="", phase=""),
-            last=True,
+            at_end=True,
             config=config,
         )
         failpoint("resume-stored")
         self._wake()
         return resumed
 
-    def _read(self, config_json: str, config_text: str, idempotency_key: str) -> AnyJob:
+    def _parse_submission(self, config_json: str, config_text: str, idempotency_key: str) -> AnyJob:
         for field, text in (("config_json", config_json), ("config_text", config_text)):
             if len(text) > _TEXT_CHARS:
                 raise InvalidInput(f"longer than {_TEXT_CHARS} characters", field=field)
@@ -193,74 +197,80 @@ class JobControl:
             raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
         return config
 
-    async def _require_sound(self, configs: Sequence[AnyJob]) -> None:
+    async def _check_jobs(self, configs: Sequence[AnyJob]) -> None:
         if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(
                 f"{len(configs)} jobs at once; a server takes {MAX_SUBMITTED_JOBS}",
                 field="jobs",
                 hint="divide the file",
             )
-        self._linked(configs)
-        await asyncio.gather(*(self._require_one_sound(one, configs) for one in configs))
+        self._link_jobs(configs)
+        await asyncio.gather(*(self._check_job(config, configs) for config in configs))
 
-    async def _require_one_sound(self, config: AnyJob, configs: Sequence[AnyJob]) -> None:
-        with _of_one(config, configs):
+    async def _check_job(self, config: AnyJob, configs: Sequence[AnyJob]) -> None:
+        with _naming_job(config, configs):
             self._require_place(config)
-            # What other jobs will have written is checked when the job starts.
+            # Outputs of other jobs are checked when the job starts.
             if not outputs_in(config):
                 await self._preflight(config, self._runs)
 
-    def _linked(self, configs: Sequence[AnyJob]) -> list[tuple[str, Linked]]:
+    def _link_jobs(self, configs: Sequence[AnyJob]) -> list[tuple[str, Linked]]:
         """Return new ids, and the jobs with ids in place of the names of other jobs."""
         ids: list[str] = []
         for config in configs:
-            ids.append(self._new_id(config.method.type, config.name, ids))
-        found = []
+            ids.append(self._create_id(config.method.type, config.name, ids))
+        linked_jobs = []
         for number, config in enumerate(configs):
-            with _of_one(config, configs):
-                found.append((ids[number], linked(configs, ids, number, self._store.find)))
-        return found
+            with _naming_job(config, configs):
+                linked_jobs.append((ids[number], linked(configs, ids, number, self._store.find)))
+        return linked_jobs
 
-    def _known(self, configs: Sequence[AnyJob], requests: Sequence[Submission]) -> list[Job]:
+    def _find_known_jobs(
+        self, configs: Sequence[AnyJob], requests: Sequence[Submission]
+    ) -> list[Job]:
         """Return the jobs of keys that were used before; empty if they are new."""
         keys = [key for _, _, key in requests]
-        known = [self._store.submitted(*one) for one in zip(keys, configs, strict=True) if one[0]]
-        found = [job for job in known if job is not None]
-        if found and len(found) < len(configs):
+        jobs = [
+            self._store.find_submitted(*key_and_config)
+            for key_and_config in zip(keys, configs, strict=True)
+            if key_and_config[0]
+        ]
+        known_jobs = [job for job in jobs if job is not None]
+        if known_jobs and len(known_jobs) < len(configs):
             raise InvalidInput(
-                f"this key was already used to submit other jobs, {found[0].id} among them",
+                f"this key was already used to submit other jobs, {known_jobs[0].id} among them",
                 field="idempotency_key",
                 hint="use a new key for each file",
             )
-        return found
+        return known_jobs
 
-    def _queue(
+    def _queue_jobs(
         self, configs: Sequence[AnyJob], requests: Sequence[Submission], owner: str = ""
     ) -> list[Job]:
         for config in configs:
             self._require_place(config, len(configs))
-        new = [
-            NewJob(job_id, one.config, config, key, one.before, owner)
-            for (job_id, one), config, (_, _, key) in zip(
-                self._linked(configs), configs, requests, strict=True
+        new_jobs = [
+            NewJob(job_id, new_job.config, config, key, new_job.before, owner)
+            for (job_id, new_job), config, (_, _, key) in zip(
+                self._link_jobs(configs), configs, requests, strict=True
             )
         ]
         try:
-            # The directory first: a job that was acknowledged always has one.
-            for one, (_, text, _) in zip(new, requests, strict=True):
-                # Jobs of one file come with its text once.
-                self._make_run(one.id, one.config, text or requests[0][1])
+            # Create the directories first: every acknowledged job must have one.
+            for new_job, (_, text, _) in zip(new_jobs, requests, strict=True):
+                # The text of a file with several jobs is sent with the first job only.
+                self._create_run(new_job.id, new_job.config, text or requests[0][1])
             failpoint("run-made")
-            jobs = self._store.add_all(new)
+            jobs = self._store.add_all(new_jobs)
         except Exception:
-            for one in new:
-                shutil.rmtree(self._runs / one.id, ignore_errors=True)
+            for new_job in new_jobs:
+                shutil.rmtree(self._runs / new_job.id, ignore_errors=True)
             raise
         failpoint("job-stored")
         self._wake()
         return jobs
 
-    def _resumable(self, text: str, max_steps: int) -> tuple[Job, AnyJob | None]:
+    def _require_resumable(self, text: str, max_steps: int) -> tuple[Job, AnyJob | None]:
         """Return the job and its new configuration, or None if the configuration stays the same."""
         job = self._store.resolve(text)
         if job.state not in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
@@ -275,7 +285,7 @@ class JobControl:
             )
         if reason := self._store.dependencies.failed(job.id):
             raise WrongState(reason, field="job_id", hint="resume that job first")
-        config = self._extended(job, max_steps) if max_steps else None
+        config = self._extend_config(job, max_steps) if max_steps else None
         self._require_place()
         return job, config
 
@@ -286,41 +296,41 @@ class JobControl:
         if from_step:
             checkpoint_root(job, run, from_step)
 
-    def _require_place(self, config: AnyJob | None = None, places: int = 1) -> None:
+    def _require_place(self, config: AnyJob | None = None, job_count: int = 1) -> None:
         """Raise if the queue has too few places, or if `config` needs more than the machine has."""
         if config is not None:
             self._machine.require_room(config)
-        if (queued := self._store.queue_length()) + places > self._most_queued:
+        if (queue_length := self._store.queue_length()) + job_count > self._max_queued:
             raise Overloaded(
-                f"the queue is full: {queued} jobs are queued",
+                f"the queue is full: {queue_length} jobs are queued",
                 hint="wait until some have started, cancel some, or start the server with a larger"
                 " --most-queued",
             )
 
-    def _make_run(self, job_id: str, config: AnyJob, config_text: str) -> None:
+    def _create_run(self, job_id: str, config: AnyJob, config_text: str) -> None:
         # Not durable: the database holds the job, and the scheduler writes missing files when the
-        # job starts. Three more waits for the disk would make a submit three times as long.
-        with _disk():
+        # job starts. Three more fsync calls would make a submit three times as long.
+        with _disk_errors():
             RunDirectory.create(
                 self._runs / job_id,
                 config,
                 config_text,
-                suffix=_suffix(config_text),
+                suffix=_guess_suffix(config_text),
                 durable=False,
             )
 
-    async def _tell(self, job: Job, *, now: bool) -> None:
-        """Ask the trainer to stop: by control.json or, if that cannot be written, by SIGTERM."""
+    async def _request_stop(self, job: Job, *, now: bool) -> None:
+        """Request a stop: by control.json or, if that cannot be written, by SIGTERM."""
         run = RunDirectory(self._runs / job.id)
         try:
             await self._files.within(partial(request_stop, run, now=now))
         except OSError as error:  # also Unavailable: the run directory does not answer
             log.warning("job %s: cannot write control.json, sending SIGTERM: %s", job.id, error)
-            # The scheduler repeats it, so a failure is no reason to refuse the request.
+            # The scheduler repeats the signal, so its failure is not an error of the request.
             with suppress(OSError):
                 await self._files.within(partial(self._stop_trainer, run, job.attempt))
 
-    def _extended(self, job: Job, max_steps: int) -> AnyJob:
+    def _extend_config(self, job: Job, max_steps: int) -> AnyJob:
         if max_steps <= job.step:
             raise InvalidInput(
                 f"the job has already made {job.step} steps",
@@ -329,19 +339,19 @@ class JobControl:
             )
         return parse_config(json.dumps({**json.loads(job.config_json), "max_steps": max_steps}))
 
-    def _new_id(self, kind: str, name: str, taken: Sequence[str]) -> str:
+    def _create_id(self, kind: str, name: str, used_ids: Sequence[str]) -> str:
         return next(
             job_id
             for job_id in run_ids(kind, name)
             if not (
-                job_id in taken or self._store.is_used(job_id) or (self._runs / job_id).exists()
+                job_id in used_ids or self._store.is_used(job_id) or (self._runs / job_id).exists()
             )
         )
 
 
 @contextmanager
-def _of_one(config: AnyJob, configs: Sequence[AnyJob]) -> Iterator[None]:
-    """Name the job in an error, if it is one of several."""
+def _naming_job(config: AnyJob, configs: Sequence[AnyJob]) -> Iterator[None]:
+    """Add the job's name to the message of a DistillError, if there are several jobs."""
     try:
         yield
     except DistillError as error:
@@ -351,8 +361,8 @@ def _of_one(config: AnyJob, configs: Sequence[AnyJob]) -> Iterator[None]:
 
 
 @contextmanager
-def _disk() -> Iterator[None]:
-    """Raise Unavailable in place of OSError: a full disk is no defect of the server."""
+def _disk_errors() -> Iterator[None]:
+    """Convert OSError to Unavailable: a full disk is no defect of the server."""
     try:
         yield
     except OSError as error:
@@ -362,13 +372,13 @@ def _disk() -> Iterator[None]:
         ) from error
 
 
-def _suffix(config_text: str) -> str:
+def _guess_suffix(config_text: str) -> str:
     """Guess the suffix of the job file, TOML or YAML; clients send its text without its name.
 
-    Only the first line that is not blank or a comment decides: a parser may need minutes for a
+    Reads only the first line that is not blank or a comment: a parser may need minutes for a
     hostile text.
     """
     lines = (line.strip() for line in config_text.splitlines())
-    first = next((line for line in lines if line and not line.startswith("#")), "")
-    key, equals, _ = first.partition("=")
-    return ".toml" if first.startswith("[") or (equals and ":" not in key) else ".yaml"
+    first_line = next((line for line in lines if line and not line.startswith("#")), "")
+    key, equals, _ = first_line.partition("=")
+    return ".toml" if first_line.startswith("[") or (equals and ":" not in key) else ".yaml"

@@ -107,16 +107,16 @@ _STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS
 def open_database(path: Path) -> Iterator[sqlite3.Connection]:
     """Open the database at `path`, create it if missing, and migrate it to the newest schema.
 
-    A lock file beside it keeps other servers out while it is open. Raises WrongState if another
+    A lock file next to it excludes other servers while it is open. Raises WrongState if another
     server holds the lock or a newer server wrote the schema, Corrupt if the file is damaged,
     Unavailable if the migration cannot be written.
     """
-    with _locked(path.with_suffix(".lock")):
+    with _lock_database(path.with_suffix(".lock")):
         # SQLite copies the mode of the database to its journal files.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(path, isolation_level=None)
         try:
-            _prepare(connection, path)
+            _prepare_connection(connection, path)
             yield connection
         finally:
             connection.close()
@@ -150,7 +150,7 @@ def _roll_back(connection: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_database(path: Path) -> Iterator[None]:
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         try:
@@ -162,28 +162,28 @@ def _locked(path: Path) -> Iterator[None]:
             ) from error
         yield
     finally:
-        # Closing releases the lock. The file stays: after a removal, two servers could lock two
-        # different files.
+        # Closing releases the lock. The file is not removed: after a removal, two servers could
+        # lock two different files.
         os.close(descriptor)
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+def _prepare_connection(connection: sqlite3.Connection, path: Path) -> None:
     try:
-        found = connection.execute("PRAGMA integrity_check").fetchone()[0]
+        integrity = connection.execute("PRAGMA integrity_check").fetchone()[0]
     except sqlite3.DatabaseError as error:
-        found = str(error)
-    if found != "ok":
+        integrity = str(error)
+    if integrity != "ok":
         raise Corrupt(
-            f"{path} is damaged: {found}", hint="restore it from a backup, or move it away"
+            f"{path} is damaged: {integrity}", hint="restore it from a backup, or move it away"
         )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
-    _migrate(connection, path)
+    _migrate_schema(connection, path)
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+def _migrate_schema(connection: sqlite3.Connection, path: Path) -> None:
     """Migrate to the newest schema, one transaction per step; an interrupted step runs again."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > len(_STEPS):

@@ -1,4 +1,4 @@
-"""Validation of submitted jobs. A client may have another version, so the server checks again."""
+"""Validates submitted jobs again, because the client may have another version."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def parse_config(config_json: str) -> AnyJob:
         job = parse_job(config_json)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        others = [f"{_path(problem)}: {problem['msg']}" for problem in problems[1:]]
-        message = "; ".join([problems[0]["msg"], *others])
-        raise InvalidInput(message, field=_path(problems[0])) from error
+        other_problems = [f"{_format_path(problem)}: {problem['msg']}" for problem in problems[1:]]
+        message = "; ".join([problems[0]["msg"], *other_problems])
+        raise InvalidInput(message, field=_format_path(problems[0])) from error
     if isinstance(job, CaptureJob) and job.method.store is not None:
-        # On a server, a job may write to its run directory only.
+        # On a server, a job may write only to its run directory.
         raise InvalidInput(
             "a server keeps the rows in the job's own directory",
             field="method.store",
@@ -59,5 +59,5 @@ def is_same_job(config_json: str, config: AnyJob) -> bool:
         return False
 
 
-def _path(problem: Any) -> str:
+def _format_path(problem: Any) -> str:
     return ".".join(str(part) for part in problem["loc"]) or "config_json"

@@ -1,4 +1,4 @@
-"""What the run directory and the runner say about an active job. Blocking: call it in a thread."""
+"""Reads the state of an active job from its runner and files. Blocking: call it in a thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from clients.runs.metrics_follower import MetricsTail, Point
 from distill_server.jobs.progress import status_of
 from distill_server.runners.interface import Outcome, Runner, Running
 
-# For each run directory: of the look at control.json and the write after it.
-_REQUESTS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+# By run directory: held from the read of control.json to the write that follows.
+_CONTROL_LOCKS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
 
 
@@ -46,23 +46,23 @@ def observe(
     outcome = runner.poll(run, attempt)
     status = status_of(run, attempt)
     if isinstance(outcome, Running):
-        stop = _request(runner, run, attempt) if cancelling else ""
+        stop = _repeat_stop_request(runner, run, attempt) if cancelling else ""
         return Observation(outcome, status, tail.read(), stop)
     return Observation(outcome, status, tail.read_all(), log_end=_last_lines(run.log_file(attempt)))
 
 
 def request_stop(run: RunDirectory, *, now: bool) -> None:
-    """Write the request to stop to control.json. Raises OSError if the disk refuses it."""
+    """Write the request to stop to control.json. Raises OSError if that fails."""
     if not run.path.is_dir():
-        # The directory was removed by hand. The scheduler kills the trainer after the grace.
+        # The directory was removed by hand. The scheduler kills the trainer after a grace period.
         return
     # Never change "now" back to "checkpoint": the trainer may already be stopping.
-    with _REQUESTS[str(run.path)]:
+    with _CONTROL_LOCKS[str(run.path)]:
         if now or run.read_control().stop != "now":
             run.write_control(Control("now" if now else "checkpoint"))
 
 
-def _request(runner: Runner, run: RunDirectory, attempt: int) -> str:
+def _repeat_stop_request(runner: Runner, run: RunDirectory, attempt: int) -> str:
     """Return the request in control.json; if there is none, repeat it, or send a signal."""
     stop = run.read_control().stop
     if not stop:

@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 # Raises a DistillError. The path is the run directory, or for a new job the directory of all runs.
 Preflight: TypeAlias = Callable[[AnyJob, Path], Awaitable[None]]
 
-# More than the 5 s that a teacher has to answer, less than the 10 s that a client waits.
-_MOST_SECONDS = 8.0
-# A teacher's info is reused this long, so that a burst of submits asks a teacher only once.
+# More than the 5 s time limit of a teacher's answer, less than the 10 s that a client waits.
+_MAX_SECONDS = 8.0
+# A teacher's info is reused this long, so that a burst of submits causes one request per teacher.
 _FRESH_SECONDS = 3.0
-_LOOKERS, _ASKERS = 4, 16
+_FILE_THREADS, _TEACHER_THREADS = 4, 16
 _REMEDY = (
     "name a file or directory that exists on the distill server's machine, or send yours:"
     " distill submit --upload"
@@ -50,23 +50,23 @@ _REMEDY = (
 _T = TypeVar("_T")
 
 
-async def unchecked(config: AnyJob, run: Path) -> None:
+async def accept_all(config: AnyJob, run: Path) -> None:
     """Accept every job; for tests whose trainers are scripts."""
 
 
 class JobPreflight:
     """Checks jobs in its own threads; concurrent submits share one request to each teacher."""
 
-    def __init__(self, *, here: bool = True) -> None:
-        """`here`: the trainers run on this machine, with this Python. Use False for Ray."""
-        self._here = here
-        self._lookers = ThreadPoolExecutor(_LOOKERS, "preflight-files")
+    def __init__(self, *, trainers_are_local: bool = True) -> None:
+        """`trainers_are_local`: trainers run on this machine, with this Python; not so with Ray."""
+        self._trainers_are_local = trainers_are_local
+        self._file_threads = ThreadPoolExecutor(_FILE_THREADS, "preflight-files")
         # A pool of its own, so that checks of files do not wait for teachers that do not answer.
-        self._askers = ThreadPoolExecutor(_ASKERS, "preflight-teachers")
+        self._teacher_threads = ThreadPoolExecutor(_TEACHER_THREADS, "preflight-teachers")
         self._tokens = StudentTokens()
         # The request and its start time, by the teacher's addresses, the job's field for them, and
         # the adapter.
-        self._asked: dict[
+        self._requests: dict[
             tuple[tuple[str, ...], str, str], tuple[asyncio.Task[TeacherInfo], float]
         ] = {}
 
@@ -77,82 +77,94 @@ class JobPreflight:
         its program checks again.
         """
         try:
-            async with asyncio.timeout(_MOST_SECONDS) as limit:
-                await _apart(
-                    self._lookers,
-                    partial(check_here, config, run, hint=_REMEDY, here=self._here),
+            async with asyncio.timeout(_MAX_SECONDS) as limit:
+                await _run_in_thread(
+                    self._file_threads,
+                    partial(check_here, config, run, hint=_REMEDY, here=self._trainers_are_local),
                 )
                 names = services_of(config)
                 adapter = adapter_of(config)
-                asked = (self._info(names[name], field_of(name), adapter) for name in names)
+                info_requests = (
+                    self._fetch_info(names[name], field_of(name), adapter) for name in names
+                )
                 rollouts = partial(check_rollouts, config, scope="preflight")
-                answers = asyncio.gather(*asked)
-                await asyncio.gather(_apart(self._askers, rollouts), answers)
+                answers = asyncio.gather(*info_requests)
+                await asyncio.gather(_run_in_thread(self._teacher_threads, rollouts), answers)
                 infos = dict(zip(names, answers.result(), strict=True))
-                await _apart(self._askers, lambda: self._hold_against(config, infos))
+                await _run_in_thread(
+                    self._teacher_threads, lambda: self._compare_with_teachers(config, infos)
+                )
         except TimeoutError:
             if not limit.expired():  # raised by a check, not by this limit
                 raise
             log.warning(
                 "a job was not checked within %g s and is accepted; its program checks again",
-                _MOST_SECONDS,
+                _MAX_SECONDS,
             )
 
-    async def _info(self, addresses: str | list[str], field: str, adapter: str) -> TeacherInfo:
-        several = [addresses] if isinstance(addresses, str) else addresses
-        key = (tuple(several), field, adapter)
-        task, began = self._asked.get(key, (None, 0.0))
+    async def _fetch_info(
+        self, addresses: str | list[str], field: str, adapter: str
+    ) -> TeacherInfo:
+        address_list = [addresses] if isinstance(addresses, str) else addresses
+        key = (tuple(address_list), field, adapter)
+        task, started_at = self._requests.get(key, (None, 0.0))
         now = time.monotonic()
-        if task is None or (task.done() and (now - began > _FRESH_SECONDS or task.exception())):
-            ask = partial(_ask, addresses, field, adapter)
-            task = asyncio.create_task(_apart(self._askers, ask))
+        if task is None or (
+            task.done() and (now - started_at > _FRESH_SECONDS or task.exception())
+        ):
+            ask = partial(_request_info, addresses, field, adapter)
+            task = asyncio.create_task(_run_in_thread(self._teacher_threads, ask))
             # Mark the error as retrieved: all callers may have been cancelled by then.
-            task.add_done_callback(lambda done: done.exception())
-            fresh = {k: v for k, v in self._asked.items() if now - v[1] <= _FRESH_SECONDS}
-            self._asked = {**fresh, key: (task, now)}
+            task.add_done_callback(lambda finished_task: finished_task.exception())
+            recent_requests = {
+                request_key: request
+                for request_key, request in self._requests.items()
+                if now - request[1] <= _FRESH_SECONDS
+            }
+            self._requests = {**recent_requests, key: (task, now)}
         # Other callers wait for the same task: a cancelled caller must not cancel it.
         return await asyncio.shield(task)
 
-    def _hold_against(self, config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
-        # A store at a URL: only the job's program reads it, with the credentials of a trainer.
+    def _compare_with_teachers(self, config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
+        # A store at a URL is read only by the job's program, with the credentials of a trainer.
         if not (isinstance(config, OfflineJob) and config.data.at_url):
             check_teachers(config, infos)
         if not isinstance(config, TrainingJob):
             return
         teacher = config.teacher if isinstance(config, OnPolicyJob | RLJob) else None
         if teacher is not None and teacher.tokenizer != "same":
-            return  # the trainer finds out whether another one will do
+            return  # the trainer checks whether the other tokenizer can be used
         student = Path(config.student.model)
         for name, addresses in services_of(config).items():
-            vocabulary = partial(_vocabulary, addresses, field_of(name))
+            vocabulary = partial(_fetch_vocabulary, addresses, field_of(name))
             self._tokens.check(student, infos[name], label_of(name), vocabulary)
 
 
-async def _apart(threads: ThreadPoolExecutor, look: Callable[[], _T]) -> _T:
-    return await asyncio.get_running_loop().run_in_executor(threads, look)
+async def _run_in_thread(threads: ThreadPoolExecutor, check: Callable[[], _T]) -> _T:
+    return await asyncio.get_running_loop().run_in_executor(threads, check)
 
 
-def _client(addresses: str | list[str], field: str, adapter: str = "") -> TeacherClient:
-    # The submitter chooses the address, so it gets a token with no more rights than a trainer's.
+def _create_client(addresses: str | list[str], field: str, adapter: str = "") -> TeacherClient:
+    # The submitter chooses the address, so the token has no more rights than that of a trainer.
     return TeacherClient(
-        addresses, field=field, scope="preflight", patience_seconds=_MOST_SECONDS, adapter=adapter
+        addresses, field=field, scope="preflight", patience_seconds=_MAX_SECONDS, adapter=adapter
     )
 
 
-def _vocabulary(addresses: str | list[str], field: str) -> Sequence[str]:
-    with _client(addresses, field) as client:
+def _fetch_vocabulary(addresses: str | list[str], field: str) -> Sequence[str]:
+    with _create_client(addresses, field) as client:
         return client.vocabulary()
 
 
-def _ask(addresses: str | list[str], field: str, adapter: str) -> TeacherInfo:
-    with _client(addresses, field, adapter) as client:
+def _request_info(addresses: str | list[str], field: str, adapter: str) -> TeacherInfo:
+    with _create_client(addresses, field, adapter) as client:
         try:
             return client.info()
         except (Unauthenticated, Forbidden) as error:
-            # WrongState, not Unauthenticated: the caller's own token is good.
-            where = addresses if isinstance(addresses, str) else ", ".join(addresses)
+            # WrongState, not Unauthenticated: the caller's own token is valid.
+            address_text = addresses if isinstance(addresses, str) else ", ".join(addresses)
             raise WrongState(
-                f"the teacher at {where} does not take the token of the distill server",
+                f"the teacher at {address_text} does not take the token of the distill server",
                 field=field,
                 hint="start the distill server with $DISTILL_TEACHER_TOKEN set to a token that the"
                 " teacher accepts",

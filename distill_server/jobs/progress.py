@@ -20,18 +20,18 @@ def status_of(run: RunDirectory, attempt: int) -> Status | None:
 
 
 def progress_changes(
-    job: Job, status: Status | None, points: Sequence[Point], waits: str = ""
+    job: Job, status: Status | None, points: Sequence[Point], runner_phase: str = ""
 ) -> list[Change]:
     """Return the changes since the last poll of a PREPARING, RUNNING or CANCELLING job.
 
-    `points` are the new metrics. A `waits` text from the runner replaces the trainer's phase.
+    `points` are the new metrics. `runner_phase`, if any, replaces the trainer's phase.
     """
     changes = []
     if status is not None and status.max_steps and not job.max_steps:
         changes.append(Change(max_steps=status.max_steps))
-    phase = waits or (status.phase if status is not None else job.phase)
-    started = bool(points) or (status is not None and bool(status.phase or status.step))
-    if job.state is JobState.PREPARING and started:
+    phase = runner_phase or (status.phase if status is not None else job.phase)
+    has_started = bool(points) or (status is not None and bool(status.phase or status.step))
+    if job.state is JobState.PREPARING and has_started:
         changes.append(Change(JobState.RUNNING, phase=phase))
     elif phase != job.phase:
         changes.append(Change(phase=phase))

@@ -1,4 +1,4 @@
-"""What the database holds of a job besides `Job`, conversion of rows, the condition of a search."""
+"""The records of the job database other than `Job`, the conversion of rows, and search filters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clients.config.kinds import AnyJob
 from clients.jobs.job import Job, JobState
 from distill_server.runners.machine import Share
 
-PHASE_CHARS = 200  # as many as are kept
+PHASE_CHARS = 200  # a longer phase is cut
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Attempt:
     whose metrics are among the job's events; -1 means no step.
 
     `waiting_since` is the Unix time since which attempts end through no fault of the job and make
-    no new step; 0 if that is not so. `waits_for` names what was away, such as `teacher.address`:
-    the attempt starts when it is back.
+    no new step; 0 otherwise. `waits_for` names an unreachable service, such as `teacher.address`:
+    the attempt starts when the service answers.
     """
 
     number: int
@@ -39,7 +39,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Change:
-    """New values of a job's fields, which also make one event. None keeps the old value.
+    """New values of a job's fields, recorded as one event. None keeps the old value.
 
     `metrics` belong to `step`. `max_steps` is for a job whose configuration has no `max_steps`.
     """
@@ -52,7 +52,7 @@ class Change:
     metrics: Mapping[str, float] | None = None
 
     def is_phase_of(self, job: Job) -> bool:
-        """Return True if all that the change says is the phase that the job has."""
+        """Return True if the change only sets the phase that the job already has."""
         phase = self.phase
         return (
             phase is not None and self == Change(phase=phase) and phase[:PHASE_CHARS] == job.phase
@@ -63,25 +63,25 @@ class Change:
 class NewJob:
     """A job to add.
 
-    `submitted` is the configuration as its client sent it, before names of jobs became ids. An
-    empty `key` means no idempotency key. `before` are the jobs that must succeed before it starts.
-    `owner` is that of the token that submitted it.
+    `submitted_config` is the configuration as the client sent it, with names of jobs in place of
+    ids. An empty `key` means no idempotency key. `dependencies` are the ids of the jobs that must
+    succeed before this job starts. `owner` is the owner of the token that submitted it.
     """
 
     id: str
     config: AnyJob
-    submitted: AnyJob
+    submitted_config: AnyJob
     key: str = ""
-    before: Sequence[str] = ()
+    dependencies: Sequence[str] = ()
     owner: str = ""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which jobs a list shows: those in a state, of an owner ("": of all), with all of the labels.
+class JobFilter:
+    """Selects jobs in a state (None: any), of an owner ("": any), with all of the labels.
 
-    `search`: every word of it must be in the id, name, state, owner or labels; ASCII letters match
-    in both cases.
+    Every word of `search` must be in the id, name, state, owner or labels; ASCII letters match in
+    both cases.
     """
 
     search: str = ""
@@ -91,38 +91,38 @@ class Wanted:
 
     def condition(self) -> tuple[str, dict[str, str]]:
         """Return an SQL condition on rows of `jobs`, and its parameters."""
-        words = {f"word{number}": word for number, word in enumerate(self.search.split())}
+        parameters = {f"word{number}": word for number, word in enumerate(self.search.split())}
         text = "lower(id || ' ' || name || ' ' || state || ' ' || owner || ' ' || labels)"
-        terms = ["1", *(f"instr({text}, lower(:{name}))" for name in words)]
+        terms = ["1", *(f"instr({text}, lower(:{name}))" for name in parameters)]
         if self.state is not None:
             terms.append("state = :state")
-            words["state"] = self.state
+            parameters["state"] = self.state
         if self.owner:
             terms.append("owner = :owner")
-            words["owner"] = self.owner
-        for number, (key, value) in enumerate(self.labels.items()):
-            found = f"key = :label{number} AND value = :value{number}"
-            terms.append(f"EXISTS (SELECT 1 FROM json_each(labels) WHERE {found})")
-            words |= {f"label{number}": key, f"value{number}": value}
-        return " AND ".join(terms), words
+            parameters["owner"] = self.owner
+        for number, (key, label) in enumerate(self.labels.items()):
+            comparison = f"key = :label{number} AND value = :value{number}"
+            terms.append(f"EXISTS (SELECT 1 FROM json_each(labels) WHERE {comparison})")
+            parameters |= {f"label{number}": key, f"value{number}": label}
+        return " AND ".join(terms), parameters
 
 
 @dataclass
 class Tally:
-    """What has happened to jobs since the store was opened.
+    """Counts of what happened to jobs since the store was opened.
 
-    `retries` are the attempts that were started because a trainer died; `ended` counts ends by
-    state.
+    `retries` counts the attempts that were started because a trainer died, `ends` the ended jobs
+    by state.
     """
 
     attempts: int = 0
     retries: int = 0
-    ended: Counter[JobState] = field(default_factory=Counter)
+    ends: Counter[JobState] = field(default_factory=Counter)
 
 
 def job_of(row: sqlite3.Row) -> Job:
-    """Convert a whole row of the table jobs."""
-    values = typed(row)
+    """Convert a row of the table `jobs` with all its columns."""
+    values = parse_row(row)
     for name in ("number", "place", "priority", "queued_at", "imported_at"):
         del values[name]
     labels = json.loads(values["labels"])
@@ -135,7 +135,7 @@ def share_of(row: sqlite3.Row) -> Share:
     return Share(row["cpus"], None if gpus is None else tuple(filter(None, gpus.split(","))))
 
 
-def typed(row: sqlite3.Row) -> dict[str, Any]:
+def parse_row(row: sqlite3.Row) -> dict[str, Any]:
     """Return the values of a job or an event, with its state and its metrics parsed."""
     values = dict(row)
     return {

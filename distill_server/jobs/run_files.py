@@ -1,7 +1,7 @@
 """Reads and writes run directories in threads, because a network file system may stop answering.
 
-A call that never returns keeps its thread. The event loop gives it up after a time, and the number
-of such threads is bounded.
+A call that never returns keeps its thread. The event loop stops waiting for it after a time limit,
+and the number of such threads is bounded.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TypeVar
 
 from protos.errors import Unavailable
 
-# After this time a run directory counts as one that does not answer.
+# The time limit after which a run directory is considered not to answer.
 ANSWER_SECONDS = 5.0
-# Of calls that have not returned, each with a thread of its own.
-_MOST_THREADS = 256
+# The largest number of calls that have not returned; each has its own thread.
+_MAX_THREADS = 256
 
 _T = TypeVar("_T")
 
 
 class RunFiles:
-    """Calls functions in daemon threads, which do not hold up the end of the server.
+    """Calls functions in daemon threads, which do not delay the end of the server.
 
     One instance per event loop; call the methods on it.
     """
@@ -37,12 +37,14 @@ class RunFiles:
 
         Raises Unavailable if 256 calls have not returned.
         """
-        if self._running >= _MOST_THREADS:
-            raise _silence(self.answer_seconds)
+        if self._running >= _MAX_THREADS:
+            raise _make_no_answer(self.answer_seconds)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
         # Mark the error as retrieved: the caller may have given up by then.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        future.add_done_callback(
+            lambda finished_future: finished_future.cancelled() or finished_future.exception()
+        )
 
         def deliver(settle: Callable[[], None]) -> None:
             self._running -= 1
@@ -51,12 +53,12 @@ class RunFiles:
 
         def run() -> None:
             try:
-                result = call()
+                answer = call()
             except BaseException as error:
                 reason = error
                 settle: Callable[[], None] = lambda: future.set_exception(reason)  # noqa: E731
             else:
-                settle = lambda: future.set_result(result)  # noqa: E731
+                settle = lambda: future.set_result(answer)  # noqa: E731
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(deliver, settle)
 
@@ -65,21 +67,21 @@ class RunFiles:
         return future
 
     async def within(self, call: Callable[[], _T]) -> _T:
-        """Return the result of the call. Raises Unavailable if there is none after a few seconds.
+        """Return the result of the call. Raises Unavailable if it takes more than `answer_seconds`.
 
-        The call itself goes on in its thread.
+        The call itself continues in its thread.
         """
         return await self.result(self.start(call))
 
     async def result(self, future: asyncio.Future[_T]) -> _T:
-        """Return the result of a call that was started, within the same time as `within`."""
+        """Return the result of a started call, with the time limit of `within`."""
         await asyncio.wait({future}, timeout=self.answer_seconds)
         if not future.done():
-            raise _silence(self.answer_seconds)
+            raise _make_no_answer(self.answer_seconds)
         return future.result()
 
 
-def _silence(seconds: float) -> Unavailable:
+def _make_no_answer(seconds: float) -> Unavailable:
     return Unavailable(
         f"the run directory has not answered for {seconds:g} s",
         hint="check the disk or the network file system of the server's --runs",

@@ -17,7 +17,15 @@ from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.events.thinning import thin_events
 from distill_server.jobs.database import transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
-from distill_server.jobs.rows import PHASE_CHARS, NewJob, Tally, Wanted, job_of, share_of, typed
+from distill_server.jobs.rows import (
+    PHASE_CHARS,
+    JobFilter,
+    NewJob,
+    Tally,
+    job_of,
+    parse_row,
+    share_of,
+)
 from distill_server.jobs.rows import Attempt as Attempt
 from distill_server.jobs.rows import Change as Change
 from distill_server.jobs.steady_clock import steady_clock
@@ -36,7 +44,7 @@ class JobStore:
 
     `on_change` is called with a job's id after each durable change of the job. `now` returns the
     time of an event in Unix seconds. Not thread-safe: call all methods on the event loop. Each
-    method that writes raises Unavailable if the disk refuses the write.
+    method that writes raises Unavailable if the database cannot be written.
     """
 
     def __init__(
@@ -50,7 +58,7 @@ class JobStore:
         self._now = now or steady_clock()
         self.dependencies, self.tally = Dependencies(connection), Tally()
 
-    def submitted(self, idempotency_key: str, config: AnyJob) -> Job | None:
+    def find_submitted(self, idempotency_key: str, config: AnyJob) -> Job | None:
         """Return the job that was submitted with this key, or None.
 
         Raises InvalidInput if the key belongs to a job with another configuration.
@@ -73,37 +81,37 @@ class JobStore:
         """Add a job at the end of the queue. An empty `idempotency_key` means no key."""
         return self.add_all([NewJob(job_id, config, config, idempotency_key)])[0]
 
-    def add_all(self, new: Sequence[NewJob]) -> list[Job]:
+    def add_all(self, new_jobs: Sequence[NewJob]) -> list[Job]:
         """Add jobs at the end of the queue, in one transaction."""
         with transaction(self._db):
-            for one in new:
-                self.insert_job(one)
-        for one in new:
-            self._on_change(one.id)
-        return [self.job(one.id) for one in new]
+            for new_job in new_jobs:
+                self.insert_job(new_job)
+        for new_job in new_jobs:
+            self._on_change(new_job.id)
+        return [self.job(new_job.id) for new_job in new_jobs]
 
-    def insert_job(self, new: NewJob) -> None:
+    def insert_job(self, new_job: NewJob) -> None:
         """Insert a job at the end of the queue; the caller opens the transaction."""
-        now, config = self._now(), new.config
+        now, config = self._now(), new_job.config
         self._db.execute(
             "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
             " step, max_steps, metrics, created_at, queued_at, started_at, ended_at, last_seq,"
             " place, priority, owner, labels)"
             " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, ?, 0, 0, 0, ?, ?, ?, ?)",
             (
-                *(new.id, config.name, config.method.type, config.model_dump_json()),
+                *(new_job.id, config.name, config.method.type, config.model_dump_json()),
                 *(JobState.QUEUED, config.max_steps, now, now),
-                *(self._last_place(), config.priority, new.owner, json.dumps(config.labels)),
+                *(self._next_place(), config.priority, new_job.owner, json.dumps(config.labels)),
             ),
         )
-        self._insert_attempt(new.id, Attempt(1))
-        self.dependencies.insert(new.id, new.before)
-        if new.key:
+        self._insert_attempt(new_job.id, Attempt(1))
+        self.dependencies.insert(new_job.id, new_job.dependencies)
+        if new_job.key:
             self._db.execute(
                 "INSERT INTO submissions VALUES (?, ?, ?)",
-                (new.key, new.id, digest_of(new.submitted)),
+                (new_job.key, new_job.id, digest_of(new_job.submitted_config)),
             )
-        self.write(new.id, Change())
+        self.write(new_job.id, Change())
 
     def job(self, job_id: str) -> Job:
         """Return the job with exactly this id; raises NotFound if there is none."""
@@ -143,54 +151,56 @@ class JobStore:
         if not text or self.has(text):
             return self.job(text)
         # Ids consist of a-z, 0-9, "." and "-", which all sort before "~".
-        found = self._db.execute(
+        rows = self._db.execute(
             "SELECT id FROM jobs WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
             (text, text + "~", _CANDIDATES_SHOWN + 1),
         ).fetchall()
-        if len(found) > 1:
-            names = [row["id"] for row in found[:_CANDIDATES_SHOWN]]
-            more = ", ..." if len(found) > _CANDIDATES_SHOWN else ""
+        if len(rows) > 1:
+            names = [row["id"] for row in rows[:_CANDIDATES_SHOWN]]
+            ellipsis = ", ..." if len(rows) > _CANDIDATES_SHOWN else ""
             raise InvalidInput(
-                f"{text!r} is ambiguous: it matches {', '.join(names)}{more}",
+                f"{text!r} is ambiguous: it matches {', '.join(names)}{ellipsis}",
                 field="job_id",
                 hint="give more characters of the id",
             )
-        return self.job(found[0]["id"] if found else text)
+        return self.job(rows[0]["id"] if rows else text)
 
-    def page(self, *, limit: int, before_id: str = "", wanted: Wanted | None = None) -> list[Job]:
-        """Return up to `limit` jobs, newest first, if `before_id` is given those before it."""
-        condition, values = (wanted or Wanted()).condition()
+    def page(
+        self, *, limit: int, before_id: str = "", job_filter: JobFilter | None = None
+    ) -> list[Job]:
+        """Return up to `limit` jobs, newest first; with `before_id`, only older ones than that."""
+        condition, parameters = (job_filter or JobFilter()).condition()
         rows = self._db.execute(
             f"SELECT * FROM jobs WHERE {condition} AND"
             " (:before = '' OR number < (SELECT number FROM jobs WHERE id = :before))"
             " ORDER BY number DESC LIMIT :limit",
-            {"before": before_id, "limit": limit, **values},
+            {"before": before_id, "limit": limit, **parameters},
         )
         return [job_of(row) for row in rows]
 
-    def counts(self, search: str = "") -> dict[JobState, int]:
+    def count_by_state(self, search: str = "") -> dict[JobState, int]:
         """Return the number of jobs in each of the seven states, restricted as in `page`."""
-        condition, words = Wanted(search).condition()
+        condition, parameters = JobFilter(search).condition()
         query = f"SELECT state, count(*) FROM jobs WHERE {condition} GROUP BY state"
-        found = {JobState(state): count for state, count in self._db.execute(query, words)}
-        return {state: found.get(state, 0) for state in JobState}
+        counts = {JobState(state): count for state, count in self._db.execute(query, parameters)}
+        return {state: counts.get(state, 0) for state in JobState}
 
-    def in_state(self, *states: JobState, limit: int = -1, also: str = "1") -> Sequence[Job]:
+    def in_state(self, *states: JobState, limit: int = -1, condition: str = "1") -> Sequence[Job]:
         """Return jobs in the order of the queue: highest priority first, then the oldest place.
 
-        A `limit` of -1 means no limit. `also` is a condition in SQL.
+        A `limit` of -1 means no limit. `condition` is an SQL condition on rows of `jobs`.
         """
         marks = ", ".join("?" * len(states))
         rows = self._db.execute(
-            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks}) AND {also}"
+            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks}) AND {condition}"
             " ORDER BY priority DESC, place LIMIT ?",
             (*states, limit),
         )
         return [job_of(row) for row in rows]
 
-    def startable(self, limit: int, also: str = "1") -> Sequence[Job]:
-        """Return QUEUED jobs as `in_state` does, without those that come after unfinished jobs."""
-        return self.in_state(JobState.QUEUED, limit=limit, also=f"{MET} AND {also}")
+    def startable_jobs(self, limit: int, condition: str = "1") -> Sequence[Job]:
+        """Return QUEUED jobs as `in_state` does, without those that depend on unfinished jobs."""
+        return self.in_state(JobState.QUEUED, limit=limit, condition=f"{MET} AND {condition}")
 
     def oldest_wait(self) -> float:
         """Return for how many seconds the next job has been QUEUED; 0 if the queue is empty."""
@@ -215,18 +225,18 @@ class JobStore:
         count = "SELECT count(*) FROM jobs INDEXED BY jobs_by_state WHERE state = ?"
         return int(self._db.execute(count, (JobState.QUEUED,)).fetchone()[0])
 
-    def held(self) -> Sequence[Share]:
+    def held_shares(self) -> Sequence[Share]:
         """Return the CPU threads and GPUs that the active jobs hold, one Share per job."""
-        return [share_of(row) for row in self._active("cpus, gpus")]
+        return [share_of(row) for row in self._select_active("cpus, gpus")]
 
     def users_of_teachers(self) -> Mapping[str, Sequence[str]]:
         """Return the ids of the active jobs by the key of the teacher that the server runs."""
         users: dict[str, list[str]] = {}
-        for key, job_id in self._active("teacher, id"):
+        for key, job_id in self._select_active("teacher, id"):
             users.setdefault(key, []).append(job_id)
         return {key: ids for key, ids in users.items() if key}
 
-    def _active(self, columns: str) -> sqlite3.Cursor:
+    def _select_active(self, columns: str) -> sqlite3.Cursor:
         marks = ", ".join("?" * len(ACTIVE))
         return self._db.execute(
             f"SELECT {columns} FROM jobs INDEXED BY jobs_by_state JOIN attempts"
@@ -234,10 +244,10 @@ class JobStore:
             ACTIVE,
         )
 
-    def begin(self, job: Job, share: Share, change: Change, teacher: str = "") -> Job:
+    def begin_attempt(self, job: Job, share: Share, change: Change, teacher: str = "") -> Job:
         """Record the share of the newest attempt and apply `change`, which makes the job active.
 
-        `teacher` is the key of the teacher that the server runs for it.
+        `teacher` is the key of the teacher that the server runs for the job.
         """
         gpus = None if share.gpus is None else ",".join(share.gpus)
         with transaction(self._db):
@@ -259,7 +269,7 @@ class JobStore:
         ).fetchone()
         return Attempt(**row)
 
-    def waiting(self) -> Sequence[Job]:
+    def waiting_jobs(self) -> Sequence[Job]:
         """Return the QUEUED jobs that wait for a teacher or another service."""
         rows = self._db.execute(
             "SELECT jobs.* FROM jobs INDEXED BY jobs_by_state JOIN attempts"
@@ -270,16 +280,16 @@ class JobStore:
 
     def has_progressed(self, job: Job) -> bool:
         """Return True if the newest attempt made a step that no earlier attempt has made."""
-        found = self._db.execute(
+        row = self._db.execute(
             "SELECT coalesce(max(CASE WHEN number = :now THEN seen_step END), -1)"
             " > coalesce(max(CASE WHEN number < :now THEN seen_step END), -1) AS more"
             " FROM attempts WHERE job_id = :id",
             {"id": job.id, "now": job.attempt},
         ).fetchone()
-        return bool(found["more"])
+        return bool(row["more"])
 
     def now(self) -> float:
-        """Return the time of an event that is written now, in Unix seconds."""
+        """Return the current time of the clock for events, in Unix seconds."""
         return self._now()
 
     def events(self, job_id: str, after_seq: int, limit: int) -> Sequence[JobEvent]:
@@ -288,12 +298,13 @@ class JobStore:
             f"SELECT {_EVENT_FIELDS} FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
             (job_id, after_seq, limit),
         )
-        return [JobEvent(**typed(row)) for row in rows]
+        return [JobEvent(**parse_row(row)) for row in rows]
 
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.
 
-        A phase that the job has makes no event. WrongState for a bad transition undoes all of them.
+        A change that only sets the job's current phase is skipped. Raises WrongState for a bad
+        transition; then no change is applied.
         """
         with transaction(self._db):
             for change in changes:
@@ -308,17 +319,17 @@ class JobStore:
         attempt: Attempt,
         change: Change,
         *,
-        last: bool,
+        at_end: bool,
         config: AnyJob | None = None,
     ) -> Job:
-        """Queue a new attempt of a job, at the end of the queue if `last`, else at its old place.
+        """Queue a new attempt, at the end of the queue if `at_end`, else at the job's old place.
 
         `config`, if given, replaces the job's configuration.
         """
         with transaction(self._db):
             self.next_attempt(job_id, attempt)
-            if last:
-                place = self._last_place()
+            if at_end:
+                place = self._next_place()
                 self._db.execute("UPDATE jobs SET place = ? WHERE id = ?", (place, job_id))
             if config is not None:
                 self._db.execute(
@@ -330,7 +341,7 @@ class JobStore:
         return self.job(job_id)
 
     def write(self, job_id: str, change: Change) -> None:
-        """Apply one change to a job's row and insert its event; all state changes come here.
+        """Apply one change to a job's row and insert its event; all state changes use this method.
 
         The caller opens the transaction.
         """
@@ -339,7 +350,7 @@ class JobStore:
         if change.state is not None and (job.state, state) not in TRANSITIONS:
             raise WrongState(f"job {job_id} is {job.state} and cannot become {state}")
         self.dependencies.changed |= job.last_seq == 0 or state is not job.state
-        self.tally.ended[state] += state in TERMINAL and state is not job.state
+        self.tally.ends[state] += state in TERMINAL and state is not job.state
         now = max(self._now(), self._newest_time(job))
         values: dict[str, Any] = {
             "state": state,
@@ -387,11 +398,11 @@ class JobStore:
 
     def _newest_time(self, job: Job) -> float:
         """Return the time of the job's last event; the clock may have been set back since."""
-        found = self._db.execute(
+        row = self._db.execute(
             "SELECT time FROM events WHERE job_id = ? AND seq = ?", (job.id, job.last_seq)
         ).fetchone()
-        return found["time"] if found is not None else job.created_at
+        return row["time"] if row is not None else job.created_at
 
-    def _last_place(self) -> int:
-        found = self._db.execute("SELECT coalesce(max(place), 0) + 1 FROM jobs").fetchone()
-        return int(found[0])
+    def _next_place(self) -> int:
+        row = self._db.execute("SELECT coalesce(max(place), 0) + 1 FROM jobs").fetchone()
+        return int(row[0])

@@ -1,7 +1,7 @@
 """Compares a student's tokenizer with its teacher's, from the student's files and without torch.
 
 Only certain differences are reported. The trainer later compares the loaded tokenizer and the
-shapes of the weights, and refuses what this check cannot see.
+shapes of the weights, and detects the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clients.preflight.vocabulary import common_ids, other_tokenizer, require_na
 from clients.teacher.info import TeacherInfo
 from clients.teacher.query import tokenizer_fingerprint
 
-_MOST_SEEN = 256
+_MAX_CACHED = 256
 
 
 class StudentTokens:
@@ -29,7 +29,7 @@ class StudentTokens:
     def __init__(self) -> None:
         # Reading a large vocabulary holds the GIL for about 0.1 s, so one thread at a time reads.
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, int, int, str], str] = {}
+        self._differences: dict[tuple[str, int, int, str], str] = {}
 
     def check(
         self, model: Path, info: TeacherInfo, label: str, vocabulary: Callable[[], Sequence[str]]
@@ -40,7 +40,7 @@ class StudentTokens:
         tokenizers differ. Raises WrongState if a token certainly differs, or if the numbers of
         logits differ by more than padding.
         """
-        difference = self._difference(model, info.tokenizer_fingerprint, vocabulary)
+        difference = self._find_difference(model, info.tokenizer_fingerprint, vocabulary)
         if difference:
             raise other_tokenizer(difference, label)
         width = logits_in(model)
@@ -50,36 +50,43 @@ class StudentTokens:
             common = common_ids(width, info.vocab_size, label, tokens)
             require_narrowing(info, common, label, "student.model")
 
-    def _difference(
+    def _find_difference(
         self, model: Path, fingerprint: str, vocabulary: Callable[[], Sequence[str]]
     ) -> str:
         """Return a sentence about a certain difference, or ""."""
         try:
-            facts = (model / "tokenizer.json").stat()
+            file_stat = (model / "tokenizer.json").stat()
         except OSError:
             return ""
-        key = (str(model), facts.st_mtime_ns, facts.st_size, fingerprint)
+        key = (str(model), file_stat.st_mtime_ns, file_stat.st_size, fingerprint)
         with self._lock:
-            if key in self._seen:
-                return self._seen[key]
+            if key in self._differences:
+                return self._differences[key]
             tokens = tokens_in(model)
             if tokens is None or tokenizer_fingerprint(tokens) == fingerprint:
-                return self._remembered(key, "")
+                return self._cache_difference(key, "")
         # Outside the lock: a slow teacher must not delay the checks against other teachers.
-        difference = _compared(tokens, vocabulary())
+        difference = _compare_tokens(tokens, vocabulary())
         with self._lock:
-            return self._remembered(key, difference)
+            return self._cache_difference(key, difference)
 
-    def _remembered(self, key: tuple[str, int, int, str], difference: str) -> str:
-        if len(self._seen) >= _MOST_SEEN:
-            self._seen.clear()
-        self._seen[key] = difference
+    def _cache_difference(self, key: tuple[str, int, int, str], difference: str) -> str:
+        if len(self._differences) >= _MAX_CACHED:
+            self._differences.clear()
+        self._differences[key] = difference
         return difference
 
 
-def _compared(tokens: Sequence[str], theirs: Sequence[str]) -> str:
+def _compare_tokens(student_tokens: Sequence[str], teacher_tokens: Sequence[str]) -> str:
     """Return a sentence about the first token that certainly differs, or ""."""
-    # Another file may name the ids that tokenizer.json leaves empty, so an empty entry is no
-    # difference: only an id with two different tokens is.
-    named = [ours or other for ours, other in zip(tokens, theirs, strict=False)]
-    return "" if named == [*theirs[: len(named)]] else first_difference(theirs, named)
+    # Another file may name the ids that tokenizer.json leaves empty, so only an id with two
+    # different tokens is a difference.
+    compared_tokens = [
+        student_token or teacher_token
+        for student_token, teacher_token in zip(student_tokens, teacher_tokens, strict=False)
+    ]
+    return (
+        ""
+        if compared_tokens == [*teacher_tokens[: len(compared_tokens)]]
+        else first_difference(teacher_tokens, compared_tokens)
+    )

@@ -1,4 +1,4 @@
-"""Jobs that wait for a teacher: the preflight is asked again and again until it is back."""
+"""Jobs that wait for a teacher or another service: the preflight is repeated until it succeeds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from protos.errors import DistillError, is_infrastructure
 
 log = logging.getLogger(__name__)
 
-# Of preflights at the same time.
-_MOST_ASKED = 16
+# The largest number of preflights at the same time.
+_MAX_TRIES = 16
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Wait:
     pause: float
     next_at: float
     task: asyncio.Task[None] | None = None
-    over: bool = False
+    is_over: bool = False
 
 
 class Waits:
@@ -59,8 +59,10 @@ class Waits:
         self._pause = pause
         self._longest_pause = longest_pause
         self._give_up_after = give_up_after
-        # A restarted server finds what its predecessor stored.
-        self._waits = {job.id: self._fresh(store.attempt(job), 0.0) for job in store.waiting()}
+        # Restore the waits that an earlier server stored.
+        self._waits = {
+            job.id: self._create_wait(store.attempt(job), 0.0) for job in store.waiting_jobs()
+        }
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -68,40 +70,42 @@ class Waits:
     def begin(self, job: Job, attempt: Attempt, *, progressed: bool) -> str:
         """Begin the wait of the next attempt of a job and return its phase.
 
-        The pause continues to grow from that of the attempt before, unless that made progress.
+        The pause continues to grow from that of the previous attempt, unless it made progress.
         """
-        before = None if progressed else self._waits.get(job.id)
-        self._waits[job.id] = wait = self._fresh(attempt, before.pause if before else 0.0)
-        return _phase(wait)
+        previous_wait = None if progressed else self._waits.get(job.id)
+        self._waits[job.id] = wait = self._create_wait(
+            attempt, previous_wait.pause if previous_wait else 0.0
+        )
+        return _format_phase(wait)
 
-    def holds(self, job: Job) -> bool:
+    def is_waiting(self, job: Job) -> bool:
         """Return True if this QUEUED job must wait."""
         wait = self._waits.get(job.id)
-        return wait is not None and wait.attempt.number == job.attempt and not wait.over
+        return wait is not None and wait.attempt.number == job.attempt and not wait.is_over
 
     def end(self, job: Job) -> None:
-        """Forget a job that made progress or has ended."""
+        """Remove the wait of a job that made progress or has ended."""
         self._waits.pop(job.id, None)
 
-    def gives_up(self, since: float) -> bool:
-        """Return True if a job without progress since that time is to be FAILED."""
+    def must_give_up(self, since: float) -> bool:
+        """Return True if a job without progress since the Unix time `since` must be FAILED."""
         return self._store.now() - since > self._give_up_after
 
     def look(self) -> None:
-        """Ask for each job whose next try is due."""
-        asked = sum(wait.task is not None for wait in self._waits.values())
+        """Start the preflight of each job whose next try is due."""
+        running_tries = sum(wait.task is not None for wait in self._waits.values())
         for job_id, wait in list(self._waits.items()):
-            due = not wait.over and wait.task is None and time.monotonic() >= wait.next_at
-            if not due or asked >= _MOST_ASKED:
+            is_due = not wait.is_over and wait.task is None and time.monotonic() >= wait.next_at
+            if not is_due or running_tries >= _MAX_TRIES:
                 continue
             if not (self._store.has(job_id) and _is_queued(job := self._store.job(job_id), wait)):
-                # It was cancelled, or removed after that.
+                # The job was cancelled, or cancelled and removed.
                 del self._waits[job_id]
                 continue
-            asked += 1
-            wait.task = asyncio.create_task(self._ask(job, wait))
+            running_tries += 1
+            wait.task = asyncio.create_task(self._try_again(job, wait))
 
-    async def settled(self) -> None:
+    async def finish_tries(self) -> None:
         """Wait for the end of all tries that have begun."""
         tasks = [wait.task for wait in self._waits.values() if wait.task is not None]
         if tasks:
@@ -113,26 +117,26 @@ class Waits:
             if wait.task is not None:
                 wait.task.cancel()
 
-    async def _ask(self, job: Job, wait: _Wait) -> None:
+    async def _try_again(self, job: Job, wait: _Wait) -> None:
         try:
-            trouble = await self._trouble(job)
+            problem = await self._find_problem(job)
             job = self._store.job(job.id)
             if _is_queued(job, wait):
-                self._judge(job, wait, trouble)
+                self._apply_try(job, wait, problem)
         except Exception:  # the database is full, for example
             log.exception("job %s: cannot record what it waits for", job.id)
             wait.next_at = time.monotonic() + wait.pause
         finally:
             wait.task = None
-        if wait.over:
+        if wait.is_over:
             self._wake()
 
-    async def _trouble(self, job: Job) -> DistillError | None:
-        """Return why the job cannot start yet; None if it can, or if its trainer is to tell why."""
+    async def _find_problem(self, job: Job) -> DistillError | None:
+        """Return why the job must wait; None if it can start, or if its trainer is to report it."""
         try:
             config = parse_config(job.config_json)
-            before = {output.job: self._store.job(output.job) for output in outputs_in(config)}
-            config = await asyncio.to_thread(with_paths, config, self._runs, before)
+            jobs_read = {output.job: self._store.job(output.job) for output in outputs_in(config)}
+            config = await asyncio.to_thread(with_paths, config, self._runs, jobs_read)
             await self._preflight(config, self._runs / job.id)
         except DistillError as error:
             return error if is_infrastructure(type(error).__name__) else None
@@ -140,33 +144,33 @@ class Waits:
             log.exception("job %s: the preflight failed", job.id)
         return None
 
-    def _judge(self, job: Job, wait: _Wait, trouble: DistillError | None) -> None:
+    def _apply_try(self, job: Job, wait: _Wait, problem: DistillError | None) -> None:
         since = wait.attempt.waiting_since
-        if trouble is None:
+        if problem is None:
             self._store.change(job.id, Change(phase=""))
-            wait.over = True
-        elif self.gives_up(since):
-            reason = given_up(str(trouble), since)
+            wait.is_over = True
+        elif self.must_give_up(since):
+            reason = format_given_up(str(problem), since)
             self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
             del self._waits[job.id]
         else:
             wait.pause = min(self._longest_pause, 2 * wait.pause)
             wait.next_at = time.monotonic() + wait.pause
-            if job.phase != (phase := _phase(wait, trouble.message)):
+            if job.phase != (phase := _format_phase(wait, problem.message)):
                 self._store.change(job.id, Change(phase=phase))
 
-    def _fresh(self, attempt: Attempt, last_pause: float) -> _Wait:
+    def _create_wait(self, attempt: Attempt, last_pause: float) -> _Wait:
         pause = min(self._longest_pause, max(self._pause, 2 * last_pause))
         return _Wait(attempt, pause, time.monotonic() + pause)
 
 
-def given_up(reason: str, since: float) -> str:
-    """Return the reason of a job that is FAILED after it waited for too long."""
+def format_given_up(reason: str, since: float) -> str:
+    """Return the reason of a job that FAILED because it waited too long."""
     day = time.strftime("%Y-%m-%d", time.gmtime(since))
-    return f"{reason}; given up: no progress since {day} {clock(since)} (--give-up-after)"
+    return f"{reason}; given up: no progress since {day} {format_clock(since)} (--give-up-after)"
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Return the time of day of a Unix time, such as `12:03 UTC`."""
     return time.strftime("%H:%M UTC", time.gmtime(seconds))
 
@@ -175,7 +179,7 @@ def _is_queued(job: Job, wait: _Wait) -> bool:
     return job.state is JobState.QUEUED and job.attempt == wait.attempt.number
 
 
-def _phase(wait: _Wait, said: str = "no answer") -> str:
-    """Return the phase of a job that waits. `said`: what the last try found."""
-    since, subject = clock(wait.attempt.waiting_since), wait.attempt.waits_for
-    return f"WAITING {subject}: {said} since {since}; next try in {wait.pause:g} s"
+def _format_phase(wait: _Wait, problem: str = "no answer") -> str:
+    """Return the phase of a waiting job. `problem` is the error of the last try."""
+    since, subject = format_clock(wait.attempt.waiting_since), wait.attempt.waits_for
+    return f"WAITING {subject}: {problem} since {since}; next try in {wait.pause:g} s"

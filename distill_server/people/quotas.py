@@ -53,7 +53,7 @@ class Quotas:
             one.gpus += len(list(filter(None, (gpus or "").split(","))))
         # An owner stays above the quota until a job starts, ends or is queued.
         tally = self._store.tally
-        seen = (held, tally.attempts, tally.ended.total())
+        seen = (held, tally.attempts, tally.ends.total())
         if seen != self._seen:
             self._above, self._seen = {}, seen
         self._held = {owner: _Held(one.jobs, one.gpus) for owner, one in held.items()}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from clients.jobs.job import Job, JobEvent, JobState
 from clients.teacher.info import TeacherLoad
-from distill_server.jobs.rows import Wanted
+from distill_server.jobs.rows import JobFilter
 from distill_server.teachers.started import Teacher
 from protos import distill_pb2 as pb
 from protos.auth.access import Caller
@@ -82,7 +82,7 @@ def decode_state(state: pb.JobState.ValueType) -> JobState | None:
     return JobState(pb.JobState.Name(state)) if state else None
 
 
-def decode_wanted(request: pb.ListJobsRequest, caller: Caller) -> Wanted:
+def decode_wanted(request: pb.ListJobsRequest, caller: Caller) -> JobFilter:
     """Return which jobs a list shows. Raises InvalidInput for `mine` if the caller has no owner."""
     if request.mine and not caller.owner:
         raise InvalidInput(
@@ -91,4 +91,4 @@ def decode_wanted(request: pb.ListJobsRequest, caller: Caller) -> Wanted:
             hint="add owner=NAME to its line in the server's --token-file",
         )
     owner = caller.owner if request.mine else request.owner
-    return Wanted("", decode_state(request.state), owner, dict(request.labels))
+    return JobFilter("", decode_state(request.state), owner, dict(request.labels))

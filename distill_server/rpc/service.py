@@ -118,8 +118,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         """Return one page of jobs, newest first, without their configurations."""
         before = self._store.resolve(request.before_id).id if request.before_id else ""
         limit = min(request.limit or _PAGE_JOBS, MAX_PAGE_JOBS)
-        wanted = decode_wanted(request, self.caller(context))
-        jobs = self._store.page(limit=limit, before_id=before, wanted=wanted)
+        job_filter = decode_wanted(request, self.caller(context))
+        jobs = self._store.page(limit=limit, before_id=before, job_filter=job_filter)
         return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs])
 
     async def WatchJob(

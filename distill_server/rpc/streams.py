@@ -43,11 +43,11 @@ class Streams:
     """
 
     def __init__(
-        self, store: JobStore, runs: Path, bells: ChangeNotifier, files: RunFiles | None = None
+        self, store: JobStore, runs: Path, notifier: ChangeNotifier, files: RunFiles | None = None
     ) -> None:
         self._store = store
         self._runs = runs
-        self._bells = bells
+        self._notifier = notifier
         self.files = files or RunFiles()
 
     async def events(self, text: str, after_seq: int) -> AsyncIterator[JobEvent]:
@@ -64,7 +64,7 @@ class Streams:
                 hint="use 0 to start from the first event",
             )
         while True:
-            bell = self._bells.of(job.id)
+            change_event = self._notifier.next_change(job.id)
             page = self._store.events(job.id, after_seq, _PAGE_EVENTS)
             for event in page:
                 yield event
@@ -75,7 +75,7 @@ class Streams:
             # state is terminal and no event is left.
             if self._store.job(job.id).state in TERMINAL:
                 return
-            await bell.wait()
+            await change_event.wait()
 
     async def log(
         self, text: str, *, attempt: int, after_offset: int, follow: bool, tail_lines: int
@@ -106,7 +106,7 @@ class Streams:
                 hint="use 0 to start from the beginning",
             )
         while True:
-            bell = self._bells.of(job.id)
+            change_event = self._notifier.next_change(job.id)
             # Check this before reading the file, so that the last bytes of an ended attempt are
             # still read.
             over = not follow or _is_over(self._store.job(job.id), attempt)
@@ -119,7 +119,7 @@ class Streams:
             else:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOG_LOOK_SECONDS):
-                        await bell.wait()
+                        await change_event.wait()
 
 
 def _is_over(job: Job, attempt: int) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from clients.config.tables.teacher import TeacherLink
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.run_files import RunFiles
-from distill_server.jobs.waiting import clock
+from distill_server.jobs.waiting import format_clock
 from distill_server.policy import Policy
 from distill_server.runners.interface import Exited, Outcome, Running
 from distill_server.runners.local.runner import LocalRunner
@@ -82,7 +82,7 @@ class Teacher:
 
     def phase(self) -> str:
         """The phase of a job that waits for it."""
-        since = clock(self.since)
+        since = format_clock(self.since)
         match self.state:
             case "STOPPING":
                 return f"WAITING teacher.model: it stops since {since}, and starts again"
@@ -120,7 +120,7 @@ class StartedTeachers:
     def __iter__(self) -> Iterator[Teacher]:
         return iter(list(self._teachers.values()))
 
-    def held(self) -> list[Share]:
+    def held_shares(self) -> list[Share]:
         """Return the GPUs that the teachers hold."""
         return [teacher.share for teacher in self._teachers.values() if not teacher.failure]
 

@@ -13,7 +13,7 @@ from clients.jobs.job import Job
 from clients.runs.directory import RunDirectory, Status, Verdict
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
-from distill_server.jobs.preflight import Preflight, unchecked
+from distill_server.jobs.preflight import Preflight, accept_all
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.people.quotas import Quotas
@@ -79,7 +79,7 @@ class SmallServer:
         runs: Path,
         runner: ScriptedRunner,
         policy: Policy,
-        preflight: Preflight = unchecked,
+        preflight: Preflight = accept_all,
         files: RunFiles | None = None,
         quotas: Mapping[str, Quota] = {},
     ) -> None:
@@ -100,13 +100,13 @@ class SmallServer:
         self.scheduler = Scheduler(
             *(self.store, self.runs, self.runner, self.policy, quotas, self.preflight, self.files)
         )
-        machine, most_queued = self.policy.machine, self.policy.most_queued
+        machine, max_queued = self.policy.machine, self.policy.max_queued
         self.control = JobControl(
             self.store,
             self.runs,
             lambda: None,
             machine,
-            most_queued,
+            max_queued,
             files=self.files,
             stop_trainer=partial(self.runner.stop, now=False),
         )
@@ -117,7 +117,7 @@ class SmallServer:
         async def look() -> bool:
             self.scheduler._awake.clear()
             busy = await self.scheduler.look()
-            await self.scheduler.waits.settled()
+            await self.scheduler.waits.finish_tries()
             return await self.scheduler.look() if self.scheduler._awake.is_set() else busy
 
         return self._loop.run(look())
@@ -134,7 +134,7 @@ class SmallServer:
 def small_server(
     runs: Path,
     policy: Policy,
-    preflight: Preflight = unchecked,
+    preflight: Preflight = accept_all,
     files: RunFiles | None = None,
     quotas: Mapping[str, Quota] = {},
 ) -> Iterator[SmallServer]:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distill_server.jobs.preflight import unchecked
+from distill_server.jobs.preflight import accept_all
 from distill_server.on_end import EndCommand
 from distill_server.runners.interface import CommandFactory, Runner
 from distill_server.runners.local.runner import LocalRunner
@@ -103,7 +103,7 @@ def main() -> int:
                     *(machine, 10_000, options.get("retries", 1)),
                     **{**POLICY, "linger": options.get("linger", 60.0)},
                 ),
-                preflight=unchecked,
+                preflight=accept_all,
                 keep_days=options.get("keep_days"),
                 on_end=EndCommand(options["on_end"]) if "on_end" in options else None,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),

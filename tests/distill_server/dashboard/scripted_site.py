@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from distill_server.dashboard.serve import Dashboard
-from distill_server.jobs.preflight import unchecked
+from distill_server.jobs.preflight import accept_all
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
@@ -30,7 +30,7 @@ def main() -> None:
             endpoint=ServerEndpoint(tokens=read_tokens(None)),
             runner=LocalRunner(command=command),
             policy=Policy(Machine(slots=int(sys.argv[4])), retries=1, **POLICY),
-            preflight=unchecked,
+            preflight=accept_all,
             on_ready=lambda bound: print(bound, flush=True),
             dashboard=Dashboard(
                 int(sys.argv[3]),

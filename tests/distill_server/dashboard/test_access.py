@@ -15,9 +15,9 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
-from distill_server.dashboard.gate import Gate
+from distill_server.dashboard.gate import DashboardGate
 from distill_server.dashboard.serve import Dashboard, external_host
-from distill_server.jobs.preflight import unchecked
+from distill_server.jobs.preflight import accept_all
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
@@ -184,7 +184,7 @@ def test_names_that_others_lead_here_are_refused(site: Site, host: str, status: 
 )
 def test_the_name_of_a_proxy_is_served(external: str, host: str, status: int) -> None:
     served = PlainTextResponse("ok")
-    gate = Gate(served, tokens=Tokens(), host="127.0.0.1", external=external)
+    gate = DashboardGate(served, tokens=Tokens(), host="127.0.0.1", external=external)
     scope = {
         **{"type": "http", "method": "GET", "path": "/api/jobs", "query_string": b""},
         "headers": [(b"host", host.encode())],
@@ -238,7 +238,7 @@ async def serve_once(runs: Path, endpoint: ServerEndpoint, port: int) -> None:
         endpoint=endpoint,
         runner=LocalRunner(),
         policy=Policy(),
-        preflight=unchecked,
+        preflight=accept_all,
         on_ready=lambda bound: pytest.fail("it serves"),
         dashboard=Dashboard(port),
     )

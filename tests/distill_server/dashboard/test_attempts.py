@@ -25,7 +25,9 @@ def store(tmp_path: Path) -> Any:
 
 
 def run(store: JobStore, job_id: str, steps: range) -> None:
-    job = store.begin(store.job(job_id), Share(1), Change(JobState.PREPARING, phase="starting"))
+    job = store.begin_attempt(
+        store.job(job_id), Share(1), Change(JobState.PREPARING, phase="starting")
+    )
     store.change(job.id, Change(JobState.RUNNING))
     store.change(job.id, *(Change(step=step, metrics={"loss": 1.0}) for step in steps))
 
@@ -33,7 +35,7 @@ def run(store: JobStore, job_id: str, steps: range) -> None:
 def again(store: JobStore, job_id: str, reason: str, phase: str = "") -> None:
     number = store.job(job_id).attempt + 1
     change = Change(JobState.QUEUED, reason=reason, phase=phase)
-    store.queue_again(job_id, Attempt(number), change, last=False)
+    store.queue_again(job_id, Attempt(number), change, at_end=False)
 
 
 def scanned(store: JobStore, job: Job) -> list[dict[str, Any]]:

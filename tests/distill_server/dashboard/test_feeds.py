@@ -13,7 +13,7 @@ import pytest
 
 from clients.jobs.job import JobEvent, JobState
 from distill_server.dashboard import feeds
-from distill_server.dashboard.feeds import Turns, job_messages, list_messages, thinned
+from distill_server.dashboard.feeds import Turns, job_messages, list_messages, thin_for_chart
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import Change, JobStore
@@ -31,18 +31,18 @@ def events(count: int, attempt: int = 1) -> list[JobEvent]:
 
 
 def test_groups_are_their_last_event_with_means() -> None:
-    kept = thinned(events(10), 4)
+    kept = thin_for_chart(events(10), 4)
     assert [(event.seq, event.metrics["loss"]) for event in kept] == [(4, 2.5), (8, 6.5), (10, 9.5)]
 
 
 def test_a_rare_metric_survives() -> None:
     rare = events(9)
     rare[4] = replace(rare[4], metrics={"loss": 5.0, "eval/kl": 0.25})
-    assert [event.metrics.get("eval/kl") for event in thinned(rare, 9)] == [0.25]
+    assert [event.metrics.get("eval/kl") for event in thin_for_chart(rare, 9)] == [0.25]
 
 
 def test_attempts_are_never_mixed() -> None:
-    kept = thinned([*events(3), *events(3, attempt=2)], 4)
+    kept = thin_for_chart([*events(3), *events(3, attempt=2)], 4)
     assert [(event.attempt, event.metrics["loss"]) for event in kept] == [(1, 2.0), (2, 2.0)]
 
 
@@ -52,15 +52,15 @@ def test_the_list_is_told_when_it_is_another_one(
     """However often its jobs change, there is one look a moment; a look that sees no news is not
     told.
     """
-    monkeypatch.setattr(feeds, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(feeds, "_SECONDS_BETWEEN_QUERIES", 0.01)
     looks = []
 
-    async def follow(store: JobStore, bells: ChangeNotifier) -> None:
+    async def follow(store: JobStore, notifier: ChangeNotifier) -> None:
         def look() -> list[str]:
             looks.append(1)
             return [f"{job.id} {job.step}" for job in store.page(limit=2)]
 
-        messages = list_messages(bells, Turns(), look)
+        messages = list_messages(notifier, Turns(), look)
         assert told(await anext(messages)) == []
         store.add("one", job_config(), "")
         assert told(await anext(messages)) == ["one 0"]
@@ -76,13 +76,13 @@ def test_the_list_is_told_when_it_is_another_one(
         while len(looks) == before:
             await asyncio.sleep(0.01)
         assert not pending.done()
-        bells.close()
+        notifier.close()
         with pytest.raises(Unavailable):
             await pending
 
     with open_database(tmp_path / "jobs.sqlite") as connection:
-        bells = ChangeNotifier()
-        asyncio.run(follow(JobStore(connection, on_change=bells.ring), bells))
+        notifier = ChangeNotifier()
+        asyncio.run(follow(JobStore(connection, on_change=notifier.notify), notifier))
     assert len(looks) < 10
 
 
@@ -98,8 +98,8 @@ def test_many_readers_leave_half_of_the_time_to_everybody_else() -> None:
         return []
 
     async def read() -> None:
-        turns, bells = Turns(), ChangeNotifier()
-        await asyncio.gather(*(anext(list_messages(bells, turns, look)) for _ in range(20)))
+        turns, notifier = Turns(), ChangeNotifier()
+        await asyncio.gather(*(anext(list_messages(notifier, turns, look)) for _ in range(20)))
 
     asyncio.run(read())
     assert len(looks) == 20
@@ -114,19 +114,19 @@ def told(message: str) -> list[str]:
 
 
 def test_groups_of_one_change_nothing() -> None:
-    assert thinned(events(5), 1) == events(5)
-    assert thinned([], 3) == []
+    assert thin_for_chart(events(5), 1) == events(5)
+    assert thin_for_chart([], 3) == []
 
 
 def test_a_long_past_is_thinned_and_the_present_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "_MOST_POINTS", 50)
+    monkeypatch.setattr(feeds, "_MAX_POINTS", 50)
     monkeypatch.setattr(feeds, "_PAGE_EVENTS", 40)
 
-    async def follow(store: JobStore, bells: ChangeNotifier) -> list[dict[str, float]]:
+    async def follow(store: JobStore, notifier: ChangeNotifier) -> list[dict[str, float]]:
         found: list[dict[str, float]] = []
-        messages = job_messages(store, bells, "job", 0)
+        messages = job_messages(store, notifier, "job", 0)
         while not found or found[-1]["seq"] < store.job("job").last_seq:
             found += json.loads((await anext(messages)).split("data: ")[1])
         past = len(found)
@@ -139,12 +139,12 @@ def test_a_long_past_is_thinned_and_the_present_is_not(
 
     with open_database(tmp_path / "jobs.sqlite") as connection:
         connection.execute("PRAGMA synchronous = OFF")
-        bells = ChangeNotifier()
-        store = JobStore(connection, on_change=bells.ring)
+        notifier = ChangeNotifier()
+        store = JobStore(connection, on_change=notifier.notify)
         store.add("job", job_config(), "")
         for step in range(1, 501):
             store.change("job", Change(step=step, metrics={"loss": float(step)}))
-        found = asyncio.run(follow(store, bells))
+        found = asyncio.run(follow(store, notifier))
     steps = [event["step"] for event in found]
     assert steps == sorted(steps)
     assert {500, 503} <= set(steps)

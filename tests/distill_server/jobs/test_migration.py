@@ -61,8 +61,8 @@ def test_jobs_attempts_and_events_are_all_there(old: Path) -> None:
         assert [job.id for job in store.page(limit=9)] == ["job-2", "job-1"]
         assert store.attempt(store.job("job-2")) == Attempt(1, seen_step=3)
         assert [event.seq for event in store.events("job-1", 0, 9)] == [1]
-        assert store.held() == [Share(0)]  # what runs has its slot
-        store.begin(store.job("job-1"), Share(2, ("0",)), Change(JobState.PREPARING))
+        assert store.held_shares() == [Share(0)]  # what runs has its slot
+        store.begin_attempt(store.job("job-1"), Share(2, ("0",)), Change(JobState.PREPARING))
         store.add("job-3", job_config().model_copy(update={"priority": 9}), "")
         first = read(connection)
         schema = connection.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall()
@@ -84,13 +84,13 @@ def test_a_key_of_before_the_upgrade_is_the_same_job(old: Path) -> None:
     with open_database(old) as connection:
         store = JobStore(connection, on_change=lambda job_id: None)
         for number in (1, 2):
-            known = store.submitted(f"key {number}", job_config())
+            known = store.find_submitted(f"key {number}", job_config())
             assert known is not None
             assert known.id == f"job-{number}"
         others = ({"name": "x"}, {"priority": 1}, {"max_steps": 6}, {"seed": 1})
         for change in others:
             with pytest.raises(InvalidInput, match="another job, job-1"):
-                store.submitted("key 1", job_config().model_copy(update=change))
+                store.find_submitted("key 1", job_config().model_copy(update=change))
 
 
 def test_a_key_of_today_outlives_new_keys_and_a_resume(old: Path) -> None:
@@ -107,14 +107,14 @@ def test_a_key_of_today_outlives_new_keys_and_a_resume(old: Path) -> None:
         for state in (JobState.PREPARING, JobState.RUNNING, JobState.SUCCEEDED):
             store.change("job-3", Change(state))
         longer = job_config(max_steps=50)
-        store.queue_again("job-3", Attempt(2), Change(JobState.QUEUED), last=True, config=longer)
+        store.queue_again("job-3", Attempt(2), Change(JobState.QUEUED), at_end=True, config=longer)
         asked = json.loads(job_config().model_dump_json())
         for config in (job_config(), Next.model_validate(asked)):
-            known = store.submitted("key 3", config)
+            known = store.find_submitted("key 3", config)
             assert known is not None
             assert (known.id, known.max_steps) == ("job-3", 50)
         with pytest.raises(InvalidInput, match="another job, job-3"):
-            store.submitted("key 3", Next.model_validate({**asked, "surprise": 8}))
+            store.find_submitted("key 3", Next.model_validate({**asked, "surprise": 8}))
 
 
 def test_a_step_that_fails_leaves_the_old_one(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,7 +361,7 @@ def test_a_token_that_the_teacher_does_not_take(
 def test_what_does_not_answer_in_time_is_left_to_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(preflight, "_MOST_SECONDS", 0.1)
+    monkeypatch.setattr(preflight, "_MAX_SECONDS", 0.1)
     with checking(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as silent:
         asked = job(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}")
         assert server.submit(asked) is JobState.QUEUED

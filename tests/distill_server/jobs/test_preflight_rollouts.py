@@ -105,7 +105,7 @@ def test_gpus_that_the_machine_does_not_have(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setenv(placed_services.VARIABLE, "services.json")
         check_gpus(OnPolicyJob.model_validate(asked))  # the trainer there
-        check = JobPreflight(here=False)
+        check = JobPreflight(trainers_are_local=False)
         server.run(check(OnPolicyJob.model_validate(asked), tmp_path / "runs"))
 
 

@@ -10,7 +10,7 @@ from clients.runs.directory import RunDirectory, Status
 from clients.runs.metrics_follower import MetricsTail, Point
 from distill_server.jobs.progress import progress_changes, status_of
 from distill_server.jobs.store import Change
-from distill_server.jobs.verdict import Died, Ended, verdict_of
+from distill_server.jobs.verdict import AttemptDied, JobEnded, verdict_of
 from distill_server.runners.interface import Exited, Lost
 
 
@@ -127,38 +127,40 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
 @pytest.mark.parametrize(
     ("state", "verdict", "outcome", "expected"),
     [
-        (RUNNING, "succeeded", Exited(0), Ended(JobState.SUCCEEDED)),
+        (RUNNING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED)),
         # Its word counts, not what happened while the interpreter shut down.
-        (RUNNING, "succeeded", Exited(-11), Ended(JobState.SUCCEEDED)),
-        (RUNNING, "failed", Exited(1), Ended(JobState.FAILED, "said so")),
+        (RUNNING, "succeeded", Exited(-11), JobEnded(JobState.SUCCEEDED)),
+        (RUNNING, "failed", Exited(1), JobEnded(JobState.FAILED, "said so")),
         # Nobody asked for it: a preemption, or a machine that is drained.
-        (RUNNING, "cancelled", Exited(0), Died("said so", blameless=True)),
+        (RUNNING, "cancelled", Exited(0), AttemptDied("said so", blameless=True)),
         (
             RUNNING,
             "running",
             Exited(-9),
-            Died("the trainer was killed by signal 9 at step 37", False),
+            AttemptDied("the trainer was killed by signal 9 at step 37", False),
         ),
         (
             RUNNING,
             None,
             Exited(3),
-            Died("the trainer exited with code 3 without a verdict at step 37", False),
+            AttemptDied("the trainer exited with code 3 without a verdict at step 37", False),
         ),
         (
             RUNNING,
             None,
             Lost(False),
-            Died("the trainer and its supervisor process disappeared at step 37", False),
+            AttemptDied("the trainer and its supervisor process disappeared at step 37", False),
         ),
-        (CANCELLING, "succeeded", Exited(0), Ended(JobState.SUCCEEDED)),
-        (CANCELLING, "failed", Exited(1), Ended(JobState.FAILED, "said so")),
-        (CANCELLING, "cancelled", Exited(0), Ended(JobState.CANCELLED, "said so")),
+        (CANCELLING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED)),
+        (CANCELLING, "failed", Exited(1), JobEnded(JobState.FAILED, "said so")),
+        (CANCELLING, "cancelled", Exited(0), JobEnded(JobState.CANCELLED, "said so")),
         (
             CANCELLING,
             "running",
             Exited(-9),
-            Ended(JobState.CANCELLED, "cancelled; the trainer was killed by signal 9 at step 37"),
+            JobEnded(
+                JobState.CANCELLED, "cancelled; the trainer was killed by signal 9 at step 37"
+            ),
         ),
     ],
 )
@@ -172,19 +174,21 @@ def test_verdicts(
 
 def test_an_attempt_that_died_may_say_why() -> None:
     status = Status(1, "running", reason="another process of the trainer is lost: Read error")
-    assert verdict_of(RUNNING, 37, status, Exited(1)) == Died(status.reason, blameless=False)
+    assert verdict_of(RUNNING, 37, status, Exited(1)) == AttemptDied(status.reason, blameless=False)
 
 
 @pytest.mark.parametrize("error", ["Unavailable", "Overloaded", "TimedOut"])
 def test_what_the_job_runs_on_is_not_its_fault(error: str) -> None:
     reason = "teachers.math-2: the teacher has not answered for 60 s; start it again"
     status = Status(1, "failed", reason=reason, error=error)
-    assert verdict_of(RUNNING, 37, status, Exited(4)) == Died(reason, True, "teachers.math-2")
-    assert verdict_of(CANCELLING, 37, status, Exited(4)) == Ended(
+    assert verdict_of(RUNNING, 37, status, Exited(4)) == AttemptDied(
+        reason, True, "teachers.math-2"
+    )
+    assert verdict_of(CANCELLING, 37, status, Exited(4)) == JobEnded(
         JobState.CANCELLED, f"cancelled; {reason}"
     )
     plain = Status(1, "failed", reason="no answer: none", error=error)
-    assert verdict_of(RUNNING, 37, plain, Exited(4)) == Died(
+    assert verdict_of(RUNNING, 37, plain, Exited(4)) == AttemptDied(
         "no answer: none", True, "a service that the job needs"
     )
 
@@ -192,8 +196,8 @@ def test_what_the_job_runs_on_is_not_its_fault(error: str) -> None:
 def test_a_shutdown_of_the_machine_costs_no_retry_and_cancels_nothing() -> None:
     rebooted = Lost(blameless=True)
     died = verdict_of(RUNNING, 37, Status(1, "cancelled"), rebooted)
-    assert isinstance(died, Died)
+    assert isinstance(died, AttemptDied)
     assert died.blameless
-    assert verdict_of(CANCELLING, 37, Status(1, "cancelled"), rebooted) == Ended(
+    assert verdict_of(CANCELLING, 37, Status(1, "cancelled"), rebooted) == JobEnded(
         JobState.CANCELLED, "cancelled on request"
     )

@@ -13,7 +13,7 @@ import pytest
 
 from clients.jobs.job import JobState
 from distill_server.jobs.database import open_database
-from distill_server.jobs.rows import Wanted
+from distill_server.jobs.rows import JobFilter
 from distill_server.jobs.store import Attempt, Change, JobStore
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
 from tests.distill_server.conftest import job_config
@@ -130,8 +130,8 @@ def test_pages_cover_everything_once(store: JobStore) -> None:
     while page := store.page(limit=3, before_id=seen[-1] if seen else ""):
         seen += [job.id for job in page]
     assert seen == ids[::-1]
-    stopped = Wanted(state=JobState.CANCELLED)
-    assert [job.id for job in store.page(limit=9, wanted=stopped)] == ["job-3"]
+    stopped = JobFilter(state=JobState.CANCELLED)
+    assert [job.id for job in store.page(limit=9, job_filter=stopped)] == ["job-3"]
 
 
 def test_queue_order(store: JobStore) -> None:
@@ -139,10 +139,10 @@ def test_queue_order(store: JobStore) -> None:
     for job_id in ("a", "b", "c"):
         store.add(job_id, job_config(), "")
     store.change("a", Change(JobState.PREPARING))
-    store.queue_again("a", Attempt(2, retries=1), Change(JobState.QUEUED), last=False)
+    store.queue_again("a", Attempt(2, retries=1), Change(JobState.QUEUED), at_end=False)
     assert [job.id for job in store.in_state(JobState.QUEUED)] == ["a", "b", "c"]
     store.change("a", Change(JobState.CANCELLED))
-    store.queue_again("a", Attempt(3), Change(JobState.QUEUED), last=True)
+    store.queue_again("a", Attempt(3), Change(JobState.QUEUED), at_end=True)
     assert [job.id for job in store.in_state(JobState.QUEUED)] == ["b", "c", "a"]
     assert store.job("a").attempt == 3
 
@@ -151,7 +151,7 @@ def test_illegal_requeue_leaves_no_trace(store: JobStore) -> None:
     store.add("a", job_config(), "")
     more = job_config(max_steps=99)
     with pytest.raises(WrongState):
-        store.queue_again("a", Attempt(2), Change(JobState.QUEUED), last=True, config=more)
+        store.queue_again("a", Attempt(2), Change(JobState.QUEUED), at_end=True, config=more)
     job = store.job("a")
     assert (job.attempt, job.max_steps) == (1, 5)
     assert store.attempt(job) == Attempt(1)
@@ -159,10 +159,10 @@ def test_illegal_requeue_leaves_no_trace(store: JobStore) -> None:
 
 def test_key_of_another_job(store: JobStore) -> None:
     job = store.add("a", job_config(), "key")
-    assert store.submitted("key", job_config()) == job
-    assert store.submitted("other", job_config()) is None
+    assert store.find_submitted("key", job_config()) == job
+    assert store.find_submitted("other", job_config()) is None
     with pytest.raises(InvalidInput) as caught:
-        store.submitted("key", job_config("another"))
+        store.find_submitted("key", job_config("another"))
     assert caught.value.field == "idempotency_key"
 
 

@@ -27,7 +27,7 @@ from tests.distill_server.scripted_runner import SmallServer, small_server
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SmallServer]:
-    with small_server(tmp_path / "runs", Policy(Machine(slots=3), most_queued=6)) as server:
+    with small_server(tmp_path / "runs", Policy(Machine(slots=3), max_queued=6)) as server:
         yield server
 
 

@@ -133,7 +133,7 @@ def test_priorities_first_then_first_come(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_says_how_many_and_what_to_do(tmp_path: Path) -> None:
-    with small_server(tmp_path, Policy(most_queued=3)) as server:
+    with small_server(tmp_path, Policy(max_queued=3)) as server:
         jobs = [submit(server, key=f"k{n}") for n in range(3)]
         with pytest.raises(Overloaded, match="3 jobs are queued") as caught:
             submit(server, key="k3")

@@ -14,7 +14,7 @@ import pytest
 from clients.jobs.job import JobState
 from clients.runs.directory import Control, RunDirectory, Status
 from clients.runs.fence import VARIABLE
-from distill_server.jobs.verdict import Died, Ended, verdict_of
+from distill_server.jobs.verdict import AttemptDied, JobEnded, verdict_of
 from distill_server.runners.cluster import Cluster
 from distill_server.runners.interface import CancelledInCluster, Exited, Lost, Outcome, Running
 from distill_server.runners.local.process import claim, write_json
@@ -273,29 +273,34 @@ CANCELLED = Status(1, "cancelled", step=3)
 @pytest.mark.parametrize(
     ("state", "status", "outcome", "verdict"),
     [
-        (JobState.RUNNING, CANCELLED, CancelledInCluster("why"), Ended(JobState.CANCELLED, "why")),
-        (JobState.RUNNING, None, CancelledInCluster("why"), Ended(JobState.CANCELLED, "why")),
+        (
+            JobState.RUNNING,
+            CANCELLED,
+            CancelledInCluster("why"),
+            JobEnded(JobState.CANCELLED, "why"),
+        ),
+        (JobState.RUNNING, None, CancelledInCluster("why"), JobEnded(JobState.CANCELLED, "why")),
         (
             JobState.RUNNING,
             Status(1, "succeeded"),
             CancelledInCluster("why"),
-            Ended(JobState.SUCCEEDED),
+            JobEnded(JobState.SUCCEEDED),
         ),
         (
             JobState.CANCELLING,
             CANCELLED,
             CancelledInCluster("why"),
-            Ended(JobState.CANCELLED, "cancelled on request"),
+            JobEnded(JobState.CANCELLED, "cancelled on request"),
         ),
-        (JobState.RUNNING, CANCELLED, Lost(True, "why"), Died("why", True)),
-        (JobState.RUNNING, None, Lost(False, "why"), Died("why", False)),
+        (JobState.RUNNING, CANCELLED, Lost(True, "why"), AttemptDied("why", True)),
+        (JobState.RUNNING, None, Lost(False, "why"), AttemptDied("why", False)),
     ],
 )
 def test_verdicts(
     state: JobState,
     status: Status | None,
     outcome: Lost | CancelledInCluster,
-    verdict: Ended | Died,
+    verdict: JobEnded | AttemptDied,
 ) -> None:
     assert verdict_of(state, 3, status, outcome) == verdict
 

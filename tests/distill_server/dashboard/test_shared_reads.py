@@ -13,7 +13,7 @@ import pytest
 from clients.runs.directory import RunDirectory
 from distill_server.dashboard import checkpoints
 from distill_server.dashboard.checkpoints import checkpoints_of
-from distill_server.dashboard.looks import Looks
+from distill_server.dashboard.shared_reads import SharedReads
 from distill_server.jobs.run_files import RunFiles
 from protos.errors import Unavailable
 from tests.distill_server.conftest import eventually
@@ -21,14 +21,14 @@ from tests.distill_server.dashboard.site import Site
 
 
 def test_many_viewers_are_one_read() -> None:
-    async def look() -> None:
-        looks, reads = Looks(RunFiles()), []
-        both = [looks.look(("a",), lambda: reads.append(1) or len(reads)) for _ in range(9)]
+    async def read_twice() -> None:
+        shared_reads, reads = SharedReads(RunFiles()), []
+        both = [shared_reads.read(("a",), lambda: reads.append(1) or len(reads)) for _ in range(9)]
         assert await asyncio.gather(*both) == [1] * 9
-        assert await looks.look(("b",), lambda: "other") == "other"
+        assert await shared_reads.read(("b",), lambda: "other") == "other"
         assert reads == [1]
 
-    asyncio.run(look())
+    asyncio.run(read_twice())
 
 
 def test_a_read_that_hangs_keeps_one_thread() -> None:
@@ -39,16 +39,16 @@ def test_a_read_that_hangs_keeps_one_thread() -> None:
         answers.wait(60)
         return 7
 
-    async def look() -> None:
-        looks = Looks(RunFiles(answer_seconds=0.05))
+    async def read_twice() -> None:
+        shared_reads = SharedReads(RunFiles(answer_seconds=0.05))
         for _ in range(3):
             with pytest.raises(Unavailable, match="has not answered"):
-                await looks.look(("a",), read)
+                await shared_reads.read(("a",), read)
         answers.set()
-        assert await looks.look(("a",), read) == 7
+        assert await shared_reads.read(("a",), read) == 7
         assert begun == [1]
 
-    asyncio.run(look())
+    asyncio.run(read_twice())
 
 
 def test_checkpoints_are_sized_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_checkpoints_are_sized_and_bounded(tmp_path: Path, monkeypatch: pytest.M
     assert found == {step: step + 3 for step in range(5, 500, 5)} | {500: 503 + link}
     run.checkpoint(505).mkdir()
     assert [one["step"] for one in checkpoints_of(run)] == [*range(505, 5, -5)]
-    monkeypatch.setattr(checkpoints, "_MOST_FILES", 1)
+    monkeypatch.setattr(checkpoints, "_MAX_FILES", 1)
     assert checkpoints_of(run)[-1]["bytes"] in (3, 10)
 
 
