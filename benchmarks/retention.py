@@ -114,8 +114,8 @@ class Site:
                 of_long += POLL
                 done += POLL
             if self._made % _JOBS_BETWEEN_LOOKS == 0:
-                await self._keeper.look()
-        await self._keeper.look()
+                await self._keeper.run_once()
+        await self._keeper.run_once()
 
     async def size(self) -> Size:
         """Measure lists, and the database after its log was written into it."""

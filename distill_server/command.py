@@ -85,30 +85,30 @@ def serve(
 
     _start_logging()
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-    with _told():
+    with _report_errors():
         if backup is not None or source is not None:
-            return _without_server(runs, database or runs / "server.sqlite", backup, source)
-        machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
+            return _run_without_server(runs, database or runs / "server.sqlite", backup, source)
+        machine = _create_machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
             run_server(
                 runs,
                 database=database,
                 keep_days=keep_days,
-                dashboard=_dashboard(dashboard, external_url, tls),
+                dashboard=_create_dashboard(dashboard, external_url, tls),
                 on_end=None if on_end is None else EndCommand(on_end),
                 metrics=(metrics_host, metrics_port),
                 endpoint=endpoint,
-                runner=_runner(ray, slurm, slurm_option or []),
-                policy=_policy(machine, most_queued, retries, backoff, give_up_after),
+                runner=_create_runner(ray, slurm, slurm_option or []),
+                policy=_create_policy(machine, most_queued, retries, backoff, give_up_after),
                 preflight=JobPreflight(trainers_are_local=ray is None and not slurm),
-                on_ready=lambda bound: _tell(endpoint.address(bound)),
+                on_ready=lambda bound: _print_address(endpoint.address(bound)),
             )
         )
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _report_errors() -> Iterator[None]:
     """Print an error of the block as one line, and exit with 2."""
     try:
         yield
@@ -117,7 +117,7 @@ def _told() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _policy(
+def _create_policy(
     machine: Machine, most_queued: int, retries: int, backoff: float, give_up_after: float
 ) -> Policy:
     from distill_server.scheduler import Policy
@@ -125,17 +125,19 @@ def _policy(
     return Policy(machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600)
 
 
-def _without_server(runs: Path, database: Path, backup: Path | None, source: Path | None) -> None:
-    """Do what --backup and --import say, in this order."""
+def _run_without_server(
+    runs: Path, database: Path, backup: Path | None, source: Path | None
+) -> None:
+    """Run --backup and --import, in this order."""
     from distill_server.retention.backup import back_up
 
     if backup is not None:
         back_up(database, backup)
     if source is not None:
-        _import(runs, database, source)
+        _import_runs(runs, database, source)
 
 
-def _import(runs: Path, database: Path, source: Path) -> None:
+def _import_runs(runs: Path, database: Path, source: Path) -> None:
     """Print a line for each run directory; exit with 1 if one was refused."""
     from distill_server.jobs.database import open_database
     from distill_server.retention.imports import import_runs
@@ -143,9 +145,11 @@ def _import(runs: Path, database: Path, source: Path) -> None:
     outcomes: Counter[str] = Counter()
     runs.mkdir(parents=True, exist_ok=True)
     with open_database(database) as connection:
-        for one in import_runs(connection, runs.resolve(), source):
-            outcomes[one.outcome] += 1
-            print(f"{one.outcome:<8} {plain(one.name)}: {plain(one.about)}", flush=True)
+        for imported in import_runs(connection, runs.resolve(), source):
+            outcomes[imported.outcome] += 1
+            print(
+                f"{imported.outcome:<8} {plain(imported.name)}: {plain(imported.about)}", flush=True
+            )
     counts = ("taken", "known", "refused")
     typer.echo(", ".join(f"{outcomes[name]} {name}" for name in counts), err=True)
     if outcomes["taken"]:
@@ -159,11 +163,11 @@ def _start_logging() -> None:
     logging.getLogger("protos.rpc.metrics_page").setLevel(logging.INFO)  # tells its address
 
 
-def _tell(address: str) -> None:
+def _print_address(address: str) -> None:
     print(f"server listening on {address}", flush=True)
 
 
-def _machine(
+def _create_machine(
     slots: int, gpus: int | None, cpus: int, threads_per_job: int, ray: str | None, slurm: bool
 ) -> Machine:
     from distill_server.runners.machine import (
@@ -174,19 +178,19 @@ def _machine(
     )
 
     on_cluster = slurm or ray is not None
-    here = 0 if on_cluster else (os.cpu_count() or 1) // 2
-    names = gpus_of_cluster if on_cluster else visible_gpus
+    default_cpus = 0 if on_cluster else (os.cpu_count() or 1) // 2
+    name_gpus = gpus_of_cluster if on_cluster else visible_gpus
     return Machine(
         slots=slots,
-        cpus_per_job=threads_per_job or max(1, (cpus or here) // slots),
+        cpus_per_job=threads_per_job or max(1, (cpus or default_cpus) // slots),
         cpus=cpus or (UNCOUNTED if on_cluster else 0),
-        gpus=None if gpus is None else names(gpus),
+        gpus=None if gpus is None else name_gpus(gpus),
         has_teachers=not on_cluster,
         places_engines=not slurm,
     )
 
 
-def _runner(ray: str | None, slurm: bool, slurm_options: list[str]) -> Runner:
+def _create_runner(ray: str | None, slurm: bool, slurm_options: list[str]) -> Runner:
     if slurm and ray is not None:
         raise InvalidInput("cannot be given with --ray", field="--slurm", hint="leave one out")
     if slurm_options and not slurm:
@@ -197,8 +201,8 @@ def _runner(ray: str | None, slurm: bool, slurm_options: list[str]) -> Runner:
         from distill_server.runners.slurm.runner import PAUSE_SECONDS, SlurmRunner
         from distill_server.runners.slurm.script import check_options
 
-        chosen = check_options(slurm_options)
-        return SlurmRunner(Cluster(SlurmJobs(), "Slurm", PAUSE_SECONDS), chosen)
+        options = check_options(slurm_options)
+        return SlurmRunner(Cluster(SlurmJobs(), "Slurm", PAUSE_SECONDS), options)
     if ray is None:
         from distill_server.runners.local.runner import LocalRunner
 
@@ -211,7 +215,7 @@ def _runner(ray: str | None, slurm: bool, slurm_options: list[str]) -> Runner:
     return RayRunner(RayCluster(RayJobs(ray)))
 
 
-def _dashboard(port: int | None, external_url: str, tls: TlsFiles) -> Dashboard | None:
+def _create_dashboard(port: int | None, external_url: str, tls: TlsFiles) -> Dashboard | None:
     if port is None:
         if external_url:
             raise InvalidInput(

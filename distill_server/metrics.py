@@ -22,7 +22,7 @@ from clients.jobs.job import TERMINAL, JobState
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.runners.machine import Machine
-from distill_server.teachers.started import STATES, Teacher
+from distill_server.teachers.started import STATES, TeacherProcess
 
 _PREFIX = "distill_server_"
 
@@ -34,80 +34,80 @@ class ServerMetrics(Collector):
         self,
         store: JobStore,
         machine: Machine,
-        teachers: Iterable[Teacher],
+        teachers: Iterable[TeacherProcess],
         runs: Path,
         files: RunFiles,
     ) -> None:
-        """`teachers`: those that the server runs."""
+        """`teachers` are those that the server runs."""
         self._store = store
         self._slots = machine.slots
         self._teachers = teachers
-        self._disk = _Disk(runs, files)
+        self._disk = _DiskSpace(runs, files)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
+        """Yield the current metrics."""
         store, tally = self._store, self._store.tally
         counts = {state.value: count for state, count in store.count_by_state().items()}
-        yield _by_state("jobs", "Jobs by state.", counts)
-        ended = CounterMetricFamily(
+        yield _make_gauge_by_state("jobs", "Jobs by state.", counts)
+        ended_jobs = CounterMetricFamily(
             _PREFIX + "ended_jobs", "Ends of jobs since the start.", labels=["state"]
         )
         for state in sorted(TERMINAL):
-            ended.add_metric([state], tally.ends[state])
-        yield ended
+            ended_jobs.add_metric([state], tally.ends[state])
+        yield ended_jobs
         yield CounterMetricFamily(
             _PREFIX + "attempts", "Attempts of all jobs since the start.", tally.attempts
         )
         yield CounterMetricFamily(
             _PREFIX + "retries", "Those that were started because a trainer died.", tally.retries
         )
-        yield _gauge("slots", "Jobs that can run at once.", self._slots)
-        yield _gauge(
+        yield _make_gauge("slots", "Jobs that can run at once.", self._slots)
+        yield _make_gauge(
             "queue_seconds",
             "Seconds since the next job in the queue was queued; 0 if the queue is empty.",
             store.oldest_wait(),
         )
-        yield _gauge(
+        yield _make_gauge(
             "waiting_jobs",
             "Queued jobs that wait for a teacher or another service that is away.",
             len(store.waiting_jobs()),
         )
-        yield _gauge(
+        yield _make_gauge(
             "silent_seconds",
             "Longest time without an event of a running job; 0 if none runs.",
             _longest_silence(store),
         )
-        running = Counter(teacher.state for teacher in self._teachers)
-        yield _by_state(
+        teachers_by_state = Counter(teacher.state for teacher in self._teachers)
+        yield _make_gauge_by_state(
             "teachers",
             "Teachers that the server runs, by state.",
-            {state: running[state] for state in STATES},
+            {state: teachers_by_state[state] for state in STATES},
         )
         yield from self._disk.collect()
 
 
-class _Disk:
-    """Free and whole space of the file system of the run directories.
+class _DiskSpace:
+    """Free and total space of the file system of the run directories.
 
-    It is read in a thread for the next scrape: a network file system may not answer. Then there
-    are no samples.
+    It is read in a thread for the next scrape, because a network file system may not answer; in
+    that case there are no samples.
     """
 
     def __init__(self, runs: Path, files: RunFiles) -> None:
-        self._read = partial(shutil.disk_usage, runs)
+        self._read_usage = partial(shutil.disk_usage, runs)
         self._files = files
-        self._future: asyncio.Future[Any] = files.start(self._read)
+        self._future: asyncio.Future[Any] = files.start(self._read_usage)
 
     def collect(self) -> Iterator[Metric]:
         if not self._future.done():
             return
         if self._future.exception() is None:
             usage = self._future.result()
-            yield _gauge(
+            yield _make_gauge(
                 "disk_free_bytes", "Free space for run directories, last scrape.", usage.free
             )
-            yield _gauge("disk_bytes", "Size of the file system of --runs.", usage.total)
-        self._future = self._files.start(self._read)
+            yield _make_gauge("disk_bytes", "Size of the file system of --runs.", usage.total)
+        self._future = self._files.start(self._read_usage)
 
 
 def _longest_silence(store: JobStore) -> float:
@@ -116,16 +116,16 @@ def _longest_silence(store: JobStore) -> float:
         for job in store.in_state(JobState.RUNNING)
         for event in store.events(job.id, job.last_seq - 1, 1)
     )
-    now = store.now()
-    return max(0.0, now - min(times, default=now))
+    current_time = store.now()
+    return max(0.0, current_time - min(times, default=current_time))
 
 
-def _gauge(name: str, meaning: str, value: float) -> Metric:
-    return GaugeMetricFamily(_PREFIX + name, meaning, value)
+def _make_gauge(name: str, meaning: str, reading: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, meaning, reading)
 
 
-def _by_state(name: str, meaning: str, values: dict[str, int]) -> Metric:
-    found = GaugeMetricFamily(_PREFIX + name, meaning, labels=["state"])
-    for state, value in values.items():
-        found.add_metric([state], value)
-    return found
+def _make_gauge_by_state(name: str, meaning: str, counts: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(_PREFIX + name, meaning, labels=["state"])
+    for state, count in counts.items():
+        family.add_metric([state], count)
+    return family

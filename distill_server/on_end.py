@@ -22,15 +22,15 @@ from protos.errors import InvalidInput
 log = logging.getLogger(__name__)
 
 _LIMIT_SECONDS = 30.0
-_MOST_WAITING = 1000
+_MAX_WAITING = 1000
 
 
 class EndCommand:
     """The command of `--on-end`, which gets the record of a job as JSON on its standard input.
 
     It runs in a thread, for one job at a time, at most `seconds`; its output goes to the server's
-    log. No shell reads it, and no text of a client is among its arguments. Ends that a killed
-    server had not told are not told later.
+    log. It runs without a shell, and no text of a client is among its arguments. Jobs for which a
+    killed server had not run it are not reported later.
     """
 
     def __init__(self, command: str, seconds: float = _LIMIT_SECONDS) -> None:
@@ -38,50 +38,50 @@ class EndCommand:
         try:
             self._words = shlex.split(command)
         except ValueError as error:
-            raise _unusable(command, str(error).lower()) from error
+            raise _make_unusable(command, str(error).lower()) from error
         if not self._words or shutil.which(self._words[0]) is None:
-            raise _unusable(command, "there is no such program")
+            raise _make_unusable(command, "there is no such program")
         self._seconds = seconds
-        self._ended: queue.Queue[Job] = queue.Queue(_MOST_WAITING)
-        self._running: subprocess.Popen[bytes] | None = None
-        threading.Thread(target=self._work, name="on-end", daemon=True).start()
+        self._ended_jobs: queue.Queue[Job] = queue.Queue(_MAX_WAITING)
+        self._process: subprocess.Popen[bytes] | None = None
+        threading.Thread(target=self._run_commands, name="on-end", daemon=True).start()
         atexit.register(self._close)
 
-    def changed(self, job: Job) -> None:
+    def on_job_change(self, job: Job) -> None:
         """Run the command for a job that has just changed, if it has ended. Returns at once."""
         if job.state not in TERMINAL:
             return
         try:
-            self._ended.put_nowait(job)
+            self._ended_jobs.put_nowait(job)
         except queue.Full:
-            log.warning("--on-end: not run for job %s, %d others wait", job.id, _MOST_WAITING)
+            log.warning("--on-end: not run for job %s, %d others wait", job.id, _MAX_WAITING)
 
     def _close(self) -> None:
-        """End the command that runs as the server ends, and log the ends that it does not tell."""
+        """Kill the running command at the server's end, and log the jobs that are not reported."""
         with contextlib.suppress(queue.Empty):
             while True:
-                log.warning("--on-end: not run for job %s", self._ended.get_nowait().id)
-        process = self._running
+                log.warning("--on-end: not run for job %s", self._ended_jobs.get_nowait().id)
+        process = self._process
         if process is not None and process.poll() is None:
             log.warning("--on-end: the command is killed, because the server ends")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _work(self) -> None:
+    def _run_commands(self) -> None:
         while True:
-            job = self._ended.get()
+            job = self._ended_jobs.get()
             try:
-                self._run(job)
+                self._run_command(job)
             except Exception as error:
                 log.warning("--on-end: job %s: the command cannot run: %s", job.id, error)
 
-    def _run(self, job: Job) -> None:
+    def _run_command(self, job: Job) -> None:
         record = asdict(job)
         del record["config_json"], record["checkpoints"]
         process = subprocess.Popen(
             self._words, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True
         )
-        self._running = process
+        self._process = process
         try:
             process.communicate(json.dumps(record).encode() + b"\n", self._seconds)
         except subprocess.TimeoutExpired:
@@ -90,14 +90,14 @@ class EndCommand:
             log.warning("--on-end: job %s: killed after %g s", job.id, self._seconds)
             return
         finally:
-            self._running = None
+            self._process = None
         if process.returncode:
             log.warning("--on-end: job %s: exit code %d", job.id, process.returncode)
 
 
-def _unusable(command: str, why: str) -> InvalidInput:
+def _make_unusable(command: str, reason: str) -> InvalidInput:
     return InvalidInput(
-        f"cannot run {command!r}: {why}",
+        f"cannot run {command!r}: {reason}",
         field="--on-end",
         hint="give a program and its arguments, such as '/usr/local/bin/tell-people'",
     )

@@ -2,7 +2,7 @@
 
 The scheduler keeps no state that a restarted server needs: jobs are in the store, and the state of
 attempts is in the run directories. SQLite is read on the event loop (well under a millisecond), the
-run directories in threads: one that does not answer holds up its own job only.
+run directories in threads: a directory that does not answer delays only its own job.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from distill_server.people.quotas import Quotas
 from distill_server.pipelines.linking import with_paths
 from distill_server.policy import Policy as Policy
 from distill_server.runners.interface import Runner, Running
-from distill_server.start_order import Due, StartOrder
+from distill_server.start_order import DueJob, StartOrder
 from distill_server.teachers.needs import TeacherNeeds
 from distill_server.teachers.started import StartedTeachers
 from protos.errors import DistillError, Unavailable
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 # The pause after an error, before a job is polled again.
 _TROUBLE_SECONDS = 5.0
-# At the end of the server, for reads and starts that have begun.
+# The time limit at the end of the server for reads and starts that have begun.
 _LAST_SECONDS = 3.0
 
 _T = TypeVar("_T")
@@ -63,7 +63,7 @@ class Scheduler:
         preflight: Preflight = accept_all,
         files: RunFiles | None = None,
     ) -> None:
-        """`preflight` says when a job that waits for a teacher can start."""
+        """`preflight` checks whether a job that waits for a teacher can start."""
         self._store = store
         self._runs = runs
         self._runner = runner
@@ -83,16 +83,16 @@ class Scheduler:
         needs = TeacherNeeds(store, runs, self.teachers, self._files, self.wake)
         self.order = StartOrder(
             *(store, policy.machine, self.waits, needs),
-            *(self._is_left_alone, self._boundary, quotas),
+            *(self._is_resting, self._contain_errors, quotas),
         )
         # By job: one task at a time reads or writes its run directory.
-        self._work: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         # Jobs whose run directories do not answer.
-        self._silent: set[str] = set()
+        self._silent_jobs: set[str] = set()
         self._tails: dict[tuple[str, int], MetricsTail] = {}
         # The monotonic time until which an attempt waits for its retry. Not stored: a restarted
         # server retries at once.
-        self._resting: dict[tuple[str, int], float] = {}
+        self._rest_until: dict[tuple[str, int], float] = {}
         # The monotonic time at which a cancelled attempt is killed.
         self._kill_at: dict[tuple[str, int, str], float] = {}
 
@@ -106,7 +106,7 @@ class Scheduler:
             while True:
                 self._awake.clear()
                 try:
-                    pause = self._policy.look_every if await self.look() else None
+                    pause = self._policy.poll_every if await self.run_once() else None
                 except Exception:
                     log.exception("cannot poll the jobs; retrying in %g s", _TROUBLE_SECONDS)
                     pause = _TROUBLE_SECONDS
@@ -114,59 +114,59 @@ class Scheduler:
                     async with asyncio.timeout(pause):
                         await self._awake.wait()
         finally:
-            await self._close()
+            await self._end_tasks()
 
-    async def look(self) -> bool:
+    async def run_once(self) -> bool:
         """Poll all active jobs and start queued ones; return False if there is no job to poll."""
         active = self._store.in_state(*ACTIVE)
         for job in active:
-            if job.id not in self._work and not self.rest(job):
-                self._do(job, self._follow(job))
-        await self._done()
-        await self.teachers.look(self._store.users_of_teachers())
-        self.waits.look()
-        self._settle_dependents()
-        queue = self._start_queued()
-        await self._done()
-        return queue or bool(active) or len(self.teachers) > 0
+            if job.id not in self._tasks and not self.rest_seconds(job):
+                self._run_task(job, self._follow_job(job))
+        await self._wait_for_tasks()
+        await self.teachers.poll_all(self._store.users_of_teachers())
+        self.waits.start_due_tries()
+        self._update_dependents()
+        has_queue = self._start_queued()
+        await self._wait_for_tasks()
+        return has_queue or bool(active) or len(self.teachers) > 0
 
-    def _do(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
-        async def guarded() -> None:
+    def _run_task(self, job: Job, coroutine: Coroutine[Any, Any, None]) -> None:
+        async def run_guarded() -> None:
             try:
-                with self._boundary(job):
-                    await work
+                with self._contain_errors(job):
+                    await coroutine
             finally:
-                del self._work[job.id]
+                del self._tasks[job.id]
 
-        self._work[job.id] = asyncio.create_task(guarded())
+        self._tasks[job.id] = asyncio.create_task(run_guarded())
 
-    async def _done(self) -> None:
-        """Wait for the work on all jobs, for a short time, as it goes on by itself."""
-        tasks = [task for job_id, task in self._work.items() if job_id not in self._silent]
+    async def _wait_for_tasks(self) -> None:
+        """Wait a short time for the tasks of all jobs; they continue in the background."""
+        tasks = [task for job_id, task in self._tasks.items() if job_id not in self._silent_jobs]
         if tasks:
-            await asyncio.wait(tasks, timeout=self._policy.look_every)
+            await asyncio.wait(tasks, timeout=self._policy.poll_every)
 
-    async def _close(self) -> None:
+    async def _end_tasks(self) -> None:
         self.waits.close()
         await self.teachers.close()
-        await self._done()
-        tasks = list(self._work.values())
-        if set(self._work) - self._silent:
+        await self._wait_for_tasks()
+        tasks = list(self._tasks.values())
+        if set(self._tasks) - self._silent_jobs:
             await asyncio.wait(tasks, timeout=_LAST_SECONDS)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, job: Job, call: Callable[[], _T]) -> _T:
+    async def _call_files(self, job: Job, call: Callable[[], _T]) -> _T:
         """Return the result of a call that reads or writes the run directory of a job.
 
-        After a few seconds without a result the job's phase says so. The call is never repeated
-        before it has returned, so that a job keeps one thread at most.
+        After a few seconds without a result, the job's phase is set to say so. The call is never
+        repeated before it has returned, so that a job blocks at most one thread.
         """
         future = self._files.start(call)
         await asyncio.wait({future}, timeout=self._files.answer_seconds)
         if not future.done():
-            self._silent.add(job.id)
+            self._silent_jobs.add(job.id)
             try:
                 phase = f"WAITING run directory: no answer since {format_clock(self._store.now())}"
                 log.warning("job %s: %s", job.id, phase)
@@ -174,83 +174,83 @@ class Scheduler:
                     self._store.change(job.id, Change(phase=phase))
                 await asyncio.wait({future})
             finally:
-                self._silent.discard(job.id)
+                self._silent_jobs.discard(job.id)
         return future.result()
 
-    def _settle_dependents(self) -> None:
-        """Say what jobs wait for that come after others; cancel those that cannot start."""
-        if not self._store.dependencies.changed:
+    def _update_dependents(self) -> None:
+        """Update the phases of jobs that depend on others; cancel those that cannot start."""
+        if not self._store.dependencies.is_changed:
             return
-        stale_jobs = self._store.dependencies.stale()
-        for stale in stale_jobs:
-            change = Change(phase=stale.phase)
-            if stale.reason:
-                change = Change(JobState.CANCELLED, reason=stale.reason, phase="")
-            self._store.change(stale.job_id, change)
-        # One that was cancelled may have others behind it.
-        self._store.dependencies.changed = any(stale.reason for stale in stale_jobs)
+        stale_jobs = self._store.dependencies.find_stale_jobs()
+        for stale_job in stale_jobs:
+            change = Change(phase=stale_job.phase)
+            if stale_job.reason:
+                change = Change(JobState.CANCELLED, reason=stale_job.reason, phase="")
+            self._store.change(stale_job.job_id, change)
+        # Other jobs may depend on a cancelled one.
+        self._store.dependencies.is_changed = any(stale_job.reason for stale_job in stale_jobs)
 
     def _start_queued(self) -> bool:
-        """Start the jobs whose turn it is; return False if the queue was empty."""
-        queued = self._store.queue_length() > 0
-        for due in self.order.due():
-            with self._boundary(due.job):
-                self._start(due)
-        return queued
+        """Start the jobs that are due; return False if the queue was empty."""
+        has_queue = self._store.queue_length() > 0
+        for due in self.order.due_jobs():
+            with self._contain_errors(due.job):
+                self._start_job(due)
+        return has_queue
 
-    def rest(self, job: Job) -> float:
-        """Return for how many seconds a job is left alone after a failure; 0 if it is not."""
-        return max(0.0, self._resting.get((job.id, job.attempt), 0.0) - time.monotonic())
+    def rest_seconds(self, job: Job) -> float:
+        """Return for how many seconds a job still rests after a failure; 0 if it does not."""
+        return max(0.0, self._rest_until.get((job.id, job.attempt), 0.0) - time.monotonic())
 
-    def _is_left_alone(self, job: Job) -> bool:
-        return bool(self.rest(job)) or job.id in self._work
+    def _is_resting(self, job: Job) -> bool:
+        return bool(self.rest_seconds(job)) or job.id in self._tasks
 
     @contextlib.contextmanager
-    def _boundary(self, job: Job) -> Iterator[None]:
+    def _contain_errors(self, job: Job) -> Iterator[None]:
         """Log the errors of one job, so that a defect or a full disk does not stop the others.
 
-        The metrics that were read and not stored are read again.
+        Metrics that were read but not stored are read again.
         """
         try:
             yield
         except Exception:
             log.exception("job %s: cannot poll it; retrying in %g s", job.id, _TROUBLE_SECONDS)
-            self._resting[job.id, job.attempt] = time.monotonic() + _TROUBLE_SECONDS
+            self._rest_until[job.id, job.attempt] = time.monotonic() + _TROUBLE_SECONDS
             self._tails.pop((job.id, job.attempt), None)
 
-    def _start(self, due: Due) -> None:
+    def _start_job(self, due: DueJob) -> None:
         # Write the record before starting the process. A server that dies between the two leaves a
         # job that never started, and the next server queues it again. In the other order, the next
         # server would start the job a second time.
         change = Change(JobState.PREPARING, reason="", phase="starting the trainer")
         job = self._store.begin_attempt(due.job, due.share, change, due.teacher)
         failpoint("start-stored")
-        self._do(job, self._launch(job, self._store.attempt(job), due))
+        self._run_task(job, self._launch_attempt(job, self._store.attempt(job), due))
 
-    async def _launch(self, job: Job, attempt: Attempt, due: Due) -> None:
+    async def _launch_attempt(self, job: Job, attempt: Attempt, due: DueJob) -> None:
         try:
             config = parse_config(job.config_json)
-            before = {output.job: self._store.job(output.job) for output in outputs_in(config)}
-            launch = partial(self._launch_now, job, attempt, due, config, before)
-            await self._answer(job, launch)
+            jobs_read = {output.job: self._store.job(output.job) for output in outputs_in(config)}
+            start_attempt = partial(self._launch_blocking, job, attempt, due, config, jobs_read)
+            await self._call_files(job, start_attempt)
         except (OSError, ValueError) as error:
             # A full disk, no free processes, or a configuration written by an older version. Only
             # `strerror`: users should not see the server's paths.
-            why = (isinstance(error, OSError) and error.strerror) or error
-            self._died(
-                job, AttemptDied(f"the trainer could not be started: {why}", blameless=False)
+            cause = (isinstance(error, OSError) and error.strerror) or error
+            self._requeue_after_crash(
+                job, AttemptDied(f"the trainer could not be started: {cause}", blameless=False)
             )
-        except DistillError as error:  # the output of another job is not there any more
-            self._end(job, JobEnded(JobState.FAILED, str(error)), job.step)
+        except DistillError as error:  # the output of another job does not exist any more
+            self._end_job(job, JobEnded(JobState.FAILED, str(error)), job.step)
 
-    def _launch_now(
-        self, job: Job, attempt: Attempt, due: Due, config: AnyJob, before: Mapping[str, Job]
+    def _launch_blocking(
+        self, job: Job, attempt: Attempt, due: DueJob, config: AnyJob, jobs_read: Mapping[str, Job]
     ) -> None:
         """Write the files of an attempt and start it; blocking."""
-        run = self._run(job)
-        config = with_paths(config, self._runs, before)
+        run = self._run_directory(job)
+        config = with_paths(config, self._runs, jobs_read)
         if attempt.number == 1:
-            # The directory is not made durably, so a power cut may have removed it.
+            # The directory was not created durably, so a power cut may have removed it.
             run.path.mkdir(mode=0o700, exist_ok=True)
         run.write_control(Control())
         replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
@@ -266,108 +266,113 @@ class Scheduler:
         )
         failpoint("trainer-started")
 
-    async def _follow(self, job: Job) -> None:
-        run = self._run(job)
-        cancelling = job.state is JobState.CANCELLING
-        look = partial(
-            observe, self._runner, run, job.attempt, self._tail(job, run), cancelling=cancelling
+    async def _follow_job(self, job: Job) -> None:
+        run = self._run_directory(job)
+        is_cancelling = job.state is JobState.CANCELLING
+        poll = partial(
+            observe,
+            self._runner,
+            run,
+            job.attempt,
+            self._metrics_tail(job, run),
+            cancelling=is_cancelling,
         )
-        seen = await self._answer(job, look)
-        job = self._store.job(job.id)  # somebody may have cancelled it meanwhile
-        waits = seen.outcome.phase if isinstance(seen.outcome, Running) else ""
-        changes = progress_changes(job, seen.status, seen.points, waits)
+        observation = await self._call_files(job, poll)
+        job = self._store.job(job.id)  # a user may have cancelled it meanwhile
+        runner_phase = observation.outcome.phase if isinstance(observation.outcome, Running) else ""
+        changes = progress_changes(job, observation.status, observation.points, runner_phase)
         if changes:
             job = self._store.change(job.id, *changes)
             failpoint("progress-stored")
-        if isinstance(seen.outcome, Running):
-            if cancelling:
-                await self._press(job, run, seen.stop)
+        if isinstance(observation.outcome, Running):
+            if is_cancelling:
+                await self._kill_after_grace(job, run, observation.stop)
             return
-        step = self._reached(job, seen.status)
-        match verdict_of(job.state, step, seen.status, seen.outcome):
-            case JobEnded() as ended:
-                self._end(job, ended, step)
-            case AttemptDied() as died:
-                self._died(job, died, seen.log_end)
-        self._forget(job)
+        step = self._newest_step(job, observation.status)
+        match verdict_of(job.state, step, observation.status, observation.outcome):
+            case JobEnded() as verdict:
+                self._end_job(job, verdict, step)
+            case AttemptDied() as verdict:
+                self._requeue_after_crash(job, verdict, observation.log_end)
+        self._forget_attempt(job)
 
-    def _reached(self, job: Job, status: Status | None) -> int:
+    def _newest_step(self, job: Job, status: Status | None) -> int:
         """Return the newest step of this attempt, or the job's step if the attempt made none."""
-        told = status.step if status is not None else 0
-        return max(told, self._store.attempt(job).seen_step) if told else job.step
+        reported_step = status.step if status is not None else 0
+        return max(reported_step, self._store.attempt(job).seen_step) if reported_step else job.step
 
-    def _tail(self, job: Job, run: RunDirectory) -> MetricsTail:
+    def _metrics_tail(self, job: Job, run: RunDirectory) -> MetricsTail:
         key = (job.id, job.attempt)
         if key not in self._tails:
-            seen = self._store.attempt(job).seen_step
-            self._tails[key] = MetricsTail(run.metrics, attempt=job.attempt, seen_step=seen)
+            seen_step = self._store.attempt(job).seen_step
+            self._tails[key] = MetricsTail(run.metrics, attempt=job.attempt, seen_step=seen_step)
         return self._tails[key]
 
-    async def _press(self, job: Job, run: RunDirectory, stop: str) -> None:
+    async def _kill_after_grace(self, job: Job, run: RunDirectory, stop: str) -> None:
         """Kill the trainer of a cancelled job once its grace period is over."""
         grace = self._policy.cancel_now_grace if stop == "now" else self._policy.cancel_grace
         kill_at = self._kill_at.setdefault((job.id, job.attempt, stop), time.monotonic() + grace)
         if time.monotonic() >= kill_at:
-            end = partial(self._runner.stop, run, job.attempt, now=stop == "now")
-            await self._answer(job, end)
+            stop_trainer = partial(self._runner.stop, run, job.attempt, now=stop == "now")
+            await self._call_files(job, stop_trainer)
 
-    def _end(self, job: Job, ended: JobEnded, step: int) -> None:
+    def _end_job(self, job: Job, verdict: JobEnded, step: int) -> None:
         """Record the end of a job, with the states that a fast trainer passed between two polls."""
         changes = []
-        if job.state is JobState.PREPARING and ended.state is JobState.SUCCEEDED:
+        if job.state is JobState.PREPARING and verdict.state is JobState.SUCCEEDED:
             changes.append(Change(JobState.RUNNING))
-        if job.state is not JobState.CANCELLING and ended.state is JobState.CANCELLED:
+        if job.state is not JobState.CANCELLING and verdict.state is JobState.CANCELLED:
             changes.append(Change(JobState.CANCELLING))
-        changes.append(Change(ended.state, reason=ended.reason, phase="", step=step))
+        changes.append(Change(verdict.state, reason=verdict.reason, phase="", step=step))
         failpoint("end-seen")
         self._store.change(job.id, *changes)
         self.waits.end(job)
         failpoint("end-stored")
 
-    def _died(self, job: Job, died: AttemptDied, log_end: str = "") -> None:
-        """Queue the job again, or fail it if no retries are left or it waited for too long."""
+    def _requeue_after_crash(self, job: Job, verdict: AttemptDied, log_end: str = "") -> None:
+        """Queue the job again, or fail it if it has no more retries or waited for too long."""
         job = self._store.job(job.id)
         if job.state is JobState.CANCELLING:
-            reason = f"cancelled; {died.reason}"
+            reason = f"cancelled; {verdict.reason}"
             self._store.change(job.id, Change(JobState.CANCELLED, reason=reason, phase=""))
             return
-        attempt, progressed = self._store.attempt(job), self._store.has_progressed(job)
-        retries = (0 if progressed else attempt.retries) + (not died.blameless)
-        since = (not progressed and attempt.waiting_since) or self._store.now()
+        attempt, has_progressed = self._store.attempt(job), self._store.has_progressed(job)
+        retries = (0 if has_progressed else attempt.retries) + (not verdict.blameless)
+        since = (not has_progressed and attempt.waiting_since) or self._store.now()
         reason = ""
-        if died.blameless and self.waits.must_give_up(since):
-            reason = format_given_up(died.reason, since)
+        if verdict.blameless and self.waits.must_give_up(since):
+            reason = format_given_up(verdict.reason, since)
         elif retries > self._policy.retries:
-            reason = died.reason + (f"; its log ends with:\n{log_end}" if log_end else "")
+            reason = verdict.reason + (f"; its log ends with:\n{log_end}" if log_end else "")
         if reason:
             self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
             self.waits.end(job)
             return
         # If the attempt made steps, the retry resumes from the newest checkpoint, not from the step
-        # that the user asked for.
-        again = Attempt(
+        # that the user requested.
+        next_attempt = Attempt(
             job.attempt + 1,
             retries,
             attempt.from_step if attempt.seen_step < 0 else None,
-            waiting_since=since if died.blameless else 0.0,
-            waits_for=died.waits_for,
+            waiting_since=since if verdict.blameless else 0.0,
+            waits_for=verdict.waits_for,
         )
-        if died.waits_for:
-            phase = self.waits.begin(job, again, progressed=progressed)
+        if verdict.waits_for:
+            phase = self.waits.begin(job, next_attempt, progressed=has_progressed)
         else:
             self.waits.end(job)
-            doubled = self._policy.backoff * 2 ** min(30, max(0, retries - 1))
-            pause = min(self._policy.longest_backoff, doubled)
+            backoff = self._policy.backoff * 2 ** min(30, max(0, retries - 1))
+            pause = min(self._policy.longest_backoff, backoff)
             phase = f"retrying in {pause:g} s"
-            self._resting[job.id, again.number] = time.monotonic() + pause
-        change = Change(JobState.QUEUED, reason=died.reason, phase=phase)
-        self._store.queue_again(job.id, again, change, at_end=False)
+            self._rest_until[job.id, next_attempt.number] = time.monotonic() + pause
+        change = Change(JobState.QUEUED, reason=verdict.reason, phase=phase)
+        self._store.queue_again(job.id, next_attempt, change, at_end=False)
         failpoint("retry-stored")
 
-    def _forget(self, job: Job) -> None:
+    def _forget_attempt(self, job: Job) -> None:
         self._tails.pop((job.id, job.attempt), None)
         for stop in ("", "checkpoint", "now"):
             self._kill_at.pop((job.id, job.attempt, stop), None)
 
-    def _run(self, job: Job) -> RunDirectory:
+    def _run_directory(self, job: Job) -> RunDirectory:
         return RunDirectory(self._runs / job.id)

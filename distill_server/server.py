@@ -30,8 +30,8 @@ from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
 from distill_server.scheduler import Policy, Scheduler
-from distill_server.teachers.kept import KeptTeachers
-from distill_server.uploads import Uploads, collect_now, uploads_named_in
+from distill_server.teachers.persistent import PersistentTeachers
+from distill_server.uploads import Uploads, collect_garbage, named_uploads
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
 from protos.rpc.metrics_page import MetricsPage, metrics_page
@@ -64,15 +64,15 @@ async def run_server(
 
     Trainers keep running, and the next server on the same directory follows them. `on_ready` is
     called with the port once the server listens. `metrics` is the (host, port) of the
-    metrics page, `database` defaults to server.sqlite in `runs`. `on_end` is told of ended jobs.
-    Jobs are removed `keep_days` after their end; None keeps them.
+    metrics page, `database` defaults to server.sqlite in `runs`. `on_end` is called for ended jobs.
+    Jobs are removed `keep_days` after their end; None: never.
     Raises WrongState if another server uses the database, InvalidInput if the port is taken or
     `runs` cannot be a directory.
     """
     require_counted_gpus(endpoint.tokens.quotas, policy.machine.gpus is not None)
-    runs, notifier = _directory(runs), ChangeNotifier()
+    runs, notifier = _create_directory(runs), ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
-        store = JobStore(connection, lambda job_id: _changed(job_id, store, notifier, on_end))
+        store = JobStore(connection, lambda job_id: _on_job_change(job_id, store, notifier, on_end))
         files, tokens = RunFiles(), endpoint.tokens
         audit = Audit((database or runs / "server.sqlite").with_name(AUDIT_FILE))
         quotas = Quotas(connection, store, tokens.quotas)
@@ -82,43 +82,53 @@ async def run_server(
             partial(runner.stop, now=False),
         )
         streams, uploads = Streams(store, runs, notifier, files), Uploads(runs)
-        kept = KeptTeachers(scheduler.teachers, policy.machine, files, scheduler.order.held_shares)
+        persistent_teachers = PersistentTeachers(
+            scheduler.teachers, policy.machine, files, scheduler.order.held_shares
+        )
         removals = Removals(connection, store, runs, files, notifier.notify)
         service = DistillService(
             *(store, runs, control, streams, removals, files),
-            *(scheduler.teachers, uploads, kept, audit, tokens),
+            *(scheduler.teachers, uploads, persistent_teachers, audit, tokens),
         )
-        page = _page(ServerMetrics(store, policy.machine, scheduler.teachers, runs, files))
-        pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
-        pages = contextlib.nullcontext(lambda bound: None)
+        page = _create_metrics_page(
+            ServerMetrics(store, policy.machine, scheduler.teachers, runs, files)
+        )
+        dashboard_context: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
+        dashboard_context = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:
-            pages = dashboard.serving(
+            dashboard_context = dashboard.serving(
                 *(endpoint, runs, store, notifier, control, streams, scheduler, policy.machine),
                 *(page.registry, audit),
             )
-        async with pages as announce:
-            ready = partial(_both, on_ready, announce)
-            garbage = partial(_collect_garbage, uploads, connection, files)
-            work = (scheduler.run, Keeper(removals, keep_days, store.now, audit).run, garbage)
+        async with dashboard_context as announce:
+            ready = partial(_call_both, on_ready, announce)
+            collect_uploads = partial(_collect_garbage, uploads, connection, files)
+            tasks = (
+                scheduler.run,
+                Keeper(removals, keep_days, store.now, audit).run,
+                collect_uploads,
+            )
             with metrics_page(page, metrics):
-                await _serve_and_work(service, work, endpoint, page, ready, notifier.close)
+                await _serve_and_work(service, tasks, endpoint, page, ready, notifier.close)
 
 
-def _both(first: Callable[[int], None], second: Callable[[int], None], port: int) -> None:
-    first(port)
-    second(port)
+def _call_both(
+    first_callback: Callable[[int], None], second_callback: Callable[[int], None], port: int
+) -> None:
+    first_callback(port)
+    second_callback(port)
 
 
-def _changed(
+def _on_job_change(
     job_id: str, store: JobStore, notifier: ChangeNotifier, on_end: EndCommand | None
 ) -> None:
-    """Tell watchers, and the command of ended jobs, that a job has changed."""
+    """Notify watchers, and the command for ended jobs, that a job has changed."""
     notifier.notify(job_id)
     if on_end is not None and store.has(job_id):
-        on_end.changed(store.job(job_id))
+        on_end.on_job_change(store.job(job_id))
 
 
-def _page(metrics: ServerMetrics) -> MetricsPage:
+def _create_metrics_page(metrics: ServerMetrics) -> MetricsPage:
     registry = CollectorRegistry()
     registry.register(metrics)
     return MetricsPage(registry)
@@ -130,7 +140,7 @@ async def _collect_garbage(
     """Remove, every hour, the uploads that no job names."""
     while True:
         try:
-            await files.start(partial(collect_now, uploads, uploads_named_in(connection)))
+            await files.start(partial(collect_garbage, uploads, named_uploads(connection)))
         except Exception:
             log.exception("cannot remove unused uploads; retrying in %g s", _COLLECT_SECONDS)
         await asyncio.sleep(_COLLECT_SECONDS)
@@ -138,13 +148,13 @@ async def _collect_garbage(
 
 async def _serve_and_work(
     service: DistillService,
-    work: Sequence[Callable[[], Coroutine[None, None, None]]],
+    coroutine_functions: Sequence[Callable[[], Coroutine[None, None, None]]],
     endpoint: ServerEndpoint,
     page: MetricsPage,
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; `work` runs as long as the port is bound."""
+    """Serve until SIGTERM or SIGINT; run `coroutine_functions` as long as the port is bound."""
     page.follow(asyncio.get_running_loop())
     tasks: list[asyncio.Task[None]] = []
 
@@ -152,24 +162,27 @@ async def _serve_and_work(
         add_DistillServicer_to_server(service, server)
         return SERVICE
 
-    def ready(bound: int) -> None:
-        # Only once the port is bound: a server that cannot be reached must not start jobs.
-        tasks.extend(asyncio.get_running_loop().create_task(one()) for one in work)
+    def on_bound(port: int) -> None:
+        # Called only once the port is bound: a server that cannot be reached must not start jobs.
+        tasks.extend(
+            asyncio.get_running_loop().create_task(coroutine_function())
+            for coroutine_function in coroutine_functions
+        )
         page.start()
-        on_ready(bound)
+        on_ready(port)
 
-    def end() -> None:
+    def on_end() -> None:
         page.stop()
         on_stop()
 
-    await serve(register, endpoint, grace_seconds=_GRACE_SECONDS, on_ready=ready, on_stop=end)
+    await serve(register, endpoint, grace_seconds=_GRACE_SECONDS, on_ready=on_bound, on_stop=on_end)
     for task in tasks:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
 
-def _directory(runs: Path) -> Path:
+def _create_directory(runs: Path) -> Path:
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:

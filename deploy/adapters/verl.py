@@ -27,16 +27,16 @@ from protos.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Scored:
-    """What verl reads of a server's answer: `prompt_ids` and `prompt_logprobs`, arrays [T, k]."""
+    """The part of a server's answer that verl reads: `prompt_ids`, `prompt_logprobs` [T, k]."""
 
     extra_fields: dict[str, Any]
 
 
 class DistillTeacher:
-    """Stands for verl's LLMServerClient of a teacher. It can be pickled; it connects on first use.
+    """Replaces verl's LLMServerClient of a teacher. It can be pickled and connects on first use.
 
-    Row t describes token t + 1; the last row is 0, as verl has it. k = 0 asks for the sequence's
-    own tokens, which are the one column then.
+    Row t describes token t + 1; the last row is 0, as in verl. k = 0 requests the log-probs of the
+    sequence's own tokens, in one column.
     """
 
     def __init__(self, address: str) -> None:
@@ -52,17 +52,19 @@ class DistillTeacher:
         *,
         prompt_ids: list[int],
         sampling_params: dict[str, Any],
-        **data: Any,
+        **arguments: Any,
     ) -> Scored:
         """Return the rows of a sequence. Raises InvalidInput for images, and at temperatures but 1.
 
         Fails as TeacherClient does.
         """
-        media = [name for name, value in data.items() if name.endswith("_data") and value]
+        media = [
+            name for name, argument in arguments.items() if name.endswith("_data") and argument
+        ]
         if media or sampling_params["temperature"] != 1.0:
-            wrong = media[0] if media else "temperature"
+            field = media[0] if media else "temperature"
             raise InvalidInput(
-                "rows are of text at temperature 1", field=wrong, hint="leave it out"
+                "rows are of text at temperature 1", field=field, hint="leave it out"
             )
         if self._client is None:
             self._client = TeacherClient(self._addresses)
@@ -72,25 +74,29 @@ class DistillTeacher:
         ids, logprobs = block.head_ids, block.head_logprobs
         if not k:
             ids, logprobs = tokens[1:, None], block.token_logprobs[:, None]
-        last = ((0, 1), (0, 0))
-        return Scored({"prompt_ids": np.pad(ids, last), "prompt_logprobs": np.pad(logprobs, last)})
+        padding = ((0, 1), (0, 0))
+        return Scored(
+            {"prompt_ids": np.pad(ids, padding), "prompt_logprobs": np.pad(logprobs, padding)}
+        )
 
 
 class DistillTeachers:
-    """Stands for verl's MultiTeacherModelManager; it starts no server."""
+    """Replaces verl's MultiTeacherModelManager; it starts no server."""
 
     def __init__(self, config: Any, resource_pool: object) -> None:
         from verl.utils.config import omega_conf_to_dataclass
 
         teachers = omega_conf_to_dataclass(config.distillation).teacher_models
-        self._clients = {key: DistillTeacher(one.model_path) for key, one in teachers.items()}
+        self._clients = {
+            key: DistillTeacher(teacher.model_path) for key, teacher in teachers.items()
+        }
 
     def get_client(self) -> dict[str, DistillTeacher]:
         """Return the client of each teacher, by its routing key."""
         return dict(self._clients)
 
 
-if "verl" in sys.modules:  # it imports this module, before its trainers
+if "verl" in sys.modules:  # verl imports this module before its trainers
     import verl.experimental.teacher_loop as teacher_loop
 
     teacher_loop.MultiTeacherModelManager = DistillTeachers

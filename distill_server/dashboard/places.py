@@ -52,15 +52,15 @@ class Places:
         """
         if job.state is not JobState.QUEUED:
             return {}
-        rest_seconds = self._scheduler.rest(job)
+        seconds = self._scheduler.rest_seconds(job)
         return {
             "place": self._place.get(job.id, 0),
             "why": self._explain_wait(job),
-            "retry_at": round(time.time() + rest_seconds) if rest_seconds else 0,
+            "retry_at": round(time.time() + seconds) if seconds else 0,
         }
 
     def _explain_wait(self, job: Job) -> str:
-        if self._scheduler.rest(job):
+        if self._scheduler.rest_seconds(job):
             return "it rests after a failure"
         if job.phase.startswith("WAITING "):
             return job.phase
@@ -85,9 +85,9 @@ class Places:
         return ""
 
     def _is_passed_over(self, job: Job) -> bool:
-        if self._scheduler.rest(job) or self._scheduler.waits.is_waiting(job):
+        if self._scheduler.rest_seconds(job) or self._scheduler.waits.is_waiting(job):
             return True
-        if self._store.dependencies.unmet(job.id):
+        if self._store.dependencies.has_unmet(job.id):
             return True
         try:
             self._machine.require_room(parse_config(job.config_json))

@@ -19,7 +19,7 @@ from clients.jobs.job import Job, JobState
 from clients.teacher.info import info_of, load_of
 from distill_server.dashboard.responses import fault_record
 from distill_server.jobs.store import JobStore
-from distill_server.teachers.started import Teacher
+from distill_server.teachers.started import TeacherProcess
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import DistillError
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
@@ -35,7 +35,7 @@ _ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 class Teachers:
     """Requests info from each teacher and shares the result among all viewers for two seconds."""
 
-    def __init__(self, store: JobStore, started_teachers: Iterable[Teacher]) -> None:
+    def __init__(self, store: JobStore, started_teachers: Iterable[TeacherProcess]) -> None:
         """`started_teachers` are the teachers that the server runs."""
         self._store = store
         self._started_teachers = started_teachers

@@ -1,1 +1,1 @@
-"""The events of jobs in the database, besides what `distill_server.jobs.store` does."""
+"""Limits the number of stored events of jobs."""

@@ -1,7 +1,7 @@
 """Thins the old events of long jobs, so that their number has a bound.
 
-Of a job's events these are kept: the newest NEWEST; changes of the state, the attempt or the
-reason; evaluations; and of the other steps at most OLDER, those at multiples of a power of two.
+The following events of a job are not deleted: the newest NEWEST; changes of the state, the attempt
+or the reason; evaluations; and at most OLDER other steps, those at multiples of a power of two.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _EVALUATION = '"eval/'
 
 
 def thin_events(connection: sqlite3.Connection, job_id: str, last_seq: int) -> None:
-    """Delete old events of a job, if it is time to; call it for each new event, in a transaction.
+    """Delete old events of a job at every 500th event; call it for each event, in a transaction.
 
-    `last_seq` is that of the new event. So a job has at most NEWEST + OLDER + _EVERY events besides
-    its evaluations and changes of state. It takes about 3 ms, at every 500th event.
+    `last_seq` is that of the new event. A job then has at most NEWEST + OLDER + _EVERY events, not
+    counting evaluations and changes of state. Takes about 3 ms.
     """
     if last_seq % _EVERY or last_seq <= NEWEST + OLDER:
         return
@@ -32,21 +32,21 @@ def thin_events(connection: sqlite3.Connection, job_id: str, last_seq: int) -> N
     ).fetchall()
     connection.executemany(
         "DELETE FROM events WHERE job_id = ? AND seq = ?",
-        [(job_id, seq) for seq in _superfluous(rows)],
+        [(job_id, seq) for seq in _select_deletions(rows)],
     )
 
 
-def _superfluous(rows: Sequence[sqlite3.Row]) -> Iterable[int]:
+def _select_deletions(rows: Sequence[sqlite3.Row]) -> Iterable[int]:
     """Return the seqs of the events to delete. `rows` are in order of seq."""
-    plain = {
+    step_by_seq = {
         row["seq"]: row["step"] if row["metrics"] != "{}" else None
-        for before, row in pairwise(rows)
-        if _EVALUATION not in row["metrics"] and _state_of(before) == _state_of(row)
+        for previous, row in pairwise(rows)
+        if _EVALUATION not in row["metrics"] and _state_of(previous) == _state_of(row)
     }
     stride = 1
-    while sum(_is_kept(step, stride) for step in plain.values()) > OLDER:
+    while sum(_is_kept(step, stride) for step in step_by_seq.values()) > OLDER:
         stride *= 2
-    return [seq for seq, step in plain.items() if not _is_kept(step, stride)]
+    return [seq for seq, step in step_by_seq.items() if not _is_kept(step, stride)]
 
 
 def _is_kept(step: int | None, stride: int) -> bool:

@@ -24,7 +24,7 @@ from distill_server.jobs.preflight import Preflight, accept_all
 from distill_server.jobs.rows import NewJob
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Attempt, Change, JobStore
-from distill_server.pipelines.linking import Linked, linked
+from distill_server.pipelines.linking import LinkedJob, link_job
 from distill_server.runners.machine import ONE_JOB, Machine
 from protos.errors import DistillError, InvalidInput, Overloaded, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
@@ -214,7 +214,7 @@ class JobControl:
             if not outputs_in(config):
                 await self._preflight(config, self._runs)
 
-    def _link_jobs(self, configs: Sequence[AnyJob]) -> list[tuple[str, Linked]]:
+    def _link_jobs(self, configs: Sequence[AnyJob]) -> list[tuple[str, LinkedJob]]:
         """Return new ids, and the jobs with ids in place of the names of other jobs."""
         ids: list[str] = []
         for config in configs:
@@ -222,7 +222,7 @@ class JobControl:
         linked_jobs = []
         for number, config in enumerate(configs):
             with _naming_job(config, configs):
-                linked_jobs.append((ids[number], linked(configs, ids, number, self._store.find)))
+                linked_jobs.append((ids[number], link_job(configs, ids, number, self._store.find)))
         return linked_jobs
 
     def _find_known_jobs(
@@ -250,7 +250,7 @@ class JobControl:
         for config in configs:
             self._require_place(config, len(configs))
         new_jobs = [
-            NewJob(job_id, new_job.config, config, key, new_job.before, owner)
+            NewJob(job_id, new_job.config, config, key, new_job.dependencies, owner)
             for (job_id, new_job), config, (_, _, key) in zip(
                 self._link_jobs(configs), configs, requests, strict=True
             )
@@ -283,7 +283,7 @@ class JobControl:
                 field="max_steps",
                 hint=f"resume it with max_steps above {job.max_steps}",
             )
-        if reason := self._store.dependencies.failed(job.id):
+        if reason := self._store.dependencies.explain_failure(job.id):
             raise WrongState(reason, field="job_id", hint="resume that job first")
         config = self._extend_config(job, max_steps) if max_steps else None
         self._require_place()

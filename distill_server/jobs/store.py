@@ -29,7 +29,7 @@ from distill_server.jobs.rows import (
 from distill_server.jobs.rows import Attempt as Attempt
 from distill_server.jobs.rows import Change as Change
 from distill_server.jobs.steady_clock import steady_clock
-from distill_server.pipelines.dependencies import MET, Dependencies
+from distill_server.pipelines.dependencies import ALL_MET, Dependencies
 from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, NotFound, WrongState
 
@@ -200,7 +200,7 @@ class JobStore:
 
     def startable_jobs(self, limit: int, condition: str = "1") -> Sequence[Job]:
         """Return QUEUED jobs as `in_state` does, without those that depend on unfinished jobs."""
-        return self.in_state(JobState.QUEUED, limit=limit, condition=f"{MET} AND {condition}")
+        return self.in_state(JobState.QUEUED, limit=limit, condition=f"{ALL_MET} AND {condition}")
 
     def oldest_wait(self) -> float:
         """Return for how many seconds the next job has been QUEUED; 0 if the queue is empty."""
@@ -349,7 +349,7 @@ class JobStore:
         state = change.state or job.state
         if change.state is not None and (job.state, state) not in TRANSITIONS:
             raise WrongState(f"job {job_id} is {job.state} and cannot become {state}")
-        self.dependencies.changed |= job.last_seq == 0 or state is not job.state
+        self.dependencies.is_changed |= job.last_seq == 0 or state is not job.state
         self.tally.ends[state] += state in TERMINAL and state is not job.state
         now = max(self._now(), self._newest_time(job))
         values: dict[str, Any] = {

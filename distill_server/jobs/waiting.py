@@ -91,7 +91,7 @@ class Waits:
         """Return True if a job without progress since the Unix time `since` must be FAILED."""
         return self._store.now() - since > self._give_up_after
 
-    def look(self) -> None:
+    def start_due_tries(self) -> None:
         """Start the preflight of each job whose next try is due."""
         running_tries = sum(wait.task is not None for wait in self._waits.values())
         for job_id, wait in list(self._waits.items()):

@@ -21,13 +21,13 @@ from protos.errors import DistillError
 log = logging.getLogger(__name__)
 
 AUDIT_FILE = "audit.jsonl"
-# Of what a request names; a name can be as long as a message.
-_MOST_NAMED, _MOST_CHARS = 100, 200
+# Limits for the names in a line; a name in a request can be as long as the message.
+_MAX_NAMES, _MAX_NAME_CHARS = 100, 200
 
 
 @dataclass
 class Entry:
-    """What a request is about: ids of jobs, the key of a teacher, the path of an upload."""
+    """The objects of a request: ids of jobs, the key of a teacher, the path of an upload."""
 
     about: tuple[str, ...] = ()
 
@@ -42,10 +42,10 @@ class Audit:
     def entry(
         self, action: str, caller: Caller | None, peer: str = "", *about: str
     ) -> Iterator[Entry]:
-        """Write one line at the end of the block, with the error that leaves it, if one does.
+        """Write one line at the end of the block, with the error that it raised, if any.
 
-        `caller` None stands for the server itself. `about` is what the request names; the block
-        replaces it by what was found or made.
+        `caller` None means the server itself. `about` are the names in the request; the block
+        replaces them by the ids of the objects.
         """
         entry = Entry(about)
         outcome = "INTERNAL"
@@ -56,9 +56,9 @@ class Audit:
             outcome = error.code.value
             raise
         finally:
-            self._write(action, caller, peer, entry.about, outcome)
+            self._write_line(action, caller, peer, entry.about, outcome)
 
-    def _write(
+    def _write_line(
         self,
         action: str,
         caller: Caller | None,
@@ -68,22 +68,22 @@ class Audit:
     ) -> None:
         if self._path is None:
             return
-        who = {"by": "server"} if caller is None else _who(caller, peer)
+        caller_fields = {"by": "server"} if caller is None else _describe_caller(caller, peer)
         record = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            **who,
+            **caller_fields,
             "action": action,
-            "about": [one[:_MOST_CHARS] for one in about[:_MOST_NAMED]],
+            "about": [name[:_MAX_NAME_CHARS] for name in about[:_MAX_NAMES]],
             "outcome": outcome,
         }
         try:
-            _append(self._path, json.dumps(record) + "\n")
+            _append_line(self._path, json.dumps(record) + "\n")
         except OSError:
-            # A full disk must not keep anybody from cancelling a job.
+            # A full disk must not prevent the cancellation of a job.
             log.exception("cannot write to the audit log: %s", json.dumps(record))
 
 
-def _who(caller: Caller, peer: str) -> dict[str, str]:
+def _describe_caller(caller: Caller, peer: str) -> dict[str, str]:
     return {
         "by": caller.owner,
         "token": caller.token,
@@ -92,7 +92,7 @@ def _who(caller: Caller, peer: str) -> dict[str, str]:
     }
 
 
-def _append(path: Path, line: str) -> None:
+def _append_line(path: Path, line: str) -> None:
     """Append a line durably, in one write, so that lines never mix."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:

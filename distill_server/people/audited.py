@@ -1,4 +1,4 @@
-"""The decorator of gRPC methods that change something: a call is a line of the audit log."""
+"""The decorator of gRPC methods that change something: writes each call to the audit log."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ class Service(Protocol):
     audit: Audit
 
     def caller(self, context: Any) -> Caller:
-        """Return who makes the call."""
+        """Return the caller of the current call."""
 
 
-_Method = Callable[[Any, Any, Any], Awaitable[_Reply]]
+_RpcMethod = Callable[[Any, Any, Any], Awaitable[_Reply]]
 
 
-def audited(method: _Method[_Reply]) -> _Method[_Reply]:
-    """Make the method write what it did, for whom, and how it ended.
+def audited(method: _RpcMethod[_Reply]) -> _RpcMethod[_Reply]:
+    """Write each call of the method to the audit log, with its caller and its outcome.
 
-    A request that only checks jobs changes nothing, and has no line.
+    Requests that only check jobs change nothing and are not logged.
     """
 
     @wraps(method)
-    async def call(service: Service, request: Any, context: Any) -> _Reply:
+    async def write_audited(service: Service, request: Any, context: Any) -> _Reply:
         if getattr(request, "check_only", False):
             return await method(service, request, context)
         name, caller = method.__name__, service.caller(context)
-        with service.audit.entry(name, caller, context.peer(), *_named(request)) as entry:
+        with service.audit.entry(name, caller, context.peer(), *_collect_names(request)) as entry:
             reply = await method(service, request, context)
-            entry.about = _named(reply) or entry.about
+            entry.about = _collect_names(reply) or entry.about
             return reply
 
-    return call
+    return write_audited
 
 
-def _named(message: Any) -> tuple[str, ...]:
-    """Return what a request or a reply is about: ids of jobs, a teacher's key, or a path."""
+def _collect_names(message: Any) -> tuple[str, ...]:
+    """Return the names in a request or a reply: ids of jobs, a teacher's key, or a path."""
     jobs = [job.id for job in getattr(message, "jobs", ()) if hasattr(job, "id")]
     names = (getattr(message, field, "") for field in ("job_id", "id", "key", "path"))
     return (*jobs, *filter(None, names))

@@ -1,7 +1,7 @@
 """Quotas: how many jobs of an owner run at once, and how many GPUs they hold.
 
-A job above the quota of its owner waits, and so do the owner's jobs behind it: small ones do not
-delay a large one for ever. Jobs of other owners pass.
+A job above the quota of its owner waits, and so do the owner's jobs behind it, so that small jobs
+cannot delay a large one for ever. Jobs of other owners are not blocked.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from protos.errors import InvalidInput
 
 # The start of the phase of a job that waits for its owner's quota.
 _WAITING = "WAITING quota: "
-# Jobs that are told in one pass: each is a write of about 0.4 ms on the event loop.
-_MOST_TOLD = 50
+# The largest number of phases written in one pass: each takes about 0.4 ms on the event loop.
+_MAX_PHASES = 50
 
 
 @dataclass
-class _Held:
+class _Usage:
     jobs: int = 0
     gpus: int = 0
 
@@ -33,36 +33,38 @@ class Quotas:
     def __init__(
         self, connection: sqlite3.Connection, store: JobStore, quotas: Mapping[str, Quota]
     ) -> None:
-        """`quotas` by the name of the owner; others have none."""
+        """`quotas` are by the name of the owner; other owners have none."""
         self._db = connection
         self._store = store
         self._quotas = quotas
-        self._held: dict[str, _Held] = {}
+        self._usage_by_owner: dict[str, _Usage] = {}
         # Owners with a job above their quota, and the jobs' phase, as of the last pass.
         self._above: dict[str, str] = {}
-        self._seen: tuple[object, ...] = ()
+        self._last_counters: tuple[object, ...] = ()
 
     def begin_pass(self) -> None:
-        """Count what the active jobs hold, and tell the jobs that wait for a quota."""
+        """Count the shares of the active jobs, and set the phase of jobs that wait for a quota."""
         if not self._quotas:
             return
-        held: dict[str, _Held] = {}
-        for owner, gpus in self._active():
-            one = held.setdefault(owner, _Held())
-            one.jobs += 1
-            one.gpus += len(list(filter(None, (gpus or "").split(","))))
+        usage_by_owner: dict[str, _Usage] = {}
+        for owner, gpus in self._select_active():
+            usage = usage_by_owner.setdefault(owner, _Usage())
+            usage.jobs += 1
+            usage.gpus += len(list(filter(None, (gpus or "").split(","))))
         # An owner stays above the quota until a job starts, ends or is queued.
         tally = self._store.tally
-        seen = (held, tally.attempts, tally.ends.total())
-        if seen != self._seen:
-            self._above, self._seen = {}, seen
-        self._held = {owner: _Held(one.jobs, one.gpus) for owner, one in held.items()}
+        counters = (usage_by_owner, tally.attempts, tally.ends.total())
+        if counters != self._last_counters:
+            self._above, self._last_counters = {}, counters
+        self._usage_by_owner = {
+            owner: _Usage(usage.jobs, usage.gpus) for owner, usage in usage_by_owner.items()
+        }
         for owner in self._quotas:
-            if phase := self._lack(owner, 0):
+            if phase := self._format_lack(owner, 0):
                 self._above[owner] = phase
-        self._tell()
+        self._write_phases()
 
-    def _active(self) -> sqlite3.Cursor:
+    def _select_active(self) -> sqlite3.Cursor:
         marks = ", ".join("?" * len(ACTIVE))
         return self._db.execute(
             "SELECT owner, gpus FROM jobs INDEXED BY jobs_by_state JOIN attempts"
@@ -70,57 +72,57 @@ class Quotas:
             ACTIVE,
         )
 
-    def others(self) -> str:
-        """Return an SQL condition on `jobs`: not of an owner who is known to be above the quota."""
+    def other_owners(self) -> str:
+        """Return an SQL condition that excludes the jobs of owners known to be above the quota."""
         names = ", ".join(f"'{owner}'" for owner in sorted(self._above))
         return f"owner NOT IN ({names})" if names else "1"
 
     def lack(self, job: Job, gpus: int) -> str:
         """Return the phase of a job that must wait for its owner's quota; "" if it need not.
 
-        `gpus`: what the job would hold.
+        `gpus` is the number of GPUs that the job would hold.
         """
         owner = job.owner
         if owner not in self._quotas:
             return ""
-        if owner not in self._above and (phase := self._lack(owner, gpus)):
+        if owner not in self._above and (phase := self._format_lack(owner, gpus)):
             self._above[owner] = phase
         return self._above.get(owner, "")
 
-    def take(self, job: Job, gpus: int) -> None:
+    def count_start(self, job: Job, gpus: int) -> None:
         """Count a job that starts in this pass."""
-        one = self._held.setdefault(job.owner, _Held())
-        one.jobs += 1
-        one.gpus += gpus
+        usage = self._usage_by_owner.setdefault(job.owner, _Usage())
+        usage.jobs += 1
+        usage.gpus += gpus
 
-    def _tell(self) -> None:
+    def _write_phases(self) -> None:
         for owner, phase in self._above.items():
             rows = self._db.execute(
                 "SELECT id FROM jobs INDEXED BY jobs_untold"
                 " WHERE state = 'QUEUED' AND phase = '' AND owner = ? LIMIT ?",
-                (owner, _MOST_TOLD),
+                (owner, _MAX_PHASES),
             ).fetchall()
             for row in rows:
                 self._store.change(row["id"], Change(phase=phase))
 
-    def _lack(self, owner: str, gpus: int) -> str:
-        """Return the phase of a job with so many GPUs if it would be above the quota; else ""."""
-        quota, held = self._quotas[owner], self._held.get(owner, _Held())
-        if quota.jobs is not None and held.jobs >= quota.jobs:
-            return f"{_WAITING}{owner} may run {_counted(quota.jobs, 'job')} at once"
-        if quota.gpus is not None and held.gpus + gpus > quota.gpus:
-            return f"{_WAITING}{owner} may hold {_counted(quota.gpus, 'GPU')} at once"
+    def _format_lack(self, owner: str, gpus: int) -> str:
+        """Return the phase of a job with `gpus` GPUs if it would exceed the quota; else ""."""
+        quota, usage = self._quotas[owner], self._usage_by_owner.get(owner, _Usage())
+        if quota.jobs is not None and usage.jobs >= quota.jobs:
+            return f"{_WAITING}{owner} may run {_format_count(quota.jobs, 'job')} at once"
+        if quota.gpus is not None and usage.gpus + gpus > quota.gpus:
+            return f"{_WAITING}{owner} may hold {_format_count(quota.gpus, 'GPU')} at once"
         return ""
 
 
-def _counted(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def require_counted_gpus(quotas: Mapping[str, Quota], counted: bool) -> None:
+def require_counted_gpus(quotas: Mapping[str, Quota], are_gpus_counted: bool) -> None:
     """Raise InvalidInput if there is a quota of GPUs, and the server does not count them."""
     for owner, quota in quotas.items():
-        if quota.gpus is not None and not counted:
+        if quota.gpus is not None and not are_gpus_counted:
             raise InvalidInput(
                 f"owner {owner} has a quota of GPUs, and the server does not divide its GPUs",
                 field="--gpus",

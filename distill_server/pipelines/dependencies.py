@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 from clients.jobs.job import JobState
 
-# The start of a phase, with the ids of the jobs after it.
+# The prefix of a phase, which the ids of the unfinished jobs follow.
 _WAITING = "WAITING for "
-_MOST_NAMED = 3
-# A condition on a row of `jobs`: every job that it comes after has succeeded.
-MET = (
+_MAX_NAMED = 3
+# An SQL condition on a row of `jobs`: every job that it depends on has succeeded.
+ALL_MET = (
     "NOT EXISTS (SELECT 1 FROM dependencies JOIN jobs AS before ON before.id = before_id"
     f" WHERE job_id = jobs.id AND before.state != '{JobState.SUCCEEDED}')"
 )
 
 
 @dataclass(frozen=True)
-class Stale:
-    """A QUEUED job whose phase is not true any more, or that cannot start.
+class StaleJob:
+    """A QUEUED job whose phase is out of date, or that can never start.
 
-    `phase` is the true one. `reason` is why the job cannot start; "" if it waits or can start.
+    `phase` is the current one. `reason` is why the job cannot start; "" if it waits or can start.
     """
 
     job_id: str
@@ -35,35 +35,36 @@ class Dependencies:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
-        # Whether a job has changed its state since `stale` was last obeyed. It takes 50 ms to ask
-        # for ten thousand jobs that wait.
-        self.changed = True
+        # Whether a job has changed its state since the result of `find_stale_jobs` was last
+        # applied. That query takes 50 ms for ten thousand waiting jobs.
+        self.is_changed = True
 
-    def insert(self, job_id: str, before: Iterable[str]) -> None:
+    def insert(self, job_id: str, dependencies: Iterable[str]) -> None:
         """Store the ids of the jobs that must succeed before a new job starts."""
         self._db.executemany(
-            "INSERT INTO dependencies VALUES (?, ?)", [(job_id, other) for other in before]
+            "INSERT INTO dependencies VALUES (?, ?)",
+            [(job_id, dependency) for dependency in dependencies],
         )
 
-    def failed(self, job_id: str) -> str:
-        """Return why the job cannot start: a job before it has failed; "" if none has."""
-        found = self._db.execute(
+    def explain_failure(self, job_id: str) -> str:
+        """Return why the job cannot start: a dependency has failed; "" if none has."""
+        row = self._db.execute(
             "SELECT id, state FROM dependencies JOIN jobs ON id = before_id"
             " WHERE job_id = ? AND state IN (?, ?) ORDER BY number LIMIT 1",
             (job_id, JobState.FAILED, JobState.CANCELLED),
         ).fetchone()
-        return "" if found is None else ended_badly(found["id"], JobState(found["state"]))
+        return "" if row is None else format_failed_dependency(row["id"], JobState(row["state"]))
 
-    def unmet(self, job_id: str) -> bool:
-        """Return True if a job before this one has not succeeded."""
-        found = self._db.execute(
+    def has_unmet(self, job_id: str) -> bool:
+        """Return True if a dependency of the job has not succeeded."""
+        row = self._db.execute(
             "SELECT 1 FROM dependencies JOIN jobs ON id = before_id"
             " WHERE job_id = ? AND state != ?",
             (job_id, JobState.SUCCEEDED),
         )
-        return found.fetchone() is not None
+        return row.fetchone() is not None
 
-    def stale(self) -> Sequence[Stale]:
+    def find_stale_jobs(self) -> Sequence[StaleJob]:
         """Return the QUEUED jobs whose phase or state must change."""
         rows = self._db.execute(
             "SELECT job_id, jobs.phase, before.id, before.state"
@@ -73,23 +74,26 @@ class Dependencies:
             " ORDER BY job_id, before.number",
             (JobState.QUEUED, JobState.SUCCEEDED),
         )
-        waits: dict[str, tuple[str, list[tuple[str, JobState]]]] = {}
-        for job_id, phase, before, state in rows:
-            waits.setdefault(job_id, (phase, []))[1].append((before, JobState(state)))
-        judged = ((_judged(job_id, before), phase) for job_id, (phase, before) in waits.items())
-        return [stale for stale, phase in judged if stale.reason or stale.phase != phase]
+        waiting_jobs: dict[str, tuple[str, list[tuple[str, JobState]]]] = {}
+        for job_id, phase, dependency, state in rows:
+            waiting_jobs.setdefault(job_id, (phase, []))[1].append((dependency, JobState(state)))
+        judged_jobs = (
+            (_judge_job(job_id, dependency), phase)
+            for job_id, (phase, dependency) in waiting_jobs.items()
+        )
+        return [stale for stale, phase in judged_jobs if stale.reason or stale.phase != phase]
 
 
-def ended_badly(job_id: str, state: JobState) -> str:
+def format_failed_dependency(job_id: str, state: JobState) -> str:
     """Return why a job cannot start after the job `job_id`, which is FAILED or CANCELLED."""
     return f"job {job_id}, which must succeed first, is {state}"
 
 
-def _judged(job_id: str, before: Sequence[tuple[str, JobState]]) -> Stale:
-    for other, state in before:
+def _judge_job(job_id: str, dependencies: Sequence[tuple[str, JobState]]) -> StaleJob:
+    for dependency, state in dependencies:
         if state in (JobState.FAILED, JobState.CANCELLED):
-            return Stale(job_id, "", ended_badly(other, state))
-    unmet = [other for other, state in before if state is not JobState.SUCCEEDED]
-    more = f" and {len(unmet) - _MOST_NAMED} more" if len(unmet) > _MOST_NAMED else ""
-    named = ", ".join(unmet[:_MOST_NAMED])
-    return Stale(job_id, f"{_WAITING}{named}{more}" if unmet else "", "")
+            return StaleJob(job_id, "", format_failed_dependency(dependency, state))
+    unmet = [dependency for dependency, state in dependencies if state is not JobState.SUCCEEDED]
+    suffix = f" and {len(unmet) - _MAX_NAMED} more" if len(unmet) > _MAX_NAMED else ""
+    listed_ids = ", ".join(unmet[:_MAX_NAMED])
+    return StaleJob(job_id, f"{_WAITING}{listed_ids}{suffix}" if unmet else "", "")

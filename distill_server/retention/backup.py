@@ -11,10 +11,10 @@ from protos.errors import InvalidInput, NotFound, Unavailable
 
 
 def back_up(database: Path, copy: Path) -> None:
-    """Write the database as it is now to the new file `copy`, which appears when it is whole.
+    """Write the current database to the new file `copy`, which appears when it is complete.
 
     The copy has every job that the server acknowledged before the call. The database is only
-    read, so the server neither waits nor notices. Raises NotFound if there is no database,
+    read, so the server is not disturbed. Raises NotFound if there is no database,
     InvalidInput if `copy` exists, Unavailable if it cannot be written.
     """
     if not database.is_file():
@@ -28,7 +28,7 @@ def back_up(database: Path, copy: Path) -> None:
         with closing(source), closing(sqlite3.connect(partial)) as target:
             source.execute("PRAGMA query_only = ON")
             source.backup(target)
-            # One file, without those of write-ahead logging beside it.
+            # A single file, without the files of write-ahead logging.
             target.execute("PRAGMA journal_mode = DELETE")
         with partial.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,8 +1,8 @@
 """Run directories of `distill run`, or of a server whose database is lost, become jobs of a server.
 
 A directory is copied, and then its job is added in one transaction. Until then the copy is listed
-in the table `removals`. So what a killed import leaves is deleted by the next server or import, and
-no other directory is.
+in the table `removals`, so that the next server or import deletes the copy of a killed import, and
+no other directory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from distill_server.retention.removals import delete_run
 from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rpc.failpoints import failpoint
 
-# As `run_ids` makes them. Nothing else may be part of a path, or of the prefix of an id.
+# Ids as `run_ids` creates them. Other characters must not be part of a path or of an id's prefix.
 _ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
 _ATTEMPT = re.compile(r"attempt-([1-9]\d{0,5})")
-# Largest number of an attempt, and of a step: those that the pattern and SQLite allow.
-_MOST_ATTEMPTS, _MOST_STEPS = 999_999, 2**63 - 1
-# The states of an end, and a reason for people where the program gave none.
+# The largest numbers of an attempt and of a step that the pattern and SQLite allow.
+_MAX_ATTEMPTS, _MAX_STEPS = 999_999, 2**63 - 1
+# By the verdict of a program: the states of its end, and the default reason.
 _ENDS = {
     "succeeded": ((JobState.SUCCEEDED,), ""),
     "failed": ((JobState.FAILED,), "the trainer gave no reason"),
@@ -44,20 +44,20 @@ _ENDS = {
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What became of one directory: `outcome` is taken, known or refused; `about` says more."""
+class ImportResult:
+    """The result for one directory: `outcome` is taken, known or refused; `about` has details."""
 
     name: str
     outcome: str
     about: str
 
 
-def import_runs(connection: sqlite3.Connection, runs: Path, source: Path) -> Iterator[Imported]:
+def import_runs(connection: sqlite3.Connection, runs: Path, source: Path) -> Iterator[ImportResult]:
     """Add the run directories in `source` to the jobs of a server with the directory `runs`.
 
-    Those that are not in `runs` are copied there. They come in the order of their beginnings.
-    Hidden directories are left out. Raises InvalidInput if `source` is no directory, or is a run
-    directory itself.
+    Directories outside `runs` are copied there. The order is that of their start times. Hidden
+    directories are skipped. Raises InvalidInput if `source` is no directory, or is a run directory
+    itself.
     """
     if not source.is_dir():
         raise InvalidInput(
@@ -67,41 +67,41 @@ def import_runs(connection: sqlite3.Connection, runs: Path, source: Path) -> Ite
         raise InvalidInput(
             f"{source} is a run directory", field="--import", hint="name the directory it is in"
         )
-    found = [path for path in source.iterdir() if path.name[0] != "." and _is_directory(path)]
-    for path in sorted(found, key=lambda path: (_beginning(path), path.name)):
+    directories = [path for path in source.iterdir() if path.name[0] != "." and _is_directory(path)]
+    for path in sorted(directories, key=lambda path: (_read_start(path), path.name)):
         try:
-            yield _imported(connection, runs, path)
+            yield _import_run(connection, runs, path)
         except (DistillError, OSError, ValueError, OverflowError) as error:
-            yield Imported(path.name, "refused", _reason(error))
+            yield ImportResult(path.name, "refused", _format_error(error))
 
 
-def _imported(connection: sqlite3.Connection, runs: Path, source: Path) -> Imported:
-    """Import one directory. Raises DistillError or OSError if it cannot be."""
-    name, (began, ended) = source.name, _times(source)
+def _import_run(connection: sqlite3.Connection, runs: Path, source: Path) -> ImportResult:
+    """Import one directory. Raises DistillError or OSError if it cannot be imported."""
+    name, (started_at, changed_at) = source.name, _read_times(source)
     config = RunDirectory(source).config()
     if not _ID.fullmatch(name):
         raise InvalidInput(
             "its name is no id of a job", hint="rename it: up to 100 of a-z, 0-9, '.' and '-'"
         )
-    store = JobStore(connection, lambda job_id: None, lambda: ended)
+    store = JobStore(connection, lambda job_id: None, lambda: changed_at)
     if store.has(name):
-        return Imported(name, "known", f"{store.job(name).state}")
+        return ImportResult(name, "known", f"{store.job(name).state}")
     run = RunDirectory(runs / name)
-    own, here = (Path(os.path.realpath(path)) for path in (run.path, source))
+    run_path, source_path = (Path(os.path.realpath(path)) for path in (run.path, source))
     if store.is_used(name):
-        if here.is_relative_to(own):
+        if source_path.is_relative_to(run_path):
             raise WrongState(
                 "it is to be deleted: the files of a removed job, or the copy of a killed import",
                 hint="start the server, which deletes it; to keep it, move it away before",
             )
-        _discard(connection, runs, name)
+        _discard_copy(connection, runs, name)
     _require_idle(source)
-    if own == here:
-        _add(store, connection, run, config, began)
+    if run_path == source_path:
+        _add_job(store, connection, run, config, started_at)
     else:
-        _add_copy(store, connection, source, run, config, began)
+        _add_copy(store, connection, source, run, config, started_at)
     job = store.job(name)
-    return Imported(name, "taken", f"{job.state} {job.step}/{job.max_steps}")
+    return ImportResult(name, "taken", f"{job.state} {job.step}/{job.max_steps}")
 
 
 def _add_copy(
@@ -110,31 +110,31 @@ def _add_copy(
     source: Path,
     run: RunDirectory,
     config: AnyJob,
-    began: float,
+    started_at: float,
 ) -> None:
-    """Copy a run directory and add its job, both or none of it."""
+    """Copy a run directory and add its job; if that fails, delete the copy."""
     if os.path.lexists(run.path):
         raise WrongState(f"{run.path} exists", hint="move it away, or rename this directory")
     with transaction(connection):
         connection.execute("INSERT INTO removals VALUES (?)", (run.path.name,))
     try:
-        _copy(source, run.path)
+        _copy_run(source, run.path)
         failpoint("run-imported")
-        _add(store, connection, run, config, began)
+        _add_job(store, connection, run, config, started_at)
     except BaseException:
-        _discard(connection, run.path.parent, run.path.name)
+        _discard_copy(connection, run.path.parent, run.path.name)
         raise
 
 
-def _add(
+def _add_job(
     store: JobStore,
     connection: sqlite3.Connection,
     run: RunDirectory,
     config: AnyJob,
-    began: float,
+    started_at: float,
 ) -> None:
-    """Add the job of a run directory, which is kept from then on."""
-    name, history = run.path.name, _history(run)
+    """Add the job of a run directory, and remove the directory from the table `removals`."""
+    name, history = run.path.name, _read_history(run)
     with transaction(connection):
         store.insert_job(NewJob(name, config, config))
         for number, changes in history.items():
@@ -145,51 +145,51 @@ def _add(
                 store.write(name, change)
         connection.execute(
             "UPDATE jobs SET created_at = :at, started_at = :at, imported_at = :now WHERE id = :id",
-            {"at": began, "now": time.time(), "id": name},
+            {"at": started_at, "now": time.time(), "id": name},
         )
         connection.execute("DELETE FROM removals WHERE job_id = ?", (name,))
 
 
-def _discard(connection: sqlite3.Connection, runs: Path, name: str) -> None:
+def _discard_copy(connection: sqlite3.Connection, runs: Path, name: str) -> None:
     """Delete a directory that is listed in `removals`, and then its entry there."""
     delete_run(runs, name)
     with transaction(connection):
         connection.execute("DELETE FROM removals WHERE job_id = ?", (name,))
 
 
-def _history(run: RunDirectory) -> dict[int, Sequence[Change]]:
-    """Return the changes of each attempt, from 1 on, as a server would have seen them."""
+def _read_history(run: RunDirectory) -> dict[int, Sequence[Change]]:
+    """Return the changes of each attempt, from 1 on, as a server would have recorded them."""
     status = run.read_status() or Status(attempt=1, verdict="running")
-    _require_within("status.json: attempt", status.attempt, 1, _MOST_ATTEMPTS)
-    _require_within("status.json: step", status.step, 0, _MOST_STEPS)
-    _require_within("status.json: max_steps", status.max_steps, 0, _MOST_STEPS)
+    _require_within("status.json: attempt", status.attempt, 1, _MAX_ATTEMPTS)
+    _require_within("status.json: step", status.step, 0, _MAX_STEPS)
+    _require_within("status.json: max_steps", status.max_steps, 0, _MAX_STEPS)
     matches = (_ATTEMPT.fullmatch(path.name) for path in run.logs(1).parent.glob("attempt-*"))
-    numbers = sorted({1, status.attempt, *(int(found[1]) for found in matches if found)})
+    numbers = sorted({1, status.attempt, *(int(match[1]) for match in matches if match)})
     history: dict[int, Sequence[Change]] = {}
     for number in numbers:
         tail = MetricsTail(run.metrics, attempt=number, seen_step=-1)
         points = tail.read_all()
         if points:  # in ascending order
-            _require_within("metrics.jsonl: step", points[-1].step, 0, _MOST_STEPS)
+            _require_within("metrics.jsonl: step", points[-1].step, 0, _MAX_STEPS)
         steps = [Change(step=point.step, metrics=point.metrics) for point in points]
         history[number] = [Change(JobState.PREPARING), Change(JobState.RUNNING), *steps]
-    (*before, state), reason = _ENDS[status.verdict]
-    reached = max([status.step, *(change.step or 0 for change in history[numbers[-1]])])
+    (*earlier_states, state), reason = _ENDS[status.verdict]
+    last_step = max([status.step, *(change.step or 0 for change in history[numbers[-1]])])
     end = Change(
         state,
         reason=status.reason or reason,
         phase="",
-        step=reached or None,
+        step=last_step or None,
         max_steps=status.max_steps or None,
     )
-    history[numbers[-1]] = [*history[numbers[-1]], *map(Change, before), end]
+    history[numbers[-1]] = [*history[numbers[-1]], *map(Change, earlier_states), end]
     return history
 
 
-def _require_within(what: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
+def _require_within(field: str, number: int, minimum: int, maximum: int) -> None:
+    if not minimum <= number <= maximum:
         raise InvalidInput(
-            f"{what} is {value}", hint=f"correct it: a whole number from {least} to {most}"
+            f"{field} is {number}", hint=f"correct it: a whole number from {minimum} to {maximum}"
         )
 
 
@@ -208,8 +208,8 @@ def _require_idle(path: Path) -> None:
             ) from error
 
 
-def _copy(source: Path, path: Path) -> None:
-    """Copy a directory; it has its name when it is whole."""
+def _copy_run(source: Path, path: Path) -> None:
+    """Copy a directory; the copy appears under its name when it is complete."""
     partial = path.with_name(f".{path.name}.import")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -222,29 +222,29 @@ def _copy(source: Path, path: Path) -> None:
 
 
 def _is_directory(path: Path) -> bool:
-    """Return True also if that cannot be known, so that the reason is told."""
+    """Return True also if the check fails, so that the import reports the error."""
     try:
         return path.is_dir()
     except OSError:
         return True
 
 
-def _beginning(path: Path) -> float:
-    """Return when the run began, in Unix seconds; 0 if that cannot be known."""
+def _read_start(path: Path) -> float:
+    """Return when the run began, in Unix seconds; 0 if its files cannot be read."""
     try:
-        return _times(path)[0]
+        return _read_times(path)[0]
     except OSError:
         return 0.0
 
 
-def _times(path: Path) -> tuple[float, float]:
+def _read_times(path: Path) -> tuple[float, float]:
     """Return when the run began and when its files last changed, in Unix seconds."""
     names = ("job.json", "status.json", "metrics.jsonl", "logs")
-    found = [(path / name).stat().st_mtime for name in names if (path / name).exists()]
-    return min(found, default=0.0), max(found, default=0.0)
+    times = [(path / name).stat().st_mtime for name in names if (path / name).exists()]
+    return min(times, default=0.0), max(times, default=0.0)
 
 
-def _reason(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if isinstance(error, DistillError):
         return str(error)
     if isinstance(error, shutil.Error):  # a list of (source, copy, why)

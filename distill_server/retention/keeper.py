@@ -14,9 +14,9 @@ from protos.errors import WrongState
 log = logging.getLogger(__name__)
 
 _SECONDS_OF_A_DAY = 24 * 3600
-# The pause between two looks for expired jobs; a removal by a user wakes the task at once.
-_SECONDS_BETWEEN_LOOKS = 600.0
-# Jobs that are looked for at once.
+# The pause between two queries for expired jobs; a removal by a user wakes the task at once.
+_SECONDS_BETWEEN_PASSES = 600.0
+# The largest number of jobs of one query.
 _PAGE = 100
 
 
@@ -39,26 +39,26 @@ class Keeper:
         removals.wake = self._awake.set
 
     async def run(self) -> None:
-        """Keep the database and the disk small until the task is cancelled."""
+        """Remove expired jobs and delete their files until the task is cancelled."""
         while True:
             self._awake.clear()
             try:
-                await self.look()
+                await self.run_once()
             except Exception:  # the database is full, for example
                 log.exception("cannot remove jobs; trying again later")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SECONDS_BETWEEN_LOOKS):
+                async with asyncio.timeout(_SECONDS_BETWEEN_PASSES):
                     await self._awake.wait()
 
-    async def look(self) -> None:
-        """Remove the jobs that are due, and delete the files of all removed ones."""
+    async def run_once(self) -> None:
+        """Remove the expired jobs, and delete the files of all removed jobs."""
         if self._keep_days is not None:
-            before = self._now() - self._keep_days * _SECONDS_OF_A_DAY
-            while found := self._removals.expired(before, _PAGE):
-                for job_id in found:
-                    # A job may have come to need it meanwhile.
+            cutoff = self._now() - self._keep_days * _SECONDS_OF_A_DAY
+            while job_ids := self._removals.list_expired(cutoff, _PAGE):
+                for job_id in job_ids:
+                    # WrongState: meanwhile a job was submitted that depends on it.
                     entry = self._audit.entry("RemoveJob", None, "", job_id)
                     with contextlib.suppress(WrongState), entry:
                         self._removals.remove(job_id)
-                    await asyncio.sleep(0)  # for the requests of others
+                    await asyncio.sleep(0)  # let other tasks run
         await self._removals.delete_files()

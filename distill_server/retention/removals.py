@@ -1,8 +1,8 @@
 """Removes ended jobs: first from the database, then their run directories.
 
-A job is gone for everybody once its rows are deleted. In the same transaction its id is written to
-the table `removals`; the id goes when the files have. So a server that is killed in between deletes
-the files at its next start, and no new job gets the id before.
+A job is removed for all users once its rows are deleted. In the same transaction its id is written
+to the table `removals`, and deleted from it after the files. So a server that is killed in between
+deletes the files at its next start, and no new job gets the id before that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _ENDED = ", ".join(f"'{state}'" for state in sorted(TERMINAL))
 # The condition of `expired` on a job.
 _OVER = f"state IN ({_ENDED}) AND max(ended_at, imported_at) < :before"
-# Children before their parents.
+# In the order of foreign keys: referring rows first.
 _DELETIONS = (
     "DELETE FROM events WHERE job_id = :id",
     "DELETE FROM attempts WHERE job_id = :id",
@@ -59,7 +59,7 @@ class Removals:
         self.wake: Callable[[], None] = lambda: None
 
     def pin(self, text: str, *, pinned: bool) -> Job:
-        """Pin a job, which is never removed then, or unpin it. Raises NotFound."""
+        """Pin a job, so that it is never removed, or unpin it. Raises NotFound."""
         job = self._store.resolve(text)
         with transaction(self._db):
             self._db.execute("UPDATE jobs SET pinned = ? WHERE id = ?", (pinned, job.id))
@@ -70,8 +70,8 @@ class Removals:
         """Remove an ended job with its events and keys; its files are deleted later.
 
         Returns the job as it was. Raises NotFound if there is no such job, WrongState if it has not
-        ended, is pinned, or is needed by a job that has not ended, and Unavailable if the disk
-        refuses the write.
+        ended, is pinned, or is needed by a job that has not ended, and Unavailable if the database
+        cannot be written.
         """
         job = self._store.resolve(text)
         if job.state not in TERMINAL:
@@ -84,14 +84,14 @@ class Removals:
             raise WrongState(
                 f"job {job.id} is pinned", field="job_id", hint=f"distill pin --off {job.id}"
             )
-        needing = self._db.execute(
+        dependent = self._db.execute(
             "SELECT id, state FROM dependencies JOIN jobs ON id = job_id"
             f" WHERE before_id = ? AND state NOT IN ({_ENDED}) ORDER BY number LIMIT 1",
             (job.id,),
         ).fetchone()
-        if needing is not None:
+        if dependent is not None:
             raise WrongState(
-                f"job {job.id} is needed by job {needing['id']}, which is {needing['state']}",
+                f"job {job.id} is needed by job {dependent['id']}, which is {dependent['state']}",
                 field="job_id",
                 hint="cancel that job, or wait until it has ended",
             )
@@ -100,31 +100,31 @@ class Removals:
             for deletion in _DELETIONS:
                 self._db.execute(deletion, {"id": job.id})
         failpoint("removal-stored")
-        # A job that came after it may have waited for nothing else.
-        self._store.dependencies.changed = True
+        # A dependent job may have waited only for this one.
+        self._store.dependencies.is_changed = True
         self._on_change(job.id)
         self.wake()
         return job
 
-    def expired(self, before: float, limit: int) -> Sequence[str]:
-        """Return the ids of up to `limit` jobs that ended before a Unix time, oldest first.
+    def list_expired(self, cutoff: float, limit: int) -> Sequence[str]:
+        """Return the ids of up to `limit` jobs that ended before the Unix time `cutoff`.
 
-        An imported job counts as ended when it was imported. Pinned jobs are left out, and those
-        that a job comes after which has not ended by then.
+        Oldest first. An imported job counts as ended when it was imported. Pinned jobs are
+        excluded, and jobs with a dependent job that had not ended by then.
         """
         rows = self._db.execute(
             f"SELECT id FROM jobs AS ended WHERE {_OVER} AND NOT pinned"
             " AND NOT EXISTS (SELECT 1 FROM dependencies JOIN jobs ON id = job_id"
             f" WHERE before_id = ended.id AND NOT ({_OVER}))"
             " ORDER BY ended_at LIMIT :limit",
-            {"before": before, "limit": limit},
+            {"before": cutoff, "limit": limit},
         )
         return [row["id"] for row in rows]
 
     async def delete_files(self) -> None:
         """Delete the run directories of removed jobs, one after the other.
 
-        What cannot be deleted is logged, and tried again by the next call.
+        Failures are logged, and the next call tries again.
         """
         for (job_id,) in self._db.execute("SELECT job_id FROM removals").fetchall():
             try:
@@ -143,6 +143,6 @@ def delete_run(runs: Path, job_id: str) -> None:
     path = runs / job_id
     with suppress(FileNotFoundError):
         if path.is_symlink():
-            path.unlink()  # somebody moved the directory; what the link leads to is theirs
+            path.unlink()  # a user moved the directory; only the link is deleted
         else:
             shutil.rmtree(path)

@@ -23,7 +23,7 @@ class Piece:
     """A chunk of one file, at most MAX_CHUNK_BYTES.
 
     `path` is relative to the downloaded directory, `offset` counts bytes. `sha256` is the digest of
-    the whole file in its last piece (`last`), and "" before.
+    the complete file in its last piece (`last`), and "" in the others.
     """
 
     path: str
@@ -33,18 +33,18 @@ class Piece:
     sha256: str
 
 
-async def pieces_of(
-    root: Path, only: Collection[str] = (), files: RunFiles | None = None
+async def read_pieces(
+    root: Path, entry_names: Collection[str] = (), files: RunFiles | None = None
 ) -> AsyncIterator[Piece]:
     """Yield the pieces of all files under `root`, sorted by name within each directory.
 
-    `only`, if given, selects entries directly under `root` by name. All reads are made with
+    `entry_names`, if not empty, selects entries directly under `root`. All reads are made with
     `files`. Raises WrongState if there is a symbolic link, NotFound if a file vanishes, Corrupt if
     a file changes while it is read, Unavailable if the directory does not answer.
     """
     files = files or RunFiles()
     try:
-        paths = await files.within(lambda: list(_files(root, only)))
+        paths = await files.within(lambda: list(_iter_files(root, entry_names)))
     except Unavailable:
         raise
     except OSError as error:
@@ -53,12 +53,12 @@ async def pieces_of(
         ) from error
     for path in paths:
         relative = path.relative_to(root).as_posix()
-        with await files.within(partial(_opened, path, root, relative)) as file:
-            async for piece in _pieces(file, relative, files):
+        with await files.within(partial(_open_file, path, root, relative)) as file:
+            async for piece in _read_pieces(file, relative, files):
                 yield piece
 
 
-def _opened(path: Path, root: Path, relative: str) -> BinaryIO:
+def _open_file(path: Path, root: Path, relative: str) -> BinaryIO:
     try:
         # O_NONBLOCK: a pipe may have taken the place of the file.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -68,8 +68,8 @@ def _opened(path: Path, root: Path, relative: str) -> BinaryIO:
         ) from error
     file = open(descriptor, "rb")  # noqa: SIM115
     # O_NOFOLLOW checks the last component only: a directory above may have become a link.
-    opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-    if not opened.is_relative_to(root.resolve()):
+    opened_path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    if not opened_path.is_relative_to(root.resolve()):
         file.close()
         raise WrongState(
             f"{relative} became a symbolic link during the download; links are not followed"
@@ -88,38 +88,38 @@ def notes_root(job: Job, run: RunDirectory) -> Path:
     return run.path
 
 
-def _files(root: Path, only: Collection[str] = ()) -> Iterator[Path]:
+def _iter_files(root: Path, entry_names: Collection[str] = ()) -> Iterator[Path]:
     if root.is_symlink():
         raise WrongState(f"{root.name} is a symbolic link; links are not followed")
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        if only and entry.name not in only:
+        if entry_names and entry.name not in entry_names:
             continue
         if entry.is_symlink():
             raise WrongState(f"{entry.name} is a symbolic link; links are not followed")
         if entry.is_dir():
-            yield from _files(Path(entry.path))
+            yield from _iter_files(Path(entry.path))
         elif entry.is_file():
             yield Path(entry.path)
 
 
-async def _pieces(file: BinaryIO, relative: str, files: RunFiles) -> AsyncIterator[Piece]:
+async def _read_pieces(file: BinaryIO, relative: str, files: RunFiles) -> AsyncIterator[Piece]:
     size = (await files.within(partial(os.fstat, file.fileno()))).st_size
     digest = hashlib.sha256()
     offset = 0
     while True:
         # In a thread: reading and hashing gigabytes would block the event loop.
-        data = await files.within(partial(_read_into, file, digest))
-        end = offset + len(data)
-        last = end >= size
-        if end > size or (not data and end < size):
+        chunk = await files.within(partial(_read_chunk, file, digest))
+        end = offset + len(chunk)
+        is_last = end >= size
+        if end > size or (not chunk and end < size):
             raise Corrupt(f"{relative} changed while it was read", hint="start the download again")
-        yield Piece(relative, offset, data, last, digest.hexdigest() if last else "")
-        if last:
+        yield Piece(relative, offset, chunk, is_last, digest.hexdigest() if is_last else "")
+        if is_last:
             return
         offset = end
 
 
-def _read_into(file: BinaryIO, digest: hashlib._Hash) -> bytes:
-    data = file.read(MAX_CHUNK_BYTES)
-    digest.update(data)
-    return data
+def _read_chunk(file: BinaryIO, digest: hashlib._Hash) -> bytes:
+    chunk = file.read(MAX_CHUNK_BYTES)
+    digest.update(chunk)
+    return chunk

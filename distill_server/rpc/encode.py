@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from clients.jobs.job import Job, JobEvent, JobState
 from clients.teacher.info import TeacherLoad
 from distill_server.jobs.rows import JobFilter
-from distill_server.teachers.started import Teacher
+from distill_server.teachers.started import TeacherProcess
 from protos import distill_pb2 as pb
 from protos.auth.access import Caller
 from protos.errors import InvalidInput
@@ -54,14 +54,14 @@ def encode_event(event: JobEvent) -> pb.JobEvent:
 
 
 def encode_teacher(
-    teacher: Teacher, jobs: Sequence[str], load: TeacherLoad | None = None
+    teacher: TeacherProcess, jobs: Sequence[str], load: TeacherLoad | None = None
 ) -> pb.StartedTeacher:
     """Convert a teacher that the server runs; `jobs` are the active ones that use it."""
-    known = teacher.record.link
+    link = teacher.record.link
     return pb.StartedTeacher(
         key=teacher.key,
-        model=known.model or "",
-        engine=known.engine,
+        model=link.model or "",
+        engine=link.engine,
         state=teacher.state,
         address=teacher.address,
         jobs=jobs,
@@ -82,8 +82,8 @@ def decode_state(state: pb.JobState.ValueType) -> JobState | None:
     return JobState(pb.JobState.Name(state)) if state else None
 
 
-def decode_wanted(request: pb.ListJobsRequest, caller: Caller) -> JobFilter:
-    """Return which jobs a list shows. Raises InvalidInput for `mine` if the caller has no owner."""
+def decode_filter(request: pb.ListJobsRequest, caller: Caller) -> JobFilter:
+    """Return the filter of a list. Raises InvalidInput for `mine` if the caller has no owner."""
     if request.mine and not caller.owner:
         raise InvalidInput(
             "the token has no owner, so no job is its owner's",

@@ -18,17 +18,17 @@ from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit
 from distill_server.people.audited import audited
 from distill_server.retention.removals import Removals
-from distill_server.rpc.artifacts import notes_root, pieces_of
+from distill_server.rpc.artifacts import notes_root, read_pieces
 from distill_server.rpc.encode import (
-    decode_wanted,
+    decode_filter,
     encode_event,
     encode_job,
     encode_teacher,
 )
 from distill_server.rpc.streams import Streams
-from distill_server.teachers.kept import KeptTeachers
-from distill_server.teachers.load import loads_of
-from distill_server.teachers.started import Teacher
+from distill_server.teachers.load import request_loads
+from distill_server.teachers.persistent import PersistentTeachers
+from distill_server.teachers.started import TeacherProcess
 from distill_server.uploads import UploadFile, Uploads
 from protos import distill_pb2 as pb
 from protos import distill_pb2_grpc
@@ -56,9 +56,9 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         streams: Streams,
         removals: Removals,
         files: RunFiles | None = None,
-        teachers: Iterable[Teacher] = (),
+        teachers: Iterable[TeacherProcess] = (),
         uploads: Uploads | None = None,
-        kept: KeptTeachers | None = None,
+        persistent_teachers: PersistentTeachers | None = None,
         audit: Audit | None = None,
         tokens: Tokens | None = None,
     ) -> None:
@@ -70,19 +70,19 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._files = files or RunFiles()
         self._teachers = teachers
         self._uploads = uploads or Uploads(runs)
-        self._kept = kept
+        self._persistent_teachers = persistent_teachers
         self.audit = audit or Audit(None)
         self._tokens = tokens or Tokens()
 
     def caller(self, context: _Context) -> Caller:
-        """Return who makes the call."""
+        """Return the caller of the current call."""
         return self._tokens.caller_in(context.invocation_metadata())
 
     @audited
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
         owner = self.caller(context).owner
-        return encode_job(await self._control.submit_checked(*_submission(request), owner))
+        return encode_job(await self._control.submit_checked(*_read_submission(request), owner))
 
     async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
         """Check a job as SubmitJob does, without queueing it."""
@@ -98,7 +98,9 @@ class DistillService(distill_pb2_grpc.DistillServicer):
             await self._control.check(*(job.config_json for job in request.jobs))
             return pb.SubmitJobsResponse()
         owner = self.caller(context).owner
-        jobs = await self._control.submit_all([_submission(job) for job in request.jobs], owner)
+        jobs = await self._control.submit_all(
+            [_read_submission(job) for job in request.jobs], owner
+        )
         return pb.SubmitJobsResponse(jobs=[encode_job(job) for job in jobs])
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
@@ -116,10 +118,10 @@ class DistillService(distill_pb2_grpc.DistillServicer):
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
         """Return one page of jobs, newest first, without their configurations."""
-        before = self._store.resolve(request.before_id).id if request.before_id else ""
+        before_id = self._store.resolve(request.before_id).id if request.before_id else ""
         limit = min(request.limit or _PAGE_JOBS, MAX_PAGE_JOBS)
-        job_filter = decode_wanted(request, self.caller(context))
-        jobs = self._store.page(limit=limit, before_id=before, job_filter=job_filter)
+        job_filter = decode_filter(request, self.caller(context))
+        jobs = self._store.page(limit=limit, before_id=before_id, job_filter=job_filter)
         return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs])
 
     async def WatchJob(
@@ -173,11 +175,11 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     ) -> pb.ListTeachersResponse:
         """Return the teachers that the server runs."""
         users = self._store.users_of_teachers()
-        loads = await loads_of(self._teachers, self._files)
+        loads = await request_loads(self._teachers, self._files)
         return pb.ListTeachersResponse(
             teachers=[
-                encode_teacher(one, users.get(one.key, ()), loads.get(one.key))
-                for one in self._teachers
+                encode_teacher(teacher, users.get(teacher.key, ()), loads.get(teacher.key))
+                for teacher in self._teachers
             ]
         )
 
@@ -186,38 +188,38 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self, request: pb.StartTeacherRequest, context: _Context
     ) -> pb.StartedTeacher:
         """Start a teacher, or keep one that runs for jobs, until StopTeacher."""
-        assert self._kept is not None, "a server has them"
-        return self._encoded(await self._kept.up(request.teacher_json))
+        assert self._persistent_teachers is not None, "a server has them"
+        return self._encode_teacher(await self._persistent_teachers.up(request.teacher_json))
 
     @audited
     async def StopTeacher(
         self, request: pb.StopTeacherRequest, context: _Context
     ) -> pb.StartedTeacher:
         """Stop a teacher, or let it end with its last job."""
-        assert self._kept is not None, "a server has them"
-        return self._encoded(await self._kept.down(request.key))
+        assert self._persistent_teachers is not None, "a server has them"
+        return self._encode_teacher(await self._persistent_teachers.down(request.key))
 
-    def _encoded(self, teacher: Teacher) -> pb.StartedTeacher:
+    def _encode_teacher(self, teacher: TeacherProcess) -> pb.StartedTeacher:
         return encode_teacher(teacher, self._store.users_of_teachers().get(teacher.key, ()))
 
     @audited
     async def BeginUpload(
         self, request: pb.BeginUploadRequest, context: _Context
     ) -> pb.BeginUploadResponse:
-        """Return the path of uploaded files, or which bytes of them have yet to be sent."""
+        """Return the path of uploaded files, or the bytes of them that the server does not have."""
         files = [UploadFile(file.path, file.size, file.sha256) for file in request.files]
         path, missing = await self._files.start(partial(self._uploads.begin, files))
-        lacking = [pb.MissingFile(sha256=one.sha256, offset=one.offset) for one in missing]
-        return pb.BeginUploadResponse(path=str(path or ""), missing=lacking)
+        missing_files = [pb.MissingFile(sha256=file.sha256, offset=file.offset) for file in missing]
+        return pb.BeginUploadResponse(path=str(path or ""), missing=missing_files)
 
     @audited
     async def SendFiles(
         self, request: AsyncIterator[pb.FilePart], context: _Context
     ) -> pb.SendFilesResponse:
-        """Write the parts of files as they come; each file is verified when it is whole."""
+        """Write parts of files in the order of arrival; a complete file is verified."""
         async for part in request:
-            write = partial(self._uploads.receive, part.sha256, part.offset, part.data)
-            await self._files.start(write)
+            receive = partial(self._uploads.receive, part.sha256, part.offset, part.data)
+            await self._files.start(receive)
         return pb.SendFilesResponse()
 
     async def GetArtifact(
@@ -229,7 +231,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         step = request.checkpoint_step or None
         find = notes_root if request.notes else partial(artifact_root, step=step)
         root = await self._files.within(partial(find, job, run))
-        async for piece in pieces_of(root, NOTES if request.notes else (), self._files):
+        async for piece in read_pieces(root, NOTES if request.notes else (), self._files):
             yield pb.ArtifactChunk(
                 path=piece.path,
                 offset=piece.offset,
@@ -239,5 +241,5 @@ class DistillService(distill_pb2_grpc.DistillServicer):
             )
 
 
-def _submission(request: pb.SubmitJobRequest) -> Submission:
+def _read_submission(request: pb.SubmitJobRequest) -> Submission:
     return request.config_json, request.config_text, request.idempotency_key

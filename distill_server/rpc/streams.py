@@ -20,7 +20,7 @@ from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from protos.errors import InvalidInput, NotFound
 
-# The most that the server holds in memory for one watcher, however slowly the watcher reads.
+# Limits of the memory for one watcher, however slowly the watcher reads.
 _PAGE_EVENTS = 200
 _LOG_CHUNK_BYTES = 64 << 10
 _LOG_LOOK_SECONDS = 0.2
@@ -72,7 +72,7 @@ class Streams:
             if page:
                 continue
             # A resume may follow a terminal event, so the stream ends only if the job's current
-            # state is terminal and no event is left.
+            # state is terminal and all events were sent.
             if self._store.job(job.id).state in TERMINAL:
                 return
             await change_event.wait()
@@ -99,7 +99,7 @@ class Streams:
         await self.files.within(partial(require_files, job, run))
         if tail_lines:
             offset = await self.files.within(partial(_tail_offset, path, tail_lines))
-        if offset > await self.files.within(partial(_size, path)):
+        if offset > await self.files.within(partial(_file_size, path)):
             raise InvalidInput(
                 "the offset is beyond the end of the log",
                 field="after_offset",
@@ -109,12 +109,12 @@ class Streams:
             change_event = self._notifier.next_change(job.id)
             # Check this before reading the file, so that the last bytes of an ended attempt are
             # still read.
-            over = not follow or _is_over(self._store.job(job.id), attempt)
-            data = await self.files.within(partial(_read, path, offset))
-            offset += len(data)
-            if data:
-                yield LogPiece(data, offset, attempt)
-            elif over:
+            is_over = not follow or _is_over(self._store.job(job.id), attempt)
+            chunk = await self.files.within(partial(_read_chunk, path, offset))
+            offset += len(chunk)
+            if chunk:
+                yield LogPiece(chunk, offset, attempt)
+            elif is_over:
                 return
             else:
                 with contextlib.suppress(TimeoutError):
@@ -126,11 +126,11 @@ def _is_over(job: Job, attempt: int) -> bool:
     return job.attempt != attempt or job.state in TERMINAL
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _read(path: Path, offset: int) -> bytes:
+def _read_chunk(path: Path, offset: int) -> bytes:
     try:
         with open_regular(path) as file:
             file.seek(offset)
@@ -157,9 +157,9 @@ def _seek_lines(file: BinaryIO, lines: int) -> int:
         file.seek(start)
         block = file.read(size)
         # A newline at the end of the file belongs to the last line, so it is not counted.
-        place = size - 1 if start + size == end else size
-        while (place := block.rfind(b"\n", 0, place)) >= 0:
+        position = size - 1 if start + size == end else size
+        while (position := block.rfind(b"\n", 0, position)) >= 0:
             newlines += 1
             if newlines == lines:
-                return start + place + 1
+                return start + position + 1
     return 0

@@ -1,4 +1,4 @@
-"""The directory of a teacher that the server runs: its record, its command, and what its log says.
+"""The directory of a teacher that the server runs: its record, its command line and its log.
 
 .teachers/KEY/teacher.json       model and options, newest attempt, port, GPUs
               tokens             the token that it accepts, if the server has one for teachers
@@ -25,22 +25,22 @@ from clients.runs.launch import PROGRESS, teacher_command
 from protos.rpc.channel import TEACHER_TOKEN, token_of
 
 _NAME = ".teachers"
-# The keys of a job that say how its teacher is started; jobs that agree on them share one.
+# The keys of a job that determine how its teacher is started; jobs with equal values share one.
 OPTIONS = frozenset(
     {"model", "engine", "dtype", "device", "max_batch_tokens", "batch_invariant", "gpus"}
 )
-_LISTENS = re.compile(rb"^teacher listening on (\S+:(\d+))$", re.MULTILINE)
-_LOADS = re.compile(rb" INFO %s stage=(.+)$" % PROGRESS.encode(), re.MULTILINE)
-# A teacher prints its address after what the engine prints while it loads.
-_MOST_BYTES = 8 << 20
+_LISTENING_LINE = re.compile(rb"^teacher listening on (\S+:(\d+))$", re.MULTILINE)
+_STAGE_LINE = re.compile(rb" INFO %s stage=(.+)$" % PROGRESS.encode(), re.MULTILINE)
+# The limit for one read: a teacher prints its address after the engine's output while it loads.
+_MAX_BYTES = 8 << 20
 _LINE_CHARS = 500
 
 
 @dataclass(frozen=True)
 class Record:
-    """The content of teacher.json. port: of its newest attempt, 0 before it listens.
+    """The content of teacher.json. `port` is that of the newest attempt, 0 before it listens.
 
-    `kept`: a person started it, and it runs until a person stops it.
+    `kept`: a user started the teacher, and it runs until a user stops it.
     """
 
     teacher: Mapping[str, str | int | bool | None]
@@ -51,7 +51,7 @@ class Record:
 
     @property
     def link(self) -> TeacherLink:
-        """Model and options, as a job has them."""
+        """Model and options, as in the table `teacher` of a job."""
         return TeacherLink.model_validate(dict(self.teacher))
 
 
@@ -59,26 +59,26 @@ _RECORD = TypeAdapter(Record)
 
 
 def options_of(teacher: TeacherLink) -> TeacherLink:
-    """Return the teacher with the options of its start alone."""
+    """Return a copy of the teacher with only the options that its start uses."""
     return TeacherLink.model_validate(teacher.model_dump(include=set(OPTIONS)))
 
 
 def key_of(teacher: TeacherLink) -> str:
     """Return the key of a model and its options; it changes with the files of a local model."""
     assert teacher.model is not None
-    known = [teacher.model_dump_json(include=set(OPTIONS)), *_files_in(Path(teacher.model))]
-    return sha256(json.dumps(known).encode()).hexdigest()[:16]
+    identity = [teacher.model_dump_json(include=set(OPTIONS)), *_list_files(Path(teacher.model))]
+    return sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
-def _files_in(path: Path) -> list[tuple[str, int, int]]:
+def _list_files(path: Path) -> list[tuple[str, int, int]]:
     if not path.is_dir():
         return []
-    found = ((entry.name, entry.stat()) for entry in os.scandir(path) if entry.is_file())
-    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    entries = ((entry.name, entry.stat()) for entry in os.scandir(path) if entry.is_file())
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in entries)
 
 
 def home_of(runs: Path, key: str) -> RunDirectory:
-    """Return the directory of a teacher, which has the logs of a run directory."""
+    """Return the directory of a teacher; its logs are laid out as in a run directory."""
     return RunDirectory(runs / _NAME / key)
 
 
@@ -97,7 +97,7 @@ def read_record(home: RunDirectory) -> Record | None:
 
 
 def write_record(home: RunDirectory, record: Record) -> None:
-    """Replace teacher.json, and write the tokens that the teacher accepts."""
+    """Replace teacher.json and the file of the tokens that the teacher accepts."""
     home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     replace_file(home.path / "teacher.json", _RECORD.dump_json(record).decode() + "\n")
     tokens = home.path / "tokens"
@@ -108,7 +108,7 @@ def write_record(home: RunDirectory, record: Record) -> None:
 
 
 def remove(home: RunDirectory) -> None:
-    """Remove the directory of a teacher that has ended, as far as it can be removed."""
+    """Remove the directory of a teacher that has ended; errors are ignored."""
     shutil.rmtree(home.path, ignore_errors=True)
 
 
@@ -120,29 +120,29 @@ def command(run: Path, *, attempt: int, processes: int, from_step: int | None = 
     return teacher_command(record.link, record.port, tokens if tokens.exists() else None)
 
 
-def address_in(log: Path) -> tuple[str, int]:
-    """Return HOST:PORT and port of a teacher that listens, by its log; ("", 0) before it does."""
-    found = _LISTENS.search(_head(log))
-    return ("", 0) if found is None else (found[1].decode(), int(found[2]))
+def read_address(log: Path) -> tuple[str, int]:
+    """Return HOST:PORT and the port from a teacher's log; ("", 0) before it listens."""
+    match = _LISTENING_LINE.search(_read_head(log))
+    return ("", 0) if match is None else (match[1].decode(), int(match[2]))
 
 
-def stage_in(log: Path) -> str:
-    """Return the last stage of its start that a teacher logged; "" before the first one."""
-    found = _LOADS.findall(_head(log))
-    return found[-1].decode(errors="replace").strip()[:_LINE_CHARS] if found else ""
+def read_stage(log: Path) -> str:
+    """Return the last stage of the start in a teacher's log; "" if there is none."""
+    stages = _STAGE_LINE.findall(_read_head(log))
+    return stages[-1].decode(errors="replace").strip()[:_LINE_CHARS] if stages else ""
 
 
-def complaint_in(log: Path) -> str:
-    """Return the last error that a teacher printed, or else its last line."""
-    lines = [line.strip() for line in _head(log).decode(errors="replace").splitlines()]
+def read_error(log: Path) -> str:
+    """Return the last error in a teacher's log, or else its last line."""
+    lines = [line.strip() for line in _read_head(log).decode(errors="replace").splitlines()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    said = errors or [line for line in lines if line] or ["it printed nothing"]
-    return said[-1][:_LINE_CHARS]
+    candidates = errors or [line for line in lines if line] or ["it printed nothing"]
+    return candidates[-1][:_LINE_CHARS]
 
 
-def _head(log: Path) -> bytes:
+def _read_head(log: Path) -> bytes:
     try:
         with open_regular(log) as file:
-            return file.read(_MOST_BYTES)
+            return file.read(_MAX_BYTES)
     except OSError:
         return b""

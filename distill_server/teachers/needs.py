@@ -1,4 +1,4 @@
-"""Which of the teachers that the server runs a queued job needs, and whether it listens."""
+"""Finds and starts the teacher that a queued job needs, and checks whether it listens."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from distill_server.jobs.store import JobStore
 from distill_server.pipelines.linking import with_paths
 from distill_server.runners.machine import Share
 from distill_server.teachers.home import key_of
-from distill_server.teachers.started import StartedTeachers, Teacher
+from distill_server.teachers.started import StartedTeachers, TeacherProcess
 from protos.errors import DistillError, InvalidInput
 
 log = logging.getLogger(__name__)
 
-# The pause before a model is looked at again that could not be read.
+# The pause after a model's files could not be read.
 _TROUBLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The job can start. key, address: of its teacher; "" if the server runs none for it."""
+class TeacherReady:
+    """The job can start. `key` and `address` are its teacher's; "" if the server runs none."""
 
     key: str = ""
     address: str = ""
 
 
 @dataclass(frozen=True)
-class Awaited:
-    """The job waits for its teacher, and the queue goes on. `phase` tells so, if it is not "".
+class TeacherAwaited:
+    """The job waits for its teacher and does not block the queue.
 
-    `reserved` is its share of the machine, kept for it while the teacher loads.
+    `phase` is the job's new phase; "" keeps the old one. `reserved` is its share of the machine,
+    reserved while the teacher loads.
     """
 
     phase: str = ""
@@ -47,15 +48,15 @@ class Awaited:
 
 
 @dataclass(frozen=True)
-class Crowded:
-    """The machine has no room for the job's teacher beside the job. `phase` tells so."""
+class NoRoomForTeacher:
+    """The machine has too little for the job and its teacher. `phase` is the job's new phase."""
 
     phase: str
 
 
 @dataclass(frozen=True)
-class _Identified:
-    """The teacher of one attempt. problem: why it has none, in place of the other two."""
+class _IdentifiedTeacher:
+    """The key and options of one attempt's teacher, or the `problem` why it has none."""
 
     key: str = ""
     config: TeacherLink | None = None
@@ -78,79 +79,87 @@ class TeacherNeeds:
         self._runs = runs
         self._files = files
         self._wake = wake
-        # By job and attempt: the files of a model may have changed since the last one.
-        self._found: dict[tuple[str, int], _Identified] = {}
-        self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._asked: set[tuple[str, int]] = set()
+        # By job and attempt: the files of a model may change between two attempts.
+        self._identified: dict[tuple[str, int], _IdentifiedTeacher] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._requested_attempts: set[tuple[str, int]] = set()
 
     def begin_pass(self) -> None:
-        """Begin to go through the queue; forget jobs that the last pass did not ask for."""
-        self._found = {job: one for job, one in self._found.items() if job in self._asked}
-        self._asked = set()
+        """Begin a pass through the queue; drop the jobs that the last pass did not check."""
+        self._identified = {
+            job: identified
+            for job, identified in self._identified.items()
+            if job in self._requested_attempts
+        }
+        self._requested_attempts = set()
 
-    def of(
-        self, job: Job, config: AnyJob, share: Share, held: Sequence[Share]
-    ) -> Ready | Awaited | Crowded:
+    def check(
+        self, job: Job, config: AnyJob, share: Share, shares: Sequence[Share]
+    ) -> TeacherReady | TeacherAwaited | NoRoomForTeacher:
         """Return whether the teacher of a queued job listens; start it if it does not run.
 
-        `share` is what the job will take of the machine, `held` what others hold. Raises
+        `share` is the job's future share of the machine, `shares` are those in use. Raises
         InvalidInput if its teacher cannot be started.
         """
         if started_teacher(config) is None:
-            return Ready()
+            return TeacherReady()
         attempt = (job.id, job.attempt)
-        self._asked.add(attempt)
-        if attempt not in self._found:
-            if attempt not in self._looks:
-                look = self._identify(job, config)
-                self._looks[attempt] = asyncio.create_task(look)
-            return Awaited(reserved=share)
-        found = self._found[attempt]
-        if found.config is None:
-            raise InvalidInput(found.problem)
-        teacher = self.teachers.wanted(found.key)
+        self._requested_attempts.add(attempt)
+        if attempt not in self._identified:
+            if attempt not in self._tasks:
+                identify = self._identify(job, config)
+                self._tasks[attempt] = asyncio.create_task(identify)
+            return TeacherAwaited(reserved=share)
+        identified = self._identified[attempt]
+        if identified.config is None:
+            raise InvalidInput(identified.problem)
+        teacher = self.teachers.touch(identified.key)
         if teacher is None:
             try:
-                teacher = self.teachers.start(found.key, found.config, [*held, share])
+                teacher = self.teachers.start(identified.key, identified.config, [*shares, share])
             except LookupError as lack:
-                return Crowded(f"WAITING teacher.model: {lack}")
+                return NoRoomForTeacher(f"WAITING teacher.model: {lack}")
         if teacher.failure:
-            teacher.told = True
+            teacher.is_failure_reported = True
             raise InvalidInput(teacher.failure)
         if teacher.address:
-            return Ready(found.key, teacher.address)
-        return Awaited(teacher.phase(), None if teacher.state == "RESTING" else share)
+            return TeacherReady(identified.key, teacher.address)
+        return TeacherAwaited(teacher.phase(), None if teacher.state == "RESTING" else share)
 
     def make_room(self) -> None:
-        """Stop the teachers that neither active jobs need nor those of this pass."""
-        for teacher in self._idle():
+        """Stop the teachers that are needed neither by active jobs nor by jobs of this pass."""
+        for teacher in self._list_idle():
             self.teachers.stop(teacher)
 
     def idle_shares(self) -> list[Share]:
-        """Return what `make_room` would free."""
-        return [teacher.share for teacher in self._idle()]
+        """Return the GPU shares of the idle teachers, which `make_room` would stop."""
+        return [teacher.share for teacher in self._list_idle()]
 
-    def _idle(self) -> list[Teacher]:
-        return self.teachers.idle(one.key for job, one in self._found.items() if job in self._asked)
+    def _list_idle(self) -> list[TeacherProcess]:
+        return self.teachers.list_idle(
+            identified.key
+            for job, identified in self._identified.items()
+            if job in self._requested_attempts
+        )
 
     async def _identify(self, job: Job, config: AnyJob) -> None:
         attempt = (job.id, job.attempt)
         try:
-            before = {output.job: self._store.job(output.job) for output in outputs_in(config)}
-            look = partial(_identified, config, self._runs, before)
-            self._found[attempt] = await self._files.start(look)
+            jobs_read = {output.job: self._store.job(output.job) for output in outputs_in(config)}
+            identify = partial(_identify_teacher, config, self._runs, jobs_read)
+            self._identified[attempt] = await self._files.start(identify)
         except OSError:  # also Unavailable: the disk does not answer
             log.exception("job %s: cannot read its model; retrying", job.id)
             await asyncio.sleep(_TROUBLE_SECONDS)
         except DistillError as error:
-            self._found[attempt] = _Identified(problem=str(error))
+            self._identified[attempt] = _IdentifiedTeacher(problem=str(error))
         finally:
-            del self._looks[attempt]
+            del self._tasks[attempt]
             self._wake()
 
 
-def _identified(config: AnyJob, runs: Path, before: dict[str, Job]) -> _Identified:
-    """Find the model of a job's teacher on the disk; blocking."""
-    teacher = started_teacher(with_paths(config, runs, before))
+def _identify_teacher(config: AnyJob, runs: Path, jobs_read: dict[str, Job]) -> _IdentifiedTeacher:
+    """Read the files of the model of a job's teacher to compute its key; blocking."""
+    teacher = started_teacher(with_paths(config, runs, jobs_read))
     assert teacher is not None
-    return _Identified(key_of(teacher), teacher)
+    return _IdentifiedTeacher(key_of(teacher), teacher)

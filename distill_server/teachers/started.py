@@ -1,7 +1,7 @@
 """Starts, shares, restarts and stops the teachers that a server runs.
 
-The processes outlive the server, each under a shim as trainers are; the next server finds them by
-their directories (`home.py`) and goes on.
+The processes outlive the server, each under a shim like a trainer; the next server finds them by
+their directories (`home.py`) and follows them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ STATES = ("READY", "LOADING", "RESTING", "STOPPING", "FAILED")
 
 
 @dataclass
-class Teacher:
-    """One teacher: its record on the disk, and what this server knows about it.
+class TeacherProcess:
+    """One teacher: its record on the disk and its state in this server.
 
-    `address` is "" until it listens; `stage` is how far its start is then. `deaths` counts its ends
-    since it last listened; `rests_until` is the monotonic time of the next start. `used_at` is the
-    monotonic time at which a job last used it or waited for it. `trouble` is why it ended last,
-    `failure` why it is given up, and `told` that its jobs know.
+    `address` is "" until it listens; until then `stage` is the stage of its start. `since` is the
+    Unix time of its last start or stop. `deaths` counts its ends since it last listened;
+    `rests_until` is the monotonic time of the next start. `used_at` is the monotonic time at which
+    a job last used it or waited for it. `trouble` is the reason of its last end, `failure` the
+    reason why it is not started again; `is_failure_reported` if a job has FAILED with it.
+    `is_inherited`: an earlier server started it, and it has not been polled yet. `task` is the
+    current call that works on it.
     """
 
     key: str
@@ -58,39 +61,39 @@ class Teacher:
     rests_until: float = 0.0
     trouble: str = ""
     failure: str = ""
-    told: bool = False
-    runs: bool = False
-    found: bool = False
-    stops: bool = False
-    work: asyncio.Task[None] | None = None
+    is_failure_reported: bool = False
+    is_running: bool = False
+    is_inherited: bool = False
+    is_stopping: bool = False
+    task: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> str:
-        """A word for people: READY, LOADING, RESTING (it died), STOPPING or FAILED."""
+        """The state that users see: READY, LOADING, RESTING (it died), STOPPING or FAILED."""
         if self.failure:
             return "FAILED"
-        if self.stops:
+        if self.is_stopping:
             return "STOPPING"
         if self.address:
             return "READY"
-        return "LOADING" if self.runs or not self.trouble else "RESTING"
+        return "LOADING" if self.is_running or not self.trouble else "RESTING"
 
     @property
     def share(self) -> Share:
-        """What it takes of the machine beside the jobs: GPUs, but no slot and no threads."""
+        """The teacher's share of the machine: GPUs, but no slot and no threads."""
         return Share(0, self.record.gpus, slots=0)
 
     def phase(self) -> str:
-        """The phase of a job that waits for it."""
+        """Return the phase of a job that waits for the teacher."""
         since = format_clock(self.since)
         match self.state:
             case "STOPPING":
                 return f"WAITING teacher.model: it stops since {since}, and starts again"
             case "RESTING":
                 return f"WAITING teacher.model: {self.trouble}; it starts again"
-        again = f" ({self.trouble})" if self.trouble else ""
+        last_trouble = f" ({self.trouble})" if self.trouble else ""
         stage = f", {self.stage}" if self.stage else ""
-        return f"WAITING teacher.model: it loads since {since}{again}{stage}"
+        return f"WAITING teacher.model: it loads since {since}{last_trouble}{stage}"
 
 
 class StartedTeachers:
@@ -105,11 +108,13 @@ class StartedTeachers:
         self._files = files
         self._wake = wake
         self._runner = LocalRunner(command=homes.command)
-        self._used: Mapping[str, Sequence[str]] = {}
+        self._users: Mapping[str, Sequence[str]] = {}
         now = time.monotonic()
-        # Teachers of an earlier server; those that do not run are forgotten when they are polled.
-        self._teachers: dict[str, Teacher] = {
-            home.path.name: Teacher(home.path.name, home, record, now, runs=True, found=True)
+        # Teachers of an earlier server; those that do not run are removed when they are polled.
+        self._teachers: dict[str, TeacherProcess] = {
+            home.path.name: TeacherProcess(
+                home.path.name, home, record, now, is_running=True, is_inherited=True
+            )
             for home in homes.homes_in(runs)
             if (record := homes.read_record(home)) is not None
         }
@@ -117,218 +122,229 @@ class StartedTeachers:
     def __len__(self) -> int:
         return len(self._teachers)
 
-    def __iter__(self) -> Iterator[Teacher]:
+    def __iter__(self) -> Iterator[TeacherProcess]:
         return iter(list(self._teachers.values()))
 
     def held_shares(self) -> list[Share]:
         """Return the GPUs that the teachers hold."""
         return [teacher.share for teacher in self._teachers.values() if not teacher.failure]
 
-    async def look(self, used: Mapping[str, Sequence[str]]) -> None:
-        """Poll all teachers, restart those that died, and stop those that nobody needs any more.
+    async def poll_all(self, job_ids_by_key: Mapping[str, Sequence[str]]) -> None:
+        """Poll all teachers, restart those that died, and stop those that no job needs any more.
 
-        `used`: the ids of active jobs by the key of their teacher.
+        `job_ids_by_key` has the ids of active jobs by the key of their teacher.
         """
-        self._used, now = used, time.monotonic()
+        self._users, now = job_ids_by_key, time.monotonic()
         for key, teacher in list(self._teachers.items()):
-            if key in used:
+            if key in job_ids_by_key:
                 teacher.used_at = now
-            if teacher.told:  # its logs stay until the next start of the server
+            if teacher.is_failure_reported:  # the next start of the server removes its logs
                 del self._teachers[key]
-            elif teacher.work is not None:
+            elif teacher.task is not None:
                 continue
-            elif not teacher.runs and (teacher.stops or self._is_idle(teacher)):
-                self._do(teacher, self._forget(teacher))
+            elif not teacher.is_running and (teacher.is_stopping or self._is_idle(teacher)):
+                self._run_task(teacher, self._remove_teacher(teacher))
             else:
-                self._do(teacher, self._follow(teacher))
-        works = [teacher.work for teacher in self._teachers.values() if teacher.work is not None]
-        if works:
-            await asyncio.wait(works, timeout=self._policy.look_every)
+                self._run_task(teacher, self._follow_teacher(teacher))
+        tasks = [teacher.task for teacher in self._teachers.values() if teacher.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._policy.poll_every)
 
     async def close(self) -> None:
-        """Wait for calls that have begun, for a short time. The teachers keep running."""
-        works = [teacher.work for teacher in self._teachers.values() if teacher.work is not None]
-        if works:
-            await asyncio.wait(works, timeout=_LAST_SECONDS)
-        for work in works:
-            work.cancel()
+        """Wait a short time for calls that have begun. The teachers keep running."""
+        tasks = [teacher.task for teacher in self._teachers.values() if teacher.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_SECONDS)
+        for task in tasks:
+            task.cancel()
 
-    def wanted(self, key: str) -> Teacher | None:
-        """Return the teacher with this key for a job that needs it; None if it is not started."""
+    def touch(self, key: str) -> TeacherProcess | None:
+        """Return the teacher with this key, marked as used now; None if it is not started."""
         teacher = self._teachers.get(key)
         if teacher is not None:
             teacher.used_at = time.monotonic()
         return teacher
 
     def start(
-        self, key: str, config: TeacherLink, held: Sequence[Share], *, kept: bool = False
-    ) -> Teacher:
-        """Start a teacher beside the shares that are held. `kept`: see Record.
+        self, key: str, config: TeacherLink, shares: Sequence[Share], *, kept: bool = False
+    ) -> TeacherProcess:
+        """Start a teacher; `shares` are those in use. `kept`: see Record.
 
-        Raises LookupError, with what it must wait for, if the machine has no room.
+        Raises LookupError, with what it must wait for, if the machine has too little free.
         """
-        running = sum(not teacher.failure for teacher in self._teachers.values())
-        if running >= self._machine.slots:
-            by_hand = sum(one.record.kept for one in self._teachers.values())
-            stop = f", {by_hand} until distill teacher down" if by_hand else ""
-            raise LookupError(f"the end of another teacher; {running} run{stop}")
-        gpus = self._machine.gpus_for(config, held)
+        running_count = sum(not teacher.failure for teacher in self._teachers.values())
+        if running_count >= self._machine.slots:
+            kept_count = sum(teacher.record.kept for teacher in self._teachers.values())
+            stop = f", {kept_count} until distill teacher down" if kept_count else ""
+            raise LookupError(f"the end of another teacher; {running_count} run{stop}")
+        gpus = self._machine.gpus_for(config, shares)
         options = homes.options_of(config).model_dump(include=set(homes.OPTIONS))
-        teacher = Teacher(
+        teacher = TeacherProcess(
             key,
             homes.home_of(self._runs, key),
             Record(options, attempt=0, port=0, gpus=gpus, kept=kept),
             used_at=time.monotonic(),
         )
         self._teachers[key] = teacher
-        self._do(teacher, self._begin(teacher))
+        self._run_task(teacher, self._start_attempt(teacher))
         return teacher
 
-    def idle(self, needed: Iterable[str]) -> list[Teacher]:
+    def list_idle(self, needed: Iterable[str]) -> list[TeacherProcess]:
         """Return the running teachers that no active job uses and that are not `needed`."""
-        busy = {*self._used, *needed}
-        free = (one for key, one in self._teachers.items() if key not in busy)
-        return [one for one in free if not one.stops and not one.record.kept]
+        busy = {*self._users, *needed}
+        unused_teachers = (teacher for key, teacher in self._teachers.items() if key not in busy)
+        return [
+            teacher
+            for teacher in unused_teachers
+            if not teacher.is_stopping and not teacher.record.kept
+        ]
 
-    async def keep(self, teacher: Teacher, *, kept: bool) -> None:
+    async def set_kept(self, teacher: TeacherProcess, *, kept: bool) -> None:
         """Keep a teacher without jobs until this is called again with False."""
-        while teacher.work is not None:  # it may write the record, too
-            await asyncio.wait({teacher.work})
+        while teacher.task is not None:  # it may write the record, too
+            await asyncio.wait({teacher.task})
         teacher.record = replace(teacher.record, kept=kept)
         teacher.used_at = time.monotonic()
         if teacher.record.attempt:  # else its start writes the record
             await self._files.start(partial(homes.write_record, teacher.home, teacher.record))
 
-    def stop_if_unused(self, teacher: Teacher) -> None:
-        """Stop a teacher that no active job uses, or forget it if it has failed."""
-        if teacher.key in self._used or teacher.stops:
+    def stop_if_unused(self, teacher: TeacherProcess) -> None:
+        """Stop a teacher that no active job uses, or remove it if it does not run."""
+        if teacher.key in self._users or teacher.is_stopping:
             return
-        if teacher.runs:
+        if teacher.is_running:
             self.stop(teacher)
         else:
-            teacher.stops = True
+            teacher.is_stopping = True
         self._wake()
 
-    def stop(self, teacher: Teacher) -> None:
-        """Ask a teacher to end; it is forgotten when it has."""
-        teacher.stops, teacher.address, teacher.since = True, "", time.time()
+    def stop(self, teacher: TeacherProcess) -> None:
+        """Send SIGTERM to a teacher; it is removed when it has ended."""
+        teacher.is_stopping, teacher.address, teacher.since = True, "", time.time()
         log.info("teacher %s: stopped, no job needs it", teacher.key)
         end = partial(self._runner.stop, teacher.home, teacher.record.attempt, now=False)
         self._files.start(end)
 
-    def _do(self, teacher: Teacher, work: Coroutine[Any, Any, None]) -> None:
-        def facts() -> tuple[object, ...]:
-            known = teacher.key in self._teachers
-            return teacher.state, teacher.address, teacher.stage, teacher.runs, known
+    def _run_task(self, teacher: TeacherProcess, coroutine: Coroutine[Any, Any, None]) -> None:
+        def observable_state() -> tuple[object, ...]:
+            is_listed = teacher.key in self._teachers
+            return teacher.state, teacher.address, teacher.stage, teacher.is_running, is_listed
 
-        async def guarded() -> None:
-            before = facts()
+        async def run_guarded() -> None:
+            previous_state = observable_state()
             try:
-                await work
+                await coroutine
             except Exception as error:  # a full disk, for example
                 log.exception("teacher %s: retrying in %g s", teacher.key, _TROUBLE_SECONDS)
-                if not teacher.runs:
-                    why = (isinstance(error, OSError) and error.strerror) or error
-                    self._died(teacher, f"it could not be started: {why}")
+                if not teacher.is_running:
+                    cause = (isinstance(error, OSError) and error.strerror) or error
+                    self._schedule_restart(teacher, f"it could not be started: {cause}")
                 teacher.rests_until = time.monotonic() + _TROUBLE_SECONDS
             finally:
-                teacher.work = None
-                # Not after each poll: the scheduler polls, and would go on without a pause.
-                if facts() != before:
+                teacher.task = None
+                # Only after a change: the scheduler polls again at once when it is woken.
+                if observable_state() != previous_state:
                     self._wake()
 
-        teacher.work = asyncio.create_task(guarded())
+        teacher.task = asyncio.create_task(run_guarded())
 
-    async def _forget(self, teacher: Teacher) -> None:
-        """Forget a teacher that does not run any more, with its directory."""
+    async def _remove_teacher(self, teacher: TeacherProcess) -> None:
+        """Remove a teacher that does not run any more, with its directory."""
         await self._files.start(partial(homes.remove, teacher.home))
         self._teachers.pop(teacher.key, None)
 
-    async def _follow(self, teacher: Teacher) -> None:
+    async def _follow_teacher(self, teacher: TeacherProcess) -> None:
         if time.monotonic() < teacher.rests_until or teacher.failure:
             return
-        if not teacher.runs:
-            await self._begin(teacher)
+        if not teacher.is_running:
+            await self._start_attempt(teacher)
             return
-        outcome, address, port, said = await self._files.start(partial(self._see, teacher))
+        outcome, address, port, log_message = await self._files.start(
+            partial(self._poll_teacher, teacher)
+        )
         if isinstance(outcome, Running):
-            teacher.found, teacher.stage = False, said
-            if address and not teacher.address and not teacher.stops:
-                await self._listens(teacher, address, port)
-            if self._is_idle(teacher) and not teacher.stops:
+            teacher.is_inherited, teacher.stage = False, log_message
+            if address and not teacher.address and not teacher.is_stopping:
+                await self._record_address(teacher, address, port)
+            if self._is_idle(teacher) and not teacher.is_stopping:
                 self.stop(teacher)
-        elif teacher.stops or (teacher.found and not self._is_needed(teacher)):
-            teacher.runs, teacher.stops = False, True
-            await self._forget(teacher)
+        elif teacher.is_stopping or (teacher.is_inherited and not self._is_needed(teacher)):
+            teacher.is_running, teacher.is_stopping = False, True
+            await self._remove_teacher(teacher)
         else:
-            self._ended(teacher, outcome, said, listened=bool(teacher.address or address))
+            self._judge_end(
+                teacher, outcome, log_message, has_listened=bool(teacher.address or address)
+            )
 
-    def _see(self, teacher: Teacher) -> tuple[Outcome, str, int, str]:
-        """Poll a teacher and read its log: its address, and how far it is or why it ended.
+    def _poll_teacher(self, teacher: TeacherProcess) -> tuple[Outcome, str, int, str]:
+        """Poll a teacher and read its log; blocking.
 
-        Blocking.
+        Returns the outcome, the address and port if newly found, and the stage of a start or the
+        error of an end.
         """
-        file = teacher.home.log_file(teacher.record.attempt)
+        log_file = teacher.home.log_file(teacher.record.attempt)
         outcome = self._runner.poll(teacher.home, teacher.record.attempt)
-        address, port = ("", 0) if teacher.address else homes.address_in(file)
+        address, port = ("", 0) if teacher.address else homes.read_address(log_file)
         if not isinstance(outcome, Running):
-            said = homes.complaint_in(file)
+            log_message = homes.read_error(log_file)
         else:
-            said = "" if teacher.address or address else homes.stage_in(file)
-        return outcome, address, port, said
+            log_message = "" if teacher.address or address else homes.read_stage(log_file)
+        return outcome, address, port, log_message
 
-    async def _listens(self, teacher: Teacher, address: str, port: int) -> None:
+    async def _record_address(self, teacher: TeacherProcess, address: str, port: int) -> None:
         # The next attempt listens on the same port, so that trainers find it.
         teacher.record = replace(teacher.record, port=port)
         teacher.address, teacher.deaths, teacher.trouble = address, 0, ""
         log.info("teacher %s: listening on %s", teacher.key, address)
-        # For the next server.
+        # The next server reads the port from the record.
         await self._files.start(partial(homes.write_record, teacher.home, teacher.record))
 
-    def _ended(self, teacher: Teacher, outcome: Outcome, complaint: str, *, listened: bool) -> None:
-        """Judge the end of a teacher that nobody stopped."""
+    def _judge_end(
+        self, teacher: TeacherProcess, outcome: Outcome, complaint: str, *, has_listened: bool
+    ) -> None:
+        """Decide whether a teacher that ended by itself is started again or has failed."""
         code = outcome.code if isinstance(outcome, Exited) else None
-        how = "it disappeared" if code is None else f"it ended with exit code {code}"
-        how = f"it was killed by signal {-code}" if code is not None and code < 0 else how
-        moved = bool(teacher.record.port)
-        self._died(teacher, how if listened or (code or 0) < 0 else f"{how}: {complaint}")
-        if not listened and moved:
-            # Perhaps somebody else has its port by now.
+        cause = "it disappeared" if code is None else f"it ended with exit code {code}"
+        cause = f"it was killed by signal {-code}" if code is not None and code < 0 else cause
+        has_moved = bool(teacher.record.port)
+        self._schedule_restart(
+            teacher, cause if has_listened or (code or 0) < 0 else f"{cause}: {complaint}"
+        )
+        if not has_listened and has_moved:
+            # Another program may have taken its port.
             teacher.record = replace(teacher.record, port=0)
-        elif not listened and (code == ExitCode.USAGE or teacher.deaths > self._policy.retries):
+        elif not has_listened and (code == ExitCode.USAGE or teacher.deaths > self._policy.retries):
             teacher.failure = f"teacher.model: its teacher cannot be started: {complaint}"
 
-    def _died(self, teacher: Teacher, trouble: str) -> None:
-        teacher.runs, teacher.address, teacher.stage, teacher.trouble = False, "", "", trouble
+    def _schedule_restart(self, teacher: TeacherProcess, cause: str) -> None:
+        teacher.is_running, teacher.address, teacher.stage, teacher.trouble = False, "", "", cause
         pause = 0.0
         if teacher.deaths:
-            doubled = self._policy.backoff * 2 ** min(30, teacher.deaths - 1)
-            pause = min(self._policy.longest_backoff, doubled)
+            backoff = self._policy.backoff * 2 ** min(30, teacher.deaths - 1)
+            pause = min(self._policy.longest_backoff, backoff)
         teacher.deaths += 1
         teacher.rests_until = time.monotonic() + pause
-        log.warning("teacher %s: %s; next start in %g s", teacher.key, trouble, pause)
+        log.warning("teacher %s: %s; next start in %g s", teacher.key, cause, pause)
 
-    async def _begin(self, teacher: Teacher) -> None:
+    async def _start_attempt(self, teacher: TeacherProcess) -> None:
         """Start the next attempt of a teacher."""
-        await self._files.start(partial(self._begin_now, teacher))
-        teacher.runs, teacher.since, teacher.found = True, time.time(), False
-        if teacher.stops:  # meanwhile
+        await self._files.start(partial(self._start_process, teacher))
+        teacher.is_running, teacher.since, teacher.is_inherited = True, time.time(), False
+        if teacher.is_stopping:  # it was stopped during the start
             self.stop(teacher)
 
-    def _begin_now(self, teacher: Teacher) -> None:
+    def _start_process(self, teacher: TeacherProcess) -> None:
         """Write the record of the next attempt and start it; blocking."""
-        last = homes.read_record(teacher.home)
-        attempt = max(teacher.record.attempt, last.attempt if last else 0) + 1
+        last_record = homes.read_record(teacher.home)
+        attempt = max(teacher.record.attempt, last_record.attempt if last_record else 0) + 1
         teacher.record = replace(teacher.record, attempt=attempt)
         homes.write_record(teacher.home, teacher.record)
-        threads = Share(self._machine.cpus_per_job, teacher.record.gpus)
-        self._runner.start(
-            teacher.home, attempt=attempt, processes=1, from_step=None, share=threads
-        )
+        share = Share(self._machine.cpus_per_job, teacher.record.gpus)
+        self._runner.start(teacher.home, attempt=attempt, processes=1, from_step=None, share=share)
 
-    def _is_idle(self, teacher: Teacher) -> bool:
-        late = time.monotonic() - teacher.used_at > self._policy.linger
-        return late and not teacher.record.kept
+    def _is_idle(self, teacher: TeacherProcess) -> bool:
+        is_late = time.monotonic() - teacher.used_at > self._policy.linger
+        return is_late and not teacher.record.kept
 
-    def _is_needed(self, teacher: Teacher) -> bool:
-        return teacher.record.kept or teacher.key in self._used
+    def _is_needed(self, teacher: TeacherProcess) -> bool:
+        return teacher.record.kept or teacher.key in self._users

@@ -85,7 +85,7 @@ class SmallServer:
     ) -> None:
         self.quotas = quotas
         # A look ends when all threads have, however busy the machine is.
-        self.runs, self.runner, self.policy = runs, runner, replace(policy, look_every=60)
+        self.runs, self.runner, self.policy = runs, runner, replace(policy, poll_every=60)
         self.preflight, self.files = preflight, files or RunFiles()
         runs.mkdir(exist_ok=True)
         self._open = contextlib.ExitStack()
@@ -116,9 +116,9 @@ class SmallServer:
 
         async def look() -> bool:
             self.scheduler._awake.clear()
-            busy = await self.scheduler.look()
+            busy = await self.scheduler.run_once()
             await self.scheduler.waits.finish_tries()
-            return await self.scheduler.look() if self.scheduler._awake.is_set() else busy
+            return await self.scheduler.run_once() if self.scheduler._awake.is_set() else busy
 
         return self._loop.run(look())
 

@@ -31,7 +31,7 @@ from protos.auth.access import read_tokens
 from protos.errors import DistillError
 from protos.rpc.server import ServerEndpoint
 
-POLICY = {"backoff": 0.1, "cancel_grace": 1.5, "cancel_now_grace": 0.5, "look_every": 0.05}
+POLICY = {"backoff": 0.1, "cancel_grace": 1.5, "cancel_now_grace": 0.5, "poll_every": 0.05}
 
 
 def command(run: Path, *, attempt: int, processes: int, from_step: int | None = None) -> list[str]:

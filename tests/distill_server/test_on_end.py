@@ -43,10 +43,10 @@ def records(path: Path) -> list[dict[str, object]]:
 def test_the_command_gets_each_end_in_turn(tmp_path: Path) -> None:
     out = tmp_path / "told.jsonl"
     command = EndCommand(python(APPENDS, out))
-    command.changed(ended("early", JobState.RUNNING))
+    command.on_job_change(ended("early", JobState.RUNNING))
     states = (JobState.FAILED, JobState.CANCELLED, JobState.SUCCEEDED)
     for state in states:
-        command.changed(ended(state.lower(), state))
+        command.on_job_change(ended(state.lower(), state))
     eventually(lambda: len(records(out)) == 3)
     assert [one["state"] for one in records(out)] == list(states)
     assert all("secret" not in str(one) and one["kind"] == "on_policy" for one in records(out))
@@ -65,7 +65,7 @@ def test_a_command_that_fails_or_hangs_is_told(
     )
     command = EndCommand(python(code, out), seconds=5)
     for name in ("bad", "slow", "good"):
-        command.changed(ended(name))
+        command.on_job_change(ended(name))
     eventually(lambda: [one["id"] for one in records(out)] == ["good"])
     assert caplog.messages == [
         "--on-end: job bad: exit code 3",
@@ -82,7 +82,7 @@ def test_a_server_that_ends_takes_its_command_along(tmp_path: Path) -> None:
         "from tests.distill_server.test_on_end import ended, EndCommand\n"
         "logging.basicConfig()\n"
         "command = EndCommand(sys.argv[1])\n"
-        "command.changed(ended('one')); command.changed(ended('two'))\n"
+        "command.on_job_change(ended('one')); command.on_job_change(ended('two'))\n"
         "mark = Path(sys.argv[2])\n"
         "while not (mark.exists() and mark.read_text()): time.sleep(0.01)\n"
     )
@@ -124,7 +124,7 @@ def test_the_command_of_the_document_sends_a_message() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Chat) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         here = f"http://127.0.0.1:{server.server_address[1]}"
-        EndCommand(command.replace("https://chat.example", here)).changed(ended("done"))
+        EndCommand(command.replace("https://chat.example", here)).on_job_change(ended("done"))
         eventually(lambda: messages)
         server.shutdown()
     [(kind, record)] = messages

@@ -16,7 +16,7 @@ import pytest
 
 from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
-from distill_server.uploads import Missing, UploadFile, Uploads, uploads_named_in
+from distill_server.uploads import MissingPart, UploadFile, Uploads, named_uploads
 from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
 from tests.distill_server.conftest import Server, job_config
 from tests.small_disk import small_disk
@@ -71,14 +71,20 @@ def test_a_file_and_a_directory(uploads: Uploads, tmp_path: Path) -> None:
 def test_only_what_is_missing_is_asked_for(uploads: Uploads, tmp_path: Path) -> None:
     other = b"other" * 100
     files = [upload_file("d/a"), upload_file("d/b", other), upload_file("d/c")]
-    assert uploads.begin(files)[1] == [Missing(digest(CONTENT), 0), Missing(digest(other), 0)]
+    assert uploads.begin(files)[1] == [
+        MissingPart(digest(CONTENT), 0),
+        MissingPart(digest(other), 0),
+    ]
     uploads.receive(digest(CONTENT), 0, CONTENT[:400])
     again = Uploads(tmp_path)  # a restarted server
     with pytest.raises(Unavailable, match="begin the upload again"):
         again.receive(digest(CONTENT), 400, CONTENT[400:])
-    assert again.begin(files)[1] == [Missing(digest(CONTENT), 400), Missing(digest(other), 0)]
+    assert again.begin(files)[1] == [
+        MissingPart(digest(CONTENT), 400),
+        MissingPart(digest(other), 0),
+    ]
     again.receive(digest(CONTENT), 400, CONTENT[400:])
-    assert again.begin(files)[1] == [Missing(digest(other), 0)]
+    assert again.begin(files)[1] == [MissingPart(digest(other), 0)]
     again.receive(digest(other), 0, other)
     path, _ = again.begin(files)
     assert path is not None
@@ -105,7 +111,7 @@ def test_wrong_bytes_are_never_kept(uploads: Uploads, tmp_path: Path) -> None:
         uploads.receive(digest(CONTENT), 0, CONTENT + b"x")
     with pytest.raises(Corrupt, match="does not match its checksum"):
         uploads.receive(digest(CONTENT), 0, bytes(1000))
-    assert uploads.begin([upload_file()]) == (None, [Missing(digest(CONTENT), 0)])
+    assert uploads.begin([upload_file()]) == (None, [MissingPart(digest(CONTENT), 0)])
     with pytest.raises(Unavailable):
         uploads.receive("../../x", 0, b"")
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".uploads", "files", "parts"]
@@ -206,13 +212,13 @@ def test_what_no_job_names_is_removed_after_a_day(uploads: Uploads, tmp_path: Pa
     uploads.begin([upload_file("d", b"d"), upload_file("e", b"e")][:1])
     uploads.receive(digest(b"d"), 0, b"d")  # whole, and linked by nothing
     keep = {named.parent.name}
-    uploads.collect(keep, before=time.time() - 60)
+    uploads.collect(keep, cutoff=time.time() - 60)
     assert unnamed.exists(), "somebody may be about to submit its job"
-    uploads.collect(keep, before=time.time() + 60)
+    uploads.collect(keep, cutoff=time.time() + 60)
     left = [path for path in (tmp_path / ".uploads").rglob("*") if path.is_file()]
     assert {path.name for path in left} == {digest(CONTENT), "a.jsonl"}
-    uploads.collect(set(), before=time.time() + 60)
-    uploads.collect(set(), before=time.time() + 60)
+    uploads.collect(set(), cutoff=time.time() + 60)
+    uploads.collect(set(), cutoff=time.time() + 60)
     assert not [path for path in (tmp_path / ".uploads").rglob("*") if path.is_file()]
     assert sent(uploads, ("a.jsonl", CONTENT)) == named, "it is sent again"
 
@@ -226,9 +232,9 @@ def test_what_is_asked_for_again_stays_for_another_day(uploads: Uploads, tmp_pat
     uploads.begin([upload_file("a")])
     pair = [upload_file("m/b", b"b"), upload_file("m/c", b"c")]
     uploads.begin(pair)
-    uploads.collect(set(), before=time.time() - 60)
+    uploads.collect(set(), cutoff=time.time() - 60)
     assert path.exists()
-    assert uploads.begin(pair)[1] == [Missing(digest(b"c"), 0)]
+    assert uploads.begin(pair)[1] == [MissingPart(digest(b"c"), 0)]
 
 
 def test_a_job_holds_what_it_names(make_server: Callable[..., Server], tmp_path: Path) -> None:
@@ -248,5 +254,5 @@ def test_a_job_holds_what_it_names(make_server: Callable[..., Server], tmp_path:
         client.submit(ready).wait(60)
     server.kill()
     with sqlite3.connect(server.runs / "server.sqlite") as connection:
-        assert uploads_named_in(connection) == {path.parent.name}
+        assert named_uploads(connection) == {path.parent.name}
     connection.close()

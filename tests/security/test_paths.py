@@ -31,7 +31,7 @@ from distill_server.jobs.database import open_database
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Change, JobStore
 from distill_server.retention.removals import Removals
-from distill_server.rpc.artifacts import pieces_of
+from distill_server.rpc.artifacts import read_pieces
 from distill_server.rpc.service import DistillService
 from distill_server.rpc.streams import Streams
 from protos import distill_pb2 as pb
@@ -259,7 +259,7 @@ def test_links_are_not_followed_even_when_they_appear_meanwhile(place: Path) -> 
 
     async def pull() -> bytes:
         try:
-            return b"".join([piece.data async for piece in pieces_of(root)])
+            return b"".join([piece.data async for piece in read_pieces(root)])
         except DistillError as error:
             return type(error).__name__.encode()
 

@@ -79,9 +79,9 @@ def test_jobs_that_are_passed_over_hold_up_nobody(tmp_path: Path) -> None:
         server.look()
         large, last = submit(server, resources={"cpus": 8}), submit(server)
         server.close()
-        server.policy = Policy(Machine(slots=1, cpus=4), backoff=60, look_every=60)
+        server.policy = Policy(Machine(slots=1, cpus=4), backoff=60, poll_every=60)
         server.start()
-        server.scheduler.rest = lambda job: 50.0 if job.id == rests else 0.0  # type: ignore[method-assign]
+        server.scheduler.rest_seconds = lambda job: 50.0 if job.id == rests else 0.0  # type: ignore[method-assign]
         places = Places(server.store, server.scheduler, server.policy.machine)
         before = time.time()
         resting = places.of(server.store.job(rests))

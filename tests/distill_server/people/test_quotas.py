@@ -112,7 +112,7 @@ def test_no_quota_is_ever_exceeded_and_none_is_wasted(tmp_path: Path, seed: int)
 
 
 def test_a_quota_of_gpus_needs_a_server_that_counts_them() -> None:
-    require_counted_gpus({"ann": Quota(jobs=1)}, counted=False)
-    require_counted_gpus({"ann": Quota(gpus=1)}, counted=True)
+    require_counted_gpus({"ann": Quota(jobs=1)}, are_gpus_counted=False)
+    require_counted_gpus({"ann": Quota(gpus=1)}, are_gpus_counted=True)
     with pytest.raises(InvalidInput, match=r"--gpus: owner ann has a quota of GPUs"):
-        require_counted_gpus({"ann": Quota(gpus=1)}, counted=False)
+        require_counted_gpus({"ann": Quota(gpus=1)}, are_gpus_counted=False)

@@ -125,7 +125,7 @@ def test_a_killed_server_leaves_the_rest_to_the_next(server: SmallServer, point:
     server.start()
     with pytest.raises(NotFound):
         server.store.job(one.id)
-    asyncio.run(Keeper(removals_of(server), None, server.store.now).look())
+    asyncio.run(Keeper(removals_of(server), None, server.store.now).run_once())
     assert not (server.runs / one.id).exists()
     assert left(server)["removals"] == 0
     assert (server.runs / other.id / "job.json").exists()
@@ -177,14 +177,14 @@ def test_jobs_expire(server: SmallServer) -> None:
     (waiting,) = submit(server, made("waiting", after=["needed"]))
     server.look()
     day = server.store.now()
-    asyncio.run(Keeper(removals_of(server), 1.0, lambda: day + DAY / 2).look())
+    asyncio.run(Keeper(removals_of(server), 1.0, lambda: day + DAY / 2).run_once())
     assert len(server.store.page(limit=9)) == 4
-    asyncio.run(Keeper(removals_of(server), None, lambda: day + 9 * DAY).look())
+    asyncio.run(Keeper(removals_of(server), None, lambda: day + 9 * DAY).run_once())
     assert len(server.store.page(limit=9)) == 4
-    asyncio.run(Keeper(removals_of(server), 1.0, lambda: day + 2 * DAY).look())
+    asyncio.run(Keeper(removals_of(server), 1.0, lambda: day + 2 * DAY).run_once())
     assert {job.name for job in server.store.page(limit=9)} == {"pinned", "needed", "waiting"}
     assert not (server.runs / jobs["old"].id).exists()
     end(server, waiting)
-    asyncio.run(Keeper(removals_of(server), 1.0, lambda: day + 2 * DAY).look())
+    asyncio.run(Keeper(removals_of(server), 1.0, lambda: day + 2 * DAY).run_once())
     assert [job.name for job in server.store.page(limit=9)] == ["pinned"]
     assert {path.name for path in server.runs.glob("on-policy-*")} == {jobs["pinned"].id}

@@ -22,8 +22,8 @@ from clients.cli.commands.doctor import _reachable
 from clients.runs.directory import RunDirectory
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
-from distill_server.teachers.home import Record, stage_in
-from distill_server.teachers.started import Teacher
+from distill_server.teachers.home import Record, read_stage
+from distill_server.teachers.started import TeacherProcess
 from protos import teacher_pb2
 from protos.errors import DistillError, Unavailable
 from protos.rpc.ports import free_ports
@@ -170,14 +170,14 @@ def test_a_signal_ends_the_load(loading: GatedTeacher, signum: signal.Signals, c
 
 def test_the_log_has_the_share(loading: GatedTeacher) -> None:
     """A job server reads it there, for the phase of the jobs that wait for the teacher."""
-    eventually(lambda: re.fullmatch(r"reading its weights: (4\d|5\d)%", stage_in(loading.log)))
+    eventually(lambda: re.fullmatch(r"reading its weights: (4\d|5\d)%", read_stage(loading.log)))
     loading.go_on()
 
 
 def test_the_phase_of_a_job_that_waits_for_it(loading: GatedTeacher, tmp_path: Path) -> None:
     record = Record({"model": "m"}, attempt=1, port=0, gpus=None)
-    teacher = Teacher("key", RunDirectory(tmp_path), record, used_at=0.0, runs=True)
-    eventually(lambda: "%" in stage_in(loading.log))
-    teacher.stage = stage_in(loading.log)
+    teacher = TeacherProcess("key", RunDirectory(tmp_path), record, used_at=0.0, is_running=True)
+    eventually(lambda: "%" in read_stage(loading.log))
+    teacher.stage = read_stage(loading.log)
     said = r"WAITING teacher\.model: it loads since .* UTC, reading its weights: \d\d%"
     assert re.fullmatch(said, teacher.phase())
