@@ -61,7 +61,7 @@ class PushChannel:
         if self._group is None:
             self._group = WeightGroup(self._seat, self._device, self._bucket)
         sender = WeightSender(specs, self._seat.bucket_bytes, self._device, self._group.broadcast)
-        for group in published.gathered(lambda: True, self._device):
+        for group in published.iterate_layers(lambda: True, self._device):
             for name, weight in group.items():
                 sender.send(name, weight)
 

@@ -1,4 +1,4 @@
-"""Directories that are published complete or not at all, with a manifest of their files.
+"""Directories that are published atomically, with a manifest of their files.
 
     manifest.json    {"files": {name: SHA-256, or one for each part of a file of several parts}}
 
@@ -32,19 +32,19 @@ _MANIFEST = "manifest.json"
 Digests = str | Sequence[str]
 
 
-def partial_of(path: Path) -> Path:
-    """Return the temporary directory of `path`, which an earlier attempt does not write to."""
+def partial_path(path: Path) -> Path:
+    """Return the temporary directory of `path`, which is different for every attempt."""
     return path.with_name(f".{path.name}.{own_attempt()}.tmp")
 
 
 def begin(path: Path) -> Path:
     """Create the temporary directory of `path`, empty, and return it.
 
-    Deletes those that earlier attempts have left. Raises WrongState if a newer attempt has taken
-    over the run.
+    Deletes the temporary directories of earlier attempts. Raises WrongState if a newer attempt has
+    taken over the run.
     """
     require_unfenced()
-    partial = partial_of(path)
+    partial = partial_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(f".{path.name}.*tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -54,17 +54,17 @@ def begin(path: Path) -> Path:
 
 
 def publish(path: Path, digests: Mapping[str, Digests]) -> None:
-    """Give the temporary directory of `path` a manifest and its name. Its files are synced already.
+    """Write the manifest of the temporary directory of `path`, and rename the directory to `path`.
 
-    A directory that exists at `path` is replaced. Raises WrongState if a newer attempt has taken
-    over the run.
+    The files are already synced to disk. Replaces a directory that exists at `path`. Raises
+    WrongState if a newer attempt has taken over the run.
     """
-    partial = partial_of(path)
+    partial = partial_path(path)
     failpoint("checkpoint-filled")
     manifest = {"files": dict(sorted(digests.items()))}
     write_synced(partial / _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     failpoint("checkpoint-listed")
-    for directory in (partial, *(one for one in partial.rglob("*") if one.is_dir())):
+    for directory in (partial, *(entry for entry in partial.rglob("*") if entry.is_dir())):
         fsync_directory(directory)
     failpoint("checkpoint-sealed")
     require_unfenced()
@@ -87,23 +87,23 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         partial = begin(path)
         write(partial)
         digests = {}
-        for file in (one for one in partial.rglob("*") if one.is_file()):
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-            digests[str(file.relative_to(partial))] = _sha256(file)
+        for file in (entry for entry in partial.rglob("*") if entry.is_file()):
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+            digests[str(file.relative_to(partial))] = _hash_file(file)
         publish(path, digests)
     except BaseException as error:  # most likely the disk is full, so free the space
-        found = of_disk(error, path)
-        shutil.rmtree(partial_of(path), ignore_errors=True)
-        if found is None or found is error:
+        disk_error = as_disk_error(error, path)
+        shutil.rmtree(partial_path(path), ignore_errors=True)
+        if disk_error is None or disk_error is error:
             raise
-        raise found from error
+        raise disk_error from error
 
 
-def of_disk(error: BaseException, path: Path) -> OSError | None:
-    """Return a failed write to `path` as an OSError with number and file; None for other errors.
+def as_disk_error(error: BaseException, path: Path) -> OSError | None:
+    """Return a failed write to `path` as an OSError with errno and file; None for other errors.
 
-    safetensors writes the number into its message.
+    Errors of safetensors have the errno in their message only.
     """
     number = 0
     if isinstance(error, OSError):
@@ -112,8 +112,8 @@ def of_disk(error: BaseException, path: Path) -> OSError | None:
         number = error.errno or errno.EIO
     elif isinstance(error, DistillError) or not isinstance(error, Exception):
         return None
-    elif found := re.search(r"\(os error (\d+)\)", str(error)):
-        number = int(found[1])
+    elif match := re.search(r"\(os error (\d+)\)", str(error)):
+        number = int(match[1])
     else:
         with contextlib.suppress(OSError):
             if shutil.disk_usage(path.parent).free < _FULL_BYTES:
@@ -140,14 +140,15 @@ def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
     try:
         files: dict[str, Digests] = json.loads((path / _MANIFEST).read_text())["files"]
         listed = [
-            (path / name, number, len(of), digest)
-            for name, found in files.items()
-            for of in [[found] if isinstance(found, str) else found]
-            for number, digest in enumerate(of)
+            (path / name, number, len(part_digests), digest)
+            for name, file_digests in files.items()
+            for part_digests in [[file_digests] if isinstance(file_digests, str) else file_digests]
+            for number, digest in enumerate(part_digests)
         ]
         return all(
-            (digest_of_part(file, number, of) if of > 1 else _sha256(file)) == digest
-            for file, number, of, digest in listed[part::parts]
+            (digest_of_part(file, number, part_digests) if part_digests > 1 else _hash_file(file))
+            == digest
+            for file, number, part_digests, digest in listed[part::parts]
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -156,14 +157,14 @@ def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
 def delete(path: Path) -> None:
     """Delete a directory: rename it to a temporary name, then remove what can be removed.
 
-    On a network file system a file that some process still has open leaves its directory behind.
-    `delete_old` of `checkpoint.py` tries again.
+    On a network file system, an open file of another process keeps its directory from being
+    removed. `delete_old` of `checkpoint.py` tries again.
     """
-    aside = path.with_name(f".{path.name}.{time.time_ns()}.tmp")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    trash_path = path.with_name(f".{path.name}.{time.time_ns()}.tmp")
+    path.rename(trash_path)
+    shutil.rmtree(trash_path, ignore_errors=True)
 
 
-def _sha256(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

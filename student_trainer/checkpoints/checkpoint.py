@@ -13,7 +13,7 @@ So a run can resume with any number of processes, and other programs can load `m
 experts is stored there as transformers holds it in memory, with the experts of a layer in one
 tensor; the export has the published format.
 
-A checkpoint is written while training goes on (`saver.py`), and is there completely or not at all
+A checkpoint is written while training goes on (`saver.py`), and is published atomically
 (`atomic_directory.py`). A run resumes from the newest checkpoint that matches its manifest.
 """
 
@@ -54,9 +54,10 @@ _CRITIC = "critic.safetensors"
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint, by file and by name. They are those of the run, not copies.
+    """What a checkpoint stores.
 
-    layouts: of the same files. index: the text of an index file by its name; none for one file.
+    tensors: by file and name; the live tensors of the run, not copies. layouts: of the same files.
+    index: the text of the index file by its name; empty if the weights have one file.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -70,19 +71,21 @@ def contents(
     anchor: Anchor | None = None,
     values: CriticAdvantages | None = None,
 ) -> Contents:
-    """Return what a checkpoint stores of the state of a run; the same names in every process."""
+    """Return the tensors of a run that a checkpoint stores, with the same names on every rank."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     metadata: dict[str, dict[str, str]] = {}
     index: dict[str, bytes] = {}
     if has_adapters(model):
         adapters = learned(model)
-        tensors[f"model/{ADAPTERS}"] = {adapter_key(name): of for name, of in adapters.items()}
+        tensors[f"model/{ADAPTERS}"] = {
+            adapter_key(name): adapter for name, adapter in adapters.items()
+        }
     else:
         weights = without_aliases(model, model.state_dict(keep_vars=True))
         split, text = split_weights(weights, model.num_parameters())
-        tensors |= {f"model/{file}": of for file, of in split.items()}
+        tensors |= {f"model/{file}": adapter for file, adapter in split.items()}
         metadata = {f"model/{file}": {"format": "pt"} for file in split}
-        index = {f"model/{file}": of for file, of in text.items()}
+        index = {f"model/{file}": adapter for file, adapter in text.items()}
     tensors[_OPTIMIZER] = optimizer_tensors(model, optimizer)
     if anchor is not None:
         tensors[_ANCHOR] = anchor.state()
@@ -90,7 +93,7 @@ def contents(
         metadata[_ANCHOR] = {"counts": counts}
     if values is not None:
         tensors[_CRITIC] = values.state()
-    layouts = {file: layout(of, metadata.get(file)) for file, of in tensors.items()}
+    layouts = {file: layout(adapter, metadata.get(file)) for file, adapter in tensors.items()}
     return Contents(tensors, layouts, index)
 
 
@@ -110,14 +113,14 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 
 def delete_old(root: Path, keep: int, *, best: int | None = None) -> None:
-    """Delete all checkpoints but the newest `keep` and that of step `best`.
+    """Delete all checkpoints except the newest `keep` and that of step `best`.
 
     Also deletes the temporary directories of interrupted saves. Raises WrongState if a newer
     attempt has taken over the run: the checkpoints are then that attempt's.
     """
     require_unfenced()
-    for path in _by_step(root)[:-keep]:
-        if _step(path) == best:
+    for path in _list_checkpoints(root)[:-keep]:
+        if _step_of(path) == best:
             continue
         delete(path)
         failpoint("old-checkpoint-deleted")
@@ -131,8 +134,8 @@ def delete_after(root: Path, step: int) -> None:
     Raises WrongState if a newer attempt has taken over the run.
     """
     require_unfenced()
-    for path in _by_step(root):
-        if _step(path) > step:
+    for path in _list_checkpoints(root):
+        if _step_of(path) > step:
             delete(path)
 
 
@@ -151,18 +154,18 @@ def newest_checkpoint(
     if from_step is not None:
         path = checkpoint_path(root, from_step)
         if not intact(path):
-            have = ", ".join(str(_step(p)) for p in _by_step(root)) or "none"
+            available_steps = ", ".join(str(_step_of(p)) for p in _list_checkpoints(root)) or "none"
             raise NotFound(
                 f"there is no intact checkpoint of step {from_step}",
                 field="--from",
-                hint=f"steps with a checkpoint: {have}",
+                hint=f"steps with a checkpoint: {available_steps}",
             )
         return from_step, path
-    for path in reversed(_by_step(root)):
+    for path in reversed(_list_checkpoints(root)):
         if intact(path):
-            return _step(path), path
+            return _step_of(path), path
         log.warning("%s is incomplete or damaged; trying the checkpoint before it", path)
-    if _by_step(root):
+    if _list_checkpoints(root):
         raise Corrupt(
             f"every checkpoint in {root} is incomplete or damaged",
             field="checkpoints",
@@ -172,13 +175,13 @@ def newest_checkpoint(
 
 
 def facts_of(path: Path) -> Mapping[str, str]:
-    """Return the facts given to `save_checkpoint`."""
+    """Return the facts of the checkpoint at `path`, see `Saver`."""
     state = json.loads((path / "state.json").read_text())
     return {name: value for name, value in state.items() if isinstance(value, str)}
 
 
 def metrics_of(path: Path) -> Mapping[str, float] | None:
-    """Return the metrics given to `save_checkpoint`; None if there are none."""
+    """Return the metrics of the checkpoint at `path`, see `Saver.save`; None if it has none."""
     metrics: Mapping[str, float] | None = json.loads((path / "state.json").read_text()).get(
         "metrics"
     )
@@ -192,18 +195,18 @@ def intact_for_all(accelerator: Accelerator, path: Path) -> bool:
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load AdamW's state, in each process its shard; the weights are loaded from path/model."""
+    """Load AdamW's state; each process reads its shard. The weights are loaded from path/model."""
     with safe_open(path / _OPTIMIZER, "pt") as file:
         load_optimizer_state(file, model, optimizer)
 
 
 def load_anchor(path: Path, anchor: Anchor) -> None:
-    """Load the anchor's weights, in each process its shard.
+    """Load the anchor's weights; each process reads its shard.
 
     Raises InvalidInput if the checkpoint has no anchor: an anchor that starts at this step would
     change the training.
     """
-    _require(path / _ANCHOR, "anchor", "method.beta", "resume with method.beta = 0")
+    _require_part(path / _ANCHOR, "anchor", "method.beta", "resume with method.beta = 0")
     with safe_open(path / _ANCHOR, "pt") as file:
         counts = json.loads(file.metadata()["counts"])
         anchor.load_state(lambda name, like: read_shard(file, name, like), **counts)
@@ -211,15 +214,15 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
 
 def load_values(path: Path, values: CriticAdvantages) -> None:
     """Load the critic and its optimizer. Raises InvalidInput if the checkpoint has no critic."""
-    _require(
+    _require_part(
         path / _CRITIC, "critic", "method.advantages", "resume with the value the run started with"
     )
     with safe_open(path / _CRITIC, "pt") as file:
         values.load_state(file.get_tensor)
 
 
-def _require(file: Path, part: str, field: str, remedy: str) -> None:
-    """Raise InvalidInput, naming `field`, if the checkpoint has no `file` of a part of the run."""
+def _require_part(file: Path, part: str, field: str, remedy: str) -> None:
+    """Raise InvalidInput, naming `field`, if the checkpoint lacks `file`, which stores `part`."""
     if not file.is_file():
         raise InvalidInput(
             f"{file.parent.name} has no {part}: the run started without one",
@@ -228,13 +231,13 @@ def _require(file: Path, part: str, field: str, remedy: str) -> None:
         )
 
 
-def _by_step(root: Path) -> list[Path]:
-    return sorted((p for p in root.glob("step-*") if _is_checkpoint(p)), key=_step)
+def _list_checkpoints(root: Path) -> list[Path]:
+    return sorted((p for p in root.glob("step-*") if _is_checkpoint(p)), key=_step_of)
 
 
 def _is_checkpoint(path: Path) -> bool:
     return path.name[5:].isdecimal() and path.is_dir() and not path.is_symlink()
 
 
-def _step(path: Path) -> int:
+def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))

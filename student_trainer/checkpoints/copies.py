@@ -1,4 +1,4 @@
-"""Copies of a run in an object storage, from which it goes on on another machine.
+"""Copies of a run in an object storage, from which it can resume on another machine.
 
     URL/NAME/   job.json                 the resolved job; another job with this name is refused
                 metrics.jsonl            at least the steps up to the newest checkpoint
@@ -7,9 +7,9 @@
                 writer                   the process that may write (`ObjectFolder.claim`)
 
 URL is the job's `checkpoint.copy_to`, and NAME its name. A thread of the main process copies the
-newest checkpoint and the best one while training goes on: of those that are published in the
-meantime, the others are not copied. An attempt that finds a newer checkpoint there than in its run
-directory fetches it.
+newest checkpoint and the best one while training goes on; checkpoints that are replaced before
+their copy begins are not copied. An attempt fetches a checkpoint that is newer than those in its
+run directory.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 0.05  # seconds between two looks at the thread
+_PAUSE = 0.05  # seconds between two checks of the thread
 _MANIFEST = "manifest.json"
 _FIELD = "checkpoint.copy_to"
-# What may differ on another machine, or in another attempt, of the same job.
-_FREE: Mapping[str, Any] = {
+# Keys that may differ between machines or attempts of the same job.
+_IGNORED_KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("after", "checkpoint", "labels", "max_steps", "priority"), True),
     **dict.fromkeys(("resources", "teachers", "track"), True),
     "teacher": {"address"},
@@ -79,7 +79,7 @@ class RunCopies:
         accelerator: Accelerator,
         progress: Progress,
     ) -> None:
-        """Ask the storage for nothing yet."""
+        """Set up the copies, without a request to the storage."""
         url = config.checkpoint.copy_to
         self._url = url and f"{url}/{quote(config.name, safe=' =,')}"
         self._config = config
@@ -87,11 +87,11 @@ class RunCopies:
         self._attempt = attempt
         self._accelerator = accelerator
         self._progress = progress
-        self._copied: set[int] = set()  # steps of the checkpoints that are there
-        self._unread: set[int] = set()  # of an earlier attempt's checkpoints: perhaps damaged
+        self._copied: set[int] = set()  # steps of the checkpoints in the storage
+        self._unread: set[int] = set()  # steps of an earlier attempt's unverified checkpoints
         self._damaged: set[int] = set()
         self._intact: Path | None = None  # the checkpoint that `fetch` has read or fetched
-        self._hurried = False
+        self._is_hurried = False
         self._error: Exception | None = None
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -99,27 +99,27 @@ class RunCopies:
     def fetch(self, from_step: int | None) -> None:
         """Collective. Claim the copies, and fetch the newest checkpoint if it is not in the run.
 
-        `from_step`: fetch that one. Raises InvalidInput if the copies are those of another job,
-        what ObjectFolder raises, and Cancelled if the run is asked to stop while the storage does
-        not answer.
+        `from_step`: fetch the checkpoint of this step. Raises InvalidInput if the copies are those
+        of another job, the errors of ObjectFolder, and Cancelled if a stop of the run is requested
+        while the storage does not answer.
         """
         if self._url is not None:
             self._progress.say(f"asking the storage {self._url}", 0)
-        self._put(lambda: self._fetch(from_step))
-        self._wait()
+        self._enqueue(lambda: self._fetch(from_step))
+        self._wait_for_thread()
 
     def is_intact(self, path: Path) -> bool:
-        """Collective. As `checkpoint.intact_for_all`; what `fetch` has read is not read again."""
-        known = self._url and largest(self._accelerator, int(path == self._intact))
-        return bool(known) or checkpoint.intact_for_all(self._accelerator, path)
+        """Collective. As `checkpoint.intact_for_all`; skips the one that `fetch` verified."""
+        is_known_intact = self._url and largest(self._accelerator, int(path == self._intact))
+        return bool(is_known_intact) or checkpoint.intact_for_all(self._accelerator, path)
 
     def resumed(self, step: int) -> None:
         """Collective. Delete the copies of steps after `step`, then begin to copy.
 
-        The run goes on from there, and its directory has no later checkpoint. Raises as `fetch`.
+        The run resumes from `step`, and its directory has no later checkpoint. Raises as `fetch`.
         """
-        self._put(lambda: self._resumed(step))
-        self._wait()
+        self._enqueue(lambda: self._delete_later(step))
+        self._wait_for_thread()
         self.begin()
 
     def begin(self) -> None:
@@ -131,29 +131,29 @@ class RunCopies:
         if isinstance(self._error, WrongState):
             raise self._error
         if self._work.empty():
-            self._put(self._copy_checkpoints)
+            self._enqueue(self._copy_checkpoints)
 
     def finish(self, step: int, *, hurry: bool = False) -> None:
         """Collective. Wait until the storage has the newest checkpoint, the metrics and the export.
 
-        Raises what ObjectFolder raises, and Cancelled as `fetch`. `hurry`: a storage that does not
-        answer is asked once, and an error is only logged.
+        Raises the errors of ObjectFolder, and Cancelled as `fetch`. `hurry`: requests are not
+        retried, and an error is only logged.
         """
         if self._url is None:
             return
-        self._hurried = hurry
+        self._is_hurried = hurry
         self._progress.say(f"copying to {self._url}", step)
-        self._put(self._copy_all)
-        self._wait(quietly=hurry)
+        self._enqueue(self._copy_all)
+        self._wait_for_thread(quietly=hurry)
 
     def close(self) -> None:
-        """Wait for the thread, which does not ask a silent storage again. Not collective."""
+        """Wait for the thread, which does not retry requests any more. Not collective."""
         if self._thread is not None:
-            self._hurried = True
+            self._is_hurried = True
             self._work.put(None)
             self._thread.join()
 
-    def _put(self, work: Callable[[], None]) -> None:
+    def _enqueue(self, work: Callable[[], None]) -> None:
         if self._url is None or not self._accelerator.is_main_process:
             return
         if self._thread is None:
@@ -161,20 +161,20 @@ class RunCopies:
             self._thread.start()
         self._work.put(work)
 
-    def _wait(self, *, quietly: bool = False) -> None:
+    def _wait_for_thread(self, *, quietly: bool = False) -> None:
         """Collective. Wait for the thread of the main process; raise its error on all ranks."""
         if self._url is None:
             return
         while largest(self._accelerator, int(self._work.unfinished_tasks > 0)):
             time.sleep(_PAUSE)
         try:
-            raise_on_all_ranks(self._accelerator, lambda: None if quietly else self._raise())
+            raise_on_all_ranks(self._accelerator, lambda: None if quietly else self._raise_error())
         except Unavailable as error:
             if self._progress.stop_wanted():
                 raise Cancelled(str(error)) from error
             raise
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
@@ -185,53 +185,56 @@ class RunCopies:
                 self._error = None
             except Exception as error:
                 log.warning("%s: %s", self._url, error)
-                self._error = _told(error)
+                self._error = _as_distill_error(error)
             finally:
                 self._work.task_done()
 
     @cached_property
     def _folder(self) -> ObjectFolder:
         assert self._url is not None
-        stopped = self._progress.stop_asked
-        return ObjectFolder(self._url, stopped=lambda: self._hurried or stopped())
+        is_stop_requested = self._progress.stop_asked
+        return ObjectFolder(self._url, stopped=lambda: self._is_hurried or is_stop_requested())
 
     def _fetch(self, from_step: int | None) -> None:
         self._require_same_job()
         self._folder.claim()
-        self._send("job.json")
-        here, there = self._run.checkpoint_steps(), self._steps()
-        for step in sorted({*here, *there}, reverse=True):
+        self._upload("job.json")
+        local_steps, remote_steps = self._run.checkpoint_steps(), self._complete_steps()
+        for step in sorted({*local_steps, *remote_steps}, reverse=True):
             if from_step in (None, step):
                 path = self._run.checkpoint(step)
-                if atomic_directory.is_intact(path) or (step in there and self._fetch_one(step)):
+                if atomic_directory.is_intact(path) or (
+                    step in remote_steps and self._fetch_checkpoint(step)
+                ):
                     self._intact = path
                     break
 
-    def _resumed(self, step: int) -> None:
-        for later in [one for one in self._all_steps() if one > step]:
-            self._delete(later)
-        self._copied = set(self._steps())
+    def _delete_later(self, step: int) -> None:
+        for later_step in [remote_step for remote_step in self._all_steps() if remote_step > step]:
+            self._delete(later_step)
+        self._copied = set(self._complete_steps())
         self._unread = {*self._run.checkpoint_steps()} - {step}
 
     def _require_same_job(self) -> None:
-        """Raise InvalidInput if the copies are those of a job with other values."""
-        if (found := self._folder.read("job.json")) is None:
+        """Raise InvalidInput if the copies are those of a job with different values."""
+        if (job_text := self._folder.read("job.json")) is None:
             return
         try:
-            there = _comparable(parse_job(found))
+            stored_values = _comparable_values(parse_job(job_text))
         except ValidationError as error:
             raise WrongState(
                 f"{self._url} has the copies of a job that this version cannot read",
                 hint="name another place, or use the version that made them",
             ) from error
-        if difference := first_difference(there, _comparable(self._config)):
-            key, had, own = difference
+        if difference := first_difference(stored_values, _comparable_values(self._config)):
+            key, stored_value, own_value = difference
             raise InvalidInput(
-                f"{self._url} has the copies of a job with another {key}: {had!r}, not {own!r}",
+                f"{self._url} has the copies of a job with another {key}:"
+                f" {stored_value!r}, not {own_value!r}",
                 hint="name another place, give the job another name, or the same values",
             )
 
-    def _fetch_one(self, step: int) -> bool:
+    def _fetch_checkpoint(self, step: int) -> bool:
         """Fetch a checkpoint and the metrics up to its step; if it is damaged, delete its copy.
 
         Returns whether it is fetched.
@@ -246,40 +249,44 @@ class RunCopies:
                 file = partial / name.removeprefix(place)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 self._folder.digest(name, file)
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
         if not atomic_directory.is_intact(partial):
             shutil.rmtree(partial)
             log.warning("%s: the copy of step %d is damaged", self._url, step)
             self._delete(step)
             return False
-        # First, as in a save: a checkpoint must not be newer than its metrics.
+        # Metrics first, as in a save: a checkpoint must not be newer than its metrics.
         self._fetch_metrics(step)
-        atomic_directory.publish(path, _manifest_of(partial))
+        atomic_directory.publish(path, _read_manifest(partial))
         return True
 
     def _fetch_metrics(self, step: int) -> None:
         """Replace metrics.jsonl by the lines up to `step`.
 
-        They are written as this attempt's: the owner of the run then reads them all.
+        The lines get this attempt's number, so that readers of the run accept all of them.
         """
-        kept = []
+        lines_to_step = []
         data = self._folder.read("metrics.jsonl") or b""
         for line in data[: data.rfind(b"\n") + 1].splitlines():  # the last may be incomplete
             values = json.loads(line)
             if values["step"] <= step:
-                kept.append(json.dumps({**values, "attempt": self._attempt}) + "\n")
-        replace_file(self._run.metrics, "".join(kept))
+                lines_to_step.append(json.dumps({**values, "attempt": self._attempt}) + "\n")
+        replace_file(self._run.metrics, "".join(lines_to_step))
 
     def _copy_checkpoints(self) -> None:
         """Copy the newest checkpoint, and the best one, of those that are intact."""
-        steps = [one for one in self._run.checkpoint_steps() if one not in self._damaged]
+        steps = [
+            local_step
+            for local_step in self._run.checkpoint_steps()
+            if local_step not in self._damaged
+        ]
         best = best_step(read_points(self._run.metrics), steps)
         for step in dict.fromkeys((*steps[-1:], *([] if best is None else [best]))):
             if step not in self._copied:
-                self._copy_one(step)
+                self._copy_checkpoint(step)
 
-    def _copy_one(self, step: int) -> None:
+    def _copy_checkpoint(self, step: int) -> None:
         path = self._run.checkpoint(step)
         if step in self._unread and not atomic_directory.is_intact(path):
             log.warning("%s is damaged, and is not copied", path)
@@ -287,67 +294,67 @@ class RunCopies:
             return
         try:
             # Before the manifest, which makes the checkpoint complete: what `_fetch_one` needs.
-            self._send_directory(f"checkpoints/{path.name}", after="metrics.jsonl")
+            self._upload_directory(f"checkpoints/{path.name}", after="metrics.jsonl")
         except FileNotFoundError:
             if path.exists():
                 raise
-            return  # deleted before it was opened: there is a newer or a better one
+            return  # deleted before it was opened: a newer or better checkpoint has replaced it
         self._copied.add(step)
         self._delete_old()
 
     def _copy_all(self) -> None:
         self._copy_checkpoints()
         if self._run.metrics.exists():
-            self._send("metrics.jsonl")
+            self._upload("metrics.jsonl")
         if self._run.export.is_dir():
-            self._send_directory("export")
+            self._upload_directory("export")
 
-    def _send(self, name: str) -> None:
+    def _upload(self, name: str) -> None:
         with (self._run.path / name).open("rb") as file:
             self._folder.send(name, file)
 
-    def _send_directory(self, place: str, after: str = "") -> None:
-        """Copy a directory of the run with a manifest, which is sent last, after another file.
+    def _upload_directory(self, place: str, after: str = "") -> None:
+        """Upload a directory of the run; its manifest follows last, after the file `after`.
 
-        Every file is open before the first is sent: the trainer may delete the directory.
+        Every file is opened before the first upload: the trainer may delete the directory.
         """
         path = self._run.path / place
         with ExitStack() as stack:
-            names = [*_manifest_of(path), _MANIFEST]
+            names = [*_read_manifest(path), _MANIFEST]
             files = {name: stack.enter_context((path / name).open("rb")) for name in names}
             manifest = files.pop(_MANIFEST)
             self._delete_manifest(place)
             for name, file in files.items():
                 self._folder.send(f"{place}/{name}", file)
             if after and (self._run.path / after).exists():
-                self._send(after)
+                self._upload(after)
             self._folder.send(f"{place}/{_MANIFEST}", manifest)
 
     def _delete_manifest(self, place: str) -> None:
-        """First of all: without its manifest a directory is incomplete, and nobody reads it."""
+        """Delete the manifest first: without it a directory counts as incomplete."""
         if self._folder.facts(f"{place}/{_MANIFEST}"):
             self._folder.delete(f"{place}/{_MANIFEST}")
 
-    def _steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints that are there, in ascending order."""
+    def _complete_steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints in the storage, in ascending order."""
         return sorted(step for step, complete in self._all_steps().items() if complete)
 
     def _all_steps(self) -> Mapping[int, bool]:
-        """Return the steps of which there are files, and whether the checkpoint is complete."""
-        found: dict[int, bool] = {}
+        """Return whether the checkpoint is complete, by step, of all steps with stored files."""
+        is_complete: dict[int, bool] = {}
         for name in self._folder.tree():
             match PurePosixPath(name).parts:
-                case ("checkpoints", directory, *rest) if directory[5:].isdecimal():
+                case ("checkpoints", directory, *file_parts) if directory[5:].isdecimal():
                     step = int(directory[5:])
-                    found[step] = found.get(step, False) or rest == [_MANIFEST]
-        return found
+                    is_complete[step] = is_complete.get(step, False) or file_parts == [_MANIFEST]
+        return is_complete
 
     def _delete_old(self) -> None:
-        """Delete all copies but the newest ones and the best one, as in the run directory."""
-        there = self._steps()
-        best = best_step(read_points(self._run.metrics), there)
+        """Delete all copies except the newest ones and the best one, as in the run directory."""
+        remote_steps = self._complete_steps()
+        best_remote_step = best_step(read_points(self._run.metrics), remote_steps)
         for step in self._all_steps():
-            if step not in (*there[-self._config.checkpoint.keep :], best):
+            if step not in (*remote_steps[-self._config.checkpoint.keep :], best_remote_step):
                 self._delete(step)
 
     def _delete(self, step: int) -> None:
@@ -357,25 +364,25 @@ class RunCopies:
         self._copied.discard(step)
 
 
-def _manifest_of(path: Path) -> Mapping[str, atomic_directory.Digests]:
-    found: Mapping[str, atomic_directory.Digests] = json.loads((path / _MANIFEST).read_text())[
+def _read_manifest(path: Path) -> Mapping[str, atomic_directory.Digests]:
+    digests: Mapping[str, atomic_directory.Digests] = json.loads((path / _MANIFEST).read_text())[
         "files"
     ]
-    return found
+    return digests
 
 
-def _comparable(config: AnyJob) -> Mapping[str, Any]:
-    """Return the values by which two attempts are of one job; of paths, the last part."""
+def _comparable_values(config: AnyJob) -> Mapping[str, Any]:
+    """Return the values that identify a job across attempts; paths are reduced to file names."""
     for key, name in named_files(config):
         config = replaced(config, key, Path(name).name)
-    return config.model_dump(mode="json", exclude=dict(_FREE))
+    return config.model_dump(mode="json", exclude=dict(_IGNORED_KEYS))
 
 
-def _told(error: Exception) -> Exception:
-    """Return a DistillError, which all ranks can raise, that names the key of the job.
+def _as_distill_error(error: Exception) -> Exception:
+    """Return `error` as a DistillError with the key of the job, which all ranks can raise.
 
-    Of a file that is away it is NotFound, of one that is closed to us Forbidden, of any other
-    fault of this machine Unavailable.
+    A missing file is NotFound, a denied permission Forbidden, any other OSError Unavailable. Other
+    exceptions are returned unchanged.
     """
     if isinstance(error, DistillError):
         error.field = error.field or _FIELD

@@ -55,8 +55,10 @@ def export_model(
         models["anchor"] = anchor.with_anchor_weights(weights)
 
     def write(partial: Path | None) -> None:
-        for name, of in models.items():
-            _write_model(partial / name if partial else None, model, of, tokenizer, dtype)
+        for name, model_weights in models.items():
+            _write_model(
+                partial / name if partial else None, model, model_weights, tokenizer, dtype
+            )
 
     if main:
         write_atomically(path, write)
@@ -71,7 +73,7 @@ def _write_model(
     tokenizer: Any,
     dtype: torch.dtype,
 ) -> None:
-    """Collective. Write a directory; a process whose `path` is None only takes part."""
+    """Collective. Write a model directory; a process whose `path` is None writes nothing."""
     if path is not None:
         path.mkdir(exist_ok=True)
         save_configuration(path, model, dtype)
@@ -87,25 +89,27 @@ def write_weights(
 ) -> None:
     """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
 
-    A process whose `path` is None only takes part. `weights`: those of the model, or others in
-    their places, by name. Raises OSError after it has taken part in all collectives.
+    A process whose `path` is None writes nothing. `weights`: those of the model, or replacements
+    for them, by name. Raises OSError after all collectives.
     """
     published = PublishedWeights(model, weights, dtype)
     files, index = split_weights(published.sizes, model.num_parameters())
-    faults: list[OSError] = []
+    os_errors: list[OSError] = []
     with ExitStack() as stack:
-        places: dict[str, PartWriter] = {}
-        with _noted(faults):
+        writers: dict[str, PartWriter] = {}
+        with _collect_os_errors(os_errors):
             if path is not None:
-                for file, of in files.items():
-                    writer = PartWriter(path / file, layout(of, {"format": "pt"}), hashed=False)
-                    places |= dict.fromkeys(of, stack.enter_context(closing(writer)))
-        for group in published.gathered(lambda: path is not None and not faults):
-            with _noted(faults):
+                for file, file_weights in files.items():
+                    writer = PartWriter(
+                        path / file, layout(file_weights, {"format": "pt"}), hashed=False
+                    )
+                    writers |= dict.fromkeys(file_weights, stack.enter_context(closing(writer)))
+        for group in published.iterate_layers(lambda: path is not None and not os_errors):
+            with _collect_os_errors(os_errors):
                 for name, weight in group.items():
-                    places[name].write(name, weight)
-    if faults:
-        raise faults[0]
+                    writers[name].write(name, weight)
+    if os_errors:
+        raise os_errors[0]
     if path is not None:
         for name, text in index.items():
             (path / name).write_bytes(text)
@@ -114,33 +118,33 @@ def write_weights(
 class PublishedWeights:
     """The weights of a model as `write_weights` writes them: merged, rounded, renamed.
 
-    sizes: each by its name in the files, without data, in the order of `gathered`.
+    sizes: each weight by its name in the files, without data, in the order of `iterate_layers`.
     """
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """`weights`: those of the model, or others in their places, by name."""
+        """`weights`: those of the model, or replacements for them, by name."""
         self._model = model
         self._dtype = dtype
         self._stored = without_aliases(model, weights)
-        sizes = {name: _size(weight) for name, weight in self._stored.items()}
-        self._groups = _groups(model, sizes, _published(model, sizes, dtype))
+        sizes = {name: _meta_like(weight) for name, weight in self._stored.items()}
+        self._group_by_layer = _group_by_layer(model, sizes, _to_published(model, sizes, dtype))
         self.sizes: dict[str, Tensor] = {}
-        for group in self._groups:
-            self.sizes |= _published(model, group, dtype)
+        for group in self._group_by_layer:
+            self.sizes |= _to_published(model, group, dtype)
 
-    def gathered(
+    def iterate_layers(
         self, keep: Callable[[], bool], device: torch.device = _CPU
     ) -> Iterator[dict[str, Tensor]]:
-        """Collective. Yield the weights of one layer after the other on `device`, unsharded.
+        """Collective. Yield the unsharded weights on `device`, one layer at a time.
 
-        `keep`: asked before each layer; a process for which it is false takes part and gets {}.
+        `keep`: called before each layer; a process where it returns False gets {} for the layer.
         """
-        for group in self._groups:
+        for group in self._group_by_layer:
             full = full_tensors(
                 {name: self._stored[name] for name in group}, keep=keep(), device=device
             )
             moved = {name: weight.to(device) for name, weight in full.items()}
-            yield _published(self._model, moved, self._dtype) if moved else {}
+            yield _to_published(self._model, moved, self._dtype) if moved else {}
 
 
 def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -149,90 +153,92 @@ def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     The model may be without data (device meta).
     """
     stored = without_aliases(model, model.state_dict(keep_vars=True))
-    sizes = {name: _size(weight) for name, weight in stored.items()}
-    published = _published(model, sizes, torch.float32)
+    sizes = {name: _meta_like(weight) for name, weight in stored.items()}
+    published = _to_published(model, sizes, torch.float32)
     return {name: tuple(weight.shape) for name, weight in published.items()}
 
 
 def write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]) -> None:
-    """Collective. Write the trained weights in the format of `peft`, as they are.
+    """Collective. Write the adapters in the format of `peft`, without rounding.
 
-    A process whose `path` is None only takes part. `adapters`: those of the model, or others in
-    their places, by name. Raises OSError after it has taken part in all collectives.
+    A process whose `path` is None writes nothing. `adapters`: those of the model, or replacements
+    for them, by name. Raises OSError after all collectives.
     """
-    faults: list[OSError] = []
+    os_errors: list[OSError] = []
     with ExitStack() as stack:
         writer = None
-        with _noted(faults):
+        with _collect_os_errors(os_errors):
             if path is not None:
                 path.mkdir(exist_ok=True)
                 save_adapter_configuration(path, model)
-                named = {adapter_key(name): weight for name, weight in adapters.items()}
-                writer = PartWriter(path / ADAPTERS, layout(named), hashed=False)
+                stored_adapters = {adapter_key(name): weight for name, weight in adapters.items()}
+                writer = PartWriter(path / ADAPTERS, layout(stored_adapters), hashed=False)
                 stack.enter_context(closing(writer))
         for name, adapter in adapters.items():
-            full = full_tensors({name: adapter}, keep=writer is not None and not faults)
-            with _noted(faults):
+            full = full_tensors({name: adapter}, keep=writer is not None and not os_errors)
+            with _collect_os_errors(os_errors):
                 for weight in full.values():
                     assert writer is not None
                     writer.write(adapter_key(name), weight.cpu())
-    if faults:
-        raise faults[0]
+    if os_errors:
+        raise os_errors[0]
 
 
 @contextmanager
-def _noted(faults: list[OSError]) -> Iterator[None]:
-    """Note an OSError of the context: this process must take part in the collectives after it."""
+def _collect_os_errors(os_errors: list[OSError]) -> Iterator[None]:
+    """Append an OSError of the context to the list, so that later collectives still run."""
     try:
         yield
     except OSError as error:
-        faults.append(error)
+        os_errors.append(error)
 
 
-def _published(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights as they are published: merged, rounded, with the names of the format.
+def _to_published(
+    model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return weights as they are published: merged, rounded, with the published names.
 
-    `weights`: unsharded, on the CPU or without data, all or those of a layer.
+    `weights`: unsharded, on the CPU or without data; all weights or those of one layer.
     """
     plain = merged(model, weights) if has_adapters(model) else weights
     rounded = {
         name: weight.to(dtype) if weight.is_floating_point() else weight
         for name, weight in plain.items()
     }
-    # transformers notes the conversions of the weights that it loads. A checkpoint of ours needs
-    # none, and the model of a resumed run has an empty list; without one, the default is used.
+    # transformers records the conversions of the weights that it loads. Checkpoints of this program
+    # need none, so the model of a resumed run has an empty list; None selects the default.
     if not getattr(model, "_weight_conversions", None):
         model._weight_conversions = None
-    found: dict[str, Tensor] = revert_weight_conversion(model, rounded)
-    return found
+    published: dict[str, Tensor] = revert_weight_conversion(model, rounded)
+    return published
 
 
-def _groups(
+def _group_by_layer(
     model: Any, sizes: Mapping[str, Tensor], published: Mapping[str, Tensor]
 ) -> Sequence[Mapping[str, Tensor]]:
-    """Divide the weights by layer, so that those that are merged or converted stay together.
+    """Group the weights by layer, so that weights that are merged or converted stay together.
 
-    `published`: what all weights together become.
+    `published`: the result of `_to_published` for all weights.
     """
     layers: dict[str, dict[str, Tensor]] = {}
     for name, size in sizes.items():
-        layers.setdefault(_layer(name), {})[name] = size
-    apart = {
-        name: of.shape
+        layers.setdefault(_layer_prefix(name), {})[name] = size
+    shapes_by_layer = {
+        name: weight.shape
         for group in layers.values()
-        for name, of in _published(model, group, torch.float32).items()
+        for name, weight in _to_published(model, group, torch.float32).items()
     }
-    if apart != {name: of.shape for name, of in published.items()}:
+    if shapes_by_layer != {name: weight.shape for name, weight in published.items()}:
         return [sizes]  # a conversion needs weights of several layers
     return list(layers.values())
 
 
-def _layer(name: str) -> str:
+def _layer_prefix(name: str) -> str:
     """Return the name up to its first number, or else its first two words."""
     words = name.split(".")
     number = next((place for place, word in enumerate(words) if word.isdecimal()), 1)
     return ".".join(words[: number + 1])
 
 
-def _size(weight: Tensor) -> Tensor:
+def _meta_like(weight: Tensor) -> Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model directory: names, sizes, and all that holds no weights."""
+"""The files of a Hugging Face model directory: how weights are split, and the other files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from student_trainer.model.lora import has_adapters, save_adapter_configuration
 
-# Of a file of weights; transformers' default for `save_pretrained`.
-_MOST_BYTES = 50_000_000_000
+# Limit of a file of weights; transformers' default for `save_pretrained`.
+_MAX_FILE_BYTES = 50_000_000_000
 
 
 def without_aliases(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that a model directory has: a tied one under its first name only.
+    """Return the weights that a model directory stores: tied ones under their first name only.
 
-    `weights`: the parameters and buffers of the model, or others in their places, by name.
+    `weights`: the parameters and buffers of the model, or replacements for them, by name.
     """
     first: dict[int, str] = {}
     for name, weight in weights.items():
@@ -34,29 +34,30 @@ def without_aliases(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tens
 def split_weights(
     weights: Mapping[str, Tensor], parameters: int
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
-    """Return the weights by file, and the index file by its name, if there are several files.
+    """Return the weights by file, and the text of the index by its name if there are several files.
 
-    `parameters`: their number, for the index. transformers' `save_pretrained` divides and names
-    them in the same way. Only shapes and dtypes are read.
+    `parameters`: the number of parameters, for the index. Files and names are those of
+    transformers' `save_pretrained`. Only shapes and dtypes are read.
     """
     sizes = {
-        name: torch.empty(of.shape, dtype=of.dtype, device="meta") for name, of in weights.items()
+        name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        for name, weight in weights.items()
     }
-    found = split_torch_state_dict_into_shards(
-        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=_MOST_BYTES
+    split = split_torch_state_dict_into_shards(
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=_MAX_FILE_BYTES
     )
     files = {
         file: {name: weights[name] for name in names}
-        for file, names in found.filename_to_tensors.items()
+        for file, names in split.filename_to_tensors.items()
     }
-    if not found.is_sharded:
+    if not split.is_sharded:
         return files, {}
     index = {
         "metadata": {
             "total_parameters": parameters,
-            **found.metadata,
+            **split.metadata,
         },
-        "weight_map": found.tensor_to_filename,
+        "weight_map": split.tensor_to_filename,
     }
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     return files, {"model.safetensors.index.json": text.encode()}

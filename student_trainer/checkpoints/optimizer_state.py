@@ -9,8 +9,8 @@ A moment in 8 bits (`train.optimizer = "adamw_8bit"`) is two tensors instead:
     NAME/exp_avg.codes       uint8, in the shape of the weight
     NAME/exp_avg.scales      float32 [rows, blocks of a row]: the largest magnitude of each block
 
-No block has numbers of two rows. So a process that has a row of the weight has its blocks, and any
-number of processes loads a checkpoint exactly.
+A block never spans two rows. So a process that holds a row of the weight holds its blocks, and any
+number of processes can load a checkpoint exactly.
 """
 
 from __future__ import annotations
@@ -25,46 +25,48 @@ from protos.errors import InvalidInput
 from student_trainer.checkpoints.tensor_file import read_rows, read_shard
 from student_trainer.parallel.shards import local, with_rows, with_shard
 
-# Numbers of a block in 8 bits: the widths of most models are multiples of 64, but not of 256.
+# Elements of an 8-bit block: the widths of most models are multiples of 64, but not of 256.
 BLOCK = 64
-_FEWEST = 4096  # numbers of a weight with moments in 8 bits, as in bitsandbytes
+_MIN_NUMBERS = 4096  # elements of the smallest weight with 8-bit moments, as in bitsandbytes
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_quantized(weight: Tensor) -> bool:
     """Return whether an 8-bit optimizer holds the moments of `weight` in 8 bits; else in float32.
 
-    Small weights, and those whose rows are not whole blocks, stay float32. The shape that counts is
-    that of the full weight, also if it is sharded.
+    Small weights, and those whose rows are not a multiple of BLOCK, stay float32. The shape is that
+    of the full weight, even if it is sharded.
     """
-    return weight.numel() >= _FEWEST and weight.dim() > 1 and prod(weight.shape[1:]) % BLOCK == 0
+    return (
+        weight.numel() >= _MIN_NUMBERS and weight.dim() > 1 and prod(weight.shape[1:]) % BLOCK == 0
+    )
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the state by name; the tensors are not copies."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        quantized = _in_8_bits(optimizer, parameter)
+        quantized = _holds_8_bits(optimizer, parameter)
         for kind, value in optimizer.state.get(parameter, {}).items():
             if quantized and kind in _MOMENTS:
-                codes, scales = _codes_and_scales(local(value))
-                found[f"{name}/{kind}.codes"] = with_rows(codes, parameter)
-                found[f"{name}/{kind}.scales"] = with_rows(scales, parameter)
+                codes, scales = _split_moment(local(value))
+                tensors[f"{name}/{kind}.codes"] = with_rows(codes, parameter)
+                tensors[f"{name}/{kind}.scales"] = with_rows(scales, parameter)
             else:
-                found[f"{name}/{kind}"] = value
-    return found
+                tensors[f"{name}/{kind}"] = value
+    return tensors
 
 
 def load_optimizer_state(file: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the state from an open safetensors file, in each process its shard.
+    """Load the state from an open safetensors file; each process reads its shard.
 
-    Raises InvalidInput (`train.optimizer`) if the state is that of the other optimizer.
+    Raises InvalidInput (`train.optimizer`) if the state is that of another optimizer.
     """
     keys = set(file.keys())
     for name, parameter in model.named_parameters():
         if f"{name}/step" not in keys:
             continue
-        quantized = _in_8_bits(optimizer, parameter)
+        quantized = _holds_8_bits(optimizer, parameter)
         if quantized != (f"{name}/exp_avg.codes" in keys):
             raise InvalidInput(
                 "the run started with another optimizer",
@@ -73,10 +75,13 @@ def load_optimizer_state(file: Any, model: nn.Module, optimizer: torch.optim.Opt
             )
         load = _load_quantized if quantized else _load_float32
         moments = {kind: load(file, f"{name}/{kind}", parameter, optimizer) for kind in _MOMENTS}
-        optimizer.state[parameter] = {"step": _step(file, name, parameter, optimizer), **moments}
+        optimizer.state[parameter] = {
+            "step": _load_step(file, name, parameter, optimizer),
+            **moments,
+        }
 
 
-def _step(file: Any, name: str, parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+def _load_step(file: Any, name: str, parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     # The fused kernel counts steps on the weight's device, all others on the CPU.
     fused = any(group.get("fused") for group in optimizer.param_groups)
     step: Tensor = file.get_tensor(f"{name}/step")
@@ -89,20 +94,20 @@ def _load_float32(file: Any, key: str, parameter: Tensor, _: torch.optim.Optimiz
 
 def _load_quantized(file: Any, key: str, parameter: Tensor, optimizer: Any) -> Tensor:
     moment: Tensor = optimizer.new_moment(parameter, signed=key.endswith("exp_avg"))
-    codes, scales = _codes_and_scales(local(moment))
+    codes, scales = _split_moment(local(moment))
     codes.copy_(read_shard(file, f"{key}.codes", parameter))
     scales.copy_(read_rows(file, f"{key}.scales", parameter))
     return moment
 
 
-def _in_8_bits(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+def _holds_8_bits(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     return hasattr(optimizer, "new_moment") and is_quantized(parameter)
 
 
-def _codes_and_scales(moment: Any) -> tuple[Tensor, Tensor]:
+def _split_moment(moment: Any) -> tuple[Tensor, Tensor]:
     """Return the tensors of a moment: codes, and scales [rows, blocks of a row].
 
-    torchao cannot hold a moment without rows: a process without any has an empty float32 tensor.
+    torchao does not support a moment without rows: it is then an empty float32 tensor.
     """
     if not len(moment):
         empty = moment.new_empty(0, prod(moment.shape[1:]) // BLOCK)

@@ -1,8 +1,8 @@
-"""Versions of the weights that go to the engines through a process group, or else as files.
+"""Versions of the weights that are sent to the engines through a process group, or as files.
 
-Versions of training steps are pushed (`rollout_client/push/`). Those of evaluations are files, as
-all are without pushes: an evaluation may outlive an engine. A push that some engine does not verify
-is also written as files, and so is one whose last engine is lost before its orders have ended.
+Versions of training steps are pushed (`rollout_client/push/`). Versions of evaluations are files,
+because an evaluation may outlive an engine. A pushed version is also written as files if an engine
+does not verify it, or if its last engine is lost before its orders have ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class PushedVersions:
-    """The versions of one attempt. Every process has one; those with a pusher send."""
+    """The versions of one attempt. Every process has one; processes with a pusher send weights."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class PushedVersions:
         pushed: Pushed,
         pusher: WeightPusher | None,
     ) -> None:
-        """`pusher`: None in a process that only takes part in gathering the weights."""
+        """`pusher`: None in a process that takes part only in gathering the weights."""
         self._accelerator = accelerator
         self._snapshots = snapshots
         self._pushed = pushed
@@ -48,11 +48,11 @@ class PushedVersions:
     def push(self, number: int) -> WeightsVersion:
         """Collective. Send the current weights as version `number`; return it.
 
-        Raises Unavailable on all ranks if some engine does not have them and their disk fails.
+        Raises Unavailable on all ranks if an engine does not get them and writing the files fails.
         """
         version = self._snapshots.version(number)
         if not self._snapshots.has(version):
-            if self._sent(version):
+            if self._push_to_engines(version):
                 version = replace(version, pushed=True)
             else:
                 version = self._snapshots.write(number)
@@ -62,7 +62,8 @@ class PushedVersions:
     def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
         """Collective. Write the current weights as files if an order of any process needs it.
 
-        `version`: pushed last. `number`: of the current weights. Returns their version, or None.
+        `version`: the one pushed last. `number`: the version of the current weights. Returns the
+        written version, or None.
         """
         if not largest(self._accelerator, int(self._pushed.lacks(version))):
             return None
@@ -85,7 +86,7 @@ class PushedVersions:
             self._pusher.close()
         self._snapshots.close()
 
-    def _sent(self, version: WeightsVersion) -> bool:
+    def _push_to_engines(self, version: WeightsVersion) -> bool:
         """Collective. Send the weights to the engines; return whether all have verified them."""
         probe, dtype = self._snapshots.probe()
         published = self._snapshots.published()
@@ -93,10 +94,12 @@ class PushedVersions:
         if pusher is not None:
             specs = [WeightSpec.of(name, size) for name, size in published.sizes.items()]
             pusher.begin(WeightsOffer(replace(version, pushed=True), dtype, specs, probe))
-        sends = pusher is not None and pusher.sends
-        if largest(self._accelerator, int(sends)):
+        is_sending = pusher is not None and pusher.sends
+        if largest(self._accelerator, int(is_sending)):
             device = pusher.device if pusher is not None else torch.device("cpu")
-            for group in published.gathered(lambda: pusher is not None and pusher.sends, device):
+            for group in published.iterate_layers(
+                lambda: pusher is not None and pusher.sends, device
+            ):
                 if pusher is not None:
                     for name, weight in group.items():
                         pusher.send(name, weight)

@@ -5,9 +5,9 @@
     publish   the thread of the main process waits for the parts, renames the directory, and then
               deletes older checkpoints
 
-The threads use no collectives. A thread tells the main process that its part is complete by a file
-with the digests in the temporary directory, and `poll` shares their errors between steps. Nothing
-of this changes what the run computes. At most one checkpoint is being written at a time.
+The threads use no collectives. A thread reports that its part is complete by a file with the
+digests in the temporary directory; `poll` shares the errors of the threads between steps. Saving
+does not change what the run computes. At most one checkpoint is being written at a time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from student_trainer.teachers.rollouts_ahead import LaterFiles
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 0.02  # seconds between two looks at the other threads
+_PAUSE = 0.02  # seconds between two checks of the other threads
 _PARTS = "parts"  # directory of the files that say that a part is complete
-# What a process says of its thread; above _FAILED, the errno of the error.
+# State of the thread of a process; a failure with an errno is _FAILED + errno.
 _DONE, _BUSY, _FAILED = 0, 1, 2
 
 
@@ -57,10 +57,11 @@ class Saver:
         before_publication: Callable[[], None] = lambda: None,
         after_publication: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keep what all checkpoints have in common.
+        """Set up the saver.
 
-        `small_files`: of the model directory; `facts`: strings that `facts_of` returns. The thread
-        of the main process calls `before_publication` and `after_publication`.
+        `small_files`: the files of the model directory without weights. `facts`: stored in every
+        checkpoint, see `facts_of`. The thread of the main process calls `before_publication` and
+        `after_publication`.
         """
         self._accelerator = accelerator
         self._root = root
@@ -70,25 +71,25 @@ class Saver:
         self._after_publication = after_publication
         self._part, self._parts = accelerator.process_index, accelerator.num_processes
         self._host = _HostMemory(self._part, self._parts)
-        self._writing: _Writing | None = None
+        self._background_write: _BackgroundWrite | None = None
 
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written; the same in every process."""
-        return self._writing is not None
+        return self._background_write is not None
 
     def save(
         self,
         step: int,
-        stored: Contents,
+        contents: Contents,
         metrics: Mapping[str, float] | None = None,
-        later: LaterFiles | None = None,
+        write_extra_files: LaterFiles | None = None,
     ) -> None:
         """Collective. Copy the state of a run, and begin to write it as the checkpoint of `step`.
 
-        Waits for the checkpoint before. `metrics`: those of the step, which `metrics_of` returns.
-        `later`: makes further files of this process, in the thread that writes. Raises WrongState
-        if a newer attempt has taken over the run, and OSError, on all ranks.
+        Waits for the previous checkpoint. `metrics`: those of the step, see `metrics_of`.
+        `write_extra_files`: returns additional files of this process; the writing thread calls it.
+        Raises WrongState if a newer attempt has taken over the run, and OSError, on all ranks.
         """
         self.finish()
         path = checkpoint_path(self._root, step)
@@ -98,42 +99,45 @@ class Saver:
                 partial = atomic_directory.begin(path)
                 (partial / "model").mkdir()
                 (partial / _PARTS).mkdir()
-            except (OSError, DistillError) as caught:
-                error = caught
-        if (worst := self._worst(error)) >= _FAILED:
-            self._raise(error, worst, path)
-        copies = self._host.copies(stored.tensors)
+            except (OSError, DistillError) as failure:
+                error = failure
+        if (worst_code := self._worst_code(error)) >= _FAILED:
+            self._raise_error(error, worst_code, path)
+        copies = self._host.copies(contents.tensors)
         failpoint("checkpoint-copied")
-        small: dict[str, bytes] = {}
+        small_contents: dict[str, bytes] = {}
         if self._accelerator.is_main_process:
-            small = {f"model/{name}": data for name, data in self._small_files.items()}
-            small |= {**stored.index, "state.json": state_text(step, self._facts, metrics)}
+            small_contents = {f"model/{name}": data for name, data in self._small_files.items()}
+            small_contents |= {
+                **contents.index,
+                "state.json": state_text(step, self._facts, metrics),
+            }
 
         def write(stop: threading.Event) -> None:
-            self._write(path, stored, copies, small, later, stop)
+            self._write(path, contents, copies, small_contents, write_extra_files, stop)
 
-        self._writing = _Writing(path, write)
+        self._background_write = _BackgroundWrite(path, write)
 
     def poll(self) -> bool:
         """Collective. Return whether nothing is being written; it does not wait.
 
         Raises the error of a thread, on all ranks, after removing what was written.
         """
-        if self._writing is None:
+        if self._background_write is None:
             return True
-        writing = self._writing
-        busy = writing.is_busy  # before the error: a thread that has ended keeps its own
-        worst = self._worst(writing.error, busy=busy)
-        if worst == _BUSY:
+        background_write = self._background_write
+        is_busy = background_write.is_busy  # read before `error`, which the thread sets last
+        worst_code = self._worst_code(background_write.error, is_busy=is_busy)
+        if worst_code == _BUSY:
             return False
-        self._writing = None
-        writing.stop()
-        if worst >= _FAILED:
+        self._background_write = None
+        background_write.stop()
+        if worst_code >= _FAILED:
             self._accelerator.wait_for_everyone()  # all threads have ended
             if self._accelerator.is_main_process:
-                partial = atomic_directory.partial_of(writing.path)
+                partial = atomic_directory.partial_path(background_write.path)
                 shutil.rmtree(partial, ignore_errors=True)
-            self._raise(writing.error, worst, writing.path)
+            self._raise_error(background_write.error, worst_code, background_write.path)
         return True
 
     def finish(self) -> None:
@@ -142,45 +146,45 @@ class Saver:
             time.sleep(_PAUSE)
 
     def close(self) -> None:
-        """Wait for this process's thread. Not collective: for a run that ends with any error.
+        """Wait for this process's thread. Not collective: for a run that ends with an error.
 
-        A rank that has ended does not stop it: its launcher then kills this process.
+        The end of another rank does not stop the thread: the launcher then kills this process.
         """
-        if self._writing is not None:
-            self._writing.join()
+        if self._background_write is not None:
+            self._background_write.join()
 
-    def _worst(self, error: Exception | None, *, busy: bool = False) -> int:
-        """Collective. Return the largest code of all processes; every one sees every failure."""
-        code = _BUSY if busy else _DONE
+    def _worst_code(self, error: Exception | None, *, is_busy: bool = False) -> int:
+        """Collective. Return the largest code of all processes, the same on every rank."""
+        code = _BUSY if is_busy else _DONE
         if error is not None:
             code = _FAILED + ((error.errno or 0) if isinstance(error, OSError) else 0)
         return largest(self._accelerator, code)
 
-    def _raise(self, error: Exception | None, worst: int, path: Path) -> NoReturn:
+    def _raise_error(self, error: Exception | None, worst_code: int, path: Path) -> NoReturn:
         """Raise this process's own error, or else that of another process."""
         if error is not None:
             raise error
-        if number := worst - _FAILED:
-            raise OSError(number, os.strerror(number), str(path))
+        if error_number := worst_code - _FAILED:
+            raise OSError(error_number, os.strerror(error_number), str(path))
         raise WrongState(f"another process failed to write {path}", hint="its log has the reason")
 
     def _write(
         self,
         path: Path,
-        stored: Contents,
+        contents: Contents,
         copies: Mapping[str, Mapping[str, Tensor]],
-        small: Mapping[str, bytes],
-        later: LaterFiles | None,
+        small_contents: Mapping[str, bytes],
+        write_extra_files: LaterFiles | None,
         stop: threading.Event,
     ) -> None:
         """Write this process's part; in the main process, then publish the checkpoint."""
         failpoint("checkpoint-writing")
-        partial = atomic_directory.partial_of(path)
+        partial = atomic_directory.partial_path(path)
         digests: dict[str, atomic_directory.Digests] = {}
-        for name, data in small.items():
+        for name, data in small_contents.items():
             digests[name] = atomic_directory.write_synced(partial / name, data)
         parts: dict[str, str] = {}
-        for name, file in stored.layouts.items():
+        for name, file in contents.layouts.items():
             writer = PartWriter(partial / name, file, self._part, self._parts)
             try:
                 for tensor in file.places:
@@ -190,44 +194,56 @@ class Saver:
                 parts[name] = writer.finish()
             finally:
                 writer.close()
-        for name, data in (later(stop) if later is not None else {}).items():
+        for name, data in (
+            write_extra_files(stop) if write_extra_files is not None else {}
+        ).items():
             parts[name] = atomic_directory.write_synced(partial / name, data)
         failpoint("checkpoint-part-written")
         if not self._accelerator.is_main_process:
             announce_part(partial / _PARTS / f"{self._part}.json", parts)
             return
-        every = [parts, *(self._part_of(partial, part, stop) for part in range(1, self._parts))]
+        digests_of_parts = [
+            parts,
+            *(self._wait_for_part(partial, part, stop) for part in range(1, self._parts)),
+        ]
         if stop.is_set():
             return
         shutil.rmtree(partial / _PARTS)
-        for name in {name: None for one in every for name in one}:
-            of_parts = [one[name] for one in every if name in one]
-            digests[name] = of_parts if name in stored.layouts and len(every) > 1 else of_parts[0]
+        for name in {name: None for part_digests in digests_of_parts for name in part_digests}:
+            file_digests = [
+                part_digests[name] for part_digests in digests_of_parts if name in part_digests
+            ]
+            digests[name] = (
+                file_digests
+                if name in contents.layouts and len(digests_of_parts) > 1
+                else file_digests[0]
+            )
         self._before_publication()
         atomic_directory.publish(path, digests)
         self._after_publication()
 
-    def _part_of(self, partial: Path, part: int, stop: threading.Event) -> dict[str, str]:
+    def _wait_for_part(self, partial: Path, part: int, stop: threading.Event) -> dict[str, str]:
         """Wait until another process has written its part, and return its digests by file."""
         path = partial / _PARTS / f"{part}.json"
         while not path.exists():
             if stop.wait(_PAUSE):
                 return {}
-        found: dict[str, str] = json.loads(path.read_text())
-        return found
+        digests: dict[str, str] = json.loads(path.read_text())
+        return digests
 
 
 def announce_part(path: Path, digests: Mapping[str, str]) -> None:
-    """Tell the main process that a part is complete, by the file `path` with its digests by file.
+    """Report to the main process that a part is complete: write its digests by file to `path`.
 
-    Nothing follows the rename: the main process deletes the directory once every file is there.
+    The rename is the last operation: the main process deletes the directory once every part has
+    its file.
     """
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(digests))
     unfinished.replace(path)
 
 
-class _Writing:
+class _BackgroundWrite:
     """A checkpoint that is being written, and the thread that writes."""
 
     def __init__(self, path: Path, write: Callable[[threading.Event], None]) -> None:
@@ -235,7 +251,7 @@ class _Writing:
         self.error: Exception | None = None
         self._write = write
         self._stop = threading.Event()
-        # A daemon: where a run ends with an error of something else, no process waits for it.
+        # A daemon: a run that ends with another error does not wait for the thread.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -244,7 +260,7 @@ class _Writing:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Wait for the end of the thread, which does not begin another tensor."""
+        """Stop the thread after the current tensor, and wait for its end."""
         self._stop.set()
         self.join()
 
@@ -257,14 +273,14 @@ class _Writing:
             self._write(self._stop)
         except Exception as error:
             log.warning("the checkpoint %s could not be written: %s", self.path.name, error)
-            self.error = atomic_directory.of_disk(error, self.path) or error
+            self.error = atomic_directory.as_disk_error(error, self.path) or error
 
 
 class _HostMemory:
-    """Host memory for this process's rows of all tensors; every save uses it again.
+    """Host buffers for this process's rows of all tensors, reused by every save.
 
-    It is pinned if the tensors are on a GPU. A new allocation for each save would take longer than
-    the copy.
+    Buffers are pinned if the tensors are on a GPU. Allocating new ones for each save would take
+    longer than the copy.
     """
 
     def __init__(self, part: int, parts: int) -> None:
@@ -273,28 +289,28 @@ class _HostMemory:
 
     @torch.no_grad()
     def copies(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Collective. Return this process's rows of all tensors, by file and name, all copied."""
-        found = {
-            file: {name: self._copy((file, name), tensor) for name, tensor in of.items()}
-            for file, of in tensors.items()
+        """Collective. Return copies of this process's rows of all tensors, by file and name."""
+        host_copies = {
+            file: {name: self._copy((file, name), tensor) for name, tensor in named_tensors.items()}
+            for file, named_tensors in tensors.items()
         }
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return found
+        return host_copies
 
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        rows = self._rows(tensor)
+        rows = self._own_rows(tensor)
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
             self._buffers[key] = buffer
         return buffer.copy_(rows, non_blocking=True)
 
-    def _rows(self, tensor: Tensor) -> Tensor:
+    def _own_rows(self, tensor: Tensor) -> Tensor:
         count = tensor.shape[0] if tensor.dim() else 1
         rows = rows_of_part(count, self._part, self._parts)
         if isinstance(tensor, DTensor) and tensor.device_mesh.shape == (self._parts,):
             return local(tensor)
-        # With tensor parallelism, a process has other rows, or not all of their columns.
-        whole = full_tensor(tensor.detach())
-        return (whole if whole.dim() else whole[None])[rows]
+        # With tensor parallelism, a process holds different rows, or not all of their columns.
+        full_rows = full_tensor(tensor.detach())
+        return (full_rows if full_rows.dim() else full_rows[None])[rows]

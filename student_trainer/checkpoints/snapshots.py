@@ -1,7 +1,7 @@
 """Writes snapshots of the student's weights for rollout engines (`rollout_client/snapshot.py`).
 
-A snapshot has a probe: a few sequences with the log-probs of the trainer's own forward pass. An
-engine that has loaded other weights, or part of them, computes others.
+A snapshot has a probe: a few sequences with the log-probs of the trainer's forward pass. An engine
+that has loaded wrong or incomplete weights computes different log-probs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
     """Return a directory for the snapshots of an attempt: in memory, or in the run directory.
 
     `needed`: bytes of all snapshots that exist at a time. `local`: the engines run on this machine.
-    Deletes what killed trainers of this machine have left in memory, and earlier attempts in the
-    run directory.
+    Deletes the snapshots of killed trainers in the memory of this machine, and those of earlier
+    attempts in the run directory.
     """
     in_run = RunDirectory(run).weights
     shutil.rmtree(in_run, ignore_errors=True)
@@ -49,7 +49,7 @@ def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
     return locked_directory() or root
 
 
-def bytes_of(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:
+def snapshot_bytes(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:
     """Return the bytes of a snapshot of a model, or of its adapters, which are float32."""
     if adapters:
         return sum(weight.numel() for weight in learned(model).values()) * 4
@@ -75,10 +75,10 @@ class Snapshots:
     ) -> None:
         """Collective. Set up the writer.
 
-        `root`: the directory for the snapshots; it is created, and `close` deletes it. It and `job`
-        are those of the main process. `job`, `attempt` and `in_flight`: see WeightsVersion.
-        `dtype`: of the stored weights. `adapters`: snapshots have the student's adapters in place
-        of all weights. `probe_ids` [n, T] int64: the sequences of the probe, the same in every
+        `root`: the directory for the snapshots; it is created, and `close` deletes it. `job`,
+        `attempt` and `in_flight`: see WeightsVersion. The main process's `root` and `job` are used
+        on all ranks. `dtype`: of the stored weights. `adapters`: snapshots contain only the
+        student's adapters. `probe_ids` [n, T] int64: the sequences of the probe, the same in every
         process.
         """
         self._accelerator = accelerator
@@ -90,29 +90,38 @@ class Snapshots:
         self._adapters = adapters
         self._in_flight: InFlight = in_flight
         self._probe_ids = probe_ids
-        self._most = tokens_per_micro_batch
+        self._tokens_per_micro_batch = tokens_per_micro_batch
         self._written: list[WeightsVersion] = []
 
     @property
     def newest(self) -> WeightsVersion:
-        """The version that was written last; there is one."""
+        """The version that was written last; at least one must be written."""
         return self._written[-1]
 
     def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Collective. Write the current weights as version `number`; return it when complete.
 
-        A version that exists is not written again. `anchor`: the weights are those of the anchor,
-        which is in the student's place; they are a lineage of their own.
+        A version that exists is not written again. `anchor`: the student currently has the weights
+        of the anchor; their versions are a separate lineage.
 
-        Raises Unavailable on all ranks if there is no room for it, or if its disk fails. Nothing of
-        the version is left then.
+        Raises Unavailable on all ranks if there is no room for it, or if its disk fails; the files
+        of the version are then deleted.
         """
         version = self.version(number, anchor=anchor)
         if version not in self._written:
             if anchor:  # an evaluation has ended when the next one begins
-                self._delete([one for one in self._written if one.lineage == version.lineage])
+                self._delete(
+                    [
+                        written_version
+                        for written_version in self._written
+                        if written_version.lineage == version.lineage
+                    ]
+                )
             self._write(version)
-        self._written = [*(one for one in self._written if one != version), version]
+        self._written = [
+            *(written_version for written_version in self._written if written_version != version),
+            version,
+        ]
         return version
 
     def push(self, number: int) -> WeightsVersion:
@@ -120,11 +129,11 @@ class Snapshots:
         return self.write(number)
 
     def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
-        """Return None: files are not lost; see `PushedVersions.restore_lost`."""
+        """Return None, since files are not lost; see `PushedVersions.restore_lost`."""
         return None
 
     def version(self, number: int, *, anchor: bool = False) -> WeightsVersion:
-        """Return a version, which may not be written; see `write`."""
+        """Return a version, which need not be written; see `write`."""
         kind = "anchor" if anchor else "version"
         return WeightsVersion(
             f"{self._job}-{self._attempt}{'-anchor' if anchor else ''}",
@@ -140,18 +149,20 @@ class Snapshots:
         return version in self._written
 
     def published(self) -> PublishedWeights:
-        """Return the current weights, as a snapshot has them."""
+        """Return the current weights in the form that a snapshot stores."""
         model = self._student.trained.model
         return PublishedWeights(model, model.state_dict(keep_vars=True), self._dtype)
 
     def probe(self) -> tuple[Probe, str]:
-        """Collective. Score the probe; return it with the dtype of the computation."""
+        """Collective. Score the probe, and return it with the dtype of the computation."""
         dtype = "bfloat16" if self._student.trained.bf16 else "float32"
         return Probe(self._probe_ids, self._probe_logprobs()), dtype
 
     def _write(self, version: WeightsVersion) -> None:
         main = self._accelerator.is_main_process
-        raise_on_all_ranks(self._accelerator, self._begin(version) if main else lambda: None)
+        raise_on_all_ranks(
+            self._accelerator, self._directory_creator(version) if main else lambda: None
+        )
         probe, dtype = self.probe()
         model = self._student.trained.model
         weights = model.state_dict(keep_vars=True)
@@ -166,56 +177,63 @@ class Snapshots:
             if main:
                 seal(version.directory, number=version.number, dtype=dtype, probe=probe)
 
-        # After it the snapshot is complete for every rank.
-        raise_on_all_ranks(self._accelerator, lambda: _or_unavailable(version.directory, write))
+        # Afterwards the snapshot is complete for every rank.
+        raise_on_all_ranks(
+            self._accelerator, lambda: _write_or_raise_unavailable(version.directory, write)
+        )
 
     def delete_before(self, number: int) -> None:
         """Delete the versions before `number`."""
-        self._delete([one for one in self._written if one.number < number])
+        self._delete([version for version in self._written if version.number < number])
 
-    def _delete(self, old: Sequence[WeightsVersion]) -> None:
-        self._written = [one for one in self._written if one not in old]
+    def _delete(self, old_versions: Sequence[WeightsVersion]) -> None:
+        self._written = [version for version in self._written if version not in old_versions]
         if self._accelerator.is_main_process:
-            for one in old:
-                shutil.rmtree(one.directory, ignore_errors=True)
+            for version in old_versions:
+                shutil.rmtree(version.directory, ignore_errors=True)
 
     def close(self) -> None:
         """Delete all snapshots. Not collective."""
         if self._accelerator.is_main_process:
             shutil.rmtree(self._root, ignore_errors=True)
-            with suppress(OSError):  # it holds something else
+            with suppress(OSError):  # the directory is not empty
                 if self._root.parent.name == _IN_RUN:
                     self._root.parent.rmdir()
 
-    def _begin(self, version: WeightsVersion) -> Callable[[], None]:
-        def begin() -> None:
-            needed = bytes_of(self._student.trained.model, self._dtype, adapters=self._adapters)
-            _or_unavailable(version.directory, lambda: version.directory.mkdir(parents=True))
-            free = shutil.disk_usage(version.directory).free
-            if free < needed:
+    def _directory_creator(self, version: WeightsVersion) -> Callable[[], None]:
+        def create_directory() -> None:
+            needed_bytes = snapshot_bytes(
+                self._student.trained.model, self._dtype, adapters=self._adapters
+            )
+            _write_or_raise_unavailable(
+                version.directory, lambda: version.directory.mkdir(parents=True)
+            )
+            free_bytes = shutil.disk_usage(version.directory).free
+            if free_bytes < needed_bytes:
                 shutil.rmtree(version.directory)
                 raise Unavailable(
-                    f"the weights need {needed >> 20} MiB, {version.directory} has {free >> 20}",
+                    f"the weights need {needed_bytes >> 20} MiB,"
+                    f" {version.directory} has {free_bytes >> 20}",
                     hint="free space, or lower rollouts.lag, which keeps more versions",
                 )
 
-        return begin
+        return create_directory
 
     def _probe_logprobs(self) -> Tensor:
         """Collective. Return log-probs [n, T - 1] float32 of the probe, on the CPU."""
         student = self._student
         student.trained.eval()
-        found = of_rollouts(
+        logprobs = of_rollouts(
             student,
             [TokenSequence(ids, 1) for ids in self._probe_ids],
-            # Engines compute them from all logits, also where they sample from some.
+            # Engines compute log-probs from all logits, even if they sample from a subset.
             lambda batch: student.rows(batch, 1.0, every_id=True)[1].token_logprobs.float().cpu(),
-            tokens_per_micro_batch=self._most,
+            tokens_per_micro_batch=self._tokens_per_micro_batch,
         )
-        return torch.stack(found)
+        return torch.stack(logprobs)
 
 
-def _or_unavailable(directory: Path, write: Callable[[], None]) -> None:
+def _write_or_raise_unavailable(directory: Path, write: Callable[[], None]) -> None:
     """Run `write`; after an OSError, delete `directory` and raise Unavailable."""
     try:
         write()

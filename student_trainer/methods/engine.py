@@ -21,7 +21,7 @@ from clients.runs.launch import adapter_rank
 from protos.errors import InvalidInput, WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.checkpoints.pushed_versions import PushedVersions
-from student_trainer.checkpoints.snapshots import Snapshots, bytes_of, snapshot_root
+from student_trainer.checkpoints.snapshots import Snapshots, snapshot_bytes, snapshot_root
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.engine_client import EngineClient, RolloutServiceInfo
@@ -138,7 +138,9 @@ def connect_engine(
     # transformers casts as it computes, so it needs the weights that learn.
     narrow = rollouts.engine == "vllm" and student.trained.bf16
     dtype = torch.bfloat16 if narrow else torch.float32
-    needed = (rollouts.versions + 1) * bytes_of(model, dtype, adapters=adapters)  # 1: an anchor's
+    needed = (rollouts.versions + 1) * snapshot_bytes(
+        model, dtype, adapters=adapters
+    )  # 1: an anchor's
     root, job = Path(), ""  # the main process chooses
     if accelerator.is_main_process:
         job = run_identity(run)

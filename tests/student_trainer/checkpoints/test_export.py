@@ -82,7 +82,7 @@ def test_the_bytes_of_save_pretrained(
     tmp_path: Path, name: str, files: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 50_000_000_000 if files == "one" else 6000
-    monkeypatch.setattr(model_directory, "_MOST_BYTES", most)
+    monkeypatch.setattr(model_directory, "_MAX_FILE_BYTES", most)
     model = MODELS[name]()
     model.save_pretrained(
         tmp_path / "expected", state_dict=rounded(model, dtype), max_shard_size=most

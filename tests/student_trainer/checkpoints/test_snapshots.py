@@ -186,7 +186,7 @@ def test_as_many_versions_as_there_is_room_for(base: Path, tmp_path: Path, lag: 
 def test_a_full_disk_is_told_before_anything_is_written(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "bytes_of", lambda *_, **__: 1 << 60)
+    monkeypatch.setattr(module, "snapshot_bytes", lambda *_, **__: 1 << 60)
     with pytest.raises(Unavailable, match="MiB"):
         writer(student_of(base), tmp_path / "weights").write(0)
 

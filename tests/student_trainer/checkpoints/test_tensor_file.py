@@ -15,7 +15,7 @@ from torch import Tensor
 from student_trainer.checkpoints.tensor_file import (
     PartWriter,
     TensorFile,
-    _read,
+    _read_slices,
     digest_of_part,
     layout,
 )
@@ -100,7 +100,7 @@ def test_a_part_of_the_columns_is_no_view_of_the_rows(tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     save_file({"a": whole}, tmp_path / "file")
     with safe_open(tmp_path / "file", "pt") as file:
-        part = _read(file, "a", (slice(0, 3), slice(2, 4)))
+        part = _read_slices(file, "a", (slice(0, 3), slice(2, 4)))
     assert torch.equal(part, whole[:, 2:])
     assert part.is_contiguous()
     assert part.untyped_storage().nbytes() == 4 * part.numel()
