@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from student_trainer.environments.local_retriever import LocalRetriever
-from student_trainer.environments.retriever import as_text
+from student_trainer.environments.retriever import format_passages
 from student_trainer.tools.pretrain import END
 from student_trainer.tools.pretrain import main as pretrain
 
@@ -113,7 +113,7 @@ def _make_model(
         found = directory.passages([asked], 3)[0] or []
         rooms = [_room(rng) for _ in found]
         passages = [f"{p.splitlines()[0]}\n{r}" for p, r in zip(found, rooms, strict=True)]
-        read = f"\n\n<information>{as_text(passages)}</information>\n\n"
+        read = f"\n\n<information>{format_passages(passages)}</information>\n\n"
         turns.append((f"{question}<search>{asked}</search>{read}", _answer(rng.choice(rooms))))
     _write(home / "turns.jsonl", ({"prompt": read, "answer": written} for read, written in turns))
     make_tokenizer().save_pretrained(home / "tokenizer")

@@ -317,8 +317,10 @@ def _on_policy(
     pair: TokenizerPair | RolePair | None,
     reader: ImageReader | None,
 ) -> MakeMethod:
-    seeing = [name for name, connection in teachers.items() if connection.info.takes_images]
-    prompts = _prompts(config, tokenizer, reader, seeing)
+    vision_teachers = [
+        name for name, connection in teachers.items() if connection.info.takes_images
+    ]
+    prompts = _prompts(config, tokenizer, reader, vision_teachers)
     if isinstance(pair, TokenizerPair):
         pair.log_facts(prompts[1])
     else:
@@ -370,7 +372,7 @@ def _resumed(
 
 
 def _prompts(
-    config: OnPolicyJob, tokenizer: Any, reader: ImageReader | None, seeing: Sequence[str]
+    config: OnPolicyJob, tokenizer: Any, reader: ImageReader | None, vision_teachers: Sequence[str]
 ) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     prompts, held_out = load_prompts(
         config.data,
@@ -382,7 +384,7 @@ def _prompts(
         # A teacher may render the messages of a record in its own template, or read more columns.
         with_fields=config.teacher.tokenizer != "same" or reads_another_prompt(config),
         reader=reader,
-        seeing=seeing,
+        vision_teachers=vision_teachers,
     )
     _check_shares(config, len(held_out))
     return prompts, held_out

@@ -37,7 +37,7 @@ class CriticAdvantages:
         self._accelerator = accelerator
         self._student = student
         self._method = method
-        self._most = tokens_per_micro_batch
+        self._tokens_per_micro_batch = tokens_per_micro_batch
         width = student.full.model.config.get_text_config().hidden_size
         self._critic = Critic(width).to(accelerator.device)
         self._optimizer = torch.optim.AdamW(
@@ -50,67 +50,67 @@ class CriticAdvantages:
     def __call__(self, rollouts: Sequence[Rollout], rewards: Tensor) -> tuple[list[Tensor], Tensor]:
         """Collective. Return the advantages of a step's answers, then train the critic on them.
 
-        `rewards` [S]: one per rollout, NaN if it has none. Such an answer has zero advantages, and
-        the critic does not learn from it. Call it outside `gathered()`.
+        `rewards` [S]: one per rollout, NaN without reward. An answer without reward has zero
+        advantages, and the critic does not learn from it. Call it outside `gathered()`.
 
         Returns one tensor [learned] on the CPU per rollout, and (sum, number) of the critic's loss
         before its updates. GAE with gamma = 1 (`losses/advantages.py`).
         """
-        states = torch.cat(self._states(rollouts))
-        lengths = torch.tensor([one.learned for one in rollouts])
+        states = torch.cat(self._compute_states(rollouts))
+        lengths = torch.tensor([rollout.learned for rollout in rollouts])
         sequence = torch.arange(len(rollouts)).repeat_interleave(lengths)
-        known = rewards.isfinite()[sequence]
+        has_reward = rewards.isfinite()[sequence]
         with torch.no_grad():
             values = self._critic(states)
-        of_tokens = reward_at_last_token(rewards.nan_to_num().float(), lengths)
+        token_rewards = reward_at_last_token(rewards.nan_to_num().float(), lengths)
         device = states.device
-        found, targets = gae(
-            of_tokens.to(device),
+        raw_advantages, targets = gae(
+            token_rewards.to(device),
             values,
             sequence.to(device),
             gamma=1.0,
             lam=self._method.gae_lambda,
         )
-        known = known.to(device)
-        loss = self._learn(states[known], values[known], targets[known])
-        advantages = torch.where(known, found, 0.0).cpu()
+        has_reward = has_reward.to(device)
+        loss = self._train(states[has_reward], values[has_reward], targets[has_reward])
+        advantages = torch.where(has_reward, raw_advantages, 0.0).cpu()
         return list(torch.split(advantages, lengths.tolist())), loss
 
-    def _learn(self, states: Tensor, values: Tensor, targets: Tensor) -> Tensor:
-        """Collective. Update the critic as often as the student; return its loss before that.
+    def _train(self, states: Tensor, values: Tensor, targets: Tensor) -> Tensor:
+        """Collective. Update the critic as often as the student; return its loss before updates.
 
         The loss is (sum, number) over the tokens of this process.
         """
-        measured = torch.zeros(2, dtype=torch.float64)
-        count = self._over_processes(torch.tensor([float(len(states))], device=states.device))
+        initial_loss = torch.zeros(2, dtype=torch.float64)
+        count = self._sum_over_processes(torch.tensor([float(len(states))], device=states.device))
         for update in range(self._method.total_updates):
             losses = value_loss(self._critic(states), values, targets, clip=_CLIP)
             if update == 0:
-                measured = sum_and_count(losses.detach())
+                initial_loss = sum_and_count(losses.detach())
             self._accelerator.backward(losses.sum() / count.clamp(min=1)[0])
             for parameter in self._critic.parameters():
                 assert parameter.grad is not None, (
                     "the loss depends on every parameter, even without states"
                 )
-                parameter.grad = self._over_processes(parameter.grad)
+                parameter.grad = self._sum_over_processes(parameter.grad)
             self._optimizer.step()
             self._optimizer.zero_grad()
-        return measured
+        return initial_loss
 
-    def _over_processes(self, values: Tensor) -> Tensor:
+    def _sum_over_processes(self, values: Tensor) -> Tensor:
         """Collective. Return the sum over all processes."""
         total: Tensor = self._accelerator.reduce(values)
         return total
 
-    def _states(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """Collective. Return the states [learned, H] float32 that the head reads, per rollout."""
+    def _compute_states(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        """Collective. Return the head's input states [learned, H] float32 of each rollout."""
         student = self._student
         student.trained.eval()
         return of_rollouts(
             student,
             rollouts,
             lambda batch: student.states(batch).float(),
-            tokens_per_micro_batch=self._most,
+            tokens_per_micro_batch=self._tokens_per_micro_batch,
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -122,16 +122,18 @@ class CriticAdvantages:
         }
         return {**self._critic.state_dict(), **moments}
 
-    def load_state(self, tensor: Callable[[str], Tensor]) -> None:
-        """Restore weights and moments. `tensor`: returns the tensor that `state` had under a name.
+    def load_state(self, read_tensor: Callable[[str], Tensor]) -> None:
+        """Restore weights and moments. `read_tensor`: returns a tensor of `state` by its name.
 
-        The state must be from after the first update of the critic: before it there are no moments.
+        The state must be from after the critic's first update, since moments do not exist earlier.
         """
         with torch.no_grad():
             for name, parameter in self._critic.named_parameters():
-                parameter.copy_(tensor(name))
-                moments = {k: tensor(f"{name}/{k}") for k in ("exp_avg", "exp_avg_sq")}
+                parameter.copy_(read_tensor(name))
+                moments = {
+                    kind: read_tensor(f"{name}/{kind}") for kind in ("exp_avg", "exp_avg_sq")
+                }
                 self._optimizer.state[parameter] = {
-                    "step": tensor(f"{name}/step"),  # AdamW keeps its step count on the CPU
+                    "step": read_tensor(f"{name}/step"),  # AdamW keeps its step count on the CPU
                     **{kind: value.to(parameter.device) for kind, value in moments.items()},
                 }

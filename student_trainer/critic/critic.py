@@ -31,11 +31,11 @@ class Critic(nn.Module):
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
     """Return the clipped value loss of each token, max((V - R)^2, (V_clipped - R)^2) / 2, [N].
 
-    `targets` [N]: R, from `gae`. `old_values` [N]: the values that the advantages were computed
-    from; V_clipped is V within `clip` of them. A value that has moved further than that towards its
-    target has no gradient. The clipping follows the code of PPO (arXiv 1707.06347); the paper has
-    none.
+    `targets` [N]: R, from `gae`. `old_values` [N]: the values from which the advantages were
+    computed; V_clipped is V clipped to within `clip` of them. A value that has moved further than
+    `clip` towards its target has no gradient. The clipping follows the code of PPO (arXiv
+    1707.06347), not the paper, which does not clip values.
     """
     old_values, targets = old_values.detach(), targets.detach()
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.maximum((values - targets).square(), (near - targets).square()) / 2
+    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum((values - targets).square(), (clipped_values - targets).square()) / 2

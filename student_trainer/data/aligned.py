@@ -1,4 +1,4 @@
-"""Batches of a teacher with another tokenizer: its log-probs as shares of the student's tokens."""
+"""Batches for a teacher with another tokenizer: its log-probs, divided among student tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from student_trainer.data.packing import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedRows(RowBlock):
-    """Rows of an answer of n tokens; `token_logprobs` are shares.
+    """Rows of an answer of n tokens; `token_logprobs` are shares of the teacher's log-probs.
 
-    word [n] int64: the word of each token (of a store: its unit, maybe a chunk), from 0, without
-    gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that are one teacher
-    token. spelled: the whole answer is the student's canonical encoding of its bytes. weights
-    [n, M]: of the ids `tail_sample_ids` [n, M]; of stored rows only, see `mapped_kl`. matched
-    [n, K] bool: head ids of the student whose `head_logprobs` the teacher has given, see
-    `MatchedHead`; None: the head is a placeholder.
+    word [n] int64: the word of each token (for a store: its unit, which may be a chunk), from 0,
+    without gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that match one
+    teacher token. spelled: the answer is the student's canonical encoding of its bytes. weights
+    [n, M]: of the ids `tail_sample_ids` [n, M]; stored rows only, see `mapped_kl`. matched
+    [n, K] bool: head ids of the student with `head_logprobs` of the teacher, see `MatchedHead`;
+    None: the head is a placeholder.
     """
 
     word: NDArray[np.int64]
@@ -36,26 +36,32 @@ class AlignedRows(RowBlock):
     matched: NDArray[np.bool_] | None = None
 
     def taken(self, places: NDArray[np.int64] | slice) -> AlignedRows:
-        """Return the rows at `places`, in that order, with words as they are."""
-        columns = {name: of for name, of in vars(self).items() if isinstance(of, np.ndarray)}
-        taken: dict[str, Any] = {name: of[places] for name, of in columns.items()}
-        return replace(self, **taken)
+        """Return the rows at `places`, in that order; word numbers stay unchanged."""
+        columns = {
+            name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)
+        }
+        selected_columns: dict[str, Any] = {
+            name: column[places] for name, column in columns.items()
+        }
+        return replace(self, **selected_columns)
 
     @classmethod
     def joined(cls, parts: Sequence[AlignedRows]) -> AlignedRows:
         """Return the rows of all parts, in order; there is at least one."""
-        columns = [name for name, of in vars(parts[0]).items() if isinstance(of, np.ndarray)]
-        made: dict[str, Any] = {
-            name: np.concatenate([getattr(one, name) for one in parts]) for name in columns
+        columns = [
+            name for name, column in vars(parts[0]).items() if isinstance(column, np.ndarray)
+        ]
+        joined_columns: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in columns
         }
-        return replace(parts[0], **made, spelled=all(one.spelled for one in parts))
+        return replace(parts[0], **joined_columns, spelled=all(part.spelled for part in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedBatch(Batch):
     """A batch of S answers with AlignedRows; `teacher.token_logprobs` [N] are shares.
 
-    word [N] int64, below N: different in every answer. learned, one_to_one [N] bool: as in
+    word [N] int64, below N: no two answers share a number. learned, one_to_one [N] bool: as in
     AlignedRows. spelled [S] bool. left_out [S] bool: no token is learned. weights [N, M]: of
     `sample_ids`; matched [N, K] bool: of `head_ids`; None unless the rows have them.
     """
@@ -69,14 +75,21 @@ class AlignedBatch(Batch):
     matched: Tensor | None = None
 
     def without_rows(self) -> AlignedBatch:
-        """Return a batch with one token to read and no rows; see `Batch.without_rows`."""
-        own = [one.name for one in fields(self) if one.name not in _PLAIN]
-        values = {name: getattr(self, name) for name in own}
-        nothing: dict[str, Any] = {n: of if of is None else of[:0] for n, of in values.items()}
-        return AlignedBatch(**vars(super().without_rows()), **nothing)
+        """Return a batch with one input token and no rows; see `Batch.without_rows`."""
+        extra_fields = [
+            batch_field.name
+            for batch_field in fields(self)
+            if batch_field.name not in _BATCH_FIELDS
+        ]
+        values = {name: getattr(self, name) for name in extra_fields}
+        empty_values: dict[str, Any] = {
+            field_name: tensor if tensor is None else tensor[:0]
+            for field_name, tensor in values.items()
+        }
+        return AlignedBatch(**vars(super().without_rows()), **empty_values)
 
 
-_PLAIN = {one.name for one in fields(Batch)}
+_BATCH_FIELDS = {batch_field.name for batch_field in fields(Batch)}
 
 
 def make_aligned_batch(
@@ -84,19 +97,19 @@ def make_aligned_batch(
 ) -> AlignedBatch:
     """Make the tensors of one micro-batch of sequences with AlignedRows; see `make_batch`."""
     rows = [cast(AlignedRows, item.rows) for item in scored]
-    first = np.cumsum([0, *map(len, rows)])[:-1]
+    word_offsets = np.cumsum([0, *map(len, rows)])[:-1]
 
-    def joined(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(one, name) for one in rows])).to(device)
+    def concatenate(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(block, name) for block in rows])).to(device)
 
-    words = [of.word + before for of, before in zip(rows, first, strict=True)]
+    words = [block.word + offset for block, offset in zip(rows, word_offsets, strict=True)]
     return AlignedBatch(
         **vars(make_batch(scored, device, layout)),
         word=torch.from_numpy(np.concatenate(words)).to(device),
-        learned=joined("learned"),
-        one_to_one=joined("one_to_one"),
-        spelled=torch.tensor([of.spelled for of in rows], device=device),
-        left_out=torch.tensor([not of.learned.any() for of in rows], device=device),
-        weights=None if rows[0].weights is None else joined("weights"),
-        matched=None if rows[0].matched is None else joined("matched"),
+        learned=concatenate("learned"),
+        one_to_one=concatenate("one_to_one"),
+        spelled=torch.tensor([block.spelled for block in rows], device=device),
+        left_out=torch.tensor([not block.learned.any() for block in rows], device=device),
+        weights=None if rows[0].weights is None else concatenate("weights"),
+        matched=None if rows[0].matched is None else concatenate("matched"),
     )

@@ -1,7 +1,7 @@
-"""Make the tensors of one forward pass from sequences and the teacher's rows of them.
+"""Makes the tensors of one forward pass from sequences and the teacher's rows of them.
 
 Row convention: row t scores token t. It is the distribution of token t given the tokens before it,
-so the model computes it at position t - 1. `Batch.select` makes this shift, and nothing else does.
+so the model computes it at position t - 1. Only `Batch.select` makes this shift.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from protos.rows.codec import RowBlock
 from student_trainer.data.images import image_inputs
-from student_trainer.data.packing import Layout, places
+from student_trainer.data.packing import Layout, place_sequences
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.losses import Rows
@@ -45,10 +45,10 @@ def placeholder_rows(
 
     For code that needs rows but reads only their ids. The head log-probs are float32 [n, 0].
     """
-    none = np.zeros(len(head_ids), np.float32)
-    of_draws = None if draw_ids is None else none
-    head = np.zeros((len(head_ids), 0), np.float32)
-    return RowBlock(head_ids, head, none, none, draw_ids, of_draws)
+    zeros = np.zeros(len(head_ids), np.float32)
+    draw_logprobs = None if draw_ids is None else zeros
+    head_logprobs = np.zeros((len(head_ids), 0), np.float32)
+    return RowBlock(head_ids, head_logprobs, zeros, zeros, draw_ids, draw_logprobs)
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,22 @@ class Batch:
         return (self.head_ids == self.token_ids[:, None]).any(1)
 
     def without_rows(self) -> Batch:
-        """Return a batch with one token to read and no rows, for a rank without work left."""
-        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Batch)}
-        nothing: dict[str, Any] = {
+        """Return a batch with one input token and no rows, for a rank without remaining work."""
+        values: dict[str, Any] = {
+            batch_field.name: getattr(self, batch_field.name) for batch_field in fields(Batch)
+        }
+        empty_values: dict[str, Any] = {
             name: value if value is None or name == "images" else value[:0]
             for name, value in values.items()
         }
-        other = {"input_ids": self.input_ids[:1, :1], "position_ids": None, "images": None}
-        return Batch(**nothing | other)
+        placeholders = {"input_ids": self.input_ids[:1, :1], "position_ids": None, "images": None}
+        return Batch(**empty_values | placeholders)
 
     def to(self, device: torch.device) -> Self:
         """Return the batch with all tensors on `device`."""
-        return replace(self, **{name: _moved(value, device) for name, value in vars(self).items()})
+        return replace(
+            self, **{name: _move_to(value, device) for name, value in vars(self).items()}
+        )
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -126,39 +130,49 @@ def make_batch(
     Padding is at the end of a line, where a causal model does not see it. `layout`: how sequences
     share lines; see `packing.py`.
     """
-    texts = [item.sequence for item in scored]
+    sequences = [item.sequence for item in scored]
     blocks = [item.rows for item in scored]
-    lengths = [len(text.token_ids) for text in texts]
-    width, placed = places(lengths, layout)
-    ids = torch.zeros(1 + max(line for line, _ in placed), width, dtype=torch.long)
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    width, placements = place_sequences(lengths, layout)
+    ids = torch.zeros(1 + max(line for line, _ in placements), width, dtype=torch.long)
     # The padding of a line is a sequence of its own, from position 0.
     positions = torch.arange(width).repeat(len(ids), 1)
-    for text, (line, first) in zip(texts, placed, strict=True):
-        last = first + len(text.token_ids)
-        ids[line, first:last] = text.token_ids
+    for sequence, (line, first) in zip(sequences, placements, strict=True):
+        last = first + len(sequence.token_ids)
+        ids[line, first:last] = sequence.token_ids
         positions[line, first:] = torch.arange(width - first)
         positions[line, last:] = torch.arange(width - last)
-    assert layout == "padded" or all(text.images is None for text in texts), "lines of one sequence"
-    counts = torch.tensor([text.learned for text in texts])
-    position = [first + text.places for text, (_, first) in zip(texts, placed, strict=True)]
-    draws = _draws(texts)
-    lines = torch.tensor([line for line, _ in placed]).repeat_interleave(counts)
-    at = torch.cat(position)
+    assert layout == "padded" or all(sequence.images is None for sequence in sequences), (
+        "lines of one sequence"
+    )
+    counts = torch.tensor([sequence.learned for sequence in sequences])
+    row_positions = [
+        first + sequence.places for sequence, (_, first) in zip(sequences, placements, strict=True)
+    ]
+    draws = _join_draws(sequences)
+    row_line = torch.tensor([line for line, _ in placements]).repeat_interleave(counts)
+    row_position = torch.cat(row_positions)
     return Batch(
         input_ids=ids.to(device),
-        position_ids=positions.to(device) if len(ids) < len(texts) else None,
-        line=lines.to(device),
-        position=at.to(device),
-        sequence=torch.arange(len(texts)).repeat_interleave(counts).to(device),
-        token_ids=ids[lines, at].to(device),
-        head_ids=_ids([block.head_ids for block in blocks if block.head_ids is not None], device),
+        position_ids=positions.to(device) if len(ids) < len(sequences) else None,
+        line=row_line.to(device),
+        position=row_position.to(device),
+        sequence=torch.arange(len(sequences)).repeat_interleave(counts).to(device),
+        token_ids=ids[row_line, row_position].to(device),
+        head_ids=_to_id_tensor(
+            [block.head_ids for block in blocks if block.head_ids is not None], device
+        ),
         teacher=teacher_rows(blocks, device),
-        sample_ids=_sample_ids(blocks, device) if draws is None else draws.ids.to(device).long(),
+        sample_ids=_join_sample_ids(blocks, device)
+        if draws is None
+        else draws.ids.to(device).long(),
         draw_logprobs=None if draws is None else draws.logprobs.to(device),
-        sampling_logprobs=_sampling_logprobs(texts, device),
-        sequence_weights=_weights(texts, counts, device),
-        images=_moved(image_inputs([text.images for text in texts], ids), device),
-        teachers=tuple(t.teacher if isinstance(t, Rollout) else "" for t in texts),
+        sampling_logprobs=_join_sampling_logprobs(sequences, device),
+        sequence_weights=_expand_weights(sequences, counts, device),
+        images=_move_to(image_inputs([sequence.images for sequence in sequences], ids), device),
+        teachers=tuple(
+            sequence.teacher if isinstance(sequence, Rollout) else "" for sequence in sequences
+        ),
     )
 
 
@@ -168,17 +182,17 @@ def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
     sample_logprobs are those of the draws [N, M], or the mean [N, 1] of the tail samples, if any.
     """
     draws = [block.draw_logprobs for block in blocks if block.draw_logprobs is not None]
-    means = [b.tail_sample_logprob for b in blocks if b.tail_sample_logprob is not None]
-    samples = _floats(draws, device) if draws else None
+    means = [block.tail_sample_logprob for block in blocks if block.tail_sample_logprob is not None]
+    samples = _to_float_tensor(draws, device) if draws else None
     return Rows(
-        _floats([block.head_logprobs for block in blocks], device),
-        _floats([block.tail_logmass for block in blocks], device),
-        _floats([block.token_logprobs for block in blocks], device),
-        _floats(means, device)[:, None] if means else samples,
+        _to_float_tensor([block.head_logprobs for block in blocks], device),
+        _to_float_tensor([block.tail_logmass for block in blocks], device),
+        _to_float_tensor([block.token_logprobs for block in blocks], device),
+        _to_float_tensor(means, device)[:, None] if means else samples,
     )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _move_to(value: Any, device: torch.device) -> Any:
     """Return a field of a batch on `device`: a tensor, rows, a tuple or a mapping of these."""
     match value:
         case Tensor():
@@ -186,45 +200,51 @@ def _moved(value: Any, device: torch.device) -> Any:
         case Rows():
             return value.map(lambda tensor: tensor.to(device))
         case dict():
-            return {name: _moved(one, device) for name, one in value.items()}
+            return {name: _move_to(element, device) for name, element in value.items()}
         case tuple():
-            return tuple(_moved(one, device) for one in value)
+            return tuple(_move_to(element, device) for element in value)
     return value
 
 
-def _sample_ids(blocks: Sequence[RowBlock], device: torch.device) -> Tensor | None:
+def _join_sample_ids(blocks: Sequence[RowBlock], device: torch.device) -> Tensor | None:
     samples = [block.tail_sample_ids for block in blocks if block.tail_sample_ids is not None]
-    return _ids(samples, device) if samples else None
+    return _to_id_tensor(samples, device) if samples else None
 
 
-def _draws(texts: Sequence[TokenSequence]) -> TailDraws | None:
+def _join_draws(sequences: Sequence[TokenSequence]) -> TailDraws | None:
     """Return the draws of the learned tokens of all rollouts; None if there are none."""
-    found = [
-        text.draws[text.places - text.start]
-        for text in texts
-        if isinstance(text, Rollout) and text.draws is not None
+    draws = [
+        sequence.draws[sequence.places - sequence.start]
+        for sequence in sequences
+        if isinstance(sequence, Rollout) and sequence.draws is not None
     ]
-    return TailDraws.joined(found) if found else None
+    return TailDraws.joined(draws) if draws else None
 
 
-def _sampling_logprobs(texts: Sequence[TokenSequence], device: torch.device) -> Tensor | None:
-    sampled = [
-        text.token_logprobs[text.places - text.start] for text in texts if isinstance(text, Rollout)
+def _join_sampling_logprobs(
+    sequences: Sequence[TokenSequence], device: torch.device
+) -> Tensor | None:
+    logprobs = [
+        sequence.token_logprobs[sequence.places - sequence.start]
+        for sequence in sequences
+        if isinstance(sequence, Rollout)
     ]
-    return torch.cat(sampled).to(device) if sampled else None
+    return torch.cat(logprobs).to(device) if logprobs else None
 
 
-def _weights(texts: Sequence[TokenSequence], counts: Tensor, device: torch.device) -> Tensor | None:
-    weights = [text.weight for text in texts]
+def _expand_weights(
+    sequences: Sequence[TokenSequence], counts: Tensor, device: torch.device
+) -> Tensor | None:
+    weights = [sequence.weight for sequence in sequences]
     if all(weight == 1 for weight in weights):
         return None
     return torch.tensor(weights).repeat_interleave(counts).to(device)
 
 
-def _floats(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
+def _to_float_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
     # Converted on the device: float16 rows are half as many bytes to copy.
     return torch.from_numpy(np.concatenate(parts)).to(device).float()
 
 
-def _ids(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
+def _to_id_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(device).long()

@@ -50,30 +50,31 @@ def open_stores(config: OfflineJob) -> Stores:
     Raises a DistillError with the job key if a store cannot be read or does not fit the job.
     """
     training, held_out = captured_store_of(config)
-    return Stores(_open(training), None if held_out is None else _open(held_out))
+    return Stores(_open_store(training), None if held_out is None else _open_store(held_out))
 
 
-def without_copies(
+def remove_copies(
     training: TrainingStore,
-    chosen: NDArray[np.int64],
+    training_indices: NDArray[np.int64],
     held_out: TrainingStore,
-    aside: NDArray[np.int64],
+    held_out_indices: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return the `chosen` sequences of `training` without copies of held-out ones.
+    """Return `training_indices` without the sequences that are copies of held-out ones.
 
-    `chosen`, `aside`: int64 indices of the training sequences in `training` and of the held-out
-    ones in `held_out`. A copy has exactly the same token ids and images, which is common in data
-    sets. Raises
-    InvalidInput if no sequence is left.
+    `training_indices`, `held_out_indices`: int64 indices of sequences in `training` and in
+    `held_out`. A copy has exactly the same token ids and images, which is common in data sets.
+    Raises InvalidInput if no sequence is left.
     """
-    unseen = {held_out.data.content(int(index)) for index in aside}
-    alike = np.isin(training.data.lengths[chosen], held_out.data.lengths[aside])
+    held_out_contents = {held_out.data.content(int(index)) for index in held_out_indices}
+    has_held_out_length = np.isin(
+        training.data.lengths[training_indices], held_out.data.lengths[held_out_indices]
+    )
     copies = [
-        place
-        for place in np.flatnonzero(alike)
-        if training.data.content(int(chosen[place])) in unseen
+        position
+        for position in np.flatnonzero(has_held_out_length)
+        if training.data.content(int(training_indices[position])) in held_out_contents
     ]
-    if len(copies) == len(chosen):
+    if len(copies) == len(training_indices):
         raise InvalidInput(
             f"every sequence of the {training.label} is held out too, so no training data is left",
             field=held_out.field,
@@ -81,10 +82,10 @@ def without_copies(
         )
     if copies:
         log.warning("left out %d sequences that are copies of held-out ones", len(copies))
-    return np.delete(chosen, copies)
+    return np.delete(training_indices, copies)
 
 
-def _open(captured: CapturedStore) -> TrainingStore:
+def _open_store(captured: CapturedStore) -> TrainingStore:
     try:
         data = LogitDataset(captured.path)
     except DistillError as error:
@@ -94,7 +95,7 @@ def _open(captured: CapturedStore) -> TrainingStore:
 
 
 def check_same_store(store: TrainingStore, checkpoint_facts: Mapping[str, str]) -> None:
-    """Check that a resumed run has the store that its checkpoint was trained on.
+    """Check that a resumed run uses the store that its checkpoint was trained on.
 
     `checkpoint_facts`: the facts of the checkpoint. Raises WrongState if the identity of the store
     differs.

@@ -19,17 +19,24 @@ from clients.data.prompt_format import (
     template_text,
 )
 from protos.errors import InvalidInput
-from student_trainer.data.prompts import ItemsOfSteps, LeftOut, Prompt, load_items, require_tokens
+from student_trainer.data.prompts import (
+    ItemsOfSteps,
+    OmissionCounter,
+    Prompt,
+    load_items,
+    require_tokens,
+)
 from student_trainer.data.records import PromptRecord, RecordReader
 from student_trainer.data.sequence import MaskedSequence, TokenSequence
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A sequence of tokens, int32 [T], of which some are learned.
+    """A sequence of tokens, some of which are learned.
 
-    start: index of the first learned token. mask [T - start] bool: the learned ones; None: all from
-    `start` on. prompt: the tokens before the last answer, with the reference, for `eval.metric`.
+    token_ids: int32 [T]. start: index of the first learned token. mask [T - start] bool: the
+    learned tokens; None: all from `start` on. prompt: the tokens before the last answer, with the
+    reference, for `eval.metric`.
     """
 
     token_ids: NDArray[np.int32]
@@ -39,7 +46,7 @@ class Example:
 
     @property
     def sequence(self) -> TokenSequence:
-        """The sequence as the trainer takes it."""
+        """The sequence in the trainer's form, as torch tensors."""
         ids, weight = torch.from_numpy(self.token_ids).long(), self.prompt.weight
         if self.mask is None:
             return TokenSequence(ids, self.start, weight=weight)
@@ -55,41 +62,45 @@ def load_examples(config: SFTJob, tokenizer: Any) -> tuple[ItemsOfSteps[Example]
     """
     template = template_text(tokenizer.chat_template)
     check_chat_template(config.data.prompt_format, template)
-    every = config.method.train_on == "all"
-    if every:
+    learns_all_answers = config.method.train_on == "all"
+    if learns_all_answers:
         check_generation(template)
-    encoder = _ExampleEncoder(config.data, tokenizer, config.method.max_tokens, every=every)
-    reader = RecordReader(config.data, needs_answers=True, needs_questions=not every)
+    encoder = _ExampleEncoder(
+        config.data, tokenizer, config.method.max_tokens, learns_all_answers=learns_all_answers
+    )
+    reader = RecordReader(config.data, needs_answers=True, needs_questions=not learns_all_answers)
     return load_items(reader, encoder, held_out=config.eval.prompts, seed=config.seed)
 
 
 class _ExampleEncoder:
     """Turns records into examples, and counts those that are left out."""
 
-    def __init__(self, data: DataConfig, tokenizer: Any, max_tokens: int, *, every: bool) -> None:
-        """`every`: all assistant messages are learned, not only the last one."""
-        self._form: PromptFormat = data.prompt_format
+    def __init__(
+        self, data: DataConfig, tokenizer: Any, max_tokens: int, *, learns_all_answers: bool
+    ) -> None:
+        """`learns_all_answers`: all assistant messages are learned, not only the last one."""
+        self._prompt_format: PromptFormat = data.prompt_format
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._every = every
-        self._too_long = LeftOut(
+        self._learns_all_answers = learns_all_answers
+        self._too_long = OmissionCounter(
             f"sequences so far that are longer than method.max_tokens = {max_tokens}"
         )
-        self._empty = LeftOut("records so far that have no answer")
+        self._empty = OmissionCounter("records so far that have no answer")
 
     def is_doubtful(self, record: PromptRecord) -> bool:
         """Return whether the prompt may have no tokens."""
-        if self._form.messages_column is None:
+        if self._prompt_format.messages_column is None:
             return not record.conversation.question.strip()
         messages = record.conversation.messages
-        return self._every and bool(messages) and messages[0]["role"] == "assistant"
+        return self._learns_all_answers and bool(messages) and messages[0]["role"] == "assistant"
 
     def encode(self, record: PromptRecord, field: str) -> Example | None:
         """Return the example of a record; None if it is too long or has no answer.
 
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
-        ids, mask = self._tokens(record)
+        ids, mask = self._encode_tokens(record)
         learned = np.flatnonzero(mask)
         if not len(learned):
             self._empty.add()
@@ -101,23 +112,33 @@ class _ExampleEncoder:
             return None
         tokens = np.array(ids, dtype=np.int32)
         # The last answer starts after the last token that is not learned.
-        last = int(np.flatnonzero(~mask)[-1]) + 1
-        prompt = Prompt(tokens[:last], record.answer, text=record.text, weight=record.weight)
-        return Example(tokens, start, None if last == start else mask[start:], prompt)
+        answer_start = int(np.flatnonzero(~mask)[-1]) + 1
+        prompt = Prompt(
+            tokens[:answer_start], record.answer, text=record.text, weight=record.weight
+        )
+        return Example(tokens, start, None if answer_start == start else mask[start:], prompt)
 
-    def _tokens(self, record: PromptRecord) -> tuple[list[int], NDArray[np.bool_]]:
-        """Return the token ids of a record, and which of them are learned; none without answer."""
-        form, tokenizer, asked = self._form, self._tokenizer, record.conversation
-        if self._every:
-            return assistant_ids(form, tokenizer, asked, record.where)
-        if form.messages_column is not None:
-            before, answer = answered_ids(form, tokenizer, asked, record.where)
+    def _encode_tokens(self, record: PromptRecord) -> tuple[list[int], NDArray[np.bool_]]:
+        """Return the token ids of a record, and the mask of learned ones; empty without answer."""
+        prompt_format, tokenizer, conversation = (
+            self._prompt_format,
+            self._tokenizer,
+            record.conversation,
+        )
+        if self._learns_all_answers:
+            return assistant_ids(prompt_format, tokenizer, conversation, record.where)
+        if prompt_format.messages_column is not None:
+            prompt_ids, answer_ids = answered_ids(
+                prompt_format, tokenizer, conversation, record.where
+            )
         else:
-            before = form.ids(tokenizer, asked, record.where)
-            answer = completion_ids(tokenizer, record.answer)
-        return before + answer, np.arange(len(before) + len(answer)) >= len(before)
+            prompt_ids = prompt_format.ids(tokenizer, conversation, record.where)
+            answer_ids = completion_ids(tokenizer, record.answer)
+        return prompt_ids + answer_ids, np.arange(len(prompt_ids) + len(answer_ids)) >= len(
+            prompt_ids
+        )
 
-    def nothing_left(self, field: str) -> InvalidInput:
+    def no_items_error(self, field: str) -> InvalidInput:
         """Return the error for data without a usable sequence."""
         return InvalidInput(
             f"no sequence of at most {self._max_tokens} tokens with an answer is left",

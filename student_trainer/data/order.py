@@ -20,18 +20,18 @@ class EpochOrder:
     def of_step(self, step: int, count: int) -> list[int]:
         """Return the `count` indices of `step` (from 1), independent of earlier calls."""
         first = (step - 1) * count
-        return [self._at(index) for index in range(first, first + count)]
+        return [self._index_at(index) for index in range(first, first + count)]
 
-    def _at(self, index: int) -> int:
-        epoch, place = divmod(index, self.size)
-        return int(permutation(self.size, self.seed, epoch)[place])
+    def _index_at(self, index: int) -> int:
+        epoch, position = divmod(index, self.size)
+        return int(permutation(self.size, self.seed, epoch)[position])
 
 
 @lru_cache(maxsize=4)
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return a permutation of range(size) int64, the same on every machine.
 
-    Epoch -1 is the one that selects held-out data. The result is cached: do not modify it.
+    Epoch -1 selects held-out data. The result is cached: do not modify it.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
     order: NDArray[np.int64] = torch.randperm(size, generator=generator).numpy()

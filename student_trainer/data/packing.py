@@ -1,4 +1,4 @@
-"""Group sequences into micro-batches, and place each sequence in a line.
+"""Groups sequences into micro-batches, and places each sequence in a line.
 
 A layout says how the sequences of a micro-batch share its lines:
 
@@ -35,14 +35,14 @@ def micro_batches(
     """Divide sequences into groups, each for one forward pass, in the order to run them.
 
     A group has at most `max_tokens` tokens, including padding, or a single sequence. Stored
-    sequences, whose rows are there, come first, longest first; then rollouts, as
-    `in_order_of_request` groups them. The two are never in the same group. The result depends on
-    the sequences alone, never on which rows have arrived.
+    sequences, whose rows are already available, come first, longest first; then rollouts, grouped
+    by `in_order_of_request`. No group contains both. The result depends only on the sequences, not
+    on which rows have arrived.
     """
-    written = [item for item in items if isinstance(item.sequence, Rollout)]
-    stored = [item for item in items if not isinstance(item.sequence, Rollout)]
-    return _longest_first(stored, max_tokens, layout) + in_order_of_request(
-        written, max_tokens, layout
+    rollouts = [item for item in items if isinstance(item.sequence, Rollout)]
+    stored_sequences = [item for item in items if not isinstance(item.sequence, Rollout)]
+    return _group_longest_first(stored_sequences, max_tokens, layout) + in_order_of_request(
+        rollouts, max_tokens, layout
     )
 
 
@@ -54,54 +54,60 @@ def in_order_of_request(items: Sequence[Item], max_tokens: int, layout: Layout) 
     mostly padding, and the groups are sorted by the last request among their sequences.
     """
     if layout == "padded":
-        place = {id(item): number for number, item in enumerate(items)}
-        groups = _longest_first(items, max_tokens, layout)
-        return sorted(groups, key=lambda group: max(place[id(item)] for item in group))
-    groups, waiting = [], items
-    while waiting:
-        count = _leading(waiting, max_tokens, layout)
-        groups.append(sorted(waiting[:count], key=_length, reverse=True))
-        waiting = waiting[count:]
+        request_number = {id(item): number for number, item in enumerate(items)}
+        groups = _group_longest_first(items, max_tokens, layout)
+        return sorted(groups, key=lambda group: max(request_number[id(item)] for item in group))
+    groups, remaining = [], items
+    while remaining:
+        count = _count_leading(remaining, max_tokens, layout)
+        groups.append(sorted(remaining[:count], key=_count_tokens, reverse=True))
+        remaining = remaining[count:]
     return groups
 
 
-def places(lengths: Sequence[int], layout: Layout) -> tuple[int, list[tuple[int, int]]]:
+def place_sequences(lengths: Sequence[int], layout: Layout) -> tuple[int, list[tuple[int, int]]]:
     """Place the sequences of a group.
 
-    Returns the tokens of a line, and (line, first position) of each sequence.
+    Returns the number of tokens of a line, and (line, first position) of each sequence.
     """
     width = sum(lengths) if layout == "one_line" else max(lengths)
-    found = _first_fit(lengths, width, len(lengths), layout)
-    return width, [place for place in found if place]
+    placements = _first_fit(lengths, width, len(lengths), layout)
+    return width, [placement for placement in placements if placement]
 
 
-def _longest_first(items: Sequence[Item], max_tokens: int, layout: Layout) -> list[list[Item]]:
+def _group_longest_first(
+    items: Sequence[Item], max_tokens: int, layout: Layout
+) -> list[list[Item]]:
     groups: list[list[Item]] = []
-    waiting = sorted(items, key=_length, reverse=True)
-    while waiting:
-        width, lines = _area(_length(waiting[0]), max_tokens, layout)
-        found = _first_fit([_length(item) for item in waiting], width, lines, layout)
-        groups.append([i for i, place in zip(waiting, found, strict=True) if place])
-        waiting = [i for i, place in zip(waiting, found, strict=True) if not place]
+    remaining = sorted(items, key=_count_tokens, reverse=True)
+    while remaining:
+        width, lines = _group_shape(_count_tokens(remaining[0]), max_tokens, layout)
+        placements = _first_fit([_count_tokens(item) for item in remaining], width, lines, layout)
+        groups.append(
+            [item for item, placement in zip(remaining, placements, strict=True) if placement]
+        )
+        remaining = [
+            item for item, placement in zip(remaining, placements, strict=True) if not placement
+        ]
     return groups
 
 
-def _leading(items: Sequence[_HasSequence], max_tokens: int, layout: Layout) -> int:
-    """Return how many of the first sequences fit into one group, at least 1."""
+def _count_leading(items: Sequence[_HasSequence], max_tokens: int, layout: Layout) -> int:
+    """Return the number of leading sequences that fit into one group, at least 1."""
     counts = range(2, len(items) + 1)
     return 1 + bisect_left(counts, True, key=lambda n: not _fits(items[:n], max_tokens, layout))
 
 
 def _fits(items: Sequence[_HasSequence], max_tokens: int, layout: Layout) -> bool:
-    lengths = sorted(map(_length, items), reverse=True)
+    lengths = sorted(map(_count_tokens, items), reverse=True)
     if sum(lengths) > max_tokens:
         return False
-    width, lines = _area(lengths[0], max_tokens, layout)
+    width, lines = _group_shape(lengths[0], max_tokens, layout)
     return None not in _first_fit(lengths, width, lines, layout)
 
 
-def _area(longest: int, max_tokens: int, layout: Layout) -> tuple[int, int]:
-    """Return the most tokens of a line, and the most lines, of a group."""
+def _group_shape(longest: int, max_tokens: int, layout: Layout) -> tuple[int, int]:
+    """Return the maximum number of tokens of a line and of lines of a group."""
     if layout == "one_line":
         return max(longest, max_tokens), 1
     return longest, max(1, max_tokens // longest)
@@ -110,20 +116,22 @@ def _area(longest: int, max_tokens: int, layout: Layout) -> tuple[int, int]:
 def _first_fit(
     lengths: Sequence[int], width: int, lines: int, layout: Layout
 ) -> list[tuple[int, int] | None]:
-    """Place each sequence in the first line with room; None if none of `lines` lines has room."""
-    room: list[int] = []
-    found: list[tuple[int, int] | None] = []
+    """Place each sequence in the first line with room; None if no line of `lines` has room."""
+    free_tokens: list[int] = []
+    placements: list[tuple[int, int] | None] = []
     for length in lengths:
-        line = next((number for number, left in enumerate(room) if left >= length), len(room))
+        line = next(
+            (number for number, free in enumerate(free_tokens) if free >= length), len(free_tokens)
+        )
         if line == lines:
-            found.append(None)
+            placements.append(None)
             continue
-        if line == len(room):
-            room.append(width)
-        found.append((line, width - room[line]))
-        room[line] = 0 if layout == "padded" else room[line] - length
-    return found
+        if line == len(free_tokens):
+            free_tokens.append(width)
+        placements.append((line, width - free_tokens[line]))
+        free_tokens[line] = 0 if layout == "padded" else free_tokens[line] - length
+    return placements
 
 
-def _length(item: _HasSequence) -> int:
+def _count_tokens(item: _HasSequence) -> int:
     return len(item.sequence.token_ids)

@@ -27,7 +27,7 @@ from student_trainer.data.shares import counts_of, sources_of
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
-Made = TypeVar("Made", covariant=True)
+Encoded = TypeVar("Encoded", covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Prompt:
     ids [T] int32: its token ids. answer: the reference answer, "" if there is none. teacher: the
     name of its teacher, "" if the job has one. text: the prompt before the template, for rewards.
     fields: the columns of its record, for rewards. weight: of its sequences in the loss. images:
-    those whose tokens `ids` have; None if it has none.
+    the images whose tokens are in `ids`; None without images.
     """
 
     ids: NDArray[np.int32]
@@ -49,49 +49,49 @@ class Prompt:
     images: SequenceImages | None = None
 
 
-class Encoder(Protocol[Made]):
-    """Turns records into what a job trains on, such as prompts."""
+class Encoder(Protocol[Encoded]):
+    """Converts records to the training items of a job, such as prompts."""
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether `encode` may refuse the record, which is then tried before training."""
+        """Return whether `encode` may refuse the record; it is then encoded before training."""
 
-    def encode(self, record: PromptRecord, field: str) -> Made | None:
+    def encode(self, record: PromptRecord, field: str) -> Encoded | None:
         """Return the item of a record; None if it is left out.
 
         Raises InvalidInput, naming `field`, if the record cannot be used.
         """
 
-    def nothing_left(self, field: str) -> InvalidInput:
-        """Return the error for data without an item that is not left out."""
+    def no_items_error(self, field: str) -> InvalidInput:
+        """Return the error for data whose records are all left out."""
 
 
-class LeftOut:
+class OmissionCounter:
     """Counts the records that are left out, and logs the count at 1, 2, 4, 8, ..."""
 
-    def __init__(self, what: str) -> None:
-        """`what`: the records, for the message, such as "prompts that are too long"."""
-        self._what = what
+    def __init__(self, description: str) -> None:
+        """`description`: the records, for the message, such as "prompts that are too long"."""
+        self._description = description
         self._count = 0
 
     def add(self) -> None:
         """Count one record."""
         self._count += 1
         if self._count & (self._count - 1) == 0:
-            log.warning("left out %d %s", self._count, self._what)
+            log.warning("left out %d %s", self._count, self._description)
 
 
 class _PromptEncoder:
-    """Turns records into prompts, and counts those that are too long."""
+    """Converts records to prompts, and counts those that are too long."""
 
     def __init__(
         self, form: PromptFormat, tokenizer: Any, max_tokens: int, reader: ImageReader | None = None
     ) -> None:
-        """`reader`: of the images of the records; None: they have none."""
-        self._form = form
+        """`reader`: of the images of the records; None without images."""
+        self._prompt_format = form
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._reader = reader
-        self._too_long = LeftOut(
+        self._too_long = OmissionCounter(
             f"prompts so far that are longer than method.max_prompt_tokens = {max_tokens}"
         )
 
@@ -104,7 +104,9 @@ class _PromptEncoder:
 
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
-        ids = self._form.ids(self._tokenizer, record.conversation.unanswered(), record.where)
+        ids = self._prompt_format.ids(
+            self._tokenizer, record.conversation.unanswered(), record.where
+        )
         require_tokens(ids, record.where, field)
         tokens, images = np.array(ids, dtype=np.int32), None
         if self._reader is not None:
@@ -122,7 +124,7 @@ class _PromptEncoder:
             images,
         )
 
-    def nothing_left(self, field: str) -> InvalidInput:
+    def no_items_error(self, field: str) -> InvalidInput:
         """Return the error for data whose prompts are all too long."""
         return InvalidInput(
             f"no prompt of at most {self._max_tokens} tokens is left",
@@ -149,10 +151,10 @@ class ItemsOfSteps(Protocol[Item]):
 
 
 class PromptSet(Generic[Item]):
-    """Prompts, or other items of records, in an order fixed by the seed; each epoch has another.
+    """Prompts or other items, in an order fixed by the seed; each epoch has a new permutation.
 
-    A record is tokenized when a step first needs it. Records that turn out to be left out, such as
-    long ones, are left out of every epoch, and the ones after them move up.
+    A record is tokenized when a step first needs it. Records without an item, such as long ones,
+    are skipped in every epoch, and the records after them move up.
     """
 
     def __init__(
@@ -166,41 +168,41 @@ class PromptSet(Generic[Item]):
         self._encode = encode
         self._seed = seed
         self._prompts: dict[int, Item | None] = {}  # by the index of the record
-        self._next = 0
-        self._stream = self._prompts_from(0)
+        self._next_number = 0
+        self._stream = self._iterate_from(0)
 
     @property
     def is_empty(self) -> bool:
-        """Return whether every record is left out. Tokenizes until one is not."""
+        """Whether every record is left out. Tokenizes records until one has an item."""
         order = permutation(len(self._records), self._seed, 0)
-        return all(self._prompt(int(index)) is None for index in order)
+        return all(self._encode_prompt(int(index)) is None for index in order)
 
     def of_step(self, step: int, count: int) -> list[Item]:
         """Return the `count` items of `step` (from 1), independent of earlier calls.
 
-        Tokenizes the records of all earlier steps too, because some may be left out.
+        Also tokenizes the records of all earlier steps, because some may be left out.
         """
-        return self.taken((step - 1) * count, count)
+        return self.items_from((step - 1) * count, count)
 
-    def taken(self, first: int, count: int) -> list[Item]:
+    def items_from(self, first: int, count: int) -> list[Item]:
         """Return `count` items from number `first` (from 0) on, as `of_step` does."""
-        ahead = first - self._next
-        # A skip within an epoch advances the stream; a new one passes over whole epochs at once.
-        if not 0 <= ahead < len(self._records):
-            self._stream, ahead = self._prompts_from(first), 0
-        self._next = first + count
-        return list(islice(self._stream, ahead, ahead + count))
+        skipped_count = first - self._next_number
+        # A skip within an epoch advances the stream; a new stream skips full epochs at once.
+        if not 0 <= skipped_count < len(self._records):
+            self._stream, skipped_count = self._iterate_from(first), 0
+        self._next_number = first + count
+        return list(islice(self._stream, skipped_count, skipped_count + count))
 
-    def _prompts_from(self, first: int) -> Iterator[Item]:
-        """Yield the items of all epochs without the `first` ones; the set must not be empty."""
+    def _iterate_from(self, first: int) -> Iterator[Item]:
+        """Yield the items of all epochs from number `first` on; the set must not be empty."""
         for epoch in count_up():
             if len(self._prompts) == len(self._records):
-                fitting = sum(prompt is not None for prompt in self._prompts.values())
-                if first >= fitting:
-                    first -= fitting
+                usable_count = sum(prompt is not None for prompt in self._prompts.values())
+                if first >= usable_count:
+                    first -= usable_count
                     continue
             for index in permutation(len(self._records), self._seed, epoch):
-                prompt = self._prompt(int(index))
+                prompt = self._encode_prompt(int(index))
                 if prompt is None:
                     continue
                 if first:
@@ -208,16 +210,16 @@ class PromptSet(Generic[Item]):
                 else:
                     yield prompt
 
-    def _prompt(self, index: int) -> Item | None:
+    def _encode_prompt(self, index: int) -> Item | None:
         if index not in self._prompts:
             self._prompts[index] = self._encode(self._records[index])
         return self._prompts[index]
 
 
 class MixedSets(Generic[Item]):
-    """Several sets, of which each has its share of the items of every step.
+    """Several sets; each has its share of the items of every step.
 
-    Shares are met as closely as whole numbers allow, over every run of steps (`data/shares.py`).
+    Shares are met as closely as integers allow, over any range of steps (`data/shares.py`).
     """
 
     def __init__(self, sets: Sequence[PromptSet[Item]], shares: Sequence[Fraction]) -> None:
@@ -229,13 +231,13 @@ class MixedSets(Generic[Item]):
         """Return the `count` items of `step` (from 1), independent of earlier calls."""
         first = (step - 1) * count
         sources = sources_of(self._shares, first, count)
-        taken = [
-            iter(items.taken(before, sources.count(number)))
-            for number, (items, before) in enumerate(
+        items_of_sets = [
+            iter(item_set.items_from(set_first, sources.count(number)))
+            for number, (item_set, set_first) in enumerate(
                 zip(self._sets, counts_of(self._shares, first), strict=True)
             )
         ]
-        return [next(taken[number]) for number in sources]
+        return [next(items_of_sets[number]) for number in sources]
 
 
 def load_prompts(
@@ -248,20 +250,20 @@ def load_prompts(
     teachers: Collection[str] = (),
     with_fields: bool = False,
     reader: ImageReader | None = None,
-    seeing: Collection[str] = (),
+    vision_teachers: Collection[str] = (),
 ) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     """Return the training prompts and the held-out prompts.
 
-    Prompts of more than `max_tokens` tokens are left out, and counted in the log as they are met.
-    `with_fields`: keep all columns of the records. `reader`: of their images, if the job has any.
-    `seeing`: the teachers that read images, by name.
+    Prompts of more than `max_tokens` tokens are left out, and counted in the log when they are
+    tokenized. `with_fields`: keep all columns of the records. `reader`: of their images, if the job
+    has any. `vision_teachers`: the names of the teachers that read images.
 
     Raises InvalidInput as `load_items` does, or if a prompt has no tokens, names a teacher that is
     not in `teachers` (checked if `teachers` is not empty), or needs another chat template.
     """
     check_chat_template(data.prompt_format, template_text(tokenizer.chat_template))
     encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens, reader)
-    records = RecordReader(data, teachers, with_fields, seeing=seeing)
+    records = RecordReader(data, teachers, with_fields, vision_teachers=vision_teachers)
     return load_items(records, encoder, held_out=held_out, seed=seed)
 
 
@@ -278,34 +280,44 @@ def load_items(
     """
     data = reader.data
 
-    def records(path: str, name: str | None, split: str, field: str) -> list[PromptRecord]:
-        aside = field == "data.eval_path"
-        of = replace(reader, data=data.without_weights()) if aside else reader
-        found = list(of.read(DataSet(path, name, split, field)))
-        for record in filter(encoder.is_doubtful, found):
+    def read_records(path: str, name: str | None, split: str, field: str) -> list[PromptRecord]:
+        is_held_out = field == "data.eval_path"
+        source_reader = replace(reader, data=data.without_weights()) if is_held_out else reader
+        records_of_set = list(source_reader.read(DataSet(path, name, split, field)))
+        for record in filter(encoder.is_doubtful, records_of_set):
             encoder.encode(record, field)  # may raise, and must do so before the first step
-        return found
+        return records_of_set
 
-    def training(records: Sequence[PromptRecord], field: str) -> PromptSet[Item]:
-        made = PromptSet(records, lambda record: encoder.encode(record, field), seed)
-        if made.is_empty:
-            raise encoder.nothing_left(field)
-        return made
+    def build_set(set_records: Sequence[PromptRecord], field: str) -> PromptSet[Item]:
+        prompt_set = PromptSet(set_records, lambda record: encoder.encode(record, field), seed)
+        if prompt_set.is_empty:
+            raise encoder.no_items_error(field)
+        return prompt_set
 
     field = "data.eval_path" if data.eval_path else "data.path"
-    chosen = records(data.path, data.name, data.split, "data.path")
-    others = records(data.eval_path, data.name, data.split, field) if data.eval_path else chosen
-    order = [others[index] for index in permutation(len(others), seed, -1)]
-    aside: list[Item] = []
-    tried = 0
-    while tried < len(order) and len(aside) < held_out:
-        item = encoder.encode(order[tried], field)
-        aside += [] if item is None else [item]
-        tried += 1
-    if not aside:
-        raise encoder.nothing_left(field)
-    sets = [training(order[tried:] if data.eval_path is None else chosen, "data.path")]
-    for number, other in enumerate(data.mix):
+    training_records = read_records(data.path, data.name, data.split, "data.path")
+    eval_records = (
+        read_records(data.eval_path, data.name, data.split, field)
+        if data.eval_path
+        else training_records
+    )
+    order = [eval_records[index] for index in permutation(len(eval_records), seed, -1)]
+    held_out_items: list[Item] = []
+    encoded_count = 0
+    while encoded_count < len(order) and len(held_out_items) < held_out:
+        item = encoder.encode(order[encoded_count], field)
+        held_out_items += [] if item is None else [item]
+        encoded_count += 1
+    if not held_out_items:
+        raise encoder.no_items_error(field)
+    sets = [
+        build_set(
+            order[encoded_count:] if data.eval_path is None else training_records, "data.path"
+        )
+    ]
+    for number, mixed_set in enumerate(data.mix):
         field = f"data.mix.{number}.path"
-        sets.append(training(records(other.path, other.name, other.split, field), field))
-    return (MixedSets(sets, data.shares) if data.mix else sets[0]), aside
+        sets.append(
+            build_set(read_records(mixed_set.path, mixed_set.name, mixed_set.split, field), field)
+        )
+    return (MixedSets(sets, data.shares) if data.mix else sets[0]), held_out_items

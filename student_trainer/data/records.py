@@ -21,8 +21,8 @@ class PromptRecord:
 
     conversation: may end with the assistant's answer. text: the prompt for rewards, before the
     template. answer: the reference answer, "" if there is none. teacher: the name of its teacher,
-    "" if the job has one. weight: of its sequences in the loss. fields: all columns, if they are
-    kept. where: the row, for messages. images: their files, or the images themselves.
+    "" if the job has one. weight: of its sequences in the loss. fields: all columns, if the reader
+    keeps them. where: the row, for messages. images: the files, or the encoded images.
     """
 
     conversation: Conversation
@@ -39,10 +39,10 @@ class PromptRecord:
 class RecordReader:
     """Reads the data sets of one job.
 
-    teachers: the names that a record may give; if there are none, the column is not read.
-    with_fields: keep all columns. needs_answers: a text prompt without an answer is refused, and a
-    conversation ends with its last answer. needs_questions: a conversation without a message before
-    that answer is refused.
+    teachers: the allowed teacher names; if empty, the column is not read. with_fields: keep all
+    columns. needs_answers: a text prompt without an answer is refused, and a conversation ends with
+    its last answer. needs_questions: a conversation without a message before that answer is
+    refused. vision_teachers: the names of the teachers that read images.
     """
 
     data: DataConfig
@@ -50,7 +50,7 @@ class RecordReader:
     with_fields: bool = False
     needs_answers: bool = False
     needs_questions: bool = True
-    seeing: Collection[str] = ()
+    vision_teachers: Collection[str] = ()
 
     def read(self, source: DataSet) -> Iterator[PromptRecord]:
         """Yield the records in order. Raises InvalidInput at a record that cannot be used."""
@@ -61,21 +61,23 @@ class RecordReader:
             columns.append(self.data.weight_column)
         for number, record in enumerate(source.records([] if self.with_fields else columns), 1):
             where = f"row {number} of {source.path}"
-            yield self._record(record, where, Path(source.path).parent)
+            yield self._build_record(record, where, Path(source.path).parent)
 
-    def _record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
-        data, form = self.data, self.data.prompt_format
-        conversation = form.conversation(record, where)
-        if self.needs_answers and form.messages_column is not None:
+    def _build_record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
+        data, prompt_format = self.data, self.data.prompt_format
+        conversation = prompt_format.conversation(record, where)
+        if self.needs_answers and prompt_format.messages_column is not None:
             conversation = conversation.up_to_answer()
-        # A conversation that has no answer, but needs one, is left out later.
+        # The encoder leaves out a conversation that lacks a required answer.
         if self.needs_questions and (conversation.messages or not self.needs_answers):
             require_question(conversation, where)
         teacher = (
-            _teacher(record, data.teacher_column, self.teachers, where) if self.teachers else ""
+            _read_teacher_name(record, data.teacher_column, self.teachers, where)
+            if self.teachers
+            else ""
         )
-        images = self._images(record, where, folder)
-        if images and self.teachers and teacher not in self.seeing:
+        images = self._image_sources(record, where, folder)
+        if images and self.teachers and teacher not in self.vision_teachers:
             raise InvalidInput(
                 f"{where} has images, but its teacher {teacher!r} reads none",
                 field="data.teacher_column",
@@ -83,40 +85,49 @@ class RecordReader:
             )
         return PromptRecord(
             conversation,
-            form.text(record, conversation),
-            self._answer(record, conversation, where),
+            prompt_format.text(record, conversation),
+            self._read_answer(record, conversation, where),
             teacher,
             1.0 if data.weight_column is None else weight_of(record, data.weight_column, where),
-            self._fields(record, images),
+            self._select_fields(record, images),
             where,
             images,
         )
 
-    def _fields(self, record: Mapping[str, Any], images: Sequence[Source]) -> Mapping[str, Any]:
-        """Return the columns for rewards; the bytes of images are none of them."""
+    def _select_fields(
+        self, record: Mapping[str, Any], images: Sequence[Source]
+    ) -> Mapping[str, Any]:
+        """Return the columns for rewards, without the bytes of images."""
         if not self.with_fields:
             return {}
-        if not any(isinstance(one, bytes) for one in images):
+        if not any(isinstance(image, bytes) for image in images):
             return record
         return {name: value for name, value in record.items() if name != self.data.image_column}
 
-    def _images(self, record: Mapping[str, Any], where: str, folder: Path) -> tuple[Source, ...]:
-        """Return the images of a record; a relative path is one from `folder`, that of the data."""
+    def _image_sources(
+        self, record: Mapping[str, Any], where: str, folder: Path
+    ) -> tuple[Source, ...]:
+        """Return the images of a record; relative paths start at `folder`, that of the data."""
         column = self.data.image_column
-        found = () if column is None else images_of(record, column, where)
+        sources = () if column is None else images_of(record, column, where)
         return tuple(
-            one if isinstance(one, bytes) else image_file(folder, one, where) for one in found
+            source if isinstance(source, bytes) else image_file(folder, source, where)
+            for source in sources
         )
 
-    def _answer(self, record: Mapping[str, Any], conversation: Conversation, where: str) -> str:
+    def _read_answer(
+        self, record: Mapping[str, Any], conversation: Conversation, where: str
+    ) -> str:
         column = self.data.answer_column
-        needed = self.needs_answers and self.data.messages_column is None
-        if needed or record.get(column) is not None:
+        is_required = self.needs_answers and self.data.messages_column is None
+        if is_required or record.get(column) is not None:
             return text_of(record, column, "data.answer_column", where)
         return conversation.answer
 
 
-def _teacher(record: Mapping[str, Any], column: str, teachers: Collection[str], where: str) -> str:
+def _read_teacher_name(
+    record: Mapping[str, Any], column: str, teachers: Collection[str], where: str
+) -> str:
     name = text_of(record, column, "data.teacher_column", where)
     if name not in teachers:
         raise InvalidInput(

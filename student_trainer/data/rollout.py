@@ -31,7 +31,7 @@ class TailDraws:
     def joined(cls, parts: Sequence[TailDraws]) -> TailDraws:
         """Return the draws of all parts, in order; there is at least one."""
         return cls(
-            torch.cat([one.ids for one in parts]), torch.cat([one.logprobs for one in parts])
+            torch.cat([part.ids for part in parts]), torch.cat([part.logprobs for part in parts])
         )
 
 
@@ -41,8 +41,8 @@ class Rollout(TokenSequence):
 
     head_ids [T - start, k] int32: the top-k ids of the sampling policy. token_logprobs [T - start]
     float32: its log-probs of the tokens, in nats. own [T - start] bool: True for tokens that the
-    student sampled; None if it sampled all. Tokens that an environment wrote are read but not
-    learned, and their head ids and log-probs are placeholders. draws: L = T - start; None if the
+    student sampled; None if it sampled all. Tokens that an environment wrote are inputs but are not
+    learned; their head ids and log-probs are placeholders. draws: L = T - start; None if the
     sampler drew none.
     """
 
@@ -53,19 +53,19 @@ class Rollout(TokenSequence):
     teacher: str = ""  # the name of its teacher, if the job has several
     own: Tensor | None = None
     draws: TailDraws | None = None
-    concluded: str | None = None  # the answer according to an environment; None: all own tokens
+    concluded: str | None = None  # the answer that the environment extracted; None: all own tokens
     queries: int = 0  # number of queries to the environment
     failed: bool = False  # the environment failed, not the student
     fields: Mapping[str, Any] = field(default_factory=dict)  # the record of the prompt
     text: str = ""  # of the prompt, before the template
-    # (version of the weights, sampled tokens) in turn, of an engine; empty: the trainer sampled.
+    # (weights version, number of tokens sampled with it) in order; empty: the trainer sampled.
     versions: tuple[tuple[int, int], ...] = ()
 
     @property
     def places(self) -> Tensor:
         """Positions in `token_ids` of the tokens that the student sampled, [learned] int64."""
-        every = super().places
-        return every if self.own is None else every[self.own]
+        positions = super().places
+        return positions if self.own is None else positions[self.own]
 
     def answer_text(self, tokenizer: Any) -> str:
         """Return the text of the answer, which rewards and evaluations judge."""

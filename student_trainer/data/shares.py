@@ -12,32 +12,32 @@ def counts_of(shares: Sequence[Fraction], total: int) -> list[int]:
     """Return how many of the first `total` prompts come from each data set.
 
     `shares`: positive, with the sum 1. The counts are those of Webster's method (Balinski and
-    Young, Fair Representation, 1982): no count falls when `total` rises, so that a data set goes on
-    where it stopped.
+    Young, Fair Representation, 1982): no count falls when `total` rises, so that each data set is
+    consumed in order.
     """
     # Webster's counts are never further below the exact shares than the number of data sets.
     counts = [max(0, math.floor(share * total) - len(shares)) for share in shares]
-    _add(shares, counts, total - sum(counts))
+    _add_prompts(shares, counts, total - sum(counts))
     return counts
 
 
 def sources_of(shares: Sequence[Fraction], first: int, count: int) -> list[int]:
-    """Return the index of the data set of each prompt from number `first` (from 0) on.
+    """Return the data set's index for each of `count` prompts from number `first` (from 0) on.
 
     A data set's prompts are spread evenly. `shares`: as in `counts_of`.
     """
-    return _add(shares, counts_of(shares, first), count)
+    return _add_prompts(shares, counts_of(shares, first), count)
 
 
-def _add(shares: Sequence[Fraction], counts: list[int], count: int) -> list[int]:
-    """Add `count` prompts to `counts`, and return the data set of each."""
+def _add_prompts(shares: Sequence[Fraction], counts: list[int], count: int) -> list[int]:
+    """Add `count` prompts to `counts` in place, and return the data set of each."""
     numbers = range(len(shares))
-    waiting = [((2 * counts[number] + 1) / shares[number], number) for number in numbers]
-    heapq.heapify(waiting)
-    chosen = []
+    queue = [((2 * counts[number] + 1) / shares[number], number) for number in numbers]
+    heapq.heapify(queue)
+    chosen_sets = []
     for _ in range(count):
-        _, number = waiting[0]
+        _, number = queue[0]
         counts[number] += 1
-        heapq.heapreplace(waiting, ((2 * counts[number] + 1) / shares[number], number))
-        chosen.append(number)
-    return chosen
+        heapq.heapreplace(queue, ((2 * counts[number] + 1) / shares[number], number))
+        chosen_sets.append(number)
+    return chosen_sets

@@ -34,33 +34,40 @@ class LocalRetriever:
                 field=_FIELD,
                 hint=install_command("rl"),
             ) from None
-        self._corpus = _read(path)
+        self._corpus = _read_corpus(path)
         self._tokenize = bm25s.tokenize
         self._index = bm25s.BM25(backend="numpy")
-        self._index.index(self._words(self._corpus), show_progress=False)
+        self._index.index(self._tokenize_texts(self._corpus), show_progress=False)
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
         """Return at most `count` passages for each query, best first.
 
         Only passages that share a word with the query are returned, so a list may be empty.
         """
-        most = min(count, len(self._corpus))
-        found, scores = self._index.retrieve(
-            self._words(queries), k=most, show_progress=False, backend_selection="numpy"
+        passage_count = min(count, len(self._corpus))
+        passage_indices, scores = self._index.retrieve(
+            self._tokenize_texts(queries),
+            k=passage_count,
+            show_progress=False,
+            backend_selection="numpy",
         )
         return [
-            [self._corpus[i] for i, score in zip(*pair, strict=True) if score > 0]
-            for pair in zip(found.tolist(), scores.tolist(), strict=True)
+            [
+                self._corpus[passage_index]
+                for passage_index, score in zip(*pair, strict=True)
+                if score > 0
+            ]
+            for pair in zip(passage_indices.tolist(), scores.tolist(), strict=True)
         ]
 
-    def _words(self, texts: Sequence[str]) -> list[list[str]]:
+    def _tokenize_texts(self, texts: Sequence[str]) -> list[list[str]]:
         words: list[list[str]] = self._tokenize(
             list(texts), stopwords=None, return_ids=False, show_progress=False
         )
         return words
 
 
-def _read(path: str) -> list[str]:
+def _read_corpus(path: str) -> list[str]:
     if not Path(path).is_file():
         raise InvalidInput(
             f"no such file: {path}", field=_FIELD, hint="give the path of a corpus file"

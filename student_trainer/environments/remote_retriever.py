@@ -25,19 +25,19 @@ log = logging.getLogger(__name__)
 
 _ATTEMPTS = 4  # requests until the client gives up
 _FIRST_PAUSE_SECONDS = 0.25  # doubled after each attempt, times a random number from 0.5 to 1.5
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _FIELD = "environment.retriever"
 # Metadata services of AWS and Alibaba with credentials, besides the link-local 169.254.169.254.
-_OF_CLOUDS = ("fd00:ec2::254", "100.100.100.200")
+_METADATA_ADDRESSES = ("fd00:ec2::254", "100.100.100.200")
 _jitter = random.Random()  # not the global generator, which other code draws from
 
 
-class _Refused(Exception):
-    """The server answered, but not with passages."""
+class _BadResponse(Exception):
+    """The response of the server has no passages."""
 
 
-class _Lost(Exception):
-    """There was no complete answer."""
+class _NoResponse(Exception):
+    """There was no complete response."""
 
 
 class RemoteRetriever:
@@ -49,13 +49,13 @@ class RemoteRetriever:
         Raises InvalidInput if the address is not valid or is a link-local or metadata address,
         Unavailable if there is no answer like that of a retrieval server.
         """
-        _require_ordinary(url)
+        _refuse_metadata_address(url)
         self._url = url
         self._timeout = timeout_seconds
         self._tls = httpx.create_ssl_context()  # created once, since it reads all CA certificates
         try:
-            self._asked(["test"], 1)
-        except (_Refused, _Lost) as error:
+            self._request_with_retries(["test"], 1)
+        except (_BadResponse, _NoResponse) as error:
             raise Unavailable(
                 f"no retriever at {url}: {error}",
                 field=_FIELD,
@@ -65,55 +65,56 @@ class RemoteRetriever:
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
         """Return at most `count` passages for each query; see `Retriever.passages`.
 
-        If the server refuses the request, each query is sent alone, so that only the bad ones fail.
+        If the server refuses the request, each query is sent separately, so that only invalid
+        queries fail.
         """
         try:
-            return list(self._asked(queries, count))
-        except _Refused as error:
+            return list(self._request_with_retries(queries, count))
+        except _BadResponse as error:
             log.warning(
                 "a request with %d queries failed, sending each alone: %s", len(queries), error
             )
             # Other processes are waiting, so all queries share the time limit of one.
             deadline = time.monotonic() + _ATTEMPTS * self._timeout
-            return [self._alone(query, count, deadline) for query in queries]
-        except _Lost as error:
+            return [self._request_alone(query, count, deadline) for query in queries]
+        except _NoResponse as error:
             log.warning("the retriever at %s failed: %s", self._url, error)
             return [None] * len(queries)
 
-    def _alone(self, query: str, count: int, deadline: float) -> list[str] | None:
+    def _request_alone(self, query: str, count: int, deadline: float) -> list[str] | None:
         if time.monotonic() > deadline:
             log.warning("skipped the query %r: the queries before it took too long", query)
             return None
         try:
             return self._request([query], count)[0]
-        except (_Refused, _Lost) as error:
+        except (_BadResponse, _NoResponse) as error:
             log.warning("the query %r failed: %s", query, error)
             return None
 
-    def _asked(self, queries: Sequence[str], count: int) -> list[list[str]]:
+    def _request_with_retries(self, queries: Sequence[str], count: int) -> list[list[str]]:
         for attempt in range(_ATTEMPTS - 1):
             try:
                 return self._request(queries, count)
-            except (_Refused, _Lost):
+            except (_BadResponse, _NoResponse):
                 time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt * _jitter.uniform(0.5, 1.5))
         return self._request(queries, count)
 
     def _request(self, queries: Sequence[str], count: int) -> list[list[str]]:
         question = {"queries": list(queries), "topk": count, "return_scores": True}
         try:
-            answer = json.loads(asyncio.run(self._posted(question)))
+            answer = json.loads(asyncio.run(self._post(question)))
         except TimeoutError:
-            raise _Lost(f"timed out: no complete answer within {self._timeout:g} s") from None
+            raise _NoResponse(f"timed out: no complete answer within {self._timeout:g} s") from None
         except httpx.HTTPError as error:
-            raise _Lost(str(error) or type(error).__name__) from error
+            raise _NoResponse(str(error) or type(error).__name__) from error
         except (ValueError, RecursionError) as error:
-            raise _Refused(f"the answer is not JSON: {error}") from error
-        return _passages(answer, len(queries), count)
+            raise _BadResponse(f"the answer is not JSON: {error}") from error
+        return _parse_passages(answer, len(queries), count)
 
-    async def _posted(self, question: Mapping[str, Any]) -> bytes:
-        """Send one request and read the answer, all within one time limit.
+    async def _post(self, question: Mapping[str, Any]) -> bytes:
+        """Send one request and read the response, all within one time limit.
 
-        A server that sends its answer byte by byte times out like one that sends nothing.
+        A server that sends its response byte by byte times out like one that sends nothing.
         """
         async with (
             asyncio.timeout(self._timeout),
@@ -121,32 +122,32 @@ class RemoteRetriever:
             client.stream("POST", self._url, json=question) as response,
         ):
             if response.status_code != 200:
-                raise _Refused(
+                raise _BadResponse(
                     f"the server answered {response.status_code} {response.reason_phrase}"
                 )
             body = bytearray()
-            async for part in response.aiter_bytes():
-                body += part
-                if len(body) > _MOST_BYTES:
-                    raise _Refused(f"the answer is longer than {_MOST_BYTES >> 20} MiB")
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > _MAX_BYTES:
+                    raise _BadResponse(f"the answer is longer than {_MAX_BYTES >> 20} MiB")
             return bytes(body)
 
 
-def _require_ordinary(url: str) -> None:
-    """Refuse addresses where clouds keep credentials.
+def _refuse_metadata_address(url: str) -> None:
+    """Raise InvalidInput for link-local and metadata addresses, where clouds keep credentials.
 
-    Another person may have written the job file, and must not get access to this machine's network.
+    The author of the job file may be another person, who must not reach this machine's network.
     """
     parsed = web_address(url, _FIELD)
     try:
-        found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
     except OSError:
         return  # a proxy may resolve the name; if not, the first request fails
-    for *_, address in found:
+    for *_, address in addresses:
         ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
         if isinstance(ip, ipaddress.IPv6Address):
             ip = ip.ipv4_mapped or ip
-        if ip.is_link_local or str(ip) in _OF_CLOUDS:
+        if ip.is_link_local or str(ip) in _METADATA_ADDRESSES:
             raise InvalidInput(
                 f"{ip} is a link-local or metadata address, where clouds keep credentials",
                 field=_FIELD,
@@ -154,12 +155,19 @@ def _require_ordinary(url: str) -> None:
             )
 
 
-def _passages(answer: Any, queries: int, count: int) -> list[list[str]]:
-    """Return the texts in a server's answer. Raises _Refused if it has another form."""
+def _parse_passages(answer: Any, queries: int, count: int) -> list[list[str]]:
+    """Return the texts in a server's response. Raises _BadResponse if its form is wrong."""
     try:
-        found = [[item["document"]["contents"] for item in one[:count]] for one in answer["result"]]
+        passage_lists = [
+            [document["document"]["contents"] for document in documents[:count]]
+            for documents in answer["result"]
+        ]
     except (TypeError, KeyError, IndexError) as error:
-        raise _Refused(f"the answer has no documents with contents: {error!r}") from error
-    if len(found) != queries or not all(isinstance(text, str) for one in found for text in one):
-        raise _Refused(f"the server returned {len(found)} lists of documents for {queries} queries")
-    return found
+        raise _BadResponse(f"the answer has no documents with contents: {error!r}") from error
+    if len(passage_lists) != queries or not all(
+        isinstance(text, str) for documents in passage_lists for text in documents
+    ):
+        raise _BadResponse(
+            f"the server returned {len(passage_lists)} lists of documents for {queries} queries"
+        )
+    return passage_lists

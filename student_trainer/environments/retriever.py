@@ -40,7 +40,7 @@ def make_retriever(config: SearchConfig) -> Retriever:
     return RemoteRetriever(config.retriever, timeout_seconds=config.timeout_seconds)
 
 
-def as_text(passages: Sequence[str]) -> str:
+def format_passages(passages: Sequence[str]) -> str:
     """Return the passages as the text that the student reads, in the format of Search-R1."""
     lines = []
     for number, passage in enumerate(passages, 1):

@@ -47,7 +47,7 @@ from clients.config.tables.data import DataConfig, PromptKeys
 from clients.data.images import ImageReader, read_stored_images
 from clients.store.dataset import LogitDataset
 from protos.errors import Corrupt, InvalidInput
-from student_trainer.data.captured_stores import Stores, TrainingStore, without_copies
+from student_trainer.data.captured_stores import Stores, TrainingStore, remove_copies
 from student_trainer.data.images import with_images
 from student_trainer.data.order import EpochOrder, permutation
 from student_trainer.data.prompts import Prompt, load_prompts
@@ -359,4 +359,4 @@ def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[np.int64], NDArr
         chosen, held_out = chosen[count:], chosen[:count]
     else:
         held_out = permutation(len(other.data), config.seed, -1)[:count]
-    return without_copies(stores.training, chosen, other or stores.training, held_out), held_out
+    return remove_copies(stores.training, chosen, other or stores.training, held_out), held_out

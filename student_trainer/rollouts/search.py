@@ -19,7 +19,7 @@ from torch import Tensor
 from clients.config.tables.environment import SearchConfig
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout, TailDraws
-from student_trainer.environments.retriever import Retriever, as_text
+from student_trainer.environments.retriever import Retriever, format_passages
 from student_trainer.rollouts.hf import batches
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
 
@@ -133,7 +133,7 @@ class SearchConversations:
             talk.over = talk.failed = True
             return
         # split_special_tokens: a passage must not contain a token that ends an answer.
-        body = self._ids(as_text(passages), split_special_tokens=True)
+        body = self._ids(format_passages(passages), split_special_tokens=True)
         body = body[: self._config.max_passage_tokens]
         information = torch.cat([self._opening, body, self._closing])
         if talk.length + len(information) < self._max_new_tokens:

@@ -16,7 +16,7 @@ from protos.errors import InvalidInput, Unavailable
 from student_trainer.environments import remote_retriever
 from student_trainer.environments.local_retriever import LocalRetriever
 from student_trainer.environments.remote_retriever import RemoteRetriever
-from student_trainer.environments.retriever import as_text, make_retriever
+from student_trainer.environments.retriever import format_passages, make_retriever
 from tests.student_trainer.environments.server import Library, dripping, serving
 
 CORPUS = [
@@ -47,13 +47,13 @@ def test_words_find_their_passages(corpus: str) -> None:
 
 
 def test_passages_are_written_as_in_search_r1() -> None:
-    text = as_text(CORPUS[:2])
+    text = format_passages(CORPUS[:2])
     assert text == (
         "Doc 1(Title: Paris) The capital of France, on the Seine.\n"
         "Doc 2(Title: Rome) The capital of Italy, on the Tiber."
     )
-    assert as_text([]) == ""
-    assert as_text(["only a title"]) == "Doc 1(Title: only a title)"
+    assert format_passages([]) == ""
+    assert format_passages(["only a title"]) == "Doc 1(Title: only a title)"
 
 
 @pytest.mark.parametrize(

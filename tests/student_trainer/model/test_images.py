@@ -245,7 +245,7 @@ def test_a_file_that_changes_is_noticed(reader: ImageReader, tmp_path: Path) -> 
     (tmp_path / "0.png").write_bytes(tiny_vision.image(9))
     from student_trainer.data import images
 
-    images._encoded.cache_clear()
+    images._load_encoded.cache_clear()
     with pytest.raises(Corrupt, match="is not the one that the job"):
         prompt.images.encoded()
 
