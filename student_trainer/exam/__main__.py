@@ -14,7 +14,7 @@ import sys
 from clients.config.exam import ExamConfig
 from protos.errors import DistillError, ExitCode
 from student_trainer.exam.evaluation import run
-from student_trainer.exam.report import cells, columns_of
+from student_trainer.exam.report import format_row, table_columns
 from student_trainer.parallel.launcher import end_with_parent
 
 
@@ -25,18 +25,18 @@ def main() -> int:
     try:
         rows = run(ExamConfig.model_validate_json(sys.stdin.read()))
     except DistillError as error:
-        told = {
+        error_fields = {
             "code": error.code.value,
             "message": error.message,
             "field": error.field,
             "hint": error.hint,
         }
-        print(json.dumps({"error": told}))
+        print(json.dumps({"error": error_fields}))
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
-    columns = columns_of(rows)
-    table = [cells(row, columns) for row in rows]
+    columns = table_columns(rows)
+    table = [format_row(row, columns) for row in rows]
     print(json.dumps({"models": rows, "columns": columns, "table": table}))
     return int(ExitCode.OK)
 

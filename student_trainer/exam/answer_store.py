@@ -1,8 +1,8 @@
 """The answers of one model on disk, so that a killed evaluation can continue.
 
-    settings.json         the settings that the answers depend on; other settings are refused
+    settings.json         the settings that determine the answers; different ones are refused
     part-000001.parquet   answers, written atomically
-    journal.jsonl         answers that are not in a part yet, one line for those of one `add`
+    journal.jsonl         answers that are not in a part yet; the answers of one `add` per line
     lock                  held by the process that has the directory open
 
 A line of the journal is written to the operating system before `add` returns, so a killed process
@@ -25,7 +25,7 @@ import pyarrow.parquet
 
 from protos.errors import InvalidInput, WrongState
 
-_ROWS_OF_A_PART = 4096
+_ROWS_PER_PART = 4096
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class AnswerStore:
     """The directory with the answers of one model. A context manager, which holds the lock."""
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], *, rows_of_a_part: int = _ROWS_OF_A_PART
+        self, path: Path, settings: Mapping[str, Any], *, rows_per_part: int = _ROWS_PER_PART
     ) -> None:
-        """Open the directory and read its answers. `rows_of_a_part`: answers of a Parquet file.
+        """Open the directory and read its answers. `rows_per_part`: answers per Parquet file.
 
-        Raises InvalidInput if its answers have other settings, WrongState if another process has it
-        open.
+        Raises InvalidInput if its answers have different settings, WrongState if another process
+        has it open.
         """
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._rows = rows_of_a_part
+        self._rows = rows_per_part
         self._lock = (path / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,10 +77,10 @@ class AnswerStore:
                 hint="wait until it ends, or use another directory",
             ) from None
         try:
-            self._check(settings)
-            self._answers = {(a.prompt, a.sample): a for a in self._stored()}
-            self._unwritten = [a for a in self._journaled() if self._is_new(a)]
-            self._journal: IO[bytes] = self._rewritten_journal()
+            self._check_settings(settings)
+            self._answers = {(a.prompt, a.sample): a for a in self._read_parts()}
+            self._unwritten = [a for a in self._read_journal() if self._add_if_new(a)]
+            self._journal: IO[bytes] = self._rewrite_journal()
         except BaseException:
             self._lock.close()
             raise
@@ -101,17 +101,17 @@ class AnswerStore:
         return self._answers.get((prompt, sample))
 
     def add(self, *answers: StoredAnswer) -> None:
-        """Store answers: all of them, or none. After this returns, killing the process loses none.
+        """Store all answers or none. Once it returns, killing the process loses none of them.
 
         Skips answers (prompt, sample) that are already stored.
         """
-        new = [answer for answer in answers if self._is_new(answer)]
-        if not new:
+        new_answers = [answer for answer in answers if self._add_if_new(answer)]
+        if not new_answers:
             return
-        line = _line(new)
+        line = _format_line(new_answers)
         if self._journal.write(line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        self._unwritten += new
+        self._unwritten += new_answers
         if len(self._unwritten) >= self._rows:
             self.write_part()
 
@@ -119,48 +119,49 @@ class AnswerStore:
         """Move the answers of the journal to a Parquet file."""
         if self._unwritten:
             table = pyarrow.Table.from_pylist(list(map(asdict, self._unwritten)), SCHEMA)
-            write_parquet(table, self._path / f"part-{len(self._parts()) + 1:06}.parquet")
+            write_parquet(table, self._path / f"part-{len(self._list_parts()) + 1:06}.parquet")
             self._unwritten = []
         # A kill before this line leaves answers in both files; reading skips the second copy.
         self._journal.truncate(0)
 
-    def _is_new(self, answer: StoredAnswer) -> bool:
+    def _add_if_new(self, answer: StoredAnswer) -> bool:
         return self._answers.setdefault((answer.prompt, answer.sample), answer) is answer
 
-    def _parts(self) -> list[Path]:
+    def _list_parts(self) -> list[Path]:
         return sorted(self._path.glob("part-*.parquet"))
 
-    def _stored(self) -> Iterator[StoredAnswer]:
-        for part in self._parts():
+    def _read_parts(self) -> Iterator[StoredAnswer]:
+        for part in self._list_parts():
             for row in pyarrow.parquet.read_table(part).to_pylist():
                 yield StoredAnswer(**row)
 
-    def _journaled(self) -> Iterator[StoredAnswer]:
+    def _read_journal(self) -> Iterator[StoredAnswer]:
         file = self._path / "journal.jsonl"
         for line in file.read_bytes().splitlines(keepends=True) if file.exists() else ():
             if line.endswith(b"\n"):  # the last line may be incomplete
-                found = json.loads(line)
-                for one in found if isinstance(found, list) else [found]:
-                    yield StoredAnswer(**one)
+                entries = json.loads(line)
+                for entry in entries if isinstance(entries, list) else [entries]:
+                    yield StoredAnswer(**entry)
 
-    def _rewritten_journal(self) -> IO[bytes]:
-        fresh = self._path / "journal.jsonl.tmp"
-        fresh.write_bytes(b"".join(_line([answer]) for answer in self._unwritten))
-        file = fresh.replace(self._path / "journal.jsonl")
+    def _rewrite_journal(self) -> IO[bytes]:
+        temporary_path = self._path / "journal.jsonl.tmp"
+        temporary_path.write_bytes(b"".join(_format_line([answer]) for answer in self._unwritten))
+        file = temporary_path.replace(self._path / "journal.jsonl")
         return file.open("ab", buffering=0)
 
-    def _check(self, settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
         file = self._path / "settings.json"
         if not file.exists():
-            fresh = file.with_suffix(".tmp")
-            fresh.write_text(json.dumps(settings, indent=2) + "\n")
-            fresh.replace(file)
-        found = json.loads(file.read_text())
-        other = [key for key in settings if found.get(key) != settings[key]]
-        if other:
-            key = other[0]
+            temporary_path = file.with_suffix(".tmp")
+            temporary_path.write_text(json.dumps(settings, indent=2) + "\n")
+            temporary_path.replace(file)
+        stored_settings = json.loads(file.read_text())
+        different_keys = [key for key in settings if stored_settings.get(key) != settings[key]]
+        if different_keys:
+            key = different_keys[0]
             raise InvalidInput(
-                f"{self._path} holds answers for {key} = {found.get(key)}, not {settings[key]}",
+                f"{self._path} holds answers for {key} = {stored_settings.get(key)},"
+                f" not {settings[key]}",
                 field="--out",
                 hint="use another directory, or the settings of these answers",
             )
@@ -168,11 +169,11 @@ class AnswerStore:
 
 def write_parquet(table: pyarrow.Table, file: Path) -> None:
     """Write `table` to `file` atomically."""
-    fresh = file.with_suffix(".tmp")
-    pyarrow.parquet.write_table(table, fresh)
-    os.replace(fresh, file)
+    temporary_path = file.with_suffix(".tmp")
+    pyarrow.parquet.write_table(table, temporary_path)
+    os.replace(temporary_path, file)
 
 
-def _line(answers: Sequence[StoredAnswer]) -> bytes:
-    said = [asdict(answer) for answer in answers]
-    return json.dumps(said[0] if len(said) == 1 else said).encode() + b"\n"
+def _format_line(answers: Sequence[StoredAnswer]) -> bytes:
+    records = [asdict(answer) for answer in answers]
+    return json.dumps(records[0] if len(records) == 1 else records).encode() + b"\n"

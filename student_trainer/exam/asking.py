@@ -11,54 +11,54 @@ from student_trainer.exam.questions import Question
 
 log = logging.getLogger(__name__)
 
-Ask = tuple[Question, int]  # a question, and the number of the answer to sample
+AnswerRequest = tuple[Question, int]  # a question, and the number of the answer to sample
 
 
-class Keep(Protocol):
-    """Stores answers of a model: all of one call, or none."""
+class StoreAnswers(Protocol):
+    """Stores all answers of a call, or none."""
 
     def __call__(self, *answers: StoredAnswer) -> None:
         """Write `answers` to the disk."""
         ...
 
 
-class Stopped(Exception):
-    """The evaluation was asked to stop. The answers so far are on the disk."""
+class ExamStopped(Exception):
+    """A stop of the evaluation was requested. Answers received until then are on disk."""
 
 
 class Refusals:
-    """The prompts that a model refused, each with its error: too long, or filtered by a server.
+    """The prompts that a model refused, each with its error, such as a too long prompt.
 
-    Refused prompts end an evaluation only if the model has answered nothing else.
+    Refused prompts end an evaluation only if the model has no answer at all.
     """
 
     def __init__(self, *, answered: bool) -> None:
         """`answered`: whether the model has answered anything, now or in an earlier process."""
         self.answered = answered
-        self._faults: dict[int, DistillError] = {}
+        self._errors: dict[int, DistillError] = {}
 
     def __contains__(self, question: Question) -> bool:
-        return question.number in self._faults
+        return question.number in self._errors
 
     def __len__(self) -> int:
-        return len(self._faults)
+        return len(self._errors)
 
-    def add(self, question: Question, fault: DistillError) -> None:
-        """Record a refused prompt; its first error is kept."""
-        self._faults.setdefault(question.number, fault)
+    def add(self, question: Question, error: DistillError) -> None:
+        """Record a refused prompt with its error; later errors of the prompt are ignored."""
+        self._errors.setdefault(question.number, error)
 
     def conclude(self, model: str) -> None:
         """Log a warning about the refused prompts, if there are any.
 
-        Raises the first error instead if the model has answered nothing.
+        Raises the first error instead if the model has no answer.
         """
-        if not self._faults:
+        if not self._errors:
             return
-        first = next(iter(self._faults.values()))
+        first_error = next(iter(self._errors.values()))
         if not self.answered:
-            raise first
+            raise first_error
         log.warning(
-            "%s refused %d prompts, which count as wrong; first: %s", model, len(self), first
+            "%s refused %d prompts, which count as wrong; first: %s", model, len(self), first_error
         )
 
 

@@ -23,12 +23,12 @@ from clients.store.copies import files_on_disk
 from protos.errors import DistillError
 from student_trainer.exam import evaluation
 from student_trainer.exam.answer_store import StoredAnswer
-from student_trainer.exam.asking import Stopped
+from student_trainer.exam.asking import ExamStopped
 
 _SECONDS_BETWEEN_LINES = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.2
 # The keys of the job by the options of `distill eval`, which the errors of an evaluation name.
-_KEYS = {
+_JOB_KEYS = {
     "--data": "data.path",
     "--answer-column": "data.answer_column",
     "--max-tokens": "method.max_new_tokens",
@@ -43,10 +43,10 @@ def main() -> int:
 
 
 def evaluate(run: RunDirectory, job: AnyJob, progress: Progress) -> Verdict:
-    """Run one attempt of an evaluation; it requests the answers that are not on the disk.
+    """Run one attempt of an evaluation, which requests the answers that are not on disk.
 
-    Returns "succeeded", or "cancelled" if the job was asked to stop. Raises a DistillError if the
-    model or the data cannot be used.
+    Returns "succeeded", or "cancelled" if a stop was requested. Raises a DistillError if the model
+    or the data cannot be used.
     """
     assert isinstance(job, EvalJob), "launch.py starts the program of each kind"
     progress.say("preflight", 0)
@@ -60,21 +60,21 @@ def evaluate(run: RunDirectory, job: AnyJob, progress: Progress) -> Verdict:
     from student_trainer.run.provenance import write_environment
 
     write_environment(run, attempt=progress.attempt, processes=1)
-    config = exam_of(job, run)
+    config = build_exam_config(job, run)
     try:
         with closing(JobWatcher(run, progress, models=len(config.models))) as watcher:
             watcher.end(evaluation.run(config, watcher))
-    except Stopped:
+    except ExamStopped:
         return "cancelled"
     except DistillError as error:
         if error.field == "--out":
             error.hint = "the model or the data has changed since the first attempt; submit the job"
-        error.field = _KEYS.get(error.field, error.field)
+        error.field = _JOB_KEYS.get(error.field, error.field)
         raise
     return "succeeded"
 
 
-def exam_of(job: EvalJob, run: RunDirectory) -> ExamConfig:
+def build_exam_config(job: EvalJob, run: RunDirectory) -> ExamConfig:
     """Return the evaluation of a job: of the student, and of its anchor if there is one."""
     models = {"student": job.student.model}
     anchor = Path(job.student.model) / "anchor"
@@ -102,53 +102,55 @@ def exam_of(job: EvalJob, run: RunDirectory) -> ExamConfig:
 class JobWatcher:
     """Counts answers as steps, and writes a line of metrics about once a second.
 
-    The last step has the results. `close` it.
+    The metrics of the last step are the results. Call `close` at the end.
     """
 
     def __init__(self, run: RunDirectory, progress: Progress, *, models: int) -> None:
         self._run = run
         self._progress = progress
         self._models = models
-        self._begun = self._done = self._total = self._tokens = 0
+        self._models_begun = self._answer_count = self._total = self._tokens = 0
         self._phase = ""
         self._log: MetricsLog | None = None
-        self._printed = self._looked = time.monotonic()
-        self._stopped = False
+        self._printed_at = self._checked_at = time.monotonic()
+        self._stop_requested = False
 
     def begin(self, model: str, stored: int, total: int) -> None:
-        """Count the stored answers of a model; the models before it have all of theirs."""
+        """Count the stored answers of a model; all answers of earlier models are stored."""
         self._total = self._models * total
-        self._done = self._begun * total + stored
-        self._begun += 1
+        self._answer_count = self._models_begun * total + stored
+        self._models_begun += 1
         self._phase = f"evaluating the {model}"
         self._progress.expect(self._total)
-        self._progress.say(self._phase, self._done)
+        self._progress.say(self._phase, self._answer_count)
         if stored < total:
-            self._opened()
+            self._open_log()
 
     def add(self, answers: Sequence[StoredAnswer]) -> None:
         """Count answers. Raises WrongState if a newer attempt has replaced this one."""
-        self._done += len(answers)
+        self._answer_count += len(answers)
         self._tokens += sum(answer.tokens for answer in answers)
-        self._progress.say(self._phase, self._done)
-        passed = time.monotonic() - self._printed
-        if passed >= _SECONDS_BETWEEN_LINES and self._done < self._total:
-            speed = self._tokens / passed
-            self._opened().write(self._done, {"tokens": self._tokens, "tokens_per_sec": speed})
-            self._tokens, self._printed = 0, time.monotonic()
+        self._progress.say(self._phase, self._answer_count)
+        elapsed_seconds = time.monotonic() - self._printed_at
+        if elapsed_seconds >= _SECONDS_BETWEEN_LINES and self._answer_count < self._total:
+            speed = self._tokens / elapsed_seconds
+            self._open_log().write(
+                self._answer_count, {"tokens": self._tokens, "tokens_per_sec": speed}
+            )
+            self._tokens, self._printed_at = 0, time.monotonic()
 
     def is_stopped(self) -> bool:
-        """Return whether the job was asked to stop; reads a file a few times a second."""
+        """Return whether a stop of the job was requested; reads a file a few times a second."""
         now = time.monotonic()
-        if not self._stopped and now - self._looked >= _SECONDS_BETWEEN_LOOKS:
-            self._looked = now
-            self._stopped = self._progress.stop_asked()
-        return self._stopped
+        if not self._stop_requested and now - self._checked_at >= _SECONDS_BETWEEN_LOOKS:
+            self._checked_at = now
+            self._stop_requested = self._progress.stop_asked()
+        return self._stop_requested
 
     def end(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the results as the metrics of the last step."""
-        log = self._opened()
-        log.write(self._total, results_of(rows))
+        log = self._open_log()
+        log.write(self._total, collect_metrics(rows))
         log.sync()
         self._progress.say(self._phase, self._total)
 
@@ -157,33 +159,33 @@ class JobWatcher:
         if self._log is not None:
             self._log.close()
 
-    def _opened(self) -> MetricsLog:
-        """Return the metrics, without the last step: an attempt that was killed may have it."""
+    def _open_log(self) -> MetricsLog:
+        """Return the open log without the last step, which a killed attempt may have written."""
         if self._log is None:
-            last = min(self._done, self._total - 1)
+            last_step = min(self._answer_count, self._total - 1)
             attempt = self._progress.attempt
-            self._log = MetricsLog(self._run, attempt=attempt, last_step=last or None)
+            self._log = MetricsLog(self._run, attempt=attempt, last_step=last_step or None)
         return self._log
 
 
-def results_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of an evaluation: of the student and, under eval/anchor/, of its anchor.
+def collect_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of the student and, under eval/anchor/, of its anchor.
 
     `rows`: of `evaluation.run`, one per model.
     """
-    student, samples = rows[0], rows[0]["samples"]
-    found = {
+    student, sample_count = rows[0], rows[0]["samples"]
+    metrics = {
         "length/mean": student["tokens"]["mean"],
         "length/truncated": student["truncated"],
-        "reward/errors": student["errors"] / (student["prompts"] * samples),
+        "reward/errors": student["errors"] / (student["prompts"] * sample_count),
     }
     for row, prefix in zip(rows, ("eval/", "eval/anchor/"), strict=False):
-        found[f"{prefix}accuracy"] = row["pass@1"]["mean"]
-        found[f"{prefix}reward"] = row["reward"]["mean"]
-        if samples > 1:
-            found[f"{prefix}pass@{samples}"] = row[f"pass@{samples}"]["mean"]
-            found[f"{prefix}maj@{samples}"] = row[f"maj@{samples}"]["mean"]
-    return found
+        metrics[f"{prefix}accuracy"] = row["pass@1"]["mean"]
+        metrics[f"{prefix}reward"] = row["reward"]["mean"]
+        if sample_count > 1:
+            metrics[f"{prefix}pass@{sample_count}"] = row[f"pass@{sample_count}"]["mean"]
+            metrics[f"{prefix}maj@{sample_count}"] = row[f"maj@{sample_count}"]["mean"]
+    return metrics
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_store import StoredAnswer
-from student_trainer.exam.asking import Ask, Keep, Refusals, Stopped, seed_of
+from student_trainer.exam.asking import AnswerRequest, ExamStopped, Refusals, StoreAnswers, seed_of
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rollouts.sampler import SampledTokens, Sampler, noise_of
 
-_TOKENS_OF_A_BATCH = 65536
+_BATCH_TOKENS = 65536
 
 
 class LocalModel:
@@ -26,7 +26,7 @@ class LocalModel:
     ) -> None:
         """Load the model. Raises InvalidInput if the directory has no usable model.
 
-        `is_stopped` is asked for each token.
+        `is_stopped` is called for each token.
         """
         student = StudentConfig(model=model)
         self._config = config
@@ -36,10 +36,10 @@ class LocalModel:
             loaded = load_model(student).eval()
         except InvalidInput as error:
             raise InvalidInput(error.message, field="MODEL", hint=error.hint) from error
-        self._form = PromptFormat() if config.data is None else config.data.prompt_format
-        check_chat_template(self._form, template_text(self._tokenizer.chat_template))
+        self._prompt_format = PromptFormat() if config.data is None else config.data.prompt_format
+        check_chat_template(self._prompt_format, template_text(self._tokenizer.chat_template))
         shape = loaded.config.get_text_config()
-        self._positions: int | None = getattr(shape, "max_position_embeddings", None)
+        self._max_positions: int | None = getattr(shape, "max_position_embeddings", None)
         if torch.cuda.is_available():
             loaded = loaded.to("cuda", torch.bfloat16)
         self._sampler = Sampler(
@@ -50,70 +50,78 @@ class LocalModel:
             top_p=config.top_p,
         )
 
-    def answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
-        """Generate all answers in batches, and pass those of a batch to `keep` together.
+    def answer(
+        self, requests: Sequence[AnswerRequest], store_answers: StoreAnswers, refusals: Refusals
+    ) -> None:
+        """Generate all answers in batches, and pass the answers of each batch to `store_answers`.
 
-        So an evaluation that was killed goes on with the batches that it would have had, and comes
-        to the same bits on a CPU. Raises Stopped, without the answers of the batch, if it is asked
-        to stop.
+        A resumed evaluation has the same batches as an uninterrupted one, and gets bit-identical
+        answers on a CPU. Raises ExamStopped, without the answers of the batch, if `is_stopped`
+        returns True.
 
         The random numbers of an answer depend only on the seed, the question and the number of the
         answer, not on the batch.
         """
-        encoded = self._encoded(asked, refusals)
-        waiting = [one for one in asked if one[0] not in refusals]
-        waiting.sort(key=lambda one: -len(encoded[one[0].number]))
-        most = self._config.max_tokens
-        while waiting:
-            longest = len(encoded[waiting[0][0].number]) + most
-            size = max(1, _TOKENS_OF_A_BATCH // longest)
-            batch, waiting = waiting[:size], waiting[size:]
-            self._batch(batch, [encoded[question.number] for question, _ in batch], keep)
+        token_ids = self._encode_questions(requests, refusals)
+        remaining = [request for request in requests if request[0] not in refusals]
+        remaining.sort(key=lambda request: -len(token_ids[request[0].number]))
+        max_tokens = self._config.max_tokens
+        while remaining:
+            longest = len(token_ids[remaining[0][0].number]) + max_tokens
+            size = max(1, _BATCH_TOKENS // longest)
+            batch, remaining = remaining[:size], remaining[size:]
+            self._answer_batch(
+                batch, [token_ids[question.number] for question, _ in batch], store_answers
+            )
 
-    def _encoded(self, asked: Sequence[Ask], refusals: Refusals) -> dict[int, torch.Tensor]:
+    def _encode_questions(
+        self, requests: Sequence[AnswerRequest], refusals: Refusals
+    ) -> dict[int, torch.Tensor]:
         """Return the token ids of each question, by its number.
 
-        Refuses a prompt that leaves no room for an answer, as servers do: beyond its positions a
-        model generates nonsense or fails.
+        Refuses a prompt that leaves no room for an answer, as servers do: a model generates
+        nonsense or fails beyond its maximum number of positions.
         """
-        most, positions = self._config.max_tokens, self._positions
-        encoded: dict[int, torch.Tensor] = {}
-        for question, _ in asked:
-            if question.number in encoded:
+        max_tokens, max_positions = self._config.max_tokens, self._max_positions
+        token_ids: dict[int, torch.Tensor] = {}
+        for question, _ in requests:
+            if question.number in token_ids:
                 continue
-            ids = self._form.ids(self._tokenizer, question.conversation)
-            encoded[question.number] = torch.tensor(ids, dtype=torch.long)
-            if positions is not None and len(ids) + most > positions:
-                told = f"a prompt of {len(ids)} tokens and an answer of {most} exceed the "
+            ids = self._prompt_format.ids(self._tokenizer, question.conversation)
+            token_ids[question.number] = torch.tensor(ids, dtype=torch.long)
+            if max_positions is not None and len(ids) + max_tokens > max_positions:
+                message = f"a prompt of {len(ids)} tokens and an answer of {max_tokens} exceed the "
                 refusals.add(
                     question,
                     InvalidInput(
-                        f"{told}{positions} tokens that the model can read",
+                        f"{message}{max_positions} tokens that the model can read",
                         field="--max-tokens",
                         hint="lower it, or remove long prompts",
                     ),
                 )
-        return encoded
+        return token_ids
 
-    def _batch(
+    def _answer_batch(
         self,
-        asked: Sequence[Ask],
-        before: Sequence[torch.Tensor],
-        keep: Keep,
+        requests: Sequence[AnswerRequest],
+        prompt_ids: Sequence[torch.Tensor],
+        store_answers: StoreAnswers,
     ) -> None:
-        most = self._config.max_tokens
+        max_tokens = self._config.max_tokens
         noise = None
         if self._config.temperature > 0:
-            seeds = [seed_of(self._config.seed, question.number, n) for question, n in asked]
-            noise = [noise_of(seed, 0, most) for seed in seeds]
-        written = self._sampler.write(
-            before, [most] * len(asked), noise, is_cancelled=self._is_stopped
+            seeds = [
+                seed_of(self._config.seed, question.number, sample) for question, sample in requests
+            ]
+            noise = [noise_of(seed, 0, max_tokens) for seed in seeds]
+        samples = self._sampler.write(
+            prompt_ids, [max_tokens] * len(requests), noise, is_cancelled=self._is_stopped
         )
         if self._is_stopped():
-            raise Stopped
-        keep(*map(self._answer_of, asked, written))
+            raise ExamStopped
+        store_answers(*map(self._build_answer, requests, samples))
 
-    def _answer_of(self, asked: Ask, one: SampledTokens) -> StoredAnswer:
-        question, sample = asked
-        text = str(self._tokenizer.decode(one.token_ids, skip_special_tokens=True))
-        return StoredAnswer(question.number, sample, text, len(one.token_ids), not one.ended)
+    def _build_answer(self, request: AnswerRequest, tokens: SampledTokens) -> StoredAnswer:
+        question, sample = request
+        text = str(self._tokenizer.decode(tokens.token_ids, skip_special_tokens=True))
+        return StoredAnswer(question.number, sample, text, len(tokens.token_ids), not tokens.ended)

@@ -16,17 +16,17 @@ from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestions
 
-_GENERATED = 200  # default number of generated prompts
-_NEED_NO_REFERENCE = ("python", "regex")
+_DEFAULT_PROMPTS = 200  # default number of generated prompts
+_REWARDS_WITHOUT_REFERENCE = ("python", "regex")
 
 
 @dataclass(frozen=True)
 class Question:
     """A question.
 
-    number: the index of its record in the data, or of the prompt in the task. conversation: what
-    the model is asked, with the template. reference: the reference answer, "" if none is needed.
-    fields: the columns.
+    number: the index of its record in the data, or of the prompt in the task. conversation: the
+    messages to the model, with the template applied. reference: the reference answer, "" if none is
+    needed. fields: the columns.
     """
 
     number: int
@@ -46,23 +46,34 @@ def load_questions(config: ExamConfig) -> list[Question]:
     Raises InvalidInput if the data cannot be read, is empty, or lacks prompts or references.
     """
     if config.reward.task is not None:
-        form = PromptFormat(template=config.reward.template)
+        prompt_format = PromptFormat(template=config.reward.template)
         task = Task(config.reward.task, config.reward.options)
-        asked = TaskQuestions(task, config.seed, config.prompts or _GENERATED).held_out
+        task_questions = TaskQuestions(
+            task, config.seed, config.prompts or _DEFAULT_PROMPTS
+        ).held_out
         return [
-            Question(number, form.asked(one.text), one.answer, one.fields)
-            for number, one in enumerate(asked)
+            Question(
+                number,
+                prompt_format.asked(task_question.text),
+                task_question.answer,
+                task_question.fields,
+            )
+            for number, task_question in enumerate(task_questions)
         ]
     assert config.data is not None, "the command asks for it"
-    records = list(_records(config.data, needed=config.reward.type not in _NEED_NO_REFERENCE))
-    if not records:
+    questions = list(
+        _read_questions(
+            config.data, needs_reference=config.reward.type not in _REWARDS_WITHOUT_REFERENCE
+        )
+    )
+    if not questions:
         raise InvalidInput(
             f"{config.data.path} has no prompts",
             field="--data",
             hint="give a data set with at least one row",
         )
-    order = np.random.default_rng(config.seed).permutation(len(records))
-    return [records[index] for index in sorted(order[: config.prompts])]
+    order = np.random.default_rng(config.seed).permutation(len(questions))
+    return [questions[index] for index in sorted(order[: config.prompts])]
 
 
 def fingerprint(config: ExamConfig) -> str:
@@ -73,14 +84,14 @@ def fingerprint(config: ExamConfig) -> str:
     return DataSet(data.path, data.name, data.split, "--data").fingerprint()
 
 
-def _records(data: DataConfig, *, needed: bool) -> Iterator[Question]:
+def _read_questions(data: DataConfig, *, needs_reference: bool) -> Iterator[Question]:
     source = DataSet(data.path, data.name, data.split, "--data")
     for number, record in enumerate(source.records([])):
         where = f"row {number + 1} of {data.path}"
         conversation = data.prompt_format.conversation(record, where)
         require_question(conversation, where)
         reference = conversation.answer
-        missing = needed and not reference
-        if missing or record.get(data.answer_column) is not None:
+        lacks_reference = needs_reference and not reference
+        if lacks_reference or record.get(data.answer_column) is not None:
             reference = text_of(record, data.answer_column, "--answer-column", where)
         yield Question(number, conversation.unanswered(), reference, record)

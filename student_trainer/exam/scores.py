@@ -38,10 +38,10 @@ def pass_at_k(right: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
     assert 1 <= k <= n, "there are not so many answers"
     wrong = n - right.sum(1)
     # Without replacement, draw j is wrong again with chance (wrong - j) / (n - j).
-    drawn = np.arange(k)
-    chances = np.clip(wrong[:, None] - drawn, 0, None) / (n - drawn)
-    found: NDArray[np.float64] = 1 - chances.prod(1)
-    return found
+    draw_index = np.arange(k)
+    wrong_chances = np.clip(wrong[:, None] - draw_index, 0, None) / (n - draw_index)
+    chances: NDArray[np.float64] = 1 - wrong_chances.prod(1)
+    return chances
 
 
 def majority(votes: Sequence[Sequence[str]], right: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -50,18 +50,23 @@ def majority(votes: Sequence[Sequence[str]], right: NDArray[np.bool_]) -> NDArra
     Ties count as the mean over the tied votes. Empty votes are not counted; a prompt without any
     vote is wrong. `right`: [P, n] bool.
     """
-    return np.array([_elected(*one) for one in zip(votes, right, strict=True)], np.float64)
+    return np.array(
+        [_score_vote(*votes_and_right) for votes_and_right in zip(votes, right, strict=True)],
+        np.float64,
+    )
 
 
 def estimate(values: NDArray[np.float64]) -> Estimate:
     """Return the mean of values [P], one per prompt, with its interval; deterministic."""
-    random = np.random.default_rng(0)
-    means = [values[random.integers(len(values), size=len(values))].mean() for _ in range(_DRAWS)]
+    generator = np.random.default_rng(0)
+    means = [
+        values[generator.integers(len(values), size=len(values))].mean() for _ in range(_DRAWS)
+    ]
     low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def share(values: NDArray[np.float64]) -> Estimate:
+def estimate_share(values: NDArray[np.float64]) -> Estimate:
     """Return the mean of values [P] between 0 and 1, with its interval; deterministic.
 
     If all values are 0 or 1, the interval is Wilson's (JASA 22, 1927), which never has length 0: a
@@ -70,17 +75,21 @@ def share(values: NDArray[np.float64]) -> Estimate:
     if not np.isin(values, (0.0, 1.0)).all():
         return estimate(values)
     n, mean = len(values), float(values.mean())
-    middle = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-    half = _Z * np.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
-    return Estimate(mean, max(float(middle - half), 0.0), min(float(middle + half), 1.0))
+    center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half_width = _Z * np.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
+    return Estimate(
+        mean, max(float(center - half_width), 0.0), min(float(center + half_width), 1.0)
+    )
 
 
-def _elected(votes: Sequence[str], right: NDArray[np.bool_]) -> float:
-    said: dict[str, list[bool]] = defaultdict(list)
+def _score_vote(votes: Sequence[str], right: NDArray[np.bool_]) -> float:
+    right_by_vote: dict[str, list[bool]] = defaultdict(list)
     for vote, is_right in zip(votes, right, strict=True):
         if vote:
-            said[vote].append(bool(is_right))
-    most = max(map(len, said.values()), default=0)
+            right_by_vote[vote].append(bool(is_right))
+    highest_count = max(map(len, right_by_vote.values()), default=0)
     # Equal votes are usually scored alike, but a user's reward may score them differently.
-    first = [float(np.mean(group)) for group in said.values() if len(group) == most]
-    return float(np.mean(first)) if first else 0.0
+    winning_scores = [
+        float(np.mean(group)) for group in right_by_vote.values() if len(group) == highest_count
+    ]
+    return float(np.mean(winning_scores)) if winning_scores else 0.0

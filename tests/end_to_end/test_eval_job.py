@@ -21,7 +21,7 @@ from clients.preflight.files import check_here
 from clients.runs.directory import Control, RunDirectory
 from protos.errors import InvalidInput
 from student_trainer.exam.evaluation import run as run_exam
-from student_trainer.exam.job import exam_of
+from student_trainer.exam.job import build_exam_config
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import ENVIRONMENT, metrics_of, new_run
@@ -67,7 +67,7 @@ def test_the_results_are_those_of_the_command(
     record = record_of_run(undisturbed.path)
     last = metrics_of(undisturbed)[-1]
     assert (record.job.kind, last["step"]) == ("eval", PROMPTS * SAMPLES)
-    config = exam_of(evaluation(material), RunDirectory(tmp_path))
+    config = build_exam_config(evaluation(material), RunDirectory(tmp_path))
     (row,) = run_exam(config)
     told = json.loads((undisturbed.evaluation / "result.json").read_text())
     assert told == {"models": [row]}

@@ -24,7 +24,7 @@ def answer(number: int) -> StoredAnswer:
 
 @contextmanager
 def opened(path: Path) -> Iterator[AnswerStore]:
-    with AnswerStore(path, SETTINGS, rows_of_a_part=5) as store:
+    with AnswerStore(path, SETTINGS, rows_per_part=5) as store:
         yield store
 
 

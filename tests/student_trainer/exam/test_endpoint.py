@@ -87,7 +87,7 @@ def test_faults_that_pass_are_endured(material: Material, tmp_path: Path) -> Non
 def test_a_server_that_is_gone_is_waited_for_and_gone_on_with(
     material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "TRIES", 3)
+    monkeypatch.setattr(endpoint, "MAX_ATTEMPTS", 3)
     down = answered(503, {"error": "going away"})
     with OpenAIServer(material.model, lambda n: None if n <= 20 else down) as server:
         config = exam(material, tmp_path, endpoint=server.endpoint, prompts=5, samples=8)
@@ -168,7 +168,7 @@ def run_served(material: Material, out: Path, **shape: int) -> list[dict[str, An
 def test_an_answer_that_drips_is_given_up(
     material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "TRIES", 1)
+    monkeypatch.setattr(endpoint, "MAX_ATTEMPTS", 1)
     with dripping(b"HTTP/1.1 200 OK\r\n\r\n{") as url:
         config = exam(material, tmp_path, endpoint=url, patience_seconds=0.2)
         with pytest.raises(TimedOut, match=r"returned no answer within 0\.2 s"):
@@ -252,7 +252,7 @@ def test_conversations(material: Material, tmp_path: Path) -> None:
     config = exam(material, tmp_path, endpoint="http://x/v1", api="chat", data=data)
     (question,) = load_questions(config)
     assert (question.text, question.reference) == ("1+1=", "2")
-    body = endpoint.ModelEndpoint(config, "tiny")._body(question, 0)
+    body = endpoint.ModelEndpoint(config, "tiny")._build_body(question, 0)
     assert body["messages"] == [{"role": "system", "content": "9"}, talk[0]]
     assert body["tools"] == [{"type": "function"}]
     assert body["chat_template_kwargs"] == {"thinking": False}

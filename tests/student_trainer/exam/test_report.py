@@ -7,7 +7,7 @@ import pytest
 
 from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.questions import Question
-from student_trainer.exam.report import GradedAnswers, cells, columns_of, summary
+from student_trainer.exam.report import GradedAnswers, format_row, summarize, table_columns
 
 NONE = np.nan
 REWARD = np.array([[1, 0, 0, NONE], [1, 1, 0.5, 1], [0, 0, NONE, 0]])
@@ -23,7 +23,7 @@ def judged(reward: np.ndarray = REWARD) -> GradedAnswers:
 
 
 def test_the_row_of_a_model() -> None:
-    row = summary("m", judged(), None)
+    row = summarize("m", judged(), None)
     assert (row["model"], row["prompts"], row["samples"], row["errors"]) == ("m", 3, 4, 2)
     means = {key: value["mean"] for key, value in row.items() if isinstance(value, dict)}
     assert means == pytest.approx(
@@ -54,15 +54,15 @@ def test_a_gain_is_paired() -> None:
         )
         for reward in (hard, better)
     )
-    row = summary("better", second, first)
+    row = summarize("better", second, first)
     assert row["gain"]["mean"] == pytest.approx(0.125)
     assert row["gain"]["low"] > 0.05
-    assert row["pass@1"]["low"] < summary("first", first, None)["pass@1"]["mean"]
+    assert row["pass@1"]["low"] < summarize("first", first, None)["pass@1"]["mean"]
 
 
 def test_what_a_person_reads() -> None:
-    row = summary("m", judged(), None)
-    shown = cells(row, columns_of([row]))
+    row = summarize("m", judged(), None)
+    shown = format_row(row, table_columns([row]))
     assert [*shown] == ["model", "pass@1", "pass@4", "maj@4", "tokens", "truncated", "errors"]
     assert shown["pass@1"].startswith("33.3 [")
     assert shown["tokens"].startswith("12 [")

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from student_trainer.exam.scores import estimate, majority, pass_at_k, share
+from student_trainer.exam.scores import estimate, estimate_share, majority, pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
@@ -61,11 +61,11 @@ def test_an_interval_of_equals_is_a_point() -> None:
     [(0, 8, 0.0, 0.324406), (8, 8, 0.675594, 1.0), (3, 10, 0.107789, 0.603222)],
 )
 def test_a_share_of_few_prompts(right: int, count: int, low: float, high: float) -> None:
-    found = share(np.array([1.0] * right + [0.0] * (count - right)))
+    found = estimate_share(np.array([1.0] * right + [0.0] * (count - right)))
     assert found.mean == right / count
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-5)
 
 
 def test_a_share_of_several_answers_has_the_interval_over_prompts() -> None:
     values = np.array([0.25, 0.5, 1.0, 0.0])
-    assert share(values) == estimate(values)
+    assert estimate_share(values) == estimate(values)
