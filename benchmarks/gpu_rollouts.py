@@ -51,7 +51,7 @@ from student_trainer.checkpoints.snapshots import Snapshots, snapshot_bytes, sna
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.parallel.passes import of_rollouts
+from student_trainer.parallel.passes import run_passes_over_rollouts
 from student_trainer.parallel.sharding import distribute
 from student_trainer.rollout_client.order import (
     Order,
@@ -316,7 +316,7 @@ def log_ratio(own: Pair, sizes: Sizes) -> dict[str, float]:
         for request, got in zip(order.sequences, sampled, strict=True)
     ]
     student = own.student
-    current = of_rollouts(
+    current = run_passes_over_rollouts(
         student,
         rollouts,
         lambda batch: student.rows(batch, 1.0)[1].token_logprobs.float().cpu(),

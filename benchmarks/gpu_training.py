@@ -200,7 +200,7 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
         optimizer.zero_grad()
 
     flops = LearningFlops(student.trained)
-    operations = sum(flops.of_sequence(sizes.length, item.sequence.learned) for item in scored)
+    operations = sum(flops.count_sequence(sizes.length, item.sequence.learned) for item in scored)
     seconds = timed(update, sizes.updates, device)
     if case.cpu_offload:
         torch.distributed.destroy_process_group()
@@ -269,7 +269,7 @@ def trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
         )
         trainer.train()
     flops = LearningFlops(student)
-    one = flops.of_sequence(sizes.length, sizes.length - sizes.prompt)
+    one = flops.count_sequence(sizes.length, sizes.length - sizes.prompt)
     return [b - a for a, b in pairwise(at[1:])], one * sizes.sequences
 
 

@@ -36,7 +36,7 @@ from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.model.lora import add_adapters
 from student_trainer.model.student import Student
 from student_trainer.parallel.launcher import is_main_process
-from student_trainer.parallel.passes import in_passes
+from student_trainer.parallel.passes import run_passes
 from student_trainer.parallel.sharding import distribute
 from student_trainer.teachers.anchor import Anchor
 
@@ -215,7 +215,7 @@ def use(
 
     stage(
         "scored",
-        lambda: in_passes(student, [0], lambda _: batch, lambda one: student.rows(one, 1.0)),
+        lambda: run_passes(student, [0], lambda _: batch, lambda one: student.rows(one, 1.0)),
     )
     stage("gathered", gathered)
     anchor = stage("anchor", lambda: Anchor(student, tau=0.9, update_period=1))

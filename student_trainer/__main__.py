@@ -65,8 +65,8 @@ def main() -> int:
         with run.held() if is_main_process() else nullcontext():
             return run_to_verdict(
                 progress,
-                lambda: _guarded(
-                    lambda: _attempt(run, config, progress, options.attempt, options.from_step)
+                lambda: _detect_lost_process(
+                    lambda: _run_attempt(run, config, progress, options.attempt, options.from_step)
                 ),
             )
     except WrongState as error:  # another trainer owns the run: do not write its status
@@ -74,20 +74,20 @@ def main() -> int:
         return error.exit_code
 
 
-def _guarded(attempt: Callable[[], Verdict]) -> Verdict:
-    """Return `attempt()`. Raises AttemptDied where it fails because another process is lost."""
+def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:
+    """Return `attempt()`. Raises AttemptDied if it fails because another process has died."""
     try:
         return attempt()
     except RuntimeError as error:
-        from student_trainer.parallel.other_processes import is_of_lost_process
+        from student_trainer.parallel.other_processes import is_lost_process_error
 
-        if is_of_lost_process(error):
+        if is_lost_process_error(error):
             fault = str(error).partition(". ")[0]
             raise AttemptDied(f"another process of the trainer is lost: {fault}") from error
         raise
 
 
-def _attempt(
+def _run_attempt(
     run: RunDirectory,
     config: AnyTraining,
     progress: Progress,
@@ -108,7 +108,7 @@ def _attempt(
             longest = stores.training.longest + config.method.max_new_tokens
             for teacher in teachers.values():
                 check_length(longest, teacher.label, teacher.info.max_length)
-        with rollout_services(config) as service, _rewards(config) as rewards:
+        with rollout_services(config) as service, _open_rewards(config) as rewards:
             from student_trainer.assembly import assemble
 
             return assemble(
@@ -116,7 +116,7 @@ def _attempt(
             ).train()
 
 
-def _rewards(config: AnyTraining) -> AbstractContextManager[Rewards | None]:
+def _open_rewards(config: AnyTraining) -> AbstractContextManager[Rewards | None]:
     if not isinstance(config, RLJob) or config.reward is None:
         return nullcontext()
     return make_rewards(config.reward, processes=config.train.processes)

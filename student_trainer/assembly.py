@@ -55,7 +55,7 @@ from student_trainer.model.loading import (
     vocabulary,
 )
 from student_trainer.model.student import Student
-from student_trainer.parallel.collectives import largest, make_accelerator
+from student_trainer.parallel.collectives import make_accelerator, max_over_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
 from student_trainer.parallel.tensor_parallel import check_divisible
 from student_trainer.parallel.time_limit import time_limit
@@ -100,18 +100,18 @@ def assemble(
     None unless the job is offline. `service`: None if this process samples. Raises a DistillError.
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
-    tokenizer, reader = load_tokenizer(config.student), _image_reader(config, stores)
-    vocab_size, make_method = _prepared(config, teachers, stores, rewards, tokenizer, reader)
-    accelerator = _accelerator(config)
+    tokenizer, reader = load_tokenizer(config.student), _load_image_reader(config, stores)
+    vocab_size, make_method = _prepare_method(config, teachers, stores, rewards, tokenizer, reader)
+    accelerator = _build_accelerator(config)
     copies = RunCopies(config, run, attempt, accelerator, progress)
-    progress.agree = lambda wish: largest(accelerator, wish)
+    progress.agree = lambda wish: max_over_ranks(accelerator, wish)
     copies.fetch(from_step)
-    step, saved = _resumed(config, run, from_step, copies)
-    if stores is not None and saved is not None:
-        check_same_store(stores.training, checkpoint.facts_of(saved))
+    step, checkpoint_path = _find_resumed_checkpoint(config, run, from_step, copies)
+    if stores is not None and checkpoint_path is not None:
+        check_same_store(stores.training, checkpoint.facts_of(checkpoint_path))
     progress.say("loading student", step)
     wait_for_shared_gpus(config, service, accelerator)
-    student = _load_student(config, saved, accelerator, vocab_size, reader)
+    student = _load_student(config, checkpoint_path, accelerator, vocab_size, reader)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
@@ -121,9 +121,9 @@ def assemble(
         end_orders_after_stop(engine.client, progress.stop_asked)
     method = make_method(accelerator, student, engine)
     optimizer = make_optimizer(config.train, student.trained.model)
-    if saved is not None:
-        _restore(method, saved)
-        checkpoint.load_optimizer(saved, student.trained.model, optimizer)
+    if checkpoint_path is not None:
+        _restore(method, checkpoint_path)
+        checkpoint.load_optimizer(checkpoint_path, student.trained.model, optimizer)
     _log_start(config, teachers, stores, student, step)
     parts = Parts(
         step=step,
@@ -138,24 +138,24 @@ def assemble(
         anchor=method.anchor,
         values=method.values,
         facts=method.facts,
-        of_step=checkpoint.metrics_of(saved) if saved else None,
+        of_step=checkpoint.metrics_of(checkpoint_path) if checkpoint_path else None,
         ahead=method.ahead,
         copies=copies,
     )
     return Trainer(config, run, progress, parts)
 
 
-def _accelerator(config: AnyTraining) -> Accelerator:
+def _build_accelerator(config: AnyTraining) -> Accelerator:
     limit = time_limit(config, count_weights(config.student))
     return make_accelerator(limit, cpu_offload=config.train.cpu_offload)
 
 
-def _image_reader(config: AnyTraining, stores: Stores | None) -> ImageReader | None:
-    """Return what reads the images of the job's prompts for its student; None if it has none."""
+def _load_image_reader(config: AnyTraining, stores: Stores | None) -> ImageReader | None:
+    """Return the reader of the images in the job's prompts; None if they have no images."""
     if isinstance(config, OfflineJob):
-        opened = (stores.training, stores.held_out) if stores else ()
-        sees = any(store is not None and store.has_images for store in opened)
-        return load_image_reader(config.student, "data.path") if sees else None
+        open_stores = (stores.training, stores.held_out) if stores else ()
+        has_images = any(store is not None and store.has_images for store in open_stores)
+        return load_image_reader(config.student, "data.path") if has_images else None
     return load_image_reader(config.student) if config.data and config.data.image_column else None
 
 
@@ -177,57 +177,60 @@ def _log_start(
     step: int,
 ) -> None:
     dtype = "bfloat16" if student.trained.bf16 else "float32"
-    told = [f"{config.student.model} on {student.device} in {dtype}"]
-    told += [f"teacher {connection.info.model}" for connection in teachers.values()]
-    log.info("%s, step %d", ", ".join(told + ([stores.training.label] if stores else [])), step)
+    models = [f"{config.student.model} on {student.device} in {dtype}"]
+    models += [f"teacher {connection.info.model}" for connection in teachers.values()]
+    log.info("%s, step %d", ", ".join(models + ([stores.training.label] if stores else [])), step)
 
 
 def _load_student(
     config: AnyTraining,
-    saved: Path | None,
+    checkpoint_path: Path | None,
     accelerator: Accelerator,
     vocab_size: int,
     reader: ImageReader | None,
 ) -> Replicated | Sharded:
     """Collective. Load the student, distribute it, choose its attention, and compile it.
 
-    `saved`: the checkpoint that has the weights; None: they are the job's. `vocab_size`: number of
-    ids that teacher and student have in common. `reader`: of the images; None: the job has none.
+    `checkpoint_path`: the checkpoint with the weights; None: load those that the job names.
+    `vocab_size`: number of ids that teacher and student have in common. `reader`: the reader of the
+    job's images; None if it has none.
     """
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
     train = config.train
-    directory = saved / "model" if saved else None
+    directory = checkpoint_path / "model" if checkpoint_path else None
     model = load_model(config.student, directory, mapped=train.sharded, images=reader)
-    made = Student(
+    unwrapped = Student(
         model,
         bf16=computes_in_bfloat16(config.student),
         vocab_size=vocab_size,
         placeholder=None if reader is None else reader.placeholder,
     )
     groups = train.tensor_parallel, train.context_parallel
-    student = distribute(accelerator, made, train.sharding, *groups, cpu_offload=train.cpu_offload)
+    student = distribute(
+        accelerator, unwrapped, train.sharding, *groups, cpu_offload=train.cpu_offload
+    )
     student.choose_attention(config.student)
-    if reader is not None:  # the positions of images are those of a sequence with its own line
+    if reader is not None:  # image positions assume that each sequence has a line of its own
         student.trained.layout = student.full.layout = "padded"
     if config.student.compile:
         compile_layers(student.trained)
     return student
 
 
-def _restore(method: Method, saved: Path) -> None:
-    """Load what a checkpoint has for the method: anchor, critic, rollouts of later steps."""
+def _restore(method: Method, checkpoint_path: Path) -> None:
+    """Load the method's state from a checkpoint: anchor, critic, rollouts of later steps."""
     if method.anchor is not None:
-        checkpoint.load_anchor(saved, method.anchor)
+        checkpoint.load_anchor(checkpoint_path, method.anchor)
     if method.values is not None:
-        checkpoint.load_values(saved, method.values)
+        checkpoint.load_values(checkpoint_path, method.values)
     if method.ahead is not None:
-        method.ahead.restore(saved)
+        method.ahead.restore(checkpoint_path)
 
 
 MakeMethod = Callable[[Accelerator, Replicated | Sharded, Engine | None], Method]
 
 
-def _prepared(
+def _prepare_method(
     config: AnyTraining,
     teachers: Mapping[str, Connection],
     stores: Stores | None,
@@ -235,81 +238,99 @@ def _prepared(
     tokenizer: Any,
     reader: ImageReader | None,
 ) -> tuple[int, MakeMethod]:
-    """Read and check student and data of the job.
+    """Read and check the job's data and the student's configuration.
 
-    Returns the number of ids that rows are about, and a function that builds the method. No weights
-    are loaded here, so wrong data fails fast. Raises a DistillError.
+    Returns the number of token ids that rows cover, and a function that builds the method. No
+    weights are loaded here, so that wrong data fails fast. Raises a DistillError.
     """
     if config.train.tensor_parallel > 1:
         check_divisible(config.student, config.train.tensor_parallel)
-    shape = load_config(config.student).get_text_config()
-    refuse_indivisible_heads(shape.to_dict(), config.train.context_parallel)
-    most = getattr(shape, "max_position_embeddings", None)
+    text_config = load_config(config.student).get_text_config()
+    refuse_indivisible_heads(text_config.to_dict(), config.train.context_parallel)
+    max_length = getattr(text_config, "max_position_embeddings", None)
     if isinstance(config, OfflineJob):
         assert stores is not None
-        return _offline(config, teachers, stores, tokenizer, shape, reader)
+        return _prepare_offline(config, teachers, stores, tokenizer, text_config, reader)
     pair = None
     if isinstance(config, OnPolicyJob | RLJob):
         pair = tokenizer_pair(config, teachers, tokenizer)
     if pair is None:
-        vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
+        vocab_size = _count_common_ids(
+            teachers, stores, vocabulary(tokenizer), text_config.vocab_size
+        )
     elif isinstance(pair, RolePair):
-        vocab_size = check_width(teachers[""], pair.tokens, shape.vocab_size)
+        vocab_size = check_width(teachers[""], pair.tokens, text_config.vocab_size)
     else:
-        vocab_size = min(shape.vocab_size, pair.tokens)  # the ids beyond stand for no text
+        vocab_size = min(text_config.vocab_size, pair.tokens)  # later ids are padding
     if isinstance(config, SFTJob):
-        check_max_tokens(config.method.max_tokens, most)
+        check_max_tokens(config.method.max_tokens, max_length)
         examples = load_examples(config, tokenizer)
         held_out = examples[1]
         _check_shares(config, len(held_out))
         if config.eval.metric != "none":
-            longest = max(len(one.prompt.ids) for one in held_out)
-            check_length(longest + config.method.max_new_tokens, "student", most)
+            longest = max(len(example.prompt.ids) for example in held_out)
+            check_length(longest + config.method.max_new_tokens, "student", max_length)
         return vocab_size, lambda accelerator, student, _: sft_method(
             config, examples, accelerator, student, tokenizer
         )
-    check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
+    check_length(
+        config.method.max_prompt_tokens + config.method.max_new_tokens, "student", max_length
+    )
     if isinstance(config, RLJob):
         check_top_k(config.method.top_k, vocab_size, "method.top_k")
-        asked = load_rl_prompts(config, tokenizer, reader)
-        _check_shares(config, len(asked.held_out))
+        prompts = load_rl_prompts(config, tokenizer, reader)
+        _check_shares(config, len(prompts.held_out))
         retriever = make_retriever(config.environment) if config.environment else None
         assert not isinstance(pair, TokenizerPair), "tokenizer_pair refuses it"
-        material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most, pair)
+        material = RLMaterial(tokenizer, prompts, teachers, rewards, retriever, max_length, pair)
         return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
         )
-    return vocab_size, _on_policy(config, teachers, tokenizer, vocab_size, pair, reader)
+    return vocab_size, _prepare_on_policy(config, teachers, tokenizer, vocab_size, pair, reader)
 
 
-def _offline(
+def _prepare_offline(
     config: OfflineJob,
     teachers: Mapping[str, Connection],
     stores: Stores,
     tokenizer: Any,
-    shape: Any,
+    text_config: Any,
     reader: ImageReader | None,
 ) -> tuple[int, MakeMethod]:
-    """As `_prepared`. `shape`: the configuration of the student's text model."""
-    store, most = stores.training, getattr(shape, "max_position_embeddings", None)
-    other = other_tokenizer_store(config, stores, tokenizer, most)
-    if other is None:
-        vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
-        check_stored_length(store, most)
-    elif isinstance(other, RoleStore):
-        vocab_size = check_stored_width(store, other.tokens, shape.vocab_size)
+    """Prepare an offline job; see `_prepare_method`.
+
+    `text_config`: the configuration of the student's text model.
+    """
+    store, max_length = stores.training, getattr(text_config, "max_position_embeddings", None)
+    alignment = other_tokenizer_store(config, stores, tokenizer, max_length)
+    if alignment is None:
+        vocab_size = _count_common_ids(
+            teachers, stores, vocabulary(tokenizer), text_config.vocab_size
+        )
+        check_stored_length(store, max_length)
+    elif isinstance(alignment, RoleStore):
+        vocab_size = check_stored_width(store, alignment.tokens, text_config.vocab_size)
     else:
-        vocab_size = min(shape.vocab_size, other.tokens)
+        vocab_size = min(text_config.vocab_size, alignment.tokens)
     longest = store.longest
     if config.teacher is not None or config.eval.metric != "none":
-        check_length(longest + config.method.max_new_tokens, "student", most)
+        check_length(longest + config.method.max_new_tokens, "student", max_length)
     examined = load_examined(config, tokenizer, longest)
     return vocab_size, lambda accelerator, student, engine: offline_method(
-        config, stores, examined, teachers, accelerator, student, tokenizer, engine, other, reader
+        config,
+        stores,
+        examined,
+        teachers,
+        accelerator,
+        student,
+        tokenizer,
+        engine,
+        alignment,
+        reader,
     )
 
 
-def _on_policy(
+def _prepare_on_policy(
     config: OnPolicyJob,
     teachers: Mapping[str, Connection],
     tokenizer: Any,
@@ -320,7 +341,7 @@ def _on_policy(
     vision_teachers = [
         name for name, connection in teachers.items() if connection.info.takes_images
     ]
-    prompts = _prompts(config, tokenizer, reader, vision_teachers)
+    prompts = _load_prompts(config, tokenizer, reader, vision_teachers)
     if isinstance(pair, TokenizerPair):
         pair.log_facts(prompts[1])
     else:
@@ -330,7 +351,7 @@ def _on_policy(
     )
 
 
-def _vocab_size(
+def _count_common_ids(
     teachers: Mapping[str, Connection], stores: Stores | None, tokens: list[str], width: int
 ) -> int:
     """Return the number of ids that the student and all its teachers or stores have in common.
@@ -340,11 +361,13 @@ def _vocab_size(
     """
     if stores is not None:
         store = stores.training
-        return check_stored_vocabulary(store, tokens, width, _stored_tokens(store))
-    return min((check_vocabulary(one, tokens, width) for one in teachers.values()), default=width)
+        return check_stored_vocabulary(store, tokens, width, _load_stored_tokens(store))
+    return min(
+        (check_vocabulary(teacher, tokens, width) for teacher in teachers.values()), default=width
+    )
 
 
-def _stored_tokens(store: TrainingStore) -> list[str] | None:
+def _load_stored_tokens(store: TrainingStore) -> list[str] | None:
     """Return the tokens of the store's tokenizer, or None if it is not on this machine."""
     path = Path(store.facts.get("tokenizer") or "?")
     if not path.is_dir():
@@ -355,23 +378,23 @@ def _stored_tokens(store: TrainingStore) -> list[str] | None:
         return None
 
 
-def _resumed(
+def _find_resumed_checkpoint(
     config: AnyTraining, run: RunDirectory, from_step: int | None, copies: RunCopies
 ) -> tuple[int, Path | None]:
     """Collective. Return the step to resume from and its checkpoint; (0, None) for a new run."""
-    found = checkpoint.newest_checkpoint(run.checkpoints, from_step, intact=copies.is_intact)
-    if found is None:
+    resumed = checkpoint.newest_checkpoint(run.checkpoints, from_step, intact=copies.is_intact)
+    if resumed is None:
         return 0, None
-    if found[0] > config.max_steps:
+    if resumed[0] > config.max_steps:
         raise InvalidInput(
-            f"the run is already at step {found[0]}, but max_steps is {config.max_steps}",
+            f"the run is already at step {resumed[0]}, but max_steps is {config.max_steps}",
             field="max_steps",
             hint="raise max_steps, or resume from an earlier checkpoint",
         )
-    return found
+    return resumed
 
 
-def _prompts(
+def _load_prompts(
     config: OnPolicyJob, tokenizer: Any, reader: ImageReader | None, vision_teachers: Sequence[str]
 ) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     prompts, held_out = load_prompts(

@@ -41,8 +41,8 @@ from student_trainer.checkpoints.optimizer_state import load_optimizer_state, op
 from student_trainer.checkpoints.tensor_file import TensorFile, layout, read_shard
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.model.lora import FILE as ADAPTERS
-from student_trainer.model.lora import adapter_key, has_adapters, learned
-from student_trainer.parallel.collectives import largest
+from student_trainer.model.lora import adapter_key, has_adapters, trainable_weights
+from student_trainer.parallel.collectives import max_over_ranks
 from student_trainer.teachers.anchor import Anchor
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def contents(
     metadata: dict[str, dict[str, str]] = {}
     index: dict[str, bytes] = {}
     if has_adapters(model):
-        adapters = learned(model)
+        adapters = trainable_weights(model)
         tensors[f"model/{ADAPTERS}"] = {
             adapter_key(name): adapter for name, adapter in adapters.items()
         }
@@ -191,7 +191,7 @@ def metrics_of(path: Path) -> Mapping[str, float] | None:
 def intact_for_all(accelerator: Accelerator, path: Path) -> bool:
     """Collective. Return whether a checkpoint matches its manifest; each process reads a share."""
     share = accelerator.process_index, accelerator.num_processes
-    return not largest(accelerator, int(not is_intact(path, *share)))
+    return not max_over_ranks(accelerator, int(not is_intact(path, *share)))
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

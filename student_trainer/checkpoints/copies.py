@@ -48,7 +48,7 @@ from protos.errors import (
     WrongState,
 )
 from student_trainer.checkpoints import atomic_directory, checkpoint
-from student_trainer.parallel.collectives import largest, raise_on_all_ranks
+from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class RunCopies:
 
     def is_intact(self, path: Path) -> bool:
         """Collective. As `checkpoint.intact_for_all`; skips the one that `fetch` verified."""
-        is_known_intact = self._url and largest(self._accelerator, int(path == self._intact))
+        is_known_intact = self._url and max_over_ranks(self._accelerator, int(path == self._intact))
         return bool(is_known_intact) or checkpoint.intact_for_all(self._accelerator, path)
 
     def resumed(self, step: int) -> None:
@@ -165,7 +165,7 @@ class RunCopies:
         """Collective. Wait for the thread of the main process; raise its error on all ranks."""
         if self._url is None:
             return
-        while largest(self._accelerator, int(self._work.unfinished_tasks > 0)):
+        while max_over_ranks(self._accelerator, int(self._work.unfinished_tasks > 0)):
             time.sleep(_PAUSE)
         try:
             raise_on_all_ranks(self._accelerator, lambda: None if quietly else self._raise_error())

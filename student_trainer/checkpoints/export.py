@@ -22,9 +22,9 @@ from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import (
     adapter_key,
     has_adapters,
-    learned,
-    merged,
+    merge_adapters,
     save_adapter_configuration,
+    trainable_weights,
 )
 from student_trainer.parallel.shards import full_tensors
 from student_trainer.teachers.anchor import Anchor
@@ -80,7 +80,7 @@ def _write_model(
         tokenizer.save_pretrained(path)
     write_weights(path, model, weights, dtype)
     if has_adapters(model):
-        adapters = {name: weights[name] for name in learned(model)}
+        adapters = {name: weights[name] for name in trainable_weights(model)}
         write_adapters(path / "adapter" if path is not None else None, model, adapters)
 
 
@@ -200,7 +200,7 @@ def _to_published(
 
     `weights`: unsharded, on the CPU or without data; all weights or those of one layer.
     """
-    plain = merged(model, weights) if has_adapters(model) else weights
+    plain = merge_adapters(model, weights) if has_adapters(model) else weights
     rounded = {
         name: weight.to(dtype) if weight.is_floating_point() else weight
         for name, weight in plain.items()

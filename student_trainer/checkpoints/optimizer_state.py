@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from protos.errors import InvalidInput
 from student_trainer.checkpoints.tensor_file import read_rows, read_shard
-from student_trainer.parallel.shards import local, with_rows, with_shard
+from student_trainer.parallel.shards import local, tensor_with_rows, tensor_with_shard
 
 # Elements of an 8-bit block: the widths of most models are multiples of 64, but not of 256.
 BLOCK = 64
@@ -50,8 +50,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for kind, value in optimizer.state.get(parameter, {}).items():
             if quantized and kind in _MOMENTS:
                 codes, scales = _split_moment(local(value))
-                tensors[f"{name}/{kind}.codes"] = with_rows(codes, parameter)
-                tensors[f"{name}/{kind}.scales"] = with_rows(scales, parameter)
+                tensors[f"{name}/{kind}.codes"] = tensor_with_rows(codes, parameter)
+                tensors[f"{name}/{kind}.scales"] = tensor_with_rows(scales, parameter)
             else:
                 tensors[f"{name}/{kind}"] = value
     return tensors
@@ -89,7 +89,7 @@ def _load_step(file: Any, name: str, parameter: Tensor, optimizer: torch.optim.O
 
 
 def _load_float32(file: Any, key: str, parameter: Tensor, _: torch.optim.Optimizer) -> Tensor:
-    return with_shard(read_shard(file, key, parameter), parameter)
+    return tensor_with_shard(read_shard(file, key, parameter), parameter)
 
 
 def _load_quantized(file: Any, key: str, parameter: Tensor, optimizer: Any) -> Tensor:

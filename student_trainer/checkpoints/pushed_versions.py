@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.snapshots import Snapshots
-from student_trainer.parallel.collectives import largest
+from student_trainer.parallel.collectives import max_over_ranks
 from student_trainer.rollout_client.engine_replica import Pushed
 from student_trainer.rollout_client.order import WeightsVersion
 from student_trainer.rollout_client.push.pusher import WeightPusher
@@ -65,7 +65,7 @@ class PushedVersions:
         `version`: the one pushed last. `number`: the version of the current weights. Returns the
         written version, or None.
         """
-        if not largest(self._accelerator, int(self._pushed.lacks(version))):
+        if not max_over_ranks(self._accelerator, int(self._pushed.lacks(version))):
             return None
         if self._accelerator.is_main_process:
             log.warning("no engine has version %d; %d is written as files", version.number, number)
@@ -95,7 +95,7 @@ class PushedVersions:
             specs = [WeightSpec.of(name, size) for name, size in published.sizes.items()]
             pusher.begin(WeightsOffer(replace(version, pushed=True), dtype, specs, probe))
         is_sending = pusher is not None and pusher.sends
-        if largest(self._accelerator, int(is_sending)):
+        if max_over_ranks(self._accelerator, int(is_sending)):
             device = pusher.device if pusher is not None else torch.device("cpu")
             for group in published.iterate_layers(
                 lambda: pusher is not None and pusher.sends, device
@@ -105,4 +105,4 @@ class PushedVersions:
                         pusher.send(name, weight)
                 failpoint("layer-gathered")
         failed = pusher is not None and not pusher.finish()
-        return not largest(self._accelerator, int(failed))
+        return not max_over_ranks(self._accelerator, int(failed))

@@ -32,7 +32,7 @@ from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints import atomic_directory
 from student_trainer.checkpoints.checkpoint import Contents, checkpoint_path, state_text
 from student_trainer.checkpoints.tensor_file import PartWriter
-from student_trainer.parallel.collectives import largest
+from student_trainer.parallel.collectives import max_over_ranks
 from student_trainer.parallel.shards import full_tensor, local, rows_of_part
 from student_trainer.teachers.rollouts_ahead import LaterFiles
 
@@ -158,7 +158,7 @@ class Saver:
         code = _BUSY if is_busy else _DONE
         if error is not None:
             code = _FAILED + ((error.errno or 0) if isinstance(error, OSError) else 0)
-        return largest(self._accelerator, code)
+        return max_over_ranks(self._accelerator, code)
 
     def _raise_error(self, error: Exception | None, worst_code: int, path: Path) -> NoReturn:
         """Raise this process's own error, or else that of another process."""

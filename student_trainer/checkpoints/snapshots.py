@@ -23,9 +23,9 @@ from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.export import PublishedWeights, write_adapters, write_weights
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.model.lora import learned
+from student_trainer.model.lora import trainable_weights
 from student_trainer.parallel.collectives import raise_on_all_ranks
-from student_trainer.parallel.passes import of_rollouts
+from student_trainer.parallel.passes import run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.order import InFlight, WeightsVersion
 from student_trainer.rollout_client.snapshot import Probe, seal
@@ -52,7 +52,7 @@ def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
 def snapshot_bytes(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:
     """Return the bytes of a snapshot of a model, or of its adapters, which are float32."""
     if adapters:
-        return sum(weight.numel() for weight in learned(model).values()) * 4
+        return sum(weight.numel() for weight in trainable_weights(model).values()) * 4
     return int(model.num_parameters()) * dtype.itemsize
 
 
@@ -170,7 +170,9 @@ class Snapshots:
 
         def write() -> None:
             if self._adapters:
-                write_adapters(path, model, {name: weights[name] for name in learned(model)})
+                write_adapters(
+                    path, model, {name: weights[name] for name in trainable_weights(model)}
+                )
             else:
                 write_weights(path, model, weights, self._dtype)
             failpoint("snapshot-weights-written")
@@ -223,7 +225,7 @@ class Snapshots:
         """Collective. Return log-probs [n, T - 1] float32 of the probe, on the CPU."""
         student = self._student
         student.trained.eval()
-        logprobs = of_rollouts(
+        logprobs = run_passes_over_rollouts(
             student,
             [TokenSequence(ids, 1) for ids in self._probe_ids],
             # Engines compute log-probs from all logits, even if they sample from a subset.

@@ -13,7 +13,7 @@ from student_trainer.critic.critic import Critic, value_loss
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import gae, reward_at_last_token
-from student_trainer.parallel.passes import of_rollouts
+from student_trainer.parallel.passes import run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 _CLIP = 0.2  # of the value loss, as in PPO's code
@@ -106,7 +106,7 @@ class CriticAdvantages:
         """Collective. Return the head's input states [learned, H] float32 of each rollout."""
         student = self._student
         student.trained.eval()
-        return of_rollouts(
+        return run_passes_over_rollouts(
             student,
             rollouts,
             lambda batch: student.states(batch).float(),

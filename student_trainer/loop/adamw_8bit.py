@@ -13,7 +13,7 @@ from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
-from student_trainer.parallel.shards import local, with_rows
+from student_trainer.parallel.shards import local, tensor_with_rows
 
 
 class RowwiseAdamW8bit(AdamW8bit):  # type: ignore[misc]
@@ -32,7 +32,7 @@ class RowwiseAdamW8bit(AdamW8bit):  # type: ignore[misc]
         zeros = torch.zeros_like(own)
         if is_quantized(weight) and len(own):
             zeros = OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, dtype=own.dtype)
-        return with_rows(zeros, weight)
+        return tensor_with_rows(zeros, weight)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         return self.new_moment(p, signed=signed)

@@ -61,7 +61,7 @@ class Efficiency:
     def flops(self, pending: Sequence[PendingRows]) -> float:
         """Return the operations of learning from sequences."""
         texts = [item.sequence for item in pending]
-        return sum(self._flops.of_sequence(len(text.token_ids), text.learned) for text in texts)
+        return sum(self._flops.count_sequence(len(text.token_ids), text.learned) for text in texts)
 
     def of_step(self, *, flops: float, learning: float, speed: float) -> dict[str, float]:
         """Return the metrics of a step.

@@ -22,7 +22,7 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.loop.step import Objective
 from student_trainer.losses import FusedLoss
 from student_trainer.parallel.collectives import raise_on_all_ranks
-from student_trainer.parallel.passes import in_passes
+from student_trainer.parallel.passes import run_passes
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards.rollout_rewards import RolloutRewards
 from student_trainer.rewards.text_match import exact_match
@@ -220,7 +220,7 @@ class Evaluation:
             found = objective.held_out(batch, student.forward(batch, *settings))
             return batch.sequence.cpu(), {name: of.cpu() for name, of in found.items()}
 
-        measured = in_passes(student, groups, batch_of, values_of)
+        measured = run_passes(student, groups, batch_of, values_of)
         for group, (sequence, found) in zip(groups, measured, strict=True):
             for name, values in found.items():
                 sums[_MEASURED.index(name)] += sum_and_count(values).double()

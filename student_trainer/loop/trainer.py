@@ -56,7 +56,7 @@ from student_trainer.loop.samples import write_samples
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.loop.step_metrics import lengths_of, means_of, over_updates, totals_of
-from student_trainer.parallel.collectives import largest, raise_on_all_ranks
+from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.anchor import Anchor
@@ -185,7 +185,7 @@ class Trainer:
         """Collective. Return whether metrics.jsonl lacks the line of the last finished step."""
         logged = (point.step for point in read_points(self._run.metrics))
         unlogged = self._metrics is not None and self._step not in logged
-        return bool(largest(self._accelerator, int(unlogged)))
+        return bool(max_over_ranks(self._accelerator, int(unlogged)))
 
     def _evaluate_and_log(self, metrics: Mapping[str, float]) -> None:
         """Collective. Evaluate the last finished step if it is due, and write its line."""
@@ -274,7 +274,7 @@ class Trainer:
         tokens, flops_of_all = lengths["length/mean"][0], lengths.pop("flops")[0]
         counted = lengths.pop("counted")[0]
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
-        scale = self._student.averaged / max(counted, 1.0)
+        scale = self._student.gradient_ranks / max(counted, 1.0)
         layout = self._student.full.layout
         sums: dict[str, Tensor] = {}
         waited = 0.0
@@ -282,7 +282,7 @@ class Trainer:
         groups = micro_batches(pending, self._config.train.tokens_per_micro_batch, layout)
         own_groups = len(groups)
         # All ranks run as many micro-batches: one with fewer repeats its last one without rows.
-        groups += groups[-1:] * (largest(self._accelerator, own_groups) - own_groups)
+        groups += groups[-1:] * (max_over_ranks(self._accelerator, own_groups) - own_groups)
         for number, group in enumerate(groups):
             started = time.monotonic()
             scored = self._rows(group)

@@ -23,7 +23,7 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import flat_groups
 from student_trainer.methods.rl_prompts import PromptSource
-from student_trainer.parallel.collectives import largest, raise_on_all_ranks
+from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 from student_trainer.rewards.rollout_rewards import RolloutRewards, reward_metrics
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows
@@ -115,7 +115,9 @@ class GroupSampler:
         spread: list[tuple[list[Rollout], Tensor]] = []
         flat: list[tuple[list[Rollout], Tensor]] = []
         seconds, rounds = 0.0, 0
-        while rounds < self._rounds and largest(self._accelerator, int(len(spread) < wanted)):
+        while rounds < self._rounds and max_over_ranks(
+            self._accelerator, int(len(spread) < wanted)
+        ):
             rounds += 1
             # A process that has its groups samples nothing more, but takes part in the round.
             missing = len(spread) < wanted

@@ -23,8 +23,8 @@ _FLASH = "flash_attention"  # the start of transformers' names
 def choose_attention(student: Student, copy: Student, settings: StudentConfig) -> None:
     """Set the attention and the layout of a student and of `copy`, and log both.
 
-    `copy`: the same student with other weights, or `student` itself. Call it on the device of the
-    training: the probe of the layout runs `student`.
+    `copy`: the same student with other weights, or `student` itself. Call it on the training
+    device: the probe of the layout runs `student`.
 
     `settings.attention` = "auto" is variable-length flash attention on a GPU, if the student
     computes in bfloat16, the package flash-attn is installed, and the model supports it; otherwise
@@ -32,51 +32,59 @@ def choose_attention(student: Student, copy: Student, settings: StudentConfig) -
     sequences of a batch are one line; with the others, lines have a dense mask. A model that cannot
     separate the sequences of a line gets padded batches.
 
-    Raises InvalidInput (`student.attention`) if "flash", "sdpa" or "eager" cannot be had.
+    Raises InvalidInput (`student.attention`) if "flash", "sdpa" or "eager" is not available.
     """
-    wanted = _wanted(student, settings.attention)
-    if wanted is not None:
+    requested_attention = _choose_implementation(student, settings.attention)
+    if requested_attention is not None:
         try:
-            for one in {id(one): one for one in (student, copy)}.values():
-                one.model.set_attn_implementation(wanted)
+            for module in {id(module): module for module in (student, copy)}.values():
+                module.model.set_attn_implementation(requested_attention)
         except (ImportError, OSError, ValueError) as error:
             if settings.attention != "auto":
-                raise _refused(settings.attention, str(error).strip().splitlines()[0]) from error
+                raise _build_error(
+                    settings.attention, str(error).strip().splitlines()[0]
+                ) from error
             log.info("no flash attention: %s", error)
-    used = student.model.config._attn_implementation
-    if settings.attention != "auto" and used != wanted:
-        raise _refused(settings.attention, f"the model has {used!r} and cannot change it")
-    flash = used.startswith(_FLASH)
+    current_attention = student.model.config._attn_implementation
+    if settings.attention != "auto" and current_attention != requested_attention:
+        raise _build_error(
+            settings.attention, f"the model has {current_attention!r} and cannot change it"
+        )
+    flash = current_attention.startswith(_FLASH)
     student.eval()
     separate = separates_packed_sequences(student, lines=1 if flash else 2)
     student.layout = copy.layout = ("one_line" if flash else "lines") if separate else "padded"
     log.info(
         "attention %s, %s",
-        used,
+        current_attention,
         "several sequences in a line" if separate else "padded: it cannot separate sequences",
     )
 
 
-def _wanted(student: Student, attention: str) -> str | None:
+def _choose_implementation(student: Student, attention: str) -> str | None:
     """Return transformers' name of the attention to set; None: leave the model as it is."""
     on_gpu = student.model.device.type == "cuda"
     installed = _installed_flash()
     match attention:
         case "auto":
             # For these models transformers would download another kernel from the hub.
-            only = getattr(student.model, "_compatible_flash_implementations", None)
-            usable = on_gpu and student.bf16 and (only is None or installed in only)
+            supported_kernels = getattr(student.model, "_compatible_flash_implementations", None)
+            usable = (
+                on_gpu
+                and student.bf16
+                and (supported_kernels is None or installed in supported_kernels)
+            )
             return installed if usable else None
         case "flash" if not on_gpu:
-            raise _refused(attention, "it needs an NVIDIA GPU")
+            raise _build_error(attention, "it needs an NVIDIA GPU")
         case "flash" if not student.bf16:
-            raise _refused(attention, "it needs a student that computes in bfloat16")
+            raise _build_error(attention, "it needs a student that computes in bfloat16")
         case "flash":
             # transformers downloads a kernel from the hub if only the package kernels is there.
-            found = installed or ("flash_attention_2" if is_kernels_available() else None)
-            if found is None:
-                raise _refused(attention, "the package flash-attn is not installed")
-            return found
+            implementation = installed or ("flash_attention_2" if is_kernels_available() else None)
+            if implementation is None:
+                raise _build_error(attention, "the package flash-attn is not installed")
+            return implementation
     return attention
 
 
@@ -86,7 +94,7 @@ def _installed_flash() -> str | None:
     return "flash_attention_2" if is_flash_attn_2_available() else None
 
 
-def _refused(attention: str, why: str) -> InvalidInput:
+def _build_error(attention: str, why: str) -> InvalidInput:
     return InvalidInput(
         f"the student cannot have the attention {attention!r}: {why}",
         field="student.attention",

@@ -24,22 +24,26 @@ def compile_layers(student: Student) -> None:
     Raises InvalidInput (`student.compile`) if the model has no layers of transformers, or if this
     machine cannot compile.
     """
-    layers = [one for one in student.modules() if isinstance(one, GradientCheckpointingLayer)]
+    layers = [
+        module for module in student.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
-        raise _refused("the model has no layers that transformers marks as such", "leave it out")
+        raise _build_error(
+            "the model has no layers that transformers marks as such", "leave it out"
+        )
     try:
         torch.compile(torch.neg)(torch.ones(2, device=student.model.device))
-    except Exception as error:  # of any part of the compiler, or of the machine's
+    except Exception as error:  # any part of the compiler or of the machine's tools may fail
         reason = str(error).strip().splitlines()[0]
-        raise _refused(reason, "install a C++ compiler such as g++, or leave it out") from error
-    # A batch of one line, one without padding and layers that recompute have code of their own. The
-    # default limit of 8 variants is too few for a model with two kinds of layers.
+        raise _build_error(reason, "install a C++ compiler such as g++, or leave it out") from error
+    # Batches of one line, batches without padding and layers that recompute each compile a variant.
+    # The default limit of 8 variants is too few for a model with two kinds of layers.
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     student.compiled = True
 
 
-def _refused(reason: str, hint: str) -> InvalidInput:
-    what = f"the student cannot be compiled: {reason}"
-    return InvalidInput(what, field="student.compile", hint=hint)
+def _build_error(reason: str, hint: str) -> InvalidInput:
+    message = f"the student cannot be compiled: {reason}"
+    return InvalidInput(message, field="student.compile", hint=hint)

@@ -15,27 +15,31 @@ from student_trainer.model.student import Student
 
 
 class LearningFlops:
-    """The operations of one forward and backward pass, by the lengths of a sequence.
+    """Counts the operations of one forward and backward pass of a sequence.
 
     The head runs on the learned tokens only, all other modules on all tokens. Experts of a mixture
-    are not counted, so that a mixture has a lower bound.
+    are not counted, so that the count of a mixture is a lower bound.
     """
 
     def __init__(self, student: Student) -> None:
         """Count the weights of `student`, before or after they are sharded."""
         head = student.model.get_output_embeddings()
-        body = [one for one in student.linear if isinstance(one, nn.Linear) and one is not head]
-        self._body = sum(_of_weight(module.weight) for module in body)
-        self._head = _of_weight(head.weight) if head is not None else 0
+        body_modules = [
+            module
+            for module in student.linear
+            if isinstance(module, nn.Linear) and module is not head
+        ]
+        self._body = sum(_count_operations(module.weight) for module in body_modules)
+        self._head = _count_operations(head.weight) if head is not None else 0
         config = student.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)  # 0: a model without attention
         width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         self._attention = 12 * config.num_hidden_layers * heads * width
 
-    def of_sequence(self, tokens: int, learned: int) -> float:
+    def count_sequence(self, tokens: int, learned: int) -> float:
         """Return the operations for a sequence of `tokens` tokens, of which `learned` are rows."""
         return float(tokens * (self._body + self._attention * tokens) + learned * self._head)
 
 
-def _of_weight(weight: Tensor) -> int:
+def _count_operations(weight: Tensor) -> int:
     return weight.numel() * (6 if weight.requires_grad else 4)

@@ -23,7 +23,7 @@ from clients.data.images import ImageReader, makes_grids, require_pillow
 from clients.data.model_files import refuse_code
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
-from student_trainer.model.probes import sees
+from student_trainer.model.probes import uses_images
 from student_trainer.model.recomputation import recompute_activations
 
 # Dtypes of safetensors whose values float32 holds exactly.
@@ -36,25 +36,26 @@ def load_config(student: StudentConfig) -> Any:
     Raises InvalidInput (`student.model`) if there is no usable model, or if it needs code of its
     own.
     """
-    return _explained(student, AutoConfig.from_pretrained)
+    return _load_pretrained(student, AutoConfig.from_pretrained)
 
 
 def load_tokenizer(student: StudentConfig) -> Any:
     """Return the tokenizer of the student's model. Raises InvalidInput as `load_config` does."""
-    return _explained(student, AutoTokenizer.from_pretrained)
+    return _load_pretrained(student, AutoTokenizer.from_pretrained)
 
 
 def load_image_reader(student: StudentConfig, field: str = "data.image_column") -> ImageReader:
-    """Return what reads the images of prompts for the student's model.
+    """Return the reader of the prompts' images for the student's model.
 
-    `field`: the key that makes it read images. Raises InvalidInput if the package pillow is missing
-    or the processor cannot be read, or if the model reads no images, or not as patches with a grid.
+    `field`: the job's key that asks for images. Raises InvalidInput if the package pillow is
+    missing, if the processor cannot be read, or if the model does not read images as patches with a
+    grid.
     """
     require_pillow(field)
     placeholder = getattr(load_config(student), "image_token_id", None)
     if placeholder is not None:
         # The same pixels whether torchvision is installed or not.
-        processor = _explained(student, AutoImageProcessor.from_pretrained, backend="pil")
+        processor = _load_pretrained(student, AutoImageProcessor.from_pretrained, backend="pil")
         if makes_grids(processor):
             return ImageReader(processor, int(placeholder))
     raise InvalidInput(
@@ -86,37 +87,43 @@ def load_model(
     mapped: bool = False,
     images: ImageReader | None = None,
 ) -> Any:
-    """Return the model with the weights of a checkpoint, if one is given, or those of the job.
+    """Return the model with the weights of a checkpoint, or with those that the job names.
 
-    `directory`: the checkpoint's. If the student has adapters, the checkpoint has only those, and
-    the frozen weights come from the job. Weights are float32, except that the frozen weights of a
-    student with adapters have the dtype of the computation. Dropout is off.
+    `directory`: the model directory of a checkpoint; None: load the weights of `student.model`. If
+    the student has adapters, the checkpoint has only the adapters, and the frozen weights come from
+    `student.model`. Weights are float32, except that the frozen weights of a student with adapters
+    have the dtype of the computation. Dropout is off.
 
-    `mapped`: leave float32 weights in the dtype of their files. Their memory is then that of the
-    file, which all processes of a machine share. `cast_weights` makes them float32.
+    `mapped`: leave float32 weights in the dtype of their files, mapped into memory, so that all
+    processes of a machine share it. `cast_weights` makes them float32.
 
-    `images`: load a model of images and text; its directories then have the processor's settings.
+    `images`: load a model of images and text, whose saved directories have the processor's
+    settings.
 
     Raises InvalidInput if there is no usable model, or if the adapters of the checkpoint do not fit
     `student.lora`.
     """
-    source = student
+    weights_source = student
     if directory is not None and student.lora is None:
-        source = student.model_copy(update={"model": str(directory)})
-    config = _without_dropout(load_config(source))
+        weights_source = student.model_copy(update={"model": str(directory)})
+    config = _without_dropout(load_config(weights_source))
     # Frozen weights are never updated, so they can be stored in the dtype of the computation.
     in_bf16 = student.lora is not None and computes_in_bfloat16(student)
-    model = _explained(
-        source,
+    model = _load_pretrained(
+        weights_source,
         _class_for(config, with_images=images is not None).from_pretrained,
         config=config,
-        dtype=torch.bfloat16 if in_bf16 else _stored_dtype(source) if mapped else torch.float32,
+        dtype=torch.bfloat16
+        if in_bf16
+        else _stored_dtype(weights_source)
+        if mapped
+        else torch.float32,
         use_safetensors=True,
     )
     if mapped and not in_bf16:
         _restore_buffers(model, config)
     if images is not None:
-        if not sees(model, images):
+        if not uses_images(model, images):
             raise InvalidInput(
                 f"images do not change what {student.model!r} computes",
                 field="student.model",
@@ -146,25 +153,25 @@ def cast_weights(module: nn.Module, *, bf16: bool) -> None:
     """
 
     def cast(tensor: Tensor) -> Tensor:
-        wide = tensor.is_floating_point() and (tensor.requires_grad or not bf16)
-        return tensor.float() if wide else tensor
+        to_float32 = tensor.is_floating_point() and (tensor.requires_grad or not bf16)
+        return tensor.float() if to_float32 else tensor
 
     module._apply(cast)  # type: ignore[no-untyped-call]  # as Module.float() does
 
 
 def _stored_dtype(student: StudentConfig) -> torch.dtype:
-    """Return the dtype of the weights in the model's files; float32 if they have several.
+    """Return the dtype of the weights in the model's files; float32 if the files have several.
 
-    config.json may state another one.
+    The dtype in config.json may differ, so it is not read.
     """
-    files = _explained(student, _weight_files)
-    found: set[str] = set()
+    files = _load_pretrained(student, _weight_files)
+    dtype_names: set[str] = set()
     for file in files:
-        with safe_open(file, "pt") as opened:
-            found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    kinds = {_STORED.get(name) for name in found if name[0] in "BF" and name != "BOOL"}
-    (kind,) = kinds if len(kinds) == 1 else (None,)
-    return kind or torch.float32
+        with safe_open(file, "pt") as weight_file:
+            dtype_names |= {weight_file.get_slice(name).get_dtype() for name in weight_file.keys()}  # noqa: SIM118
+    dtypes = {_STORED.get(name) for name in dtype_names if name[0] in "BF" and name != "BOOL"}
+    (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+    return dtype or torch.float32
 
 
 def _weight_files(model: str, *, revision: str | None, **_: Any) -> list[str]:
@@ -178,15 +185,15 @@ def _weight_files(model: str, *, revision: str | None, **_: Any) -> list[str]:
 
 
 def _restore_buffers(model: Any, config: Any) -> None:
-    """Give a mapped model the buffers and the dtype of a float32 one.
+    """Give a mapped model the buffers and the dtype of a float32 model.
 
-    Computed buffers, which no file has, were rounded to the dtype of the file.
+    Loading rounded the computed buffers, which are in no file, to the dtype of the file.
     """
     with init_empty_weights(include_buffers=False):
-        exact = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for module, like in zip(model.modules(), exact.modules(), strict=True):
-        for name, buffer in like.named_buffers(recurse=False):
-            if name in like._non_persistent_buffers_set:
+        float32_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for module, float32_module in zip(model.modules(), float32_model.modules(), strict=True):
+        for name, buffer in float32_module.named_buffers(recurse=False):
+            if name in float32_module._non_persistent_buffers_set:
                 setattr(module, name, buffer)
             else:
                 setattr(module, name, getattr(module, name).to(buffer.dtype))
@@ -207,7 +214,7 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-def _explained(student: StudentConfig, load: Any, **options: Any) -> Any:
+def _load_pretrained(student: StudentConfig, load: Any, **options: Any) -> Any:
     path = Path(student.model)
     if path.is_dir():
         refuse_code(path, "student.model")
@@ -215,11 +222,11 @@ def _explained(student: StudentConfig, load: Any, **options: Any) -> Any:
     try:
         return load(student.model, revision=revision, trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
-        what = "directory" if path.is_dir() else "directory or reachable hub id"
+        location_kind = "directory" if path.is_dir() else "directory or reachable hub id"
         raise InvalidInput(
             f"no usable model at {student.model!r}: {str(error).strip().splitlines()[0]}",
             field="student.model",
-            hint=f"give a Hugging Face {what} with config, tokenizer and safetensors",
+            hint=f"give a Hugging Face {location_kind} with config, tokenizer and safetensors",
         ) from error
 
 

@@ -27,7 +27,8 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
 
     The model keeps its class, its decoder, its head and its `generate`. Adapters are float32. With
     `student.lora.train_head` the head is trained too, in full. Raises InvalidInput (`student.lora`)
-    for a mixture of experts stacked in one parameter, since `merged` could not merge such adapters.
+    for a mixture of experts stacked in one parameter, since `merge_adapters` could not merge such
+    adapters.
     """
     # These imports take half a second; only jobs with adapters need them.
     from peft import LoraConfig, inject_adapter_in_model
@@ -57,7 +58,7 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
             if getattr(module, "weight", None) is head.weight
         ]
         settings.ensure_weight_tying = len(settings.modules_to_save) > 1
-    for parameter in learned(model).values():  # peft gives them the frozen dtype
+    for parameter in trainable_weights(model).values():  # peft gives them the frozen dtype
         parameter.data = parameter.data.float()
 
 
@@ -66,8 +67,8 @@ def has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-def learned(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable weights by name; a tied weight is there under each of its names."""
+def trainable_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trainable weights by name; a tied weight has an entry for each of its names."""
     return {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -85,30 +86,34 @@ def load_adapters(path: Path, model: nn.Module) -> None:
 
     Raises InvalidInput (`student.lora`) if their names or shapes are not those of the model.
     """
-    saved = load_file(path / FILE) if (path / FILE).is_file() else {}
-    ours = {adapter_key(name): parameter for name, parameter in learned(model).items()}
-    if {key: p.shape for key, p in ours.items()} != {key: v.shape for key, v in saved.items()}:
+    stored_weights = load_file(path / FILE) if (path / FILE).is_file() else {}
+    parameters = {
+        adapter_key(name): parameter for name, parameter in trainable_weights(model).items()
+    }
+    if {key: parameter.shape for key, parameter in parameters.items()} != {
+        key: weight.shape for key, weight in stored_weights.items()
+    }:
         raise InvalidInput(
             "the checkpoint has other adapters than the job asks for",
             field="student.lora",
             hint="restore the table that the run started with, or submit a new job",
         )
     with torch.no_grad():
-        for key, parameter in ours.items():
-            parameter.copy_(saved[key])
+        for key, parameter in parameters.items():
+            parameter.copy_(stored_weights[key])
 
 
 def scale_adapters(path: Path, model: nn.Module) -> None:
     """Scale the adapters of `model`, in place, as the adapter_config.json in `path` says."""
     from peft.tuners.lora import LoraLayer
 
-    configuration = json.loads((path / CONFIGURATION).read_text())
+    adapter_config = json.loads((path / CONFIGURATION).read_text())
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
-            layer.scaling[ADAPTER] = configuration["lora_alpha"] / configuration["r"]
+            layer.scaling[ADAPTER] = adapter_config["lora_alpha"] / adapter_config["r"]
 
 
-def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of the plain model: each adapter is added to the weight of its layer.
 
     `weights`: unsharded, by their names in `model`, all or those of some layers. The result is in
@@ -117,21 +122,23 @@ def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
     from peft.tuners.lora import LoraLayer
     from peft.utils import transpose
 
-    wide = {
+    float32_weights = {
         name: weight.float() if weight.is_floating_point() else weight
         for name, weight in weights.items()
     }
-    plain = {
+    plain_weights = {
         name.replace(".base_layer.", "."): weight
-        for name, weight in wide.items()
+        for name, weight in float32_weights.items()
         if ".lora_" not in name
     }
     for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer) and f"{name}.weight" in plain:
-            down, up = (wide[f"{name}.lora_{part}.{ADAPTER}.weight"] for part in "AB")
-            update = transpose(up @ down, layer.fan_in_fan_out) * layer.scaling[ADAPTER]
-            plain[f"{name}.weight"] = plain[f"{name}.weight"] + update
-    return plain
+        if isinstance(layer, LoraLayer) and f"{name}.weight" in plain_weights:
+            a_matrix, b_matrix = (
+                float32_weights[f"{name}.lora_{part}.{ADAPTER}.weight"] for part in "AB"
+            )
+            update = transpose(b_matrix @ a_matrix, layer.fan_in_fan_out) * layer.scaling[ADAPTER]
+            plain_weights[f"{name}.weight"] = plain_weights[f"{name}.weight"] + update
+    return plain_weights
 
 
 def adapter_key(name: str) -> str:

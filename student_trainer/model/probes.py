@@ -29,22 +29,22 @@ class LineStates(Protocol):
 
 @contextmanager
 def called_linear_modules(model: Any) -> Iterator[set[nn.Module]]:
-    """Yield a set, to which each nn.Linear is added that a forward pass inside the context calls.
+    """Yield the set of the nn.Linear modules that forward passes inside the context call.
 
-    A module whose weight is read without a call is not in it, nor is one of an expert, which other
-    tokens may leave out.
+    It leaves out modules whose weight is read without a call, and those of experts, which other
+    tokens may not call.
     """
     called: set[nn.Module] = set()
 
-    def note(module: nn.Module, *_: object) -> None:
+    def record_call(module: nn.Module, *_: object) -> None:
         called.add(module)
 
-    linear = [
-        one
-        for name, one in model.named_modules()
-        if type(one) is nn.Linear and "expert" not in name
+    linear_modules = [
+        module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and "expert" not in name
     ]
-    handles = [one.register_forward_hook(note) for one in linear]
+    handles = [module.register_forward_hook(record_call) for module in linear_modules]
     try:
         yield called
     finally:
@@ -53,75 +53,75 @@ def called_linear_modules(model: Any) -> Iterator[set[nn.Module]]:
 
 
 def body_of(model: Any) -> Any:
-    """Return the module of a causal LM that gives its last hidden states."""
+    """Return the module of a causal LM that returns its last hidden states."""
     body = model.get_decoder()
-    # Llama 4 names a part that its text model does not have, and transformers returns the whole.
+    # Llama 4 names a part that its text model lacks; transformers then returns the model itself.
     return model.model if body is model else body
 
 
 @torch.no_grad()
 def logit_map_of(model: Any, vocab_size: int | None = None) -> LogitMap | None:
-    """Return how the model makes its logits from the products of its head and its last states.
+    """Return the map from products of the head and the last states to the model's logits.
 
-    `vocab_size`: of the result. None if the head is not one linear layer, or if the model does
-    anything else than scale and cap its products, or scale its states.
+    `vocab_size`: of the returned map. Returns None if the head is not one linear layer, or if the
+    model does anything other than scale and cap its products, or scale its states.
 
     The probe puts values in place of the output of the layer: a comparison of real logits would
     miss a cap that only affects large ones.
     """
     head = model.get_output_embeddings()
-    # A subclass may do more than multiply with its weight: that of Dory has a factor for each id.
+    # A subclass may do more than multiply by its weight: Dory's head has a factor for each id.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return None
-    seen: list[Tensor] = []
-    values = np.resize(PROBE, (1, _PROBE_TOKENS, head.out_features))
-    products = torch.from_numpy(values).to(model.device)
+    head_inputs: list[Tensor] = []
+    probe_values = np.resize(PROBE, (1, _PROBE_TOKENS, head.out_features))
+    probe_products = torch.from_numpy(probe_values).to(model.device)
 
     def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        seen.append(inputs[0])
-        # float32 also for a bfloat16 model, so that what follows is not rounded.
-        return products.clone()  # some models scale it in place
+        head_inputs.append(inputs[0])
+        # float32 also for a bfloat16 model, so that the scale and the cap are not rounded.
+        return probe_products.clone()  # some models scale it in place
 
     ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] % head.out_features
     handle = head.register_forward_hook(replace)
     try:
         logits = model(input_ids=ids, use_cache=False).logits
         states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-    except (AttributeError, TypeError):  # what it calls its decoder is none
+    except (AttributeError, TypeError):  # `get_decoder` returned something other than a decoder
         return None
     finally:
         handle.remove()
-    if not seen or logits.shape != products.shape:
+    if not head_inputs or logits.shape != probe_products.shape:
         return None  # the model does not call its head
-    scaled = _ratio_of(seen[0], states)
-    if scaled is None or (scaled != 1 and head.bias is not None):
+    input_scale = _ratio_of(head_inputs[0], states)
+    if input_scale is None or (input_scale != 1 and head.bias is not None):
         return None
-    found = fit_scale_and_cap(values, logits.float().cpu().numpy())
-    if found is None:
+    scale_and_cap = fit_scale_and_cap(probe_values, logits.float().cpu().numpy())
+    if scale_and_cap is None:
         return None
-    scale, cap = found
-    return LogitMap(vocab_size, scaled * scale, cap)
+    scale, cap = scale_and_cap
+    return LogitMap(vocab_size, input_scale * scale, cap)
 
 
 @torch.no_grad()
-def sees(model: Any, reader: ImageReader) -> bool:
-    """Return True if images change the last hidden states of `model`, given as the trainer does.
+def uses_images(model: Any, reader: ImageReader) -> bool:
+    """Return True if images, passed as the trainer passes them, change the last hidden states.
 
-    A model may need other inputs, or ignore those that it is given.
+    A model may need other inputs, or ignore these.
     """
-    states = []
+    last_states = []
     for grey in (0, 255):
         pixels = reader.read([plain_image(grey)])
         ids = torch.zeros(1, pixels.tokens[0] + 2, dtype=torch.long)
         ids[0, 1:-1] = reader.placeholder
         inputs = {"input_ids": ids, **tensors_of([pixels], ids, reader.placeholder)}
         try:
-            on_device = {name: of.to(model.device) for name, of in inputs.items()}
-            made = model.base_model(**on_device, use_cache=False).last_hidden_state
-        except Exception:  # a model raises anything for inputs that it does not know
+            device_inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+            hidden = model.base_model(**device_inputs, use_cache=False).last_hidden_state
+        except Exception:  # models raise any exception for inputs that they do not support
             return False
-        states.append(made[0, -1])
-    return not torch.equal(*states)
+        last_states.append(hidden[0, -1])
+    return not torch.equal(*last_states)
 
 
 def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:
@@ -130,11 +130,13 @@ def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:
         return 1.0
     if scaled.shape != states.shape:
         return None
-    one, other = scaled.double(), states.double()
-    ratio = float((one * other).sum() / other.square().sum())
+    scaled_values, state_values = scaled.double(), states.double()
+    ratio = float((scaled_values * state_values).sum() / state_values.square().sum())
     tolerance = 1e-5 if scaled.dtype == torch.float32 else 1e-2
-    near = bool((one - ratio * other).norm() <= tolerance * one.norm())
-    return ratio if near and ratio > 0 else None
+    is_close = bool(
+        (scaled_values - ratio * state_values).norm() <= tolerance * scaled_values.norm()
+    )
+    return ratio if is_close and ratio > 0 else None
 
 
 @torch.no_grad()
@@ -142,27 +144,30 @@ def separates_packed_sequences(student: LineStates, *, lines: int = 2) -> bool:
     """Return True if packed sequences do not influence each other.
 
     Packed sequences share a line, and only their position ids, which restart at 0, separate them.
-    `lines`: of the batch, each with the same sequences; some kernels take another path for one.
+    `lines`: number of lines of the batch, each with the same sequences; some kernels take another
+    path for a single line.
 
     When the tokens of the first sequence change, no bit of the second one's hidden states may
     change, and they must be close to those of the second sequence alone. Returns False for a model
     that does not accept position ids.
     """
-    length, width = 6, student.model.get_input_embeddings().num_embeddings
+    length, vocab_size = 6, student.model.get_input_embeddings().num_embeddings
     device = student.model.device
-    ids = torch.arange(2 * length, device=device) % width
+    ids = torch.arange(2 * length, device=device) % vocab_size
     positions = torch.arange(length, device=device).repeat(2)
 
     def states(tokens: Tensor) -> Tensor:
-        of_tokens = positions[: len(tokens)]
-        return student.line_states(tokens.repeat(lines, 1), of_tokens.repeat(lines, 1))[-1].float()
+        own_positions = positions[: len(tokens)]
+        batch = tokens.repeat(lines, 1), own_positions.repeat(lines, 1)
+        return student.line_states(*batch)[-1].float()
 
     try:
-        together = states(ids)
-        changed = states(torch.cat([(ids[:length] + 1) % width, ids[length:]]))
-        alone = states(ids[length:])
+        packed_states = states(ids)
+        changed_states = states(torch.cat([(ids[:length] + 1) % vocab_size, ids[length:]]))
+        single_states = states(ids[length:])
     except (AttributeError, TypeError, ValueError):
         return False
-    second = together[length:]
-    near = (second - alone).norm() <= 2e-2 * alone.norm()  # the accuracy of bfloat16
-    return torch.equal(second, changed[length:]) and bool(near)
+    second_states = packed_states[length:]
+    tolerance = 2e-2 * single_states.norm()  # the accuracy of bfloat16
+    is_close = (second_states - single_states).norm() <= tolerance
+    return torch.equal(second_states, changed_states[length:]) and bool(is_close)

@@ -2,7 +2,7 @@
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174). The selective
 policy is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (arXiv 2205.05198), with the matrix products kept.
+Models" (arXiv 2205.05198), which stores the outputs of matrix products.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _ATEN = torch.ops.aten
-# Their outputs are kept by the selective policy: what costs time. Flash attention of the package
-# flash-attn and the grouped products of experts are other operators, and are computed again.
+# Expensive operators, whose outputs the selective policy stores. Flash attention of the package
+# flash-attn and the grouped products of experts are other operators, and are recomputed.
 PRODUCTS = [
     _ATEN.mm.default,
     _ATEN.addmm.default,
@@ -44,6 +44,8 @@ def recompute_activations(model: Any, policy: bool | int | str) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)(options)
     if policy is not True and isinstance(policy, int):
-        layers = (one for one in model.modules() if isinstance(one, GradientCheckpointingLayer))
+        layers = (
+            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+        )
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number % policy == 0

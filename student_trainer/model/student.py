@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 class Student(nn.Module):
     """The module that DDP and FSDP wrap: the model, its head and the loss in one forward pass.
 
-    The head runs inside `forward` because FSDP has its full weights only there. `layout`: how
+    The head runs inside `forward` because only then does FSDP hold its full weights. `layout`: how
     sequences share the lines of a batch; `choose_attention` (`attention.py`) sets it. `compiled`:
     whether its layers are compiled; `compile_layers` (`compilation.py`) sets it. `bf16`: whether it
     computes in bfloat16. `linear`: the linear modules that every forward pass calls. `vocab_size`:
-    number of ids that rows are about: the softmax is over their logits. `placeholder`: the token
-    that stands for an image; None: no batch has images.
+    number of ids that rows cover: the softmax is over their logits. `placeholder`: the token that
+    stands for an image; None: no batch has images.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Student(nn.Module):
 
         `bf16`: compute in bfloat16; trainable weights stay float32, because bfloat16 would lose
         small updates. `vocab_size`: leave out the logits of later ids, which are padding for the
-        teacher; None: all count. `placeholder`: see the class.
+        teacher; None: use all logits. `placeholder`: see the class.
         """
         super().__init__()
         self.model = model
         self.bf16 = bf16
         self.placeholder = placeholder
         self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
-        # A cast weight is used once here: the cache of autocast would hold a copy of the model.
+        # Each cast weight is used once: the cache of autocast would only hold a copy of the model.
         with self.precision(cache=False), called_linear_modules(model) as linear:
             self._logit_map = logit_map_of(model, self.vocab_size)
         self.linear = frozenset(linear)
@@ -83,9 +83,9 @@ class Student(nn.Module):
         (`parallel/sharding.py`): that call is collective.
         """
         if self._logit_map is None:
-            return self._plain(batch, loss_fn, temperature)
+            return self._loss_from_logits(batch, loss_fn, temperature)
         with self.precision():
-            hidden, weight, bias = self._to_head(batch)
+            hidden, weight, bias = self._compute_head_inputs(batch)
             inputs = (hidden, weight, batch.head_ids, batch.token_ids)
             options: dict[str, Any] = {
                 "sample_ids": batch.sample_ids,
@@ -96,7 +96,7 @@ class Student(nn.Module):
             if not needs_all_rows:
                 return fused_linear_loss(*inputs, loss_fn, **options)
             rows, entropy = fused_linear_rows(*inputs, **options)
-        return _summed(rows, entropy, loss_fn)
+        return _sum_losses(rows, entropy, loss_fn)
 
     @torch.no_grad()
     def rows(
@@ -126,7 +126,7 @@ class Student(nn.Module):
             )
         logit_map = replace(self._logit_map, vocab_size=None) if every_id else self._logit_map
         with self.precision():
-            hidden, weight, bias = self._to_head(batch)
+            hidden, weight, bias = self._compute_head_inputs(batch)
             if top_k is not None:
                 ids = fused_linear_top_ids(hidden, weight, top_k, bias=bias, logit_map=logit_map)
             rows, _ = fused_linear_rows(
@@ -145,17 +145,17 @@ class Student(nn.Module):
     def states(self, batch: Batch) -> Tensor:
         """Return the hidden states [N, H] that give the rows of the batch, without a gradient."""
         with self.precision():
-            return self._to_head(batch)[0]
+            return self._compute_head_inputs(batch)[0]
 
     @torch.no_grad()
     def line_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the last hidden states [B, T, H] of lines [B, T], without a gradient."""
         inputs = {"input_ids": input_ids, "position_ids": position_ids}
         with self.precision():
-            found: Tensor = body_of(self.model)(**inputs, use_cache=False).last_hidden_state
-        return found
+            hidden: Tensor = body_of(self.model)(**inputs, use_cache=False).last_hidden_state
+        return hidden
 
-    def _to_head(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _compute_head_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states [N, H], weight [V, H] and bias [V] or None of the linear head.
 
         V counts all ids, also those from `vocab_size` on.
@@ -164,11 +164,11 @@ class Student(nn.Module):
         body = body_of(self.model) if self.placeholder is None else self.model.base_model
         states = body(**batch.inputs, use_cache=False).last_hidden_state
         if self.placeholder is not None and batch.images is None:
-            states = states + _zero_of(body)
+            states = states + _zero_with_gradients(body)
         return batch.select(states), head.weight, getattr(head, "bias", None)
 
     def _logits(self, batch: Batch, vocab_size: int | None) -> Tensor:
-        """Return the logits [N, V] of the first `vocab_size` ids; None: of all."""
+        """Return the logits [N, V] of the first `vocab_size` ids; None: of all ids."""
         with self.precision():
             logits = self.model(**batch.inputs, use_cache=False).logits
         return batch.select(logits[..., :vocab_size])
@@ -181,7 +181,9 @@ class Student(nn.Module):
         device = self.model.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.bf16, cache_enabled=cache)
 
-    def _plain(self, batch: Batch, loss_fn: LossFunction, temperature: float) -> FusedLoss:
+    def _loss_from_logits(
+        self, batch: Batch, loss_fn: LossFunction, temperature: float
+    ) -> FusedLoss:
         logits = self._logits(batch, self.vocab_size)
         rows = rows_from_logits(
             logits,
@@ -190,10 +192,10 @@ class Student(nn.Module):
             sample_ids=batch.sample_ids,
             temperature=temperature,
         )
-        return _summed(rows, entropy_from_logits(logits, temperature=temperature), loss_fn)
+        return _sum_losses(rows, entropy_from_logits(logits, temperature=temperature), loss_fn)
 
 
-def _summed(rows: Rows, entropy: Tensor, loss_fn: LossFunction) -> FusedLoss:
+def _sum_losses(rows: Rows, entropy: Tensor, loss_fn: LossFunction) -> FusedLoss:
     losses = loss_fn(rows, slice(0, len(rows)))
     return FusedLoss(losses.sum(), rows.detach(), {"loss": losses.detach(), "entropy": entropy})
 
@@ -209,10 +211,10 @@ def hollow_copy(student: Student) -> Student:
     )
 
 
-def _zero_of(body: nn.Module) -> Tensor | float:
-    """Return 0, with a gradient of 0 for each weight that learns.
+def _zero_with_gradients(body: nn.Module) -> Tensor | float:
+    """Return 0, with a gradient of 0 for each trainable weight.
 
-    A batch without images does not use the weights of the part that sees; DDP waits for the
+    A batch without images does not use the weights of the vision part, but DDP waits for the
     gradients of all weights.
     """
     weights = [weight.flatten()[0] for weight in body.parameters() if weight.requires_grad]

@@ -1,4 +1,4 @@
-"""Operations that all processes call together: shared numbers and shared errors.
+"""Operations that all processes call together: reduced numbers and shared errors.
 
 If a process stopped while others are in a collective, they would wait until the time limit of
 `time_limit.py`.
@@ -20,8 +20,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from protos.errors import DistillError, error_of
 from student_trainer.parallel.other_processes import select_interface
 
-_ERROR_BYTES = 4096  # of an error, sent to the other processes
-Found = TypeVar("Found")
+_ERROR_BYTES = 4096  # size of the message that sends an error to the other processes
+Shared = TypeVar("Shared")
 
 
 def make_accelerator(limit: timedelta, *, cpu_offload: bool = False) -> Accelerator:
@@ -38,48 +38,54 @@ def make_accelerator(limit: timedelta, *, cpu_offload: bool = False) -> Accelera
     cuda = torch.cuda.is_available()
     if cpu_offload and not torch.distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        alone: dict[str, Any] = {}
+        group_of_one: dict[str, Any] = {}
         if "RANK" not in os.environ:
-            alone = {"store": HashStore(), "rank": 0, "world_size": 1}
-        torch.distributed.init_process_group(backend, timeout=limit, **alone)
+            group_of_one = {"store": HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group(backend, timeout=limit, **group_of_one)
     return Accelerator(cpu=not cuda, kwargs_handlers=[timeout])
 
 
-def largest(accelerator: Accelerator, number: int) -> int:
+def max_over_ranks(accelerator: Accelerator, number: int) -> int:
     """Collective. Return the largest `number` of all processes."""
     if accelerator.num_processes == 1:
         return number
-    mine = torch.tensor([number], device=accelerator.device)
-    return int(accelerator.gather(mine).max())
+    own_number = torch.tensor([number], device=accelerator.device)
+    return int(accelerator.gather(own_number).max())
 
 
-def raise_on_all_ranks(accelerator: Accelerator, work: Callable[[], Found]) -> Found:
+def raise_on_all_ranks(accelerator: Accelerator, work: Callable[[], Shared]) -> Shared:
     """Collective. Run `work` and return its result; an error on any rank is raised on all ranks.
 
-    So no rank leaves the others waiting in a later collective. A rank whose own `work` raised a
+    Thus no rank leaves others waiting in a later collective. A rank whose own `work` raised a
     DistillError raises that error. Every other rank raises the error of the lowest such rank, its
     texts cut to 4096 bytes in all. `work` must catch or convert other exceptions: they are not
     shared.
     """
-    fault: DistillError | None = None
+    own_error: DistillError | None = None
     try:
-        found = work()
-    except DistillError as error:
-        fault = error
-    if not largest(accelerator, int(fault is not None)):
-        return found
-    shared = _first_error(accelerator, fault) if accelerator.num_processes > 1 else None
-    raised = fault or shared
-    assert raised is not None
-    raise raised
+        work_result = work()
+    except DistillError as caught:
+        own_error = caught
+    if not max_over_ranks(accelerator, int(own_error is not None)):
+        return work_result
+    first_error = _first_error(accelerator, own_error) if accelerator.num_processes > 1 else None
+    error_to_raise = own_error or first_error
+    assert error_to_raise is not None
+    raise error_to_raise
 
 
-def _first_error(accelerator: Accelerator, fault: DistillError | None) -> DistillError:
+def _first_error(accelerator: Accelerator, own_error: DistillError | None) -> DistillError:
     """Collective. Return the error of the lowest rank that has one."""
-    said = () if fault is None else (fault.code, fault.field, fault.hint, fault.message)
-    text = "\0".join(said).encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
-    mine = torch.tensor(list(text), dtype=torch.uint8, device=accelerator.device)
-    everyone = accelerator.gather(mine).reshape(-1, _ERROR_BYTES)
-    first = next(line for line in everyone.cpu() if line.any())
-    code, field, hint, message = bytes(first.tolist()).decode("utf-8", "ignore").split("\0", 3)
+    parts = (
+        ()
+        if own_error is None
+        else (own_error.code, own_error.field, own_error.hint, own_error.message)
+    )
+    text = "\0".join(parts).encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+    own_bytes = torch.tensor(list(text), dtype=torch.uint8, device=accelerator.device)
+    all_bytes = accelerator.gather(own_bytes).reshape(-1, _ERROR_BYTES)
+    error_bytes = next(line for line in all_bytes.cpu() if line.any())
+    code, field, hint, message = (
+        bytes(error_bytes.tolist()).decode("utf-8", "ignore").split("\0", 3)
+    )
     return error_of(code, message.rstrip("\0"), field=field, hint=hint)

@@ -1,4 +1,4 @@
-"""Rank of this process, and its end together with its launcher. Imports no torch."""
+"""The rank of this process, and how it ends together with its launcher. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other processes of an attempt: the network interface to them, and their loss."""
+"""The network interface to the other processes of an attempt, and the errors of lost processes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def select_interface() -> None:
         return
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return
-    own = address_towards(environment["MASTER_ADDR"])
+    own_address = address_towards(environment["MASTER_ADDR"])
     for name, addresses in psutil.net_if_addrs().items():
-        if own in (one.address.partition("%")[0] for one in addresses):
+        if own_address in (address.address.partition("%")[0] for address in addresses):
             environment[_GLOO_INTERFACE] = name
 
 
-def is_of_lost_process(error: RuntimeError) -> bool:
-    """Return whether a collective has failed because of another process or the network.
+def is_lost_process_error(error: RuntimeError) -> bool:
+    """Return whether `error` means that a collective failed because of another process or network.
 
-    NCCL and the store raise DistError then; gloo raises RuntimeError with the place in its source.
+    NCCL and the store raise DistError; gloo raises RuntimeError with a position in its source.
     """
     return isinstance(error, DistError) or "gloo" in str(error).lower()

@@ -1,8 +1,8 @@
 """Distribute the student over the processes of a job: replicated (DDP) or sharded (FSDP2).
 
-With tensor parallelism the processes are a mesh of two dimensions, "data" and "tensor". The
-processes of a row of the mesh, a group, divide the linear modules of each layer
-(`tensor_parallel.py`), and FSDP2 shards what each of them has over its column.
+With tensor parallelism the processes form a mesh of two dimensions, "data" and "tensor". The
+processes in a row of the mesh, a group, divide the linear modules of each layer
+(`tensor_parallel.py`), and FSDP2 shards the part of each process over its column.
 
 With context parallelism, a group divides the tokens of each sequence (`context_parallel.py`), and
 FSDP2 shards the weights over all processes.
@@ -38,7 +38,7 @@ from student_trainer.losses import FusedLoss, Rows
 from student_trainer.model.attention import choose_attention
 from student_trainer.model.loading import cast_weights
 from student_trainer.model.student import Student, hollow_copy
-from student_trainer.parallel.collectives import largest
+from student_trainer.parallel.collectives import max_over_ranks
 from student_trainer.parallel.context_parallel import ContextGroup, check_divided
 from student_trainer.parallel.shards import full_tensor, local
 from student_trainer.parallel.tensor_parallel import divide, parallel_styles
@@ -50,15 +50,15 @@ Group = TypeVar("Group")
 class Replicated:
     """Every process has all weights and their optimizer state: DDP, or a single process.
 
-    trained: the Student whose weights learn. full: the Student to use inside `gathered()`; the
-    same one here. device: of this process. averaged: number of processes that gradients are
+    trained: the Student that is trained. full: the Student to use inside `gathered()`; the
+    same one here. device: of this process. gradient_ranks: number of processes that gradients are
     averaged over.
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
         self.trained = self.full = student.to(accelerator.device)
         self.device = accelerator.device
-        self.averaged = accelerator.num_processes
+        self.gradient_ranks = accelerator.num_processes
         self._accelerator = accelerator
         self._wrapped = accelerator.prepare(student)
 
@@ -93,8 +93,8 @@ class Replicated:
     def synchronized(self, last: bool) -> Any:
         """Return the context for forward and backward of one micro-batch.
 
-        Gradients are averaged over processes in the `last` micro-batch of an update; before it they
-        are only added up.
+        Gradients are averaged over processes in the `last` micro-batch of an update; in earlier
+        ones they are only accumulated.
         """
         return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
 
@@ -106,15 +106,15 @@ class Replicated:
         """
         return torch.compiler.set_stance("force_eager") if self.full.compiled else nullcontext()
 
-    def total(self, sums: Tensor) -> Tensor:
+    def sum_over_shards(self, sums: Tensor) -> Tensor:
         """Collective. From sums over the weights of this process, return the sums over all weights.
 
-        Here every process has all weights, so `sums` is returned unchanged.
+        Every process has all weights, so `sums` is returned unchanged.
         """
         return sums
 
-    def counts(self, weight: Tensor) -> bool:
-        """Return whether this process adds its share of `weight` to the sums for `total`."""
+    def counts_share_of(self, weight: Tensor) -> bool:
+        """Return whether this process adds its share of `weight` before `sum_over_shards`."""
         return True
 
     def choose_attention(self, settings: StudentConfig) -> None:
@@ -126,9 +126,9 @@ class Replicated:
             choose_attention(self.trained, self.full, settings)
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
-        """Collective. Return the batches to learn from now, each with whether it is `batch`.
+        """Collective. Return the batches to learn from now, each with whether it is this process's.
 
-        There is another one only in groups of processes.
+        Returns only `batch`: there are no groups of processes.
         """
         return [(batch, True)]
 
@@ -137,20 +137,20 @@ class Sharded:
     """Every process has a shard of each weight, gradient and optimizer state (FSDP2), in float32.
 
     With `cpu_offload` the shards lie in host memory: those of a layer are copied to the device for
-    its part of a pass, and their gradients back.
+    its part of a pass, and their gradients are copied back.
 
     Training computes the same as with Replicated. The weights of a layer are gathered for its
-    forward and its backward pass; those of its linear modules in bfloat16, if the student computes
-    in bfloat16. Gradients are added up over processes after each backward pass, so that no process
-    holds more than its shard of them and those of one layer. `docs/training.md` has the memory of
-    a process.
+    forward and its backward pass; the weights of its linear modules are gathered in bfloat16 if the
+    student computes in bfloat16. Gradients are reduced over processes after each backward pass, so
+    a process holds its shard of the gradients and the full gradients of one layer at most.
+    `docs/training.md` gives the memory of a process.
 
     Sampling runs every layer once per token, so `gathered()` instead gathers all weights once, into
     `full`: a copy of the Student that is empty outside and has no collectives.
 
     With tensor or context parallelism the processes of a group learn together from the batches of
-    each of them in turn (`batches_of_group`). Everything else, sampling among it, each process does
-    for its own sequences, so that the rest of a job need not know of groups.
+    each process in turn (`batches_of_group`). Everything else, including sampling, each process
+    does for its own sequences, so that other parts of a job do not depend on groups.
 
     context: the group of this process with context parallelism, otherwise None.
     """
@@ -172,7 +172,7 @@ class Sharded:
         divided.
         """
         self.device = accelerator.device
-        self.averaged = accelerator.num_processes // tensor_parallel
+        self.gradient_ranks = accelerator.num_processes // tensor_parallel
         self._accelerator = accelerator
         self.full = hollow_copy(student).to(accelerator.device).eval()
         self._tensor_group: DeviceMesh | None = None
@@ -180,8 +180,8 @@ class Sharded:
         styles: dict[nn.Module, ParallelStyle] = {}
         mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
         if tensor_parallel > 1:
-            both = _mesh_of_groups(accelerator, tensor_parallel, "tensor")
-            mesh, self._tensor_group = both["data"], both["tensor"]
+            mesh_2d = _mesh_of_groups(accelerator, tensor_parallel, "tensor")
+            mesh, self._tensor_group = mesh_2d["data"], mesh_2d["tensor"]
             styles = parallel_styles(student.model)
         elif context_parallel > 1:
             groups = _mesh_of_groups(accelerator, context_parallel, "context")
@@ -190,30 +190,36 @@ class Sharded:
         # Autocast would cast the weights of linear modules before each product; the cast before the
         # gathering halves the traffic and the memory. All other weights are float32 for autocast.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        place = CPUOffloadPolicy(self.device.type == "cuda") if cpu_offload else OffloadPolicy()
-        shard = partial(fully_shard, mesh=mesh, offload_policy=place)
+        offload_policy = (
+            CPUOffloadPolicy(self.device.type == "cuda") if cpu_offload else OffloadPolicy()
+        )
+        shard = partial(fully_shard, mesh=mesh, offload_policy=offload_policy)
         castable = student.linear if student.bf16 else frozenset()
         linear: list[nn.Module] = []
         layers = student.model._no_split_modules or ()
-        # Parts before wholes: `fully_shard` takes the weights that no earlier call took.
+        # Submodules first: `fully_shard` takes the weights that no earlier call took.
         for module in reversed(list(student.model.modules())):
             if type(module).__name__ not in layers:
                 continue
             if self._tensor_group is not None:
                 divide(module, styles, self._tensor_group)
-            inside = (one for one in module.modules() if one in castable)
-            if group := [one for one in inside if not isinstance(one, FSDPModule)]:
+            group = [
+                submodule
+                for submodule in module.modules()
+                if submodule in castable and not isinstance(submodule, FSDPModule)
+            ]
+            if group:
                 shard(group, mp_policy=policy)
                 linear += group
             shard(module)
-        # The other weights: embeddings, last norm and head. `fully_shard` works in place.
+        # The remaining weights: embeddings, last norm and head. `fully_shard` works in place.
         shard(student)
         for method in ("rows", "states", "line_states"):
             register_fsdp_forward_method(student, method)
         cast_weights(student, bf16=student.bf16)
         self.trained = student
-        cast = {id(weight) for one in linear for weight in one.parameters()}
-        self._cast = {name for name, of in student.named_parameters() if id(of) in cast}
+        cast_ids = {id(weight) for module in linear for weight in module.parameters()}
+        self._cast = {name for name, weight in student.named_parameters() if id(weight) in cast_ids}
 
     def __call__(self, *inputs: Any) -> FusedLoss:
         """Collective. Run `Student.forward`; see Replicated.
@@ -239,7 +245,7 @@ class Sharded:
         return self.trained.rows(*inputs, **options)
 
     def states(self, batch: Batch) -> Tensor:
-        """Collective. Run `Student.states` inside `passes()`, as `rows`."""
+        """Collective. Run `Student.states` inside `passes()`; see `rows`."""
         if self.context is not None:
             return self.context.all_states(self.trained, batch)
         return self.trained.states(batch)
@@ -248,8 +254,8 @@ class Sharded:
     def passes(self) -> Iterator[None]:
         """Collective. Return the context of passes without a gradient; see `parallel/passes.py`.
 
-        The weights of a layer are gathered for its part of a pass. FSDP2 keeps those of embeddings
-        and head until the context ends.
+        The weights of a layer are gathered for its part of a pass. FSDP2 keeps the weights of
+        embeddings and head until the context ends.
         """
         with torch.compiler.set_stance("force_eager") if self.trained.compiled else nullcontext():
             try:
@@ -264,22 +270,22 @@ class Sharded:
 
         Every process gets as many batches as the one with the most groups.
         """
-        most = largest(self._accelerator, len(groups))
+        max_batches = max_over_ranks(self._accelerator, len(groups))
         spare = batch_of(groups[-1]).without_rows() if groups else None
-        if largest(self._accelerator, int(spare is None)) and most:
+        if max_over_ranks(self._accelerator, int(spare is None)) and max_batches:
             # A process without groups takes the spare batch of another process.
             on_cpu = None if spare is None else spare.to(torch.device("cpu"))
-            others = (one for one in gather_object([on_cpu]) if one is not None)
-            spare = next(others).to(self.device)
+            spare_batches = (batch for batch in gather_object([on_cpu]) if batch is not None)
+            spare = next(spare_batches).to(self.device)
         yield from map(batch_of, groups)
-        for _ in range(most - len(groups)):
+        for _ in range(max_batches - len(groups)):
             yield cast(AnyBatch, spare)
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of one micro-batch.
 
-        Gradients are added up over processes in every one of them, not only in the `last`: FSDP2
-        would keep those of all weights until then.
+        Gradients are reduced over processes in every micro-batch, not only in the `last`: FSDP2
+        would keep the gradients of all weights until then.
         """
         return nullcontext()
 
@@ -287,8 +293,8 @@ class Sharded:
     def gathered(self) -> Iterator[None]:
         """Collective. Inside the context `full` holds the full weights; see Replicated.
 
-        Every process must enter it. Each process then needs memory for all weights: those of the
-        linear modules in the dtype of the computation, the others in float32.
+        Every process must enter it. Each process then needs memory for all weights: linear modules
+        in the dtype of the computation, all others in float32.
         """
         shares = dict(self.trained.named_parameters())
         copies = dict(self.full.named_parameters())
@@ -298,18 +304,18 @@ class Sharded:
         try:
             yield
         finally:
-            for hollow in copies.values():
-                hollow.data = hollow.data.new_empty(0)
+            for copy in copies.values():
+                copy.data = copy.data.new_empty(0)
 
-    def total(self, sums: Tensor) -> Tensor:
+    def sum_over_shards(self, sums: Tensor) -> Tensor:
         """Collective. Return the sums over the weights of all processes; see Replicated."""
-        everywhere: Tensor = self._accelerator.reduce(sums)
-        return everywhere
+        global_sums: Tensor = self._accelerator.reduce(sums)
+        return global_sums
 
-    def counts(self, weight: Tensor) -> bool:
-        """Return whether this process adds its share of `weight` to the sums for `total`.
+    def counts_share_of(self, weight: Tensor) -> bool:
+        """Return whether this process adds its share of `weight` before `sum_over_shards`.
 
-        Of the processes of a group that have the same share, only the first one does.
+        If all processes of a group have the same share, only the first process adds it.
         """
         group = self._tensor_group
         return group is None or group.get_local_rank() == 0 or _is_divided(weight)
@@ -317,8 +323,8 @@ class Sharded:
     def average_in_group(self, gradients: Iterable[Tensor]) -> None:
         """Collective. Average the gradients of the weights that a group does not divide, in place.
 
-        They are equal, unless a kernel of the device adds in no fixed order. Then this keeps the
-        copies of a weight equal.
+        The gradients differ only if a kernel of the device adds in no fixed order; the average then
+        keeps the copies of a weight equal.
         """
         if self._tensor_group is None:
             return
@@ -352,11 +358,14 @@ class Sharded:
             group = self._tensor_group.get_group()
         if group is None:
             return [(batch, True)]
-        found: list[Any] = [None] * torch.distributed.get_world_size(group)
+        batches: list[Any] = [None] * torch.distributed.get_world_size(group)
         on_cpu = batch.to(torch.device("cpu"))
-        torch.distributed.all_gather_object(found, on_cpu, group=group)
-        own = torch.distributed.get_rank(group)
-        return [(one.to(self.device), number == own) for number, one in enumerate(found)]
+        torch.distributed.all_gather_object(batches, on_cpu, group=group)
+        own_rank = torch.distributed.get_rank(group)
+        return [
+            (group_batch.to(self.device), number == own_rank)
+            for number, group_batch in enumerate(batches)
+        ]
 
 
 def distribute(
@@ -368,7 +377,7 @@ def distribute(
     *,
     cpu_offload: bool = False,
 ) -> Replicated | Sharded:
-    """Collective. Distribute the student as the keys of these names in the table `train` say.
+    """Collective. Distribute the student according to the keys of the job's table `train`.
 
     A single process is Replicated, unless its weights lie in host memory.
     """

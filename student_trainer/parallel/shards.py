@@ -19,7 +19,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device_mesh.ndim == 2:  # first what was divided last, as torch recommends
+    if tensor.device_mesh.ndim == 2:  # first the dimension divided last, as torch recommends
         tensor = tensor.redistribute(placements=[Replicate(), tensor.placements[1]])
     return tensor.full_tensor()
 
@@ -37,12 +37,14 @@ def full_tensors(
     Processes with `keep` false take part but return {}. Names that share a tensor share it in the
     result too.
     """
-    found: dict[int, Tensor] = {}
-    for number, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
+    gathered_tensors: dict[int, Tensor] = {}
+    for tensor_id, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
         gathered = full_tensor(tensor.detach())
         if keep:
-            found[number] = gathered.to(device) if isinstance(tensor, DTensor) else gathered
-    return {name: found[id(tensor)] for name, tensor in tensors.items()} if keep else {}
+            gathered_tensors[tensor_id] = (
+                gathered.to(device) if isinstance(tensor, DTensor) else gathered
+            )
+    return {name: gathered_tensors[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
 def rows_of_part(rows: int, part: int, parts: int) -> slice:
@@ -50,32 +52,32 @@ def rows_of_part(rows: int, part: int, parts: int) -> slice:
 
     The last parts have fewer rows, or none.
     """
-    each = -(-rows // parts)
-    return slice(min(part * each, rows), min((part + 1) * each, rows))
+    rows_per_part = -(-rows // parts)
+    return slice(min(part * rows_per_part, rows), min((part + 1) * rows_per_part, rows))
 
 
 def own_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return where this process's shard lies in the full tensor: a slice of each dimension.
+    """Return the position of this process's shard in the full tensor: a slice of each dimension.
 
-    (), which selects everything, if the tensor is not sharded.
+    Returns (), which selects everything, if the tensor is not sharded.
     """
     if not isinstance(tensor, DTensor):
         return ()
-    found = [slice(0, size) for size in tensor.shape]
+    slices = [slice(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
-    # FSDP2, the first dimension of the mesh, divides what tensor parallelism has left.
+    # FSDP2, the first dimension of the mesh, divides the parts that tensor parallelism leaves.
     for dim, placement in reversed(list(enumerate(tensor.placements))):
         if placement != Replicate():
-            divided = cast(Shard, placement).dim
-            span = found[divided]
+            sharded_dim = cast(Shard, placement).dim
+            span = slices[sharded_dim]
             size = span.stop - span.start
             part = rows_of_part(size, mesh.get_local_rank(dim), mesh.size(dim))
-            found[divided] = slice(span.start + part.start, span.start + part.stop)
-    return tuple(found)
+            slices[sharded_dim] = slice(span.start + part.start, span.start + part.stop)
+    return tuple(slices)
 
 
-def with_shard(shard: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor placed as `like` is, of which this process has `shard`; see `own_slices`."""
+def tensor_with_shard(shard: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor with the placement of `like` whose local shard is `shard`."""
     shard = shard.to(like.device)
     if not isinstance(like, DTensor):
         return shard
@@ -83,10 +85,10 @@ def with_shard(shard: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(shard, mesh, like.placements, shape=shape, stride=stride)
 
 
-def with_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor sharded by rows as `like` is, of which this process has `rows`.
+def tensor_with_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor sharded by rows as `like` is, whose local rows are `rows`.
 
-    It has as many rows as `like`; they may have another shape.
+    It has as many rows as `like`; the shape of a row may differ.
     """
     rows = rows.to(like.device)
     if not isinstance(like, DTensor):

@@ -1,7 +1,7 @@
 """The time limit of a collective: how long the processes of a job wait for the slowest one.
 
-A process that has died is noticed at once; the limit is for one that hangs. It must be longer than
-everything that one process may do while the others already wait:
+A process that dies is noticed at once; the limit is for a process that hangs. It must be longer
+than everything that one process may do while the others already wait:
 
     limit = 600 s                        start, load of a busy machine
           + teacher.patience_seconds     no answer of the teacher
@@ -30,8 +30,10 @@ _TOKENS_PER_SECOND = 50.0
 
 def time_limit(config: AnyTraining, weights: int) -> timedelta:
     """Return the time limit of the job's collectives. `weights`: parameters of the student."""
-    examined = config.eval.prompts * (config.eval.samples if isinstance(config, RLJob) else 1)
-    answers = max(config.sequences_per_step, examined) / config.train.processes
+    evaluated_answers = config.eval.prompts * (
+        config.eval.samples if isinstance(config, RLJob) else 1
+    )
+    answers = max(config.sequences_per_step, evaluated_answers) / config.train.processes
     seconds = _START_SECONDS + _BYTES_PER_WEIGHT * weights / _BYTES_PER_SECOND
     seconds += answers * config.method.max_new_tokens / _TOKENS_PER_SECOND
     if not isinstance(config, SFTJob) and config.teacher is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from student_trainer.data.batch import Batch
 from student_trainer.data.rollout import Rollout
-from student_trainer.parallel.passes import of_rollouts
+from student_trainer.parallel.passes import run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 
@@ -40,7 +40,7 @@ class OldPolicy:
 
         student.trained.train()  # as in the update
         found = [
-            of_rollouts(student, rollouts, logprobs, tokens_per_micro_batch=self._most)
+            run_passes_over_rollouts(student, rollouts, logprobs, tokens_per_micro_batch=self._most)
             for rollouts in updates
         ]
         student.trained.eval()

@@ -24,8 +24,8 @@ def check_hub(config: AnyTraining) -> None:
 
     Call it before these libraries are imported.
     """
-    paths = [] if config.data is None else [path for _, path in config.data.training_paths]
-    local_data = all(path.endswith(FILE_SUFFIXES) or Path(path).exists() for path in paths)
+    data_paths = [] if config.data is None else [path for _, path in config.data.training_paths]
+    local_data = all(path.endswith(FILE_SUFFIXES) or Path(path).exists() for path in data_paths)
     if local_data and Path(config.student.model).is_dir():
         return
     use_caches_if_away()
@@ -41,22 +41,22 @@ def check_top_k(top_k: int, width: int, field: str) -> None:
         )
 
 
-def check_max_tokens(max_tokens: int, most: int | None) -> None:
-    """Raise InvalidInput if the student reads less than `max_tokens`; `most`: None is no limit."""
-    if most is not None and max_tokens > most:
+def check_max_tokens(max_tokens: int, max_length: int | None) -> None:
+    """Raise InvalidInput if `max_tokens` exceeds the student's `max_length`; None is no limit."""
+    if max_length is not None and max_tokens > max_length:
         raise InvalidInput(
-            f"{max_tokens} is more than the {most} tokens that the student can read",
+            f"{max_tokens} is more than the {max_length} tokens that the student can read",
             field="method.max_tokens",
-            hint=f"lower it to {most}",
+            hint=f"lower it to {max_length}",
         )
 
 
-def check_stored_length(store: TrainingStore, most: int | None) -> None:
-    """Raise InvalidInput if a stored sequence has more than `most` tokens; None is no limit."""
-    if most is not None and store.longest > most:
+def check_stored_length(store: TrainingStore, max_length: int | None) -> None:
+    """Raise InvalidInput if a stored sequence exceeds `max_length` tokens; None is no limit."""
+    if max_length is not None and store.longest > max_length:
         raise InvalidInput(
             f"a sequence of the {store.label} has {store.longest} tokens, but the student can read"
-            f" only {most}",
+            f" only {max_length}",
             field=store.field,
             hint="capture again with a smaller method.max_tokens",
         )
@@ -89,21 +89,21 @@ def check_width(teacher: Connection, tokens: Sequence[str], width: int) -> int:
 
 
 def check_stored_vocabulary(
-    store: TrainingStore, tokens: Sequence[str], width: int, stored: Sequence[str] | None
+    store: TrainingStore, tokens: Sequence[str], width: int, stored_tokens: Sequence[str] | None
 ) -> int:
-    """Return the number of ids that the rows of the store are about.
+    """Return the number of ids that the rows of the store cover.
 
-    `stored`: the tokens of the store's tokenizer, None if it is not on this machine; with them, the
-    message names the first id that differs. Raises WrongState if store and student do not have the
-    same token for every id, or if the rows are about ids for which the student has no logits.
+    `stored_tokens`: the tokens of the store's tokenizer, None if it is not on this machine; with
+    them, the message names the first id that differs. Raises WrongState if store and student do not
+    have the same token for every id, or if the rows cover ids for which the student has no logits.
     """
-    theirs = store.facts["tokenizer_fingerprint"]
-    if tokenizer_fingerprint(tokens) != theirs:
-        what = f"the {store.label} was captured with another tokenizer than the student's"
-        if stored is not None and tokenizer_fingerprint(stored) == theirs:
-            what = first_difference(stored, tokens)
+    stored_fingerprint = store.facts["tokenizer_fingerprint"]
+    if tokenizer_fingerprint(tokens) != stored_fingerprint:
+        message = f"the {store.label} was captured with another tokenizer than the student's"
+        if stored_tokens is not None and tokenizer_fingerprint(stored_tokens) == stored_fingerprint:
+            message = first_difference(stored_tokens, tokens)
         raise WrongState(
-            what,
+            message,
             field="student.model",
             hint="use a student with the store's tokenizer, or set data.tokenizer = 'auto'",
         )
@@ -111,18 +111,18 @@ def check_stored_vocabulary(
 
 
 def check_stored_width(store: TrainingStore, tokens: Sequence[str], width: int) -> int:
-    """Return the number of ids that the rows of the store are about; see above.
+    """Return the number of ids that the rows cover; see `check_stored_vocabulary`.
 
     `tokens`: by id, of tokenizers that differ in their special tokens only.
     """
-    theirs_wide = int(store.facts["vocab_size"])
-    common = common_ids(width, theirs_wide, store.label, tokens)
-    if common < theirs_wide:
-        # The mass of the ids beyond is not stored, so the rows cannot be normalised without them.
+    stored_width = int(store.facts["vocab_size"])
+    common_ids_count = common_ids(width, stored_width, store.label, tokens)
+    if common_ids_count < stored_width:
+        # The mass of later ids is not stored, so the rows cannot be normalised without them.
         raise WrongState(
-            f"the rows of the {store.label} are about {theirs_wide} ids, but the student has logits"
-            f" for {width} only",
+            f"the rows of the {store.label} are about {stored_width} ids, but the student has"
+            f" logits for {width} only",
             field="student.model",
             hint=f"capture again with student.model set to a model with {width} logits",
         )
-    return common
+    return common_ids_count

@@ -37,14 +37,14 @@ def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> Non
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
     }
-    code = source_code(_ROOT)
-    if code is not None:
-        facts["commit"] = code.commit + (", and code.diff" if code.diff else "")
+    checkout = source_code(_ROOT)
+    if checkout is not None:
+        facts["commit"] = checkout.commit + (", and code.diff" if checkout.diff else "")
     require_unfenced()
-    if code is not None and code.diff:
-        replace_file(run.code_diff, code.diff)
+    if checkout is not None and checkout.diff:
+        replace_file(run.code_diff, checkout.diff)
     else:
-        run.code_diff.unlink(missing_ok=True)  # one of an earlier attempt
+        run.code_diff.unlink(missing_ok=True)  # written by an earlier attempt
     replace_file(run.path / "environment.json", json.dumps(facts, indent=2) + "\n")
 
 

@@ -7,15 +7,15 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-_SECONDS = 5.0
-MOST_BYTES = 1 << 20
+_TIMEOUT_SECONDS = 5.0
+MAX_DIFF_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class SourceCode:
     """A git checkout. commit: the hash of HEAD. diff: the uncommitted changes of tracked files.
 
-    diff is cut at MOST_BYTES; untracked files are not in it.
+    diff is cut at MAX_DIFF_BYTES; untracked files are not in it.
     """
 
     commit: str
@@ -33,8 +33,8 @@ def source_code(root: Path) -> SourceCode | None:
             return None
         commit = _git(root, "rev-parse", "HEAD").strip()
         # The form that `git apply` reads, whatever the user's configuration says.
-        form = ("--no-color", "--src-prefix=a/", "--dst-prefix=b/")
-        diff = _git(root, "diff", "HEAD", *form, "--no-ext-diff", "--no-textconv")
+        diff_options = ("--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+        diff = _git(root, "diff", "HEAD", *diff_options, "--no-ext-diff", "--no-textconv")
     except (OSError, subprocess.SubprocessError):
         return None
     return SourceCode(commit, diff)
@@ -43,14 +43,14 @@ def source_code(root: Path) -> SourceCode | None:
 def _git(root: Path, *arguments: str) -> str:
     # A file system monitor from the user's configuration would be started by every trainer.
     command = ["git", "-C", str(root), "-c", "core.fsmonitor=false", *arguments]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         # Under a git hook, GIT_* variables would point to the repository of the hook.
-        env={name: of for name, of in os.environ.items() if not name.startswith("GIT_")},
+        env={name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=_SECONDS,
+        timeout=_TIMEOUT_SECONDS,
         check=True,
     )
-    cut = "\n... cut\n" if len(done.stdout) > MOST_BYTES else ""
-    return done.stdout[:MOST_BYTES].decode(errors="replace") + cut
+    cut_notice = "\n... cut\n" if len(process.stdout) > MAX_DIFF_BYTES else ""
+    return process.stdout[:MAX_DIFF_BYTES].decode(errors="replace") + cut_notice

@@ -19,7 +19,7 @@ from clients.runs.metrics_writer import Tracker
 
 log = logging.getLogger(__name__)
 
-# Time for a tracker to send its last values before the trainer ends without it.
+# Time for a tracker to send its last values; after it, the trainer ends without them.
 SECONDS_TO_CLOSE = 30.0
 _SECONDS_TO_START = 30.0
 
@@ -54,8 +54,8 @@ class ThreadedTracker:
     def _work(self) -> None:
         try:
             tracker = self._make()
-            while (item := self._steps.get()) is not None:
-                tracker.log(*item)
+            while (step_metrics := self._steps.get()) is not None:
+                tracker.log(*step_metrics)
             tracker.close()
         except Exception as error:
             log.warning("%s failed; the run continues without it: %r", self._name, error)
@@ -68,8 +68,8 @@ class TensorBoard:
         """`last_step`: the step the run resumes from; older values of later steps are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if last_step is None else last_step + 1
-        self._writer: Any = SummaryWriter(str(run.tensorboard), purge_step=purge)
+        first_hidden_step = None if last_step is None else last_step + 1
+        self._writer: Any = SummaryWriter(str(run.tensorboard), purge_step=first_hidden_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the values of a step and flush them to disk."""
@@ -148,11 +148,11 @@ def start_trackers(
 ) -> list[ThreadedTracker]:
     """Start the trackers of the job's table `track`. `last_step`: the step it resumes from."""
     wandb, trackio = track.wandb, track.trackio
-    found = []
+    trackers = []
     if track.tensorboard:
-        found.append(ThreadedTracker("tensorboard", lambda: TensorBoard(run, last_step)))
+        trackers.append(ThreadedTracker("tensorboard", lambda: TensorBoard(run, last_step)))
     if wandb is not None:
-        found.append(ThreadedTracker("wandb", lambda: WeightsAndBiases(run, wandb.project)))
+        trackers.append(ThreadedTracker("wandb", lambda: WeightsAndBiases(run, wandb.project)))
     if trackio is not None:
-        found.append(ThreadedTracker("trackio", lambda: Trackio(run, trackio.project)))
-    return found
+        trackers.append(ThreadedTracker("trackio", lambda: Trackio(run, trackio.project)))
+    return trackers

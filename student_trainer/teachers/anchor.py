@@ -25,7 +25,7 @@ from student_trainer.data.packing import in_order_of_request
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
-from student_trainer.parallel.passes import in_passes
+from student_trainer.parallel.passes import run_passes
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import local
 
@@ -123,11 +123,13 @@ class Anchor:
     def _norms(self) -> tuple[float, float]:
         """Collective. Return |theta - phi| and |phi|."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._student.device)
-        counted = [name for name, copy in self._copies.items() if self._student.counts(copy)]
+        counted = [
+            name for name, copy in self._copies.items() if self._student.counts_share_of(copy)
+        ]
         for copy, learned in map(self._pair, counted):
             for place, values in enumerate((learned - copy, copy)):
                 sums[place] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
-        apart, size = self._student.total(sums).sqrt().tolist()
+        apart, size = self._student.sum_over_shards(sums).sqrt().tolist()
         return apart, size
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -204,7 +206,7 @@ class AnchorTeacher:
         batch_of = partial(make_batch, device=student.device, layout=layout)
         student.trained.eval()
         with self._anchor.in_place():
-            scored = in_passes(student, groups, batch_of, self._rows)
+            scored = run_passes(student, groups, batch_of, self._rows)
         blocks: dict[int, RowBlock] = {}
         for group, of_batch in zip(groups, scored, strict=True):
             ends = np.cumsum([item.sequence.learned for item in group])

@@ -33,7 +33,7 @@ from protos.errors import DistillError
 from protos.rows.codec import RowBlock
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
-from student_trainer.parallel.collectives import largest, raise_on_all_ranks
+from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
 from student_trainer.rollout_client.order import WeightsVersion
@@ -196,7 +196,7 @@ class RolloutsAhead:
         """
         while self._client.pushed.newest is not None:
             wait([running.done], _LOOK)
-            if not largest(self._accelerator, int(not running.done.done())):
+            if not max_over_ranks(self._accelerator, int(not running.done.done())):
                 return
             written = self._snapshots.restore_lost(self._newest, number)
             if written is not None:

@@ -28,7 +28,7 @@ def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens:
     student = StudentConfig(model=model_path)
     tokenizer = load_tokenizer(student)
     model = load_model(student).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    _, chosen = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
+    _, held_out_prompts = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
     rollouts = HuggingFaceRollouts(
         model,
         tokenizer,
@@ -37,7 +37,7 @@ def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens:
         max_new_tokens=max_new_tokens,
         batch_tokens=65536,
     )
-    answers = greedy_answers(rollouts, tokenizer, chosen)
+    answers = greedy_answers(rollouts, tokenizer, held_out_prompts)
     return sum(exact_match(text, rollout.answer) for rollout, text in answers) / len(answers)
 
 

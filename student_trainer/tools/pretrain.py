@@ -75,21 +75,21 @@ def make_tokenizer(kind: str, texts: Any, vocab_size: int) -> PreTrainedTokenize
     if kind == "characters":
         alphabet = sorted(set("".join(texts)))
         vocab = {token: i for i, token in enumerate([END, *alphabet])}
-        inner = Tokenizer(models.WordLevel(vocab, unk_token=END))
-        inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        inner.decoder = decoders.Fuse()
+        backend = Tokenizer(models.WordLevel(vocab, unk_token=END))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        backend.decoder = decoders.Fuse()
     else:
-        inner = Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, pad_token=END)
+        backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
 
 
 def make_model(
@@ -125,26 +125,26 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     generator = torch.Generator().manual_seed(options.seed)
-    recent: list[float] = []
+    recent_losses: list[float] = []
     for step in range(options.steps):
-        warm = min(1.0, (step + 1) / 50)
-        rate = warm * (0.05 + 0.95 * (1 + math.cos(math.pi * step / options.steps)) / 2)
-        optimizer.param_groups[0]["lr"] = options.learning_rate * rate
-        chosen = torch.randint(len(texts), (options.batch,), generator=generator).tolist()
-        ids, labels = _pad([texts[i] for i in chosen], options.max_tokens)
+        warmup = min(1.0, (step + 1) / 50)
+        schedule = warmup * (0.05 + 0.95 * (1 + math.cos(math.pi * step / options.steps)) / 2)
+        optimizer.param_groups[0]["lr"] = options.learning_rate * schedule
+        indices = torch.randint(len(texts), (options.batch,), generator=generator).tolist()
+        ids, labels = _pad([texts[i] for i in indices], options.max_tokens)
         loss = model(input_ids=ids, labels=labels).loss  # a causal model ignores padding at the end
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        recent = [*recent[-49:], loss.item()]
-        mean = sum(recent) / len(recent)
-        done = mean < options.until_loss
-        if done or (step + 1) % options.report_every == 0:
+        recent_losses = [*recent_losses[-49:], loss.item()]
+        mean = sum(recent_losses) / len(recent_losses)
+        is_below_target = mean < options.until_loss
+        if is_below_target or (step + 1) % options.report_every == 0:
             print(f"step {step + 1}/{options.steps} loss {mean:.4f}", file=sys.stderr, flush=True)
-        if done:
+        if is_below_target:
             break
-    return sum(recent) / len(recent)
+    return sum(recent_losses) / len(recent_losses)
 
 
 def _encode(
@@ -152,8 +152,8 @@ def _encode(
 ) -> Text:
     parts = [tokenizer(value, add_special_tokens=False)["input_ids"] for value in values]
     ids = [i for part in parts for i in part] + [tokenizer.eos_token_id]
-    learned = len(parts[-1]) + 1
-    return Text(ids, len(ids) - learned if options.loss_on == "last" else 0)
+    learned_tokens = len(parts[-1]) + 1
+    return Text(ids, len(ids) - learned_tokens if options.loss_on == "last" else 0)
 
 
 def _pad(texts: list[Text], max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -161,9 +161,9 @@ def _pad(texts: list[Text], max_tokens: int) -> tuple[Tensor, Tensor]:
     ids = torch.zeros(len(texts), length, dtype=torch.long)
     labels = torch.full_like(ids, -100)
     for row, text in enumerate(texts):
-        kept = torch.tensor(text.ids[:length])
-        ids[row, : len(kept)] = kept
-        labels[row, text.prompt : len(kept)] = kept[text.prompt :]
+        token_ids = torch.tensor(text.ids[:length])
+        ids[row, : len(token_ids)] = token_ids
+        labels[row, text.prompt : len(token_ids)] = token_ids[text.prompt :]
     return ids, labels
 
 

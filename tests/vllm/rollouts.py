@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from clients.config.tables.common import LoraConfig, StudentConfig
 from student_trainer.checkpoints.export import write_adapters
 from student_trainer.model.loading import load_model
-from student_trainer.model.lora import learned
+from student_trainer.model.lora import trainable_weights
 from student_trainer.rollout_client.order import (
     InFlight,
     Order,
@@ -136,12 +136,12 @@ class AdaptedStudent(Student):
         """Change the adapters, by so much that most sampled sequences become others."""
         self.number += 1
         torch.manual_seed(self.number)
-        for name, weight in learned(self.model).items():
+        for name, weight in trainable_weights(self.model).items():
             if ".lora_B." in name:
                 weight.normal_(std=0.1)
 
     def write(self, directory: Path) -> None:
-        write_adapters(directory, self.model, learned(self.model))
+        write_adapters(directory, self.model, trainable_weights(self.model))
 
 
 def numbers_of(settings: SamplingSettings, sequence: SequenceRequest, *, draws: bool) -> Tensor:

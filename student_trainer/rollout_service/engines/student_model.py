@@ -8,7 +8,7 @@ from typing import Any
 from clients.config.tables.common import LoraConfig, StudentConfig
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.checkpoints.export import published_shapes
-from student_trainer.model.lora import adapter_key, has_adapters, learned
+from student_trainer.model.lora import adapter_key, has_adapters, trainable_weights
 from student_trainer.rollout_client.order import WeightsVersion
 from student_trainer.rollout_client.snapshot import Snapshot, open_snapshot
 
@@ -35,7 +35,7 @@ def snapshot_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     The model may be without data (device meta).
     """
     if has_adapters(model):
-        return {adapter_key(name): tuple(of.shape) for name, of in learned(model).items()}
+        return {adapter_key(name): tuple(of.shape) for name, of in trainable_weights(model).items()}
     return published_shapes(model)
 
 

@@ -165,4 +165,4 @@ def test_auto_takes_what_is_installed(
     monkeypatch.setattr(attention, "_installed_flash", lambda: installed)
     model = SimpleNamespace(device=torch.device(device), _compatible_flash_implementations=only)
     student: Any = SimpleNamespace(model=model, bf16=bf16)
-    assert attention._wanted(student, "auto") == wanted
+    assert attention._choose_implementation(student, "auto") == wanted

@@ -24,7 +24,7 @@ from student_trainer.model.lora import add_adapters
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.parallel.passes import in_passes
+from student_trainer.parallel.passes import run_passes
 from student_trainer.parallel.sharding import distribute
 from student_trainer.parallel.shards import full_tensor
 from tests.forks import Forks
@@ -170,7 +170,7 @@ def in_a_group(sharding: str, bf16: bool, out: Path) -> None:
         learn(student, "padded", student.trained.model)
         graphs = counters["stats"]["unique_graphs"]
         rows = partial(student.rows, temperature=1.0)
-        in_passes(student, [[4, 4]], partial(batch, layout="padded"), rows)
+        run_passes(student, [[4, 4]], partial(batch, layout="padded"), rows)
         assert counters["stats"]["unique_graphs"] == graphs, "nothing is compiled for scoring"
         assert (graphs > 0) == compiled
         found.append(learn(student, "padded", student.trained.model))

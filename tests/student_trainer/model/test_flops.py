@@ -55,5 +55,5 @@ def test_the_formula_counts_what_a_pass_does(kind: str, lora: bool, tied: bool) 
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         out = student(batch(), lambda rows, index: -rows.token_logprobs, 1.0)
         out.loss_sum.backward()
-    expected = LINES * flops.of_sequence(TOKENS, TOKENS - START)
+    expected = LINES * flops.count_sequence(TOKENS, TOKENS - START)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.05)

@@ -18,7 +18,7 @@ from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.export import export_model
 from student_trainer.losses import LogitMap
 from student_trainer.model.loading import load_model
-from student_trainer.model.lora import add_adapters, learned
+from student_trainer.model.lora import add_adapters, trainable_weights
 from student_trainer.model.probes import logit_map_of
 from student_trainer.model.student import Student
 from tests.student_trainer import tiny
@@ -74,7 +74,7 @@ def test_only_the_adapters_learn_and_the_head_if_asked(base: Path, head: str) ->
     assert type(model) is type(plain)
     assert torch.equal(logits(model), logits(plain))
     assert logit_map_of(model) == LogitMap()
-    rest = {name for name in learned(model) if ".lora_" not in name}
+    rest = {name for name in trainable_weights(model) if ".lora_" not in name}
     tied = model.config.tie_word_embeddings
     assert rest == (
         set()
@@ -82,7 +82,7 @@ def test_only_the_adapters_learn_and_the_head_if_asked(base: Path, head: str) ->
         else {"lm_head.weight"} | ({"model.embed_tokens.weight"} if tied else set())
     )
     linears = sum(isinstance(module, torch.nn.Linear) for module in plain.modules())
-    assert len(learned(model)) - len(rest) == 2 * (linears - 1)
+    assert len(trainable_weights(model)) - len(rest) == 2 * (linears - 1)
     assert model.model.layers[0].mlp.up_proj.scaling == {"default": 2.0}
 
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_has_what_learns_and_nothing_else(
     save_checkpoint(tmp_path, 3, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer)
     saved = checkpoint.checkpoint_path(tmp_path, 3)
     with safe_open(saved / "model" / "adapter_model.safetensors", "pt") as file:
-        assert len(file.keys()) == len(learned(model))
+        assert len(file.keys()) == len(trainable_weights(model))
     with safe_open(saved / "optimizer.safetensors", "pt") as file:
         assert len(file.keys()) == 3 * sum(p.requires_grad for p in model.parameters())
     assert not (saved / "model" / "model.safetensors").exists()

@@ -18,7 +18,13 @@ from student_trainer.losses import Rows
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.parallel.shards import full_tensor, full_tensors, local, own_slices, with_shard
+from student_trainer.parallel.shards import (
+    full_tensor,
+    full_tensors,
+    local,
+    own_slices,
+    tensor_with_shard,
+)
 from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer.teachers.anchors import rollouts, spread_student
@@ -96,7 +102,7 @@ def learn(
         assert [is_own for _, is_own in seen].count(True) == 1
         for of_process, _ in seen:
             out = student(of_process, loss, 1.3)
-            (out.loss_sum * student.averaged).backward()
+            (out.loss_sum * student.gradient_ranks).backward()
         norms.append(clip_gradients(student, MOST))
         optimizer.step()
         optimizer.zero_grad()
@@ -112,7 +118,7 @@ def check_shards(student: Sharded) -> None:
         whole = full_tensor(weight.detach())
         mine = local(weight.detach())
         assert torch.equal(whole[own_slices(weight)], mine), name
-        again = with_shard(mine, weight)
+        again = tensor_with_shard(mine, weight)
         assert again.placements == weight.placements, name  # type: ignore[attr-defined]
         assert torch.equal(full_tensor(again), whole), name
     with student.gathered():

@@ -122,7 +122,7 @@ def learn(
             made = _double(of.batch(sequences(name, rank), student.device, layout))
             for batch, is_own in student.batches_of_group(made):
                 out = student(batch, of.loss(batch), of.temperature, of.needs_all_rows)
-                (out.loss_sum * student.averaged).backward()
+                (out.loss_sum * student.gradient_ranks).backward()
                 if is_own:
                     loss = {"loss": out.loss_sum.detach()}
                     for key, value in (dict(of.metrics(batch, out)) | loss).items():

@@ -12,16 +12,16 @@ from torch import OutOfMemoryError
 from torch.distributed import DistNetworkError
 
 from protos.rpc.ports import free_ports
-from student_trainer.parallel.other_processes import is_of_lost_process, select_interface
+from student_trainer.parallel.other_processes import is_lost_process_error, select_interface
 from tests.namespaces import namespace
 
 ROOT = Path(__file__).parents[3]
 # As both machines resolve their own name to their loopback, gloo alone would announce that.
 PROGRAM = """
 from datetime import timedelta
-from student_trainer.parallel.collectives import largest, make_accelerator
+from student_trainer.parallel.collectives import max_over_ranks, make_accelerator
 accelerator = make_accelerator(timedelta(seconds=30))
-print(largest(accelerator, 5 + accelerator.process_index))
+print(max_over_ranks(accelerator, 5 + accelerator.process_index))
 """
 
 
@@ -78,8 +78,8 @@ def test_one_machine_and_a_chosen_interface_stay(
 
 
 def test_only_a_lost_process_is_no_verdict() -> None:
-    assert is_of_lost_process(DistNetworkError("the client socket has failed"))
+    assert is_lost_process_error(DistNetworkError("the client socket has failed"))
     place = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error"
-    assert is_of_lost_process(RuntimeError(place))
-    assert not is_of_lost_process(RuntimeError("shapes differ"))
-    assert not is_of_lost_process(OutOfMemoryError("CUDA out of memory"))
+    assert is_lost_process_error(RuntimeError(place))
+    assert not is_lost_process_error(RuntimeError("shapes differ"))
+    assert not is_lost_process_error(OutOfMemoryError("CUDA out of memory"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from clients.config.tables.common import StudentConfig
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.compilation import compile_layers
-from student_trainer.parallel.passes import in_passes, of_rollouts
+from student_trainer.parallel.passes import run_passes, run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import local
 from tests.forks import Forks
@@ -46,7 +46,7 @@ def scored(student: Replicated | Sharded, share: Sequence[Rollout]) -> dict[str,
         f"{name}/{number}": values.contiguous()
         for name, ask in asks.items()
         for number, values in enumerate(
-            of_rollouts(student, share, ask, tokens_per_micro_batch=TOKENS)
+            run_passes_over_rollouts(student, share, ask, tokens_per_micro_batch=TOKENS)
         )
     }
 
@@ -100,5 +100,5 @@ def test_a_batch_is_made_when_its_turn_comes() -> None:
         return lambda number: done.append((name, number)) or number
 
     student = spread_student(make("qwen3"))
-    assert in_passes(student, [1, 2, 3], noted("made"), noted("scored")) == [1, 2, 3]
+    assert run_passes(student, [1, 2, 3], noted("made"), noted("scored")) == [1, 2, 3]
     assert done == [(name, number) for number in (1, 2, 3) for name in ("made", "scored")]

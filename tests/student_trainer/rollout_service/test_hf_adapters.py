@@ -14,7 +14,7 @@ from clients.config.tables.common import LoraConfig, StudentConfig
 from protos.errors import Corrupt
 from student_trainer.checkpoints.export import write_adapters
 from student_trainer.model.loading import load_model
-from student_trainer.model.lora import learned
+from student_trainer.model.lora import trainable_weights
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollout_client.snapshot import seal
 from student_trainer.rollout_service.engines.hf import HfRolloutEngine
@@ -37,7 +37,7 @@ def adapted(path: Path, number: int, rank: int = RANK) -> Any:
     torch.manual_seed(number)
     model = load_model(StudentConfig(model=str(path), lora=lora)).eval()
     with torch.no_grad():
-        for name, weight in learned(model).items():
+        for name, weight in trainable_weights(model).items():
             if ".lora_B." in name:
                 weight.normal_(std=0.3)
     return model
@@ -47,7 +47,7 @@ def pushed(root: Path, number: int, model: Any) -> Path:
     """A snapshot of the adapters of a model."""
     directory = root / f"adapters-{number}"
     directory.mkdir(parents=True)
-    write_adapters(directory, model, learned(model))
+    write_adapters(directory, model, trainable_weights(model))
     seal(directory, number=number, dtype="float32", probe=probe_of(model))
     return directory
 
@@ -101,7 +101,9 @@ def test_adapters_that_are_not_the_trainers_are_refused(
     model = adapted(student_path, 1)
     directory = pushed(tmp_path, 1, model)
     if what == "never delivered":
-        write_adapters(directory, adapted(student_path, 2), learned(adapted(student_path, 2)))
+        write_adapters(
+            directory, adapted(student_path, 2), trainable_weights(adapted(student_path, 2))
+        )
     else:
         file = directory / "adapter_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 6}))

@@ -12,7 +12,7 @@ import pytest
 from clients.runs.directory import RunDirectory
 from student_trainer.run import provenance
 from student_trainer.run.provenance import write_environment
-from student_trainer.run.source_code import MOST_BYTES, source_code
+from student_trainer.run.source_code import MAX_DIFF_BYTES, source_code
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git here")
 
@@ -102,9 +102,9 @@ def test_a_diff_is_bounded_and_runs_nothing(checkout: Path, tmp_path: Path) -> N
     canary = tmp_path / "canary"
     git(checkout, "config", "diff.external", f"touch {canary}")
     git(checkout, "config", "core.fsmonitor", f"touch {canary};:")
-    (checkout / "package" / "code.py").write_text("line\n" * MOST_BYTES)
+    (checkout / "package" / "code.py").write_text("line\n" * MAX_DIFF_BYTES)
     found = source_code(checkout)
     assert found is not None
     assert found.diff.endswith("\n... cut\n")
-    assert len(found.diff) < MOST_BYTES + 100
+    assert len(found.diff) < MAX_DIFF_BYTES + 100
     assert not canary.exists()
