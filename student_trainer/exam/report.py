@@ -56,7 +56,7 @@ def judge(
     )
     rewards_of_answers = np.full(has_answer.shape, np.nan)
     rewards_of_answers[has_answer] = rewards(samples).values
-    answer_votes = iter(rewards.said(samples))
+    answer_votes = iter(rewards.vote(samples))
     votes = [
         ["" if answer is None else next(answer_votes) for answer in question_answers]
         for question_answers in answers

@@ -1,7 +1,7 @@
 """Rewards: scores for answers. `make_rewards` builds the `Rewards` of a job. Imports no torch.
 
-Matching text is done in this process. Every other reward runs in child processes (`judge.py`),
-because a user's function, a regular expression or computer algebra may hang or crash.
+Rewards that only match text run in this process. Every other reward runs in child processes
+(`judge.py`), because a user's function, a regular expression or computer algebra may hang or crash.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["RewardSample", "Rewards", "Scores", "make_rewards"]
 
 log = logging.getLogger(__name__)
 
-_MOST_JUDGES = 8
+_MAX_JUDGES = 8
 
 
 class Rewards:
     """Scores answers, several at once. A context manager; leaving it ends the child processes."""
 
     def __init__(self, config: RewardConfig, judges: int) -> None:
-        """Start one child process, to check the reward. `judges`: the most child processes.
+        """Start one child process, to check the reward. `judges`: maximum number of child processes.
 
         Raises InvalidInput if a package, a task or the user's file cannot be used.
         """
@@ -43,7 +43,7 @@ class Rewards:
             self._direct = make_scorer(config)
             return
         self._judges = [Judge(config) for _ in range(judges)]
-        self._judges[-1].start()  # started now, so that a reward that cannot be made fails at once
+        self._judges[-1].start()  # so that a reward that cannot be built fails at once
         for judge in self._judges:
             self._idle.put(judge)
 
@@ -63,37 +63,44 @@ class Rewards:
 
         Such an answer has the value NaN and its reason in `faults`; one warning is logged.
         """
-        outcomes = self._each(samples, "score")
-        values = np.array([np.nan if isinstance(o, _Fault) else o for o in outcomes], np.float64)
+        outcomes = self._evaluate_samples(samples, "score")
+        values = np.array(
+            [np.nan if isinstance(outcome, _Fault) else outcome for outcome in outcomes], np.float64
+        )
         if self._length is not None:
             values -= [length_penalty(sample.tokens, self._length) for sample in samples]
-        faults = tuple(str(o) for o in outcomes if isinstance(o, _Fault))
+        faults = tuple(str(outcome) for outcome in outcomes if isinstance(outcome, _Fault))
         if faults:
             log.warning(
                 "%d of %d answers have no reward; first: %s", len(faults), len(samples), faults[0]
             )
         return Scores(values, faults)
 
-    def said(self, samples: Sequence[RewardSample]) -> list[str]:
-        """Return what each answer says in a majority vote: its final answer, or "" for none."""
-        return ["" if isinstance(o, _Fault) else o for o in self._each(samples, "said")]
+    def vote(self, samples: Sequence[RewardSample]) -> list[str]:
+        """Return the vote of each answer in a majority vote: its final answer, or "" for none."""
+        return [
+            "" if isinstance(outcome, _Fault) else outcome
+            for outcome in self._evaluate_samples(samples, "vote")
+        ]
 
-    def _each(self, samples: Sequence[RewardSample], what: Literal["score", "said"]) -> list[Any]:
+    def _evaluate_samples(
+        self, samples: Sequence[RewardSample], method: Literal["score", "vote"]
+    ) -> list[Any]:
         """Return the value of each sample, or a _Fault if it could not be computed."""
         if self._direct is not None:
-            return list(map(getattr(self._direct, what), samples))
+            return list(map(getattr(self._direct, method), samples))
 
-        def asked(sample: RewardSample) -> Any:
+        def evaluate(sample: RewardSample) -> Any:
             judge = self._idle.get()
             try:
-                return getattr(judge, what)(sample)
+                return getattr(judge, method)(sample)
             except ScoringFailed as error:
                 return _Fault(str(error))
             finally:
                 self._idle.put(judge)
 
         with ThreadPoolExecutor(len(self._judges), "judge") as pool:
-            return list(pool.map(asked, samples))
+            return list(pool.map(evaluate, samples))
 
 
 class _Fault(str):
@@ -107,7 +114,7 @@ def make_rewards(config: RewardConfig, *, processes: int = 1) -> Rewards:
     task or the user's file cannot be used.
     """
     cores = len(os.sched_getaffinity(0)) // processes
-    return Rewards(config, min(max(cores, 1), _MOST_JUDGES))
+    return Rewards(config, min(max(cores, 1), _MAX_JUDGES))
 
 
 def length_penalty(tokens: int, length: LengthPenalty) -> float:
@@ -115,5 +122,5 @@ def length_penalty(tokens: int, length: LengthPenalty) -> float:
 
     0 up to `free_tokens`, `weight` from `max_tokens` on, linear between.
     """
-    over = (tokens - length.free_tokens) / (length.max_tokens - length.free_tokens)
-    return length.weight * min(max(over, 0.0), 1.0)
+    overlong_share = (tokens - length.free_tokens) / (length.max_tokens - length.free_tokens)
+    return length.weight * min(max(overlong_share, 0.0), 1.0)

@@ -20,8 +20,8 @@ from protos.errors import DistillError, InternalFault
 from student_trainer.rewards.sample import RewardSample
 from student_trainer.rewards.scorers import RewardScorer, make_scorer
 
-# Algebra on the text of a model can use all memory. A user's function has no limit: it may need it.
-_BYTES_OF_ALGEBRA = 16 << 30
+# Algebra on a model's text can use all memory. A user's function has no limit: it may need memory.
+_MAX_ALGEBRA_BYTES = 16 << 30
 
 
 def main() -> None:
@@ -32,25 +32,25 @@ def main() -> None:
     with channel, channel.makefile("r", encoding="utf-8") as lines:
         config = RewardConfig.model_validate_json(json.loads(next(lines))["config"])
         if config.type != "python":
-            resource.setrlimit(resource.RLIMIT_AS, (_BYTES_OF_ALGEBRA, _BYTES_OF_ALGEBRA))
+            resource.setrlimit(resource.RLIMIT_AS, (_MAX_ALGEBRA_BYTES, _MAX_ALGEBRA_BYTES))
         try:
             scorer = make_scorer(config)
         except Exception as error:
-            _send(channel, _refusal(error))
+            _send(channel, _describe_refusal(error))
             return
         _send(channel, {})
         for line in lines:
             # If the trainer is killed, nothing else would end a request that never finishes.
             signal.setitimer(signal.ITIMER_REAL, config.timeout_seconds + 5)
-            _send(channel, _reply(scorer, json.loads(line)))
+            _send(channel, _answer_request(scorer, json.loads(line)))
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _reply(scorer: RewardScorer, message: dict[str, Any]) -> dict[str, Any]:
+def _answer_request(scorer: RewardScorer, message: dict[str, Any]) -> dict[str, Any]:
     sample = RewardSample(**message["sample"])
     try:
-        if message["what"] == "said":
-            return {"found": scorer.said(sample)}
+        if message["what"] == "vote":
+            return {"found": scorer.vote(sample)}
         value = scorer.score(sample)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         return {"error": f"the reward raised {type(error).__name__}: {str(error)[:500]}"}
@@ -59,7 +59,7 @@ def _reply(scorer: RewardScorer, message: dict[str, Any]) -> dict[str, Any]:
     return {"found": value}
 
 
-def _refusal(error: Exception) -> dict[str, str]:
+def _describe_refusal(error: Exception) -> dict[str, str]:
     fault = error if isinstance(error, DistillError) else InternalFault(repr(error))
     return {"fault": fault.message, "field": fault.field, "hint": fault.hint}
 

@@ -31,13 +31,13 @@ class ScoringFailed(Exception):
 
 
 class Judge:
-    """Owns one child process. Starts it at the first request, and again after it was killed.
+    """Owns one child process, which starts at the first request, and again after it was killed.
 
     Not thread-safe: one request at a time.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Keep the configuration; starts no process yet."""
+        """Store the configuration; starts no process."""
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -47,28 +47,32 @@ class Judge:
 
         Raises InvalidInput if a package, a task or the user's file cannot be used.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            number = str(theirs.fileno())
+        parent_socket, child_socket = socket.socketpair()
+        with child_socket:
+            descriptor = str(child_socket.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "student_trainer.rewards", number],
+                [sys.executable, "-P", "-m", "student_trainer.rewards", descriptor],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # stdout of this process may be a result, so printed text goes to stderr
-                pass_fds=[theirs.fileno()],
+                stdout=2,  # printed text goes to stderr: stdout of this process may be a result
+                pass_fds=[child_socket.fileno()],
                 start_new_session=True,  # so that `close` can also kill the processes it starts
             )
-        self._socket = ours
+        self._socket = parent_socket
         try:
-            first = self._exchange({"config": self._config.model_dump_json()}, SECONDS_TO_START)
+            startup_reply = self._exchange(
+                {"config": self._config.model_dump_json()}, SECONDS_TO_START
+            )
         except ScoringFailed as error:
             raise InvalidInput(
                 f"the reward cannot be loaded: {error}",
                 field="reward",
                 hint="check the code that the reward imports",
             ) from error
-        if "fault" in first:
+        if "fault" in startup_reply:
             self.close()
-            raise InvalidInput(first["fault"], field=first["field"], hint=first["hint"])
+            raise InvalidInput(
+                startup_reply["fault"], field=startup_reply["field"], hint=startup_reply["hint"]
+            )
 
     def score(self, sample: RewardSample) -> float:
         """Return the reward of an answer.
@@ -76,11 +80,11 @@ class Judge:
         Raises ScoringFailed if the reward raises, is not finite, or takes more than
         timeout_seconds; the next request works again.
         """
-        return float(self._asked("score", sample))
+        return float(self._request("score", sample))
 
-    def said(self, sample: RewardSample) -> str:
+    def vote(self, sample: RewardSample) -> str:
         """Return the vote of an answer for a majority vote. Raises ScoringFailed like `score`."""
-        return str(self._asked("said", sample))
+        return str(self._request("vote", sample))
 
     def close(self) -> None:
         """Kill the process and the processes that it started. The next request starts a new one."""
@@ -93,13 +97,13 @@ class Judge:
             self._socket.close()
             self._socket = None
 
-    def _asked(self, what: Literal["score", "said"], sample: RewardSample) -> Any:
+    def _request(self, method: Literal["score", "vote"], sample: RewardSample) -> Any:
         if self._process is None:
             try:
                 self.start()
             except (InvalidInput, OSError) as error:
                 raise ScoringFailed(f"the process of the reward did not start: {error}") from error
-        message = {"what": what, "sample": asdict(sample)}
+        message = {"what": method, "sample": asdict(sample)}
         reply = self._exchange(message, self._config.timeout_seconds)
         if "error" in reply:
             raise ScoringFailed(reply["error"])
@@ -109,7 +113,7 @@ class Judge:
         try:
             assert self._socket is not None
             line = json.dumps(message, default=str) + "\n"
-            return _reply(self._socket, line.encode(), time.monotonic() + seconds)
+            return _send_and_receive(self._socket, line.encode(), time.monotonic() + seconds)
         except TimeoutError:
             self.close()
             raise ScoringFailed(f"the reward took more than {seconds:g} s") from None
@@ -118,12 +122,12 @@ class Judge:
             raise ScoringFailed(f"the process of the reward ended ({error})") from None
 
 
-def _reply(channel: socket.socket, line: bytes, deadline: float) -> dict[str, Any]:
-    channel.settimeout(_left(deadline))
+def _send_and_receive(channel: socket.socket, line: bytes, deadline: float) -> dict[str, Any]:
+    channel.settimeout(_remaining_seconds(deadline))
     channel.sendall(line)
     received = b""
     while not received.endswith(b"\n"):
-        channel.settimeout(_left(deadline))
+        channel.settimeout(_remaining_seconds(deadline))
         part = channel.recv(65536)
         if not part:
             raise ConnectionError("it closed the connection")
@@ -132,8 +136,8 @@ def _reply(channel: socket.socket, line: bytes, deadline: float) -> dict[str, An
     return reply
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+def _remaining_seconds(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError
-    return left
+    return remaining

@@ -6,7 +6,7 @@ from protos.errors import InvalidInput
 from protos.extras import install_command
 
 
-def missing(package: str, kind: str, extra: str = "rl") -> InvalidInput:
+def missing_package(package: str, kind: str, extra: str = "rl") -> InvalidInput:
     """Return the error for a reward of type `kind`; `extra` is the extra that has `package`."""
     return InvalidInput(
         f"{kind} needs the package {package}, which is not installed",

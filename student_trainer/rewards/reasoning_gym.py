@@ -28,7 +28,7 @@ _ATTEMPTS = 64
 
 @dataclass(frozen=True)
 class TaskQuestion:
-    """A generated question. fields: its seed and index, by which `Task.score` finds it again."""
+    """A generated question. fields: its seed and index, with which `Task.score` regenerates it."""
 
     text: str
     answer: str
@@ -42,8 +42,8 @@ class Task:
         """Raises InvalidInput if reasoning-gym is missing, or rejects the task or an option."""
         self._name = name
         self._options = dict(options)
-        self._data = lru_cache(maxsize=4)(self._made)
-        self._entry = lru_cache(maxsize=1024)(self._written)
+        self._data = lru_cache(maxsize=4)(self._create_data_set)
+        self._entry = lru_cache(maxsize=1024)(self._generate_entry)
         self._data(0, 0)
 
     def question(self, seed: int, index: int) -> TaskQuestion:
@@ -53,40 +53,40 @@ class Task:
         return TaskQuestion(str(entry["question"]), str(entry["answer"]), fields)
 
     def score(self, sample: RewardSample) -> float:
-        """Return the score of the answer's `said` text by the task's scorer, in [0, 1].
+        """Return the score of the answer's final text by the task's scorer, in [0, 1].
 
         `sample.fields` must have the seed and the index of the question.
         """
         seed, index = sample.fields["seed"], sample.fields["index"]
         data = self._data(seed, index // _CHUNK)
-        return float(data.score_answer(self.said(sample), self._entry(seed, index)))
+        return float(data.score_answer(self.vote(sample), self._entry(seed, index)))
 
-    def said(self, sample: RewardSample) -> str:
+    def vote(self, sample: RewardSample) -> str:
         """Return the final answer: the text in <answer> tags, else after '####', else all of it."""
         from reasoning_gym.utils import extract_answer
 
         tagged: str | None = extract_answer(sample.text)
         return conclusion(sample.text) if tagged is None else tagged
 
-    def _written(self, seed: int, index: int) -> dict[str, Any]:
+    def _generate_entry(self, seed: int, index: int) -> dict[str, Any]:
         # The task list_functions draws from Python's global generator, so seed and restore it.
-        before = random.getstate()
+        generator_state = random.getstate()
         random.seed(index)
         try:
             entry: dict[str, Any] = self._data(seed, index // _CHUNK)[index % _CHUNK]
         finally:
-            random.setstate(before)
+            random.setstate(generator_state)
         return entry
 
-    def _made(self, seed: int, chunk: int) -> Any:
+    def _create_data_set(self, seed: int, chunk: int) -> Any:
         try:
             with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # in its modules
                 from reasoning_gym import create_dataset
                 from reasoning_gym.factory import DATASETS
         except ImportError:
-            from student_trainer.rewards.missing_package import missing
+            from student_trainer.rewards.missing_package import missing_package
 
-            raise missing("reasoning-gym", f"reasoning_gym:{self._name}", "gym") from None
+            raise missing_package("reasoning-gym", f"reasoning_gym:{self._name}", "gym") from None
         if self._name not in DATASETS:
             raise InvalidInput(
                 f"reasoning-gym has no task {self._name!r}",
@@ -94,9 +94,9 @@ class Task:
                 hint=f"use one of {', '.join(sorted(DATASETS))}",
             )
         try:
-            spread = seed * 2654435761 % _SEEDS  # neighbouring seeds share no question
-            first = spread + chunk * _CHUNK
-            return create_dataset(self._name, seed=first, size=_CHUNK, **self._options)
+            seed_offset = seed * 2654435761 % _SEEDS  # neighbouring seeds share no question
+            first_seed = seed_offset + chunk * _CHUNK
+            return create_dataset(self._name, seed=first_seed, size=_CHUNK, **self._options)
         except (TypeError, ValueError, AssertionError) as error:
             raise InvalidInput(
                 f"reasoning-gym rejects the options of {self._name}: {error}",
@@ -119,37 +119,37 @@ class TaskQuestions:
         self._task = task
         self._seed = seed
         self._fits = fits
-        self.held_out: Sequence[TaskQuestion] = list(self._first(held_out))
-        self._never = {question.text for question in self.held_out}
+        self.held_out: Sequence[TaskQuestion] = list(self._generate_held_out(held_out))
+        self._held_out_texts = {question.text for question in self.held_out}
 
     def of_step(self, step: int, count: int) -> list[TaskQuestion]:
         """Return the `count` questions of `step` (from 1), a pure function of both.
 
-        Raises InvalidInput if the task generates only held-out questions or ones that do not fit.
+        Raises InvalidInput if all questions that the task generates are held out or do not fit.
         """
-        return [self._training((step - 1) * count + number) for number in range(count)]
+        return [self._training_question((step - 1) * count + number) for number in range(count)]
 
-    def _first(self, count: int) -> Iterator[TaskQuestion]:
-        seen: set[str] = set()
+    def _generate_held_out(self, count: int) -> Iterator[TaskQuestion]:
+        texts: set[str] = set()
         for index in range(min(_ATTEMPTS * count, _FIRST_TRAINING_INDEX)):
-            if len(seen) == count:
+            if len(texts) == count:
                 return
             question = self._task.question(self._seed, index)
-            if question.text not in seen and self._fits(question.text):
-                seen.add(question.text)
+            if question.text not in texts and self._fits(question.text):
+                texts.add(question.text)
                 yield question
-        if len(seen) < count:
-            raise self._too_few(f"{count} different prompts to hold out")
+        if len(texts) < count:
+            raise self._build_error(f"{count} different prompts to hold out")
 
-    def _training(self, number: int) -> TaskQuestion:
+    def _training_question(self, number: int) -> TaskQuestion:
         for attempt in range(_ATTEMPTS):
             index = _FIRST_TRAINING_INDEX + number % _QUESTIONS + attempt * _QUESTIONS
             question = self._task.question(self._seed, index)
-            if question.text not in self._never and self._fits(question.text):
+            if question.text not in self._held_out_texts and self._fits(question.text):
                 return question
-        raise self._too_few("a prompt that is not held out")
+        raise self._build_error("a prompt that is not held out")
 
-    def _too_few(self, what: str) -> InvalidInput:
+    def _build_error(self, what: str) -> InvalidInput:
         return InvalidInput(
             f"the task does not generate {what} within the allowed length",
             field="reward.options",

@@ -21,12 +21,12 @@ class RolloutRewards:
     """Decodes the answers of rollouts and scores them."""
 
     def __init__(self, rewards: Rewards, tokenizer: Any) -> None:
-        """`rewards`: stays open as long as this object is used; the caller closes it."""
+        """`rewards`: must stay open as long as this object is used; the caller closes it."""
         self._rewards = rewards
         self._tokenizer = tokenizer
 
     def texts(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[RewardSample]:
-        """Return what a reward may read of each rollout; rollouts[i] is an answer to prompts[i]."""
+        """Return the input of a reward for each rollout; rollouts[i] answers prompts[i]."""
         return [
             RewardSample(
                 prompt=prompt.text,
@@ -51,19 +51,25 @@ class RolloutRewards:
 
 def reward_metrics(rewards: Tensor) -> dict[str, Tensor]:
     """Return (sum, number) of each reward metric. `rewards`: [G, n], G groups of n answers."""
-    known = rewards.isfinite()
-    spread = [group[one].std(correction=0) for group, one in zip(rewards, known, strict=True)]
+    is_scored = rewards.isfinite()
+    deviations = [
+        group[mask].std(correction=0) for group, mask in zip(rewards, is_scored, strict=True)
+    ]
     return {
-        "reward/mean": sum_and_count(rewards[known]),
-        "reward/std": sum_and_count(torch.stack(spread).nan_to_num()),
+        "reward/mean": sum_and_count(rewards[is_scored]),
+        "reward/std": sum_and_count(torch.stack(deviations).nan_to_num()),
         "reward/flat_groups": sum_and_count(flat_groups(rewards).double()),
-        "reward/errors": sum_and_count((~known).double().flatten()),
+        "reward/errors": sum_and_count((~is_scored).double().flatten()),
     }
 
 
 def search_metrics(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     """Return (sum, number) of each metric of rollouts with a search environment."""
     return {
-        "search/queries": sum_and_count(torch.tensor([float(one.queries) for one in rollouts])),
-        "search/failed": sum_and_count(torch.tensor([float(one.failed) for one in rollouts])),
+        "search/queries": sum_and_count(
+            torch.tensor([float(rollout.queries) for rollout in rollouts])
+        ),
+        "search/failed": sum_and_count(
+            torch.tensor([float(rollout.failed) for rollout in rollouts])
+        ),
     }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MARK = "####"  # of GSM8K: the final answer follows
+MARK = "####"  # GSM8K's mark before the final answer
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Scores:
 
 
 def conclusion(text: str) -> str:
-    """Return the rest of the line after the last '####', or all of a text without this mark.
+    """Return the text after the last '####' up to the end of its line.
 
-    '####' is GSM8K's mark of the final answer. Keeps commas, unlike `final_answer`.
+    '####' is GSM8K's mark of the final answer; without it, returns the full text. Keeps commas,
+    unlike `final_answer`.
     """
     _, mark, after = text.rpartition(MARK)
     return after.strip().partition("\n")[0].rstrip() if mark else text.strip()

@@ -13,20 +13,20 @@ from typing import Any
 
 from clients.config.tables.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards.missing_package import missing
+from student_trainer.rewards.missing_package import missing_package
 from student_trainer.rewards.sample import MARK, RewardSample, conclusion
 from student_trainer.rewards.text_match import exact_match, f1, final_answer, normalized, same_words
 
 
 @dataclass(frozen=True)
 class RewardScorer:
-    """A reward. score: returns the reward of an answer. said: returns its vote, "" for none.
+    """A reward. score: returns the reward of an answer. vote: returns its vote, "" for none.
 
     A majority vote counts equal votes. Both functions may raise any exception.
     """
 
     score: Callable[[RewardSample], float]
-    said: Callable[[RewardSample], str] = lambda sample: final_answer(sample.text)
+    vote: Callable[[RewardSample], str] = lambda sample: final_answer(sample.text)
 
 
 def make_scorer(config: RewardConfig) -> RewardScorer:
@@ -40,60 +40,61 @@ def make_scorer(config: RewardConfig) -> RewardScorer:
             return RewardScorer(lambda sample: float(exact_match(sample.text, sample.reference)))
         case "f1":
             return RewardScorer(
-                lambda sample: f1(conclusion(sample.text), sample.reference), _words
+                lambda sample: f1(conclusion(sample.text), sample.reference), _normalized_conclusion
             )
         case "word_match":
             return RewardScorer(
-                lambda sample: float(same_words(conclusion(sample.text), sample.reference)), _words
+                lambda sample: float(same_words(conclusion(sample.text), sample.reference)),
+                _normalized_conclusion,
             )
         case "math":
-            return _math()
+            return _math_scorer()
         case "regex":
             assert config.pattern is not None, "the configuration asks for it"
-            return _regex(config.pattern)
+            return _regex_scorer(config.pattern)
         case "python":
             assert config.file is not None, "the configuration asks for it"
-            return _function(Path(config.file))
+            return _python_scorer(Path(config.file))
         case _:
             from student_trainer.rewards.reasoning_gym import Task
 
             assert config.task is not None, "the configuration names no other type"
             task = Task(config.task, config.options)
-            return RewardScorer(task.score, task.said)
+            return RewardScorer(task.score, task.vote)
 
 
-def _words(sample: RewardSample) -> str:
+def _normalized_conclusion(sample: RewardSample) -> str:
     return normalized(conclusion(sample.text))
 
 
-def _math() -> RewardScorer:
+def _math_scorer() -> RewardScorer:
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise missing("math-verify", "math") from None
+        raise missing_package("math-verify", "math") from None
     # The trainer kills this process after its own time limit, so the library's limits are off, and
     # its warnings about that are hidden.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def expression(sample: RewardSample) -> list[Any]:
-        # A text with the mark says what its final answer is; without it, the parser searches.
-        text = _marked(conclusion(sample.text)) if MARK in sample.text else sample.text
-        found: list[Any] = parse(text, parsing_timeout=None)
-        return found
+        # In a text with the mark, the final answer follows it; without it, the parser searches.
+        text = _mark_as_latex(conclusion(sample.text)) if MARK in sample.text else sample.text
+        expressions: list[Any] = parse(text, parsing_timeout=None)
+        return expressions
 
     def score(sample: RewardSample) -> float:
-        gold = parse(_marked(conclusion(sample.reference)), parsing_timeout=None)
+        gold = parse(_mark_as_latex(conclusion(sample.reference)), parsing_timeout=None)
         if not gold:
             raise ValueError(f"the reference {sample.reference!r} is not a mathematical expression")
         return float(verify(gold, expression(sample), timeout_seconds=None))
 
-    def said(sample: RewardSample) -> str:
-        found = expression(sample)
-        if found and getattr(found[0], "is_real", False) and found[0].is_number:
-            return f"{float(found[0]):.10g}"  # 1/2 and 0.5 are one vote
-        return str(found[0]) if found else ""
+    def vote(sample: RewardSample) -> str:
+        expressions = expression(sample)
+        if expressions and getattr(expressions[0], "is_real", False) and expressions[0].is_number:
+            return f"{float(expressions[0]):.10g}"  # 1/2 and 0.5 are one vote
+        return str(expressions[0]) if expressions else ""
 
-    return RewardScorer(score, said)
+    return RewardScorer(score, vote)
 
 
 # A number, perhaps with `$` before it or words after it: `$1,000.`, `72 apples`; not `72%`, `1/2`.
@@ -103,37 +104,37 @@ _NUMBER = re.compile(
 )
 
 
-def _marked(bare: str) -> str:
+def _mark_as_latex(bare: str) -> str:
     """Mark a bare answer (`1/2`, `72 apples`) as LaTeX, which the parser needs."""
     if number := _NUMBER.match(bare):
         return f"${number[1]}$"
     return bare if "$" in bare or "\\boxed" in bare else f"${bare}$"
 
 
-def _regex(pattern: str) -> RewardScorer:
+def _regex_scorer(pattern: str) -> RewardScorer:
     compiled = re.compile(pattern)
 
-    def found(text: str) -> re.Match[str] | None:
+    def last_match(text: str) -> re.Match[str] | None:
         *_, last = None, *compiled.finditer(text)
         return last
 
-    def said(sample: RewardSample) -> str:
-        match = found(sample.text)
+    def vote(sample: RewardSample) -> str:
+        match = last_match(sample.text)
         return final_answer(match[compiled.groups] or "") if match else ""
 
     def score(sample: RewardSample) -> float:
         if not compiled.groups:
-            return float(found(sample.text) is not None)
-        match = found(sample.text)
+            return float(last_match(sample.text) is not None)
+        match = last_match(sample.text)
         return float(
             match is not None and match[1] is not None and exact_match(match[1], sample.reference)
         )
 
-    return RewardScorer(score, said)
+    return RewardScorer(score, vote)
 
 
-def _function(file: Path) -> RewardScorer:
-    sys.path.insert(0, str(file.parent))  # like a script, it may import files beside it
+def _python_scorer(file: Path) -> RewardScorer:
+    sys.path.insert(0, str(file.parent))  # as a script, the file may import its neighbours
     try:
         # A module name that nothing else has, because the file may be called math.py.
         spec = importlib.util.spec_from_file_location("_reward_of_the_user", file)
@@ -156,12 +157,12 @@ def _function(file: Path) -> RewardScorer:
         )
 
     def score(sample: RewardSample) -> float:
-        value = reward(
+        number = reward(
             prompt=sample.prompt,
             answer=sample.text,
             reference=sample.reference,
             fields=sample.fields,
         )
-        return float(value)
+        return float(number)
 
     return RewardScorer(score)

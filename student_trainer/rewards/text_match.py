@@ -39,6 +39,10 @@ def same_words(answer: str, reference: str) -> bool:
 
 def f1(answer: str, reference: str) -> float:
     """Return the F1 of the normalized words, the harmonic mean of precision and recall."""
-    said, wanted = normalized(answer).split(), normalized(reference).split()
-    common = (Counter(said) & Counter(wanted)).total()
-    return 2 * common / (len(said) + len(wanted)) if common else float(said == wanted)
+    answer_words, reference_words = normalized(answer).split(), normalized(reference).split()
+    common_words = (Counter(answer_words) & Counter(reference_words)).total()
+    return (
+        2 * common_words / (len(answer_words) + len(reference_words))
+        if common_words
+        else float(answer_words == reference_words)
+    )

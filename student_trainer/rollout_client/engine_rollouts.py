@@ -24,7 +24,7 @@ from student_trainer.rollout_client.order import (
 from student_trainer.rollout_client.wire import MAX_TOKENS
 from student_trainer.rollouts.hf import rollout_of
 from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.rollouts.search import MARKS, SearchConversations, Turn
+from student_trainer.rollouts.search import MARKS, SearchConversations, SearchTurn
 
 # Returns the weights to sample with; called for each order.
 ChooseWeights = Callable[[], WeightsVersion]
@@ -145,7 +145,7 @@ class EngineSearch:
         )
 
     def _turns(
-        self, turns: Sequence[Turn], weights: WeightsVersion, settings: SamplingSettings
+        self, turns: Sequence[SearchTurn], weights: WeightsVersion, settings: SamplingSettings
     ) -> list[SampledTokens]:
         requests = [
             SequenceRequest(turn.token_ids, turn.number, turn.limit, turn.used) for turn in turns

@@ -38,10 +38,10 @@ class HuggingFaceRollouts:
         """Set up the sampler.
 
         `model`: a transformers causal LM. `top_k`: head ids to record per token, may be 0.
-        `max_new_tokens`: limit of a completion. `batch_tokens`: tokens of a batch at most, with
+        `max_new_tokens`: limit of a completion. `batch_tokens`: maximum tokens of a batch, with
         padding. `draws`: ids per token to draw from the tail; greedy rollouts have none.
         `vocab_size`: sample from the first `vocab_size` ids; None: from all. `bf16`: compute in
-        bfloat16. `never`: an id that is not sampled: the placeholder of images.
+        bfloat16. `never`: an id that is not sampled (the placeholder of images).
         """
         self._sampler = Sampler(
             model,
@@ -60,19 +60,23 @@ class HuggingFaceRollouts:
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
         """Yield one rollout per prompt; see `Rollouts.generate`."""
-        most = self._max_new_tokens
-        for part in batches([len(p.ids) for p in prompts], most, self._batch_tokens):
+        max_tokens = self._max_new_tokens
+        for batch in batches(
+            [len(prompt.ids) for prompt in prompts], max_tokens, self._batch_tokens
+        ):
             noise = draw_noise = None
             if not greedy:
-                noise = [noise_of(n, seed, most) for n in numbers[part]]
-                draw_noise = [noise_of(n, seed, most, draws=True) for n in numbers[part]]
-            before = [torch.from_numpy(prompt.ids).long() for prompt in prompts[part]]
-            limits = [most] * len(before)
-            images = [prompt.images for prompt in prompts[part]]
-            written = self._sampler.write(
+                noise = [noise_of(number, seed, max_tokens) for number in numbers[batch]]
+                draw_noise = [
+                    noise_of(number, seed, max_tokens, draws=True) for number in numbers[batch]
+                ]
+            before = [torch.from_numpy(prompt.ids).long() for prompt in prompts[batch]]
+            limits = [max_tokens] * len(before)
+            images = [prompt.images for prompt in prompts[batch]]
+            completions = self._sampler.write(
                 before, limits, noise, draw_noise=draw_noise, images=images
             )
-            yield [rollout_of(*pair) for pair in zip(prompts[part], written, strict=True)]
+            yield [rollout_of(*pair) for pair in zip(prompts[batch], completions, strict=True)]
 
 
 def batches(lengths: Sequence[int], max_new_tokens: int, batch_tokens: int) -> Iterator[slice]:

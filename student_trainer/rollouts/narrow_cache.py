@@ -17,8 +17,8 @@ CACHE_ARGUMENT = "cache" if "cache" in _STEP else "past_key_values"
 class NarrowCache(DynamicCache):  # type: ignore[misc]
     """Keeps keys and values in bfloat16, the dtype in which attention reads them under autocast.
 
-    With float32 weights the rotation makes float32 keys, and the cache of transformers then keeps
-    keys and values in float32, and casts all of them for every token. The results are equal.
+    With float32 weights the rotation makes float32 keys; the default cache of transformers then
+    stores keys and values in float32, and casts all of them for every token. The results are equal.
     """
 
     def update(self, key: Tensor, value: Tensor, *layer: Any, **options: Any) -> Any:
@@ -29,7 +29,7 @@ class NarrowCache(DynamicCache):  # type: ignore[misc]
 def cache_of(model: Any, *, bf16: bool) -> NarrowCache | None:
     """Return an empty cache for `model.generate`; None: `generate` makes the cache itself.
 
-    Models with states of their own, such as Mamba's, and students in float32 have theirs.
+    Returns None for models with recurrent states, such as Mamba, and for students in float32.
     """
     if not bf16 or not model._supports_default_dynamic_cache():
         return None

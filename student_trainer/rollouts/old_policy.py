@@ -1,8 +1,8 @@
 """The log-probs of sampled tokens under the student before an update, in the trainer's arithmetic.
 
-PPO's ratio compares the student with itself before the first update of a step. The log-probs that
-the sampler recorded are not those: in bfloat16 two programs give the same weights other log-probs,
-and the ratios of answers pass the clips of GSPO.
+PPO's ratio compares the student with the student before the first update of a step. The log-probs
+that the sampler recorded cannot replace these: in bfloat16 two programs compute different log-probs
+with the same weights, and the ratios of full answers would exceed the clips of GSPO.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class OldPolicy:
     ) -> None:
         self._student = student
         self._temperature = temperature
-        self._most = tokens_per_micro_batch
+        self._tokens_per_micro_batch = tokens_per_micro_batch
 
     def __call__(self, updates: Sequence[Sequence[Rollout]]) -> list[list[Tensor]]:
         """Collective. Return log-probs [learned] float32 on the CPU for each rollout, in nats.
 
         `updates`: the rollouts of each update. Each update has micro-batches of its own, as in the
-        trainer: others would round differently. Call it outside `student.gathered()`.
+        trainer: other micro-batches would round differently. Call it outside `student.gathered()`.
         """
         student = self._student
 
@@ -39,9 +39,11 @@ class OldPolicy:
             return student.rows(batch, self._temperature)[1].token_logprobs.cpu()
 
         student.trained.train()  # as in the update
-        found = [
-            run_passes_over_rollouts(student, rollouts, logprobs, tokens_per_micro_batch=self._most)
+        logprobs_of_updates = [
+            run_passes_over_rollouts(
+                student, rollouts, logprobs, tokens_per_micro_batch=self._tokens_per_micro_batch
+            )
             for rollouts in updates
         ]
         student.trained.eval()
-        return found
+        return logprobs_of_updates

@@ -14,7 +14,7 @@ from student_trainer.parallel.sharding import Replicated, Sharded
 class Rollouts(Protocol):
     """Samples completions of prompts with the student.
 
-    in_process: whether this process samples, so inside `student.gathered()`, and not an engine.
+    in_process: whether this process samples, inside `student.gathered()`; otherwise an engine does.
     """
 
     in_process: bool

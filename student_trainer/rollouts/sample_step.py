@@ -20,7 +20,8 @@ class SampledStep:
     """One token per sequence, and the policy that it was sampled from, softmax(logits / T).
 
     token_ids [B] int64. logprobs [B] float32: the policy's log-probs of the tokens, in nats.
-    head_ids [B, k] int64: its top-k ids. draws: ids and log-probs [B, M]; None if there are none.
+    head_ids [B, k] int64: the policy's top-k ids. draws: ids and log-probs [B, M]; None if there
+    are none.
     """
 
     token_ids: Tensor
@@ -48,40 +49,44 @@ def sample_step(
     `never`: an id that is not sampled; records are of the policy with it.
     """
     logprobs = (logits.float() / temperature).log_softmax(1)
-    head = logprobs.topk(top_k, dim=1).indices
-    drawn = None
+    head_ids = logprobs.topk(top_k, dim=1).indices
+    tail_draws = None
     if uniforms is None:
-        chosen = _without(logprobs, never, -torch.inf).argmax(1, keepdim=True)
+        sampled_ids = _exclude_id(logprobs, never, -torch.inf).argmax(1, keepdim=True)
     else:
         # float64: over a vocabulary of 150k, a float32 sum loses the unlikely tokens.
         probabilities = logprobs.double().exp()
-        allowed = _without(probabilities, never, 0.0)
-        likely = nucleus(allowed, top_p) if top_p < 1 else allowed
-        cumulative = likely.cumsum(1)
+        allowed = _exclude_id(probabilities, never, 0.0)
+        nucleus_probabilities = nucleus(allowed, top_p) if top_p < 1 else allowed
+        cumulative = nucleus_probabilities.cumsum(1)
         level = uniforms[:, None] * cumulative[:, -1:]
-        chosen = torch.searchsorted(cumulative, level, right=True)
-        chosen = chosen.clamp(max=logits.shape[1] - 1)
+        sampled_ids = torch.searchsorted(cumulative, level, right=True)
+        sampled_ids = sampled_ids.clamp(max=logits.shape[1] - 1)
         if draw_uniforms is not None:
-            found = draw_tail(probabilities, head, draw_uniforms, draws)
-            drawn = TailDraws(found.ids, found.logprobs.float())
-    return SampledStep(chosen.squeeze(1), logprobs.gather(1, chosen).squeeze(1), head, drawn)
+            draws_float64 = draw_tail(probabilities, head_ids, draw_uniforms, draws)
+            tail_draws = TailDraws(draws_float64.ids, draws_float64.logprobs.float())
+    return SampledStep(
+        sampled_ids.squeeze(1), logprobs.gather(1, sampled_ids).squeeze(1), head_ids, tail_draws
+    )
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Zero the probabilities [B, V] outside the nucleus (Holtzman et al., arXiv 1904.09751).
 
     The nucleus is the smallest set of most likely tokens with a total probability of at least
-    `top_p`; it always has the most likely token. The result is not normalised.
+    `top_p`; it always contains the most likely token. The result is not normalised.
     """
-    ordered, ids = probabilities.sort(1, descending=True)
-    likelier = ordered.cumsum(1) - ordered
-    return torch.zeros_like(probabilities).scatter_(1, ids, ordered * (likelier < top_p))
+    sorted_probabilities, ids = probabilities.sort(1, descending=True)
+    mass_before = sorted_probabilities.cumsum(1) - sorted_probabilities
+    return torch.zeros_like(probabilities).scatter_(
+        1, ids, sorted_probabilities * (mass_before < top_p)
+    )
 
 
-def _without(values: Tensor, never: int | None, instead: float) -> Tensor:
-    """Return values [B, V] with `instead` at the id `never`; a copy, unless it is None."""
+def _exclude_id(values: Tensor, never: int | None, replacement: float) -> Tensor:
+    """Return values [B, V] with `replacement` at the id `never`; `values` itself if it is None."""
     if never is None:
         return values
     copy = values.clone()
-    copy[:, never] = instead
+    copy[:, never] = replacement
     return copy

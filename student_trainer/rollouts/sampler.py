@@ -23,7 +23,7 @@ from student_trainer.rollouts.narrow_cache import CACHE_ARGUMENT, cache_of
 from student_trainer.rollouts.sample_step import SampledStep, sample_step
 
 # Added to the seed of the random numbers that draw from the tail. It flips the highest of the 32
-# bits that the generator uses, so that no other rollout of a job has these numbers.
+# bits that the generator uses, so these numbers differ from those of all rollouts of a job.
 _DRAW_STREAM = 1 << 31
 
 
@@ -32,10 +32,10 @@ class SampledTokens:
     """The L tokens that were sampled for one sequence, on the CPU.
 
     token_ids [L] int64. head_ids [L, k] int32: the top-k ids of the policy. token_logprobs [L]
-    float32: its log-probs of the tokens, in nats. ended: the last token is an end token. closed:
-    the last token completes a mark. draws: of L tokens; None if there are none. versions: (version
-    of the weights, number of tokens in a row), in the order of the tokens; empty if the trainer's
-    own process sampled them.
+    float32: the policy's log-probs of the tokens, in nats. ended: whether the last token is an end
+    token. closed: whether the last token completes a mark. draws: the draws of the L tokens; None
+    if there are none. versions: (version of the weights, number of consecutive tokens), in the
+    order of the tokens; empty if the trainer's own process sampled them.
     """
 
     token_ids: Tensor
@@ -54,18 +54,18 @@ class Marks:
         self._tokenizer = tokenizer
         self._texts = tuple(texts)
         self._longest = max(map(len, texts))
-        last = {text[-1] for text in texts}
-        ids = range(len(tokenizer))
-        closing = [bool(last & set(self._text([number]))) for number in ids]
-        self._closing = torch.tensor(closing)
+        last_characters = {text[-1] for text in texts}
+        token_ids = range(len(tokenizer))
+        may_close = [bool(last_characters & set(self._text([number]))) for number in token_ids]
+        self._closing = torch.tensor(may_close)
 
     def may_close(self, ids: Tensor) -> Tensor:
-        """Return which tokens could be the last token of a mark: bool, in the shape of `ids`.
+        """Return which tokens could be the last token of a mark: bool, with the shape of `ids`.
 
         A cheap filter: true for tokens that contain the last character of a mark.
         """
-        inside = ids < len(self._closing)  # a model may have more ids than its tokenizer has
-        return inside & self._closing.to(ids.device)[ids.clamp(max=len(self._closing) - 1)]
+        is_token = ids < len(self._closing)  # a model may have more ids than its tokenizer has
+        return is_token & self._closing.to(ids.device)[ids.clamp(max=len(self._closing) - 1)]
 
     def closed_by(self, ids: Tensor) -> bool:
         """Return True if a mark is in the last tokens of `ids` [n].
@@ -73,8 +73,8 @@ class Marks:
         Decodes as many tokens as the longest mark has characters.
         """
         # Each token of a mark has at least one of its characters.
-        near = ids[-self._longest :].tolist()
-        return any(text in self._text(near) for text in self._texts)
+        last_ids = ids[-self._longest :].tolist()
+        return any(text in self._text(last_ids) for text in self._texts)
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -103,7 +103,7 @@ class Sampler:
         with this total probability (nucleus sampling). `draws`: number of ids per token to draw
         from the tail, the ids outside the head. All records are of the policy before `top_p`:
         softmax(logits / temperature). `vocab_size`: the policy has only the first `vocab_size` ids;
-        None: all. `bf16`: compute in bfloat16.
+        None: all. `bf16`: compute in bfloat16. `never`: an id that is not sampled.
         """
         self._model = model
         self._top_k = top_k
@@ -132,9 +132,9 @@ class Sampler:
         A completion has at most limits[i] tokens and stops at an end token or one of `marks`.
         noise[i] [limits[i]] float64: uniform random numbers in [0, 1), one per token; None takes
         the most likely token. draw_noise[i]: likewise, for the draws of the tail; None draws none.
-        is_cancelled: called for each token; True ends all completions where they are. images[i]: of
-        before[i], if there are any. While this
-        method runs, the model has another `generation_config`. No gradient.
+        is_cancelled: called for each token; True ends all completions at their current tokens.
+        images[i]: the images of before[i], if any. While this method runs, the model has another
+        `generation_config`. No gradient.
         """
         device = self._model.device
         width = max(map(len, before))
@@ -143,7 +143,7 @@ class Sampler:
         for row, tokens in enumerate(before):
             ids[row, width - len(tokens) :] = tokens
             mask[row, width - len(tokens) :] = 1
-        levels, draw_levels = (
+        uniforms, draw_uniforms = (
             None if numbers is None else pad_sequence(list(numbers), batch_first=True).to(device)
             for numbers in (noise, draw_noise if self._draws else None)
         )
@@ -151,30 +151,33 @@ class Sampler:
             self._top_k,
             self._temperature,
             self._top_p,
-            levels,
+            uniforms,
             self._draws,
-            draw_levels,
+            draw_uniforms,
             self._vocab_size,
             self._never,
         )
         inputs = image_inputs(images, ids) or {}
-        stop = _Stop(width, torch.tensor(limits, device=device), marks, is_cancelled)
-        own, self._model.generation_config = self._model.generation_config, self._config(limits)
+        stop_criteria = _Stop(width, torch.tensor(limits, device=device), marks, is_cancelled)
+        own_config, self._model.generation_config = (
+            self._model.generation_config,
+            self._config(limits),
+        )
         try:
             with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
-                whole = self._model.generate(
+                sequences = self._model.generate(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     generation_config=self._model.generation_config,
-                    **{name: of.to(device) for name, of in inputs.items()},
+                    **{name: tensor.to(device) for name, tensor in inputs.items()},
                     **{CACHE_ARGUMENT: cache_of(self._model, bf16=self._bf16)},
                     logits_processor=LogitsProcessorList([recorder]),
-                    stopping_criteria=StoppingCriteriaList([stop]),
+                    stopping_criteria=StoppingCriteriaList([stop_criteria]),
                 )
         finally:
-            self._model.generation_config = own
-        recorded = zip(whole[:, width:].cpu(), *recorder.recorded(), limits, strict=True)
-        return [self._cut(*columns, marks) for columns in recorded]
+            self._model.generation_config = own_config
+        completions = zip(sequences[:, width:].cpu(), *recorder.records(), limits, strict=True)
+        return [self._truncate(*columns, marks) for columns in completions]
 
     def _config(self, limits: Sequence[int]) -> GenerationConfig:
         # The model's own generation config (top_p, repetition_penalty, ...) must not change the
@@ -186,7 +189,7 @@ class Sampler:
             pad_token_id=self._pad,
         )
 
-    def _cut(
+    def _truncate(
         self,
         tokens: Tensor,
         head: Tensor,
@@ -201,19 +204,19 @@ class Sampler:
         ended, closed = len(ends) > 0, False
         length = int(ends[0]) + 1 if ended else len(tokens)
         candidates = marks.may_close(tokens[:length]).nonzero().flatten().tolist() if marks else []
-        for last in candidates:
+        for position in candidates:
             assert marks is not None
-            if marks.closed_by(tokens[: last + 1]):
-                length, ended, closed = last + 1, False, True
+            if marks.closed_by(tokens[: position + 1]):
+                length, ended, closed = position + 1, False, True
                 break
-        part = slice(0, length)
+        sampled = slice(0, length)
         return SampledTokens(
-            tokens[part],
-            head[part],
-            logprobs[part],
+            tokens[sampled],
+            head[sampled],
+            logprobs[sampled],
             ended,
             closed,
-            None if draws is None else draws[part],
+            None if draws is None else draws[sampled],
         )
 
 
@@ -231,20 +234,20 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         marks: Marks | None,
         is_cancelled: Callable[[], bool],
     ) -> None:
-        self._width = width  # tokens before the sampled ones
+        self._width = width  # number of tokens before the sampled tokens
         self._limits = limits  # [B]
         self._marks = marks
         self._is_cancelled = is_cancelled
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        written = input_ids[:, self._width :]
-        done = self._limits <= written.shape[1]
+        sampled_ids = input_ids[:, self._width :]
+        is_stopped = self._limits <= sampled_ids.shape[1]
         if self._is_cancelled():
-            return torch.ones_like(done)
+            return torch.ones_like(is_stopped)
         if self._marks is not None:
-            for row in self._marks.may_close(written[:, -1]).nonzero().flatten().tolist():
-                done[row] |= self._marks.closed_by(written[row])
-        return done
+            for row in self._marks.may_close(sampled_ids[:, -1]).nonzero().flatten().tolist():
+                is_stopped[row] |= self._marks.closed_by(sampled_ids[row])
+        return is_stopped
 
 
 class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
@@ -275,9 +278,9 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         self._steps: list[SampledStep] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = len(self._steps)
+        step_index = len(self._steps)
         noise, draw_noise = (
-            None if numbers is None else numbers[:, place]
+            None if numbers is None else numbers[:, step_index]
             for numbers in (self._noise, self._draw_noise)
         )
         step = sample_step(
@@ -293,7 +296,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         self._steps.append(step)
         return torch.full_like(scores, -torch.inf).scatter_(1, step.token_ids[:, None], 0.0)
 
-    def recorded(self) -> tuple[Tensor, Tensor, Sequence[TailDraws | None]]:
+    def records(self) -> tuple[Tensor, Tensor, Sequence[TailDraws | None]]:
         """Return head ids [B, L, k] int32, log-probs of the tokens [B, L] and draws of B sequences.
 
         On the CPU. L: the number of tokens of the longest completion.
@@ -303,9 +306,9 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         draws = [step.draws for step in self._steps if step.draws is not None]
         if not draws:
             return heads, logprobs, [None] * len(heads)
-        ids = torch.stack([one.ids for one in draws], 1).cpu()
-        drawn = torch.stack([one.logprobs for one in draws], 1).cpu()
-        return heads, logprobs, [TailDraws(*pair) for pair in zip(ids, drawn, strict=True)]
+        ids = torch.stack([draw.ids for draw in draws], 1).cpu()
+        draw_logprobs = torch.stack([draw.logprobs for draw in draws], 1).cpu()
+        return heads, logprobs, [TailDraws(*pair) for pair in zip(ids, draw_logprobs, strict=True)]
 
 
 def noise_of(number: int, seed: int, tokens: int, *, draws: bool = False) -> Tensor:
@@ -325,6 +328,15 @@ def end_ids(model: Any, tokenizer: Any) -> list[int]:
     They are the end tokens of the tokenizer and of the model's generation config.
     """
     ends: set[int] = set()
-    for found in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
-        ends.update(found if isinstance(found, list) else [] if found is None else [found])
+    for configured in (
+        tokenizer.eos_token_id,
+        getattr(model.generation_config, "eos_token_id", None),
+    ):
+        ends.update(
+            configured
+            if isinstance(configured, list)
+            else []
+            if configured is None
+            else [configured]
+        )
     return sorted(ends)

@@ -30,11 +30,11 @@ _ACTION = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Turn:
+class SearchTurn:
     """A turn to sample.
 
-    token_ids [T] int64: the conversation so far. number: the rollout number. limit: most tokens to
-    sample. used: random numbers of the rollout that its earlier turns have used.
+    token_ids [T] int64: the conversation so far. number: the rollout number. limit: maximum number
+    of tokens to sample. used: random numbers of the rollout that its earlier turns have used.
     """
 
     token_ids: Tensor
@@ -44,14 +44,14 @@ class Turn:
 
 
 # Samples turns until an end token, one of MARKS or their limit: in this process or at an engine.
-SampleTurns = Callable[[Sequence[Turn]], list[SampledTokens]]
+SampleTurns = Callable[[Sequence[SearchTurn]], list[SampledTokens]]
 
 
 class SearchConversations:
     """Conversations of the student with a retriever; thread-safe.
 
-    A turn continues from the token ids of the turns before it. They are never decoded and tokenized
-    again, which could change them.
+    A turn continues from the token ids of earlier turns, which are never decoded and tokenized
+    again: that could change them.
     """
 
     def __init__(
@@ -65,30 +65,39 @@ class SearchConversations:
     ) -> None:
         """`max_new_tokens`: limit of all turns of a rollout together, with the passages.
 
-        `batch_tokens`: tokens of a batch at most, with padding; None: one batch. The conversations
+        `batch_tokens`: maximum tokens of a batch, with padding; None: one batch. The conversations
         of a batch take their turns together.
         """
-        # A copy, with a lock: a call that splits special tokens changes the tokenizer.
+        # A copy, with a lock, because a call that splits special tokens changes the tokenizer.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
         self._retriever = retriever
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._batch_tokens = batch_tokens
-        self._opening = self._ids("\n\n<information>")
-        self._closing = self._ids("</information>\n\n")
+        self._opening = self._encode("\n\n<information>")
+        self._closing = self._encode("</information>\n\n")
 
     def sample(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sample_turns: SampleTurns
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield (index of the prompt, its rollout) as the conversations end, batch by batch."""
-        for part in self.batches(prompts):
-            pairs = zip(prompts[part], numbers[part], strict=True)
-            talks = [_Talk(*pair, place) for place, pair in enumerate(pairs, part.start)]
-            while talks:
-                self._turn(talks, sample_turns)
-                yield from ((talk.index, talk.rollout()) for talk in talks if talk.over)
-                talks = [talk for talk in talks if not talk.over]
+        for batch in self.batches(prompts):
+            numbered_prompts = zip(prompts[batch], numbers[batch], strict=True)
+            conversations = [
+                _Conversation(*pair, index)
+                for index, pair in enumerate(numbered_prompts, batch.start)
+            ]
+            while conversations:
+                self._sample_turn(conversations, sample_turns)
+                yield from (
+                    (conversation.index, conversation.rollout())
+                    for conversation in conversations
+                    if conversation.has_ended
+                )
+                conversations = [
+                    conversation for conversation in conversations if not conversation.has_ended
+                ]
 
     def batches(self, prompts: Sequence[Prompt]) -> Iterator[slice]:
         """Yield the slices of the prompts whose conversations take their turns together."""
@@ -97,21 +106,27 @@ class SearchConversations:
         lengths = [len(prompt.ids) for prompt in prompts]
         return batches(lengths, self._max_new_tokens, self._batch_tokens)
 
-    def _turn(self, talks: Sequence[_Talk], sample_turns: SampleTurns) -> None:
+    def _sample_turn(
+        self, conversations: Sequence[_Conversation], sample_turns: SampleTurns
+    ) -> None:
         """Sample one turn of each conversation; add passages for queries, finish the others."""
-        written = sample_turns([talk.turn(self._max_new_tokens) for talk in talks])
-        asking: list[tuple[_Talk, str]] = []
-        for talk, turn in zip(talks, written, strict=True):
-            talk.add(turn)
-            query = self._heard(talk, turn)
+        turns = sample_turns(
+            [conversation.turn(self._max_new_tokens) for conversation in conversations]
+        )
+        pending_queries: list[tuple[_Conversation, str]] = []
+        for conversation, turn in zip(conversations, turns, strict=True):
+            conversation.add(turn)
+            query = self._read_query(conversation, turn)
             if query is not None:
-                asking.append((talk, query))
-        if asking:
-            found = self._retriever.passages([q for _, q in asking], self._config.passages)
-            for (talk, _), passages in zip(asking, found, strict=True):
-                self._answer(talk, passages)
+                pending_queries.append((conversation, query))
+        if pending_queries:
+            retrieved = self._retriever.passages(
+                [query for _, query in pending_queries], self._config.passages
+            )
+            for (conversation, _), passages in zip(pending_queries, retrieved, strict=True):
+                self._add_passages(conversation, passages)
 
-    def _heard(self, talk: _Talk, turn: SampledTokens) -> str | None:
+    def _read_query(self, conversation: _Conversation, turn: SampledTokens) -> str | None:
         """Return the query of a turn, or None at the end of the conversation.
 
         The conversation ends if the turn has no query, or if `max_turns` queries have been
@@ -119,29 +134,29 @@ class SearchConversations:
         """
         with self._lock:
             text = self._tokenizer.decode(turn.token_ids, clean_up_tokenization_spaces=False)
-        asked, query = action(text) if turn.closed else (None, "")
-        if asked == "search" and talk.queries < self._config.max_turns:
-            talk.queries += 1
-            return query
-        talk.over = True
-        talk.concluded = query if asked == "answer" else ""
-        talk.truncated = not (turn.closed or turn.ended)
+        kind, content = action(text) if turn.closed else (None, "")
+        if kind == "search" and conversation.queries < self._config.max_turns:
+            conversation.queries += 1
+            return content
+        conversation.has_ended = True
+        conversation.concluded = content if kind == "answer" else ""
+        conversation.truncated = not (turn.closed or turn.ended)
         return None
 
-    def _answer(self, talk: _Talk, passages: Sequence[str] | None) -> None:
+    def _add_passages(self, conversation: _Conversation, passages: Sequence[str] | None) -> None:
         if passages is None:
-            talk.over = talk.failed = True
+            conversation.has_ended = conversation.failed = True
             return
         # split_special_tokens: a passage must not contain a token that ends an answer.
-        body = self._ids(format_passages(passages), split_special_tokens=True)
-        body = body[: self._config.max_passage_tokens]
-        information = torch.cat([self._opening, body, self._closing])
-        if talk.length + len(information) < self._max_new_tokens:
-            talk.read(information)
+        passage_ids = self._encode(format_passages(passages), split_special_tokens=True)
+        passage_ids = passage_ids[: self._config.max_passage_tokens]
+        information = torch.cat([self._opening, passage_ids, self._closing])
+        if conversation.length + len(information) < self._max_new_tokens:
+            conversation.read(information)
         else:  # no room for the passages and one more token
-            talk.over = talk.truncated = True
+            conversation.has_ended = conversation.truncated = True
 
-    def _ids(self, text: str, **options: bool) -> Tensor:
+    def _encode(self, text: str, **options: bool) -> Tensor:
         with self._lock:
             ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
         return torch.tensor(ids, dtype=torch.long)
@@ -160,9 +175,9 @@ class SearchRollouts:
         *,
         stream_tokens: int,
     ) -> None:
-        """Keep the parts. Decodes each token of the vocabulary once.
+        """Decodes each token of the vocabulary once.
 
-        `stream_tokens`: random numbers of a rollout, `max_new_tokens` of the conversations.
+        `stream_tokens`: number of random numbers per rollout, `max_new_tokens` of `conversations`.
         """
         self._conversations = conversations
         self._sampler = sampler
@@ -174,14 +189,16 @@ class SearchRollouts:
     ) -> Iterator[list[Rollout]]:
         """Yield one rollout per prompt; see `Rollouts.generate`."""
 
-        def sample_turns(turns: Sequence[Turn]) -> list[SampledTokens]:
-            return self._sampled(turns, None if greedy else seed)
+        def sample_turns(turns: Sequence[SearchTurn]) -> list[SampledTokens]:
+            return self._sample_turns(turns, None if greedy else seed)
 
-        for part in self._conversations.batches(prompts):
-            found = self._conversations.sample(prompts[part], numbers[part], sample_turns)
-            yield [rollout for _, rollout in sorted(found, key=lambda pair: pair[0])]
+        for batch in self._conversations.batches(prompts):
+            indexed_rollouts = self._conversations.sample(
+                prompts[batch], numbers[batch], sample_turns
+            )
+            yield [rollout for _, rollout in sorted(indexed_rollouts, key=lambda pair: pair[0])]
 
-    def _sampled(self, turns: Sequence[Turn], seed: int | None) -> list[SampledTokens]:
+    def _sample_turns(self, turns: Sequence[SearchTurn], seed: int | None) -> list[SampledTokens]:
         noise = draw_noise = None
         if seed is not None:
             noise = [self._noise(turn, seed, draws=False) for turn in turns]
@@ -194,19 +211,19 @@ class SearchRollouts:
             draw_noise,
         )
 
-    def _noise(self, turn: Turn, seed: int, *, draws: bool) -> Tensor:
+    def _noise(self, turn: SearchTurn, seed: int, *, draws: bool) -> Tensor:
         stream = noise_of(turn.number, seed, self._stream_tokens, draws=draws)
         return stream[turn.used : turn.used + turn.limit]
 
 
 def action(turn: str) -> tuple[str | None, str]:
-    """Return how a turn ends: ("search", query), ("answer", answer) or (None, "")."""
-    found = _ACTION.search(turn)
-    return (found[1], found[2].strip()) if found else (None, "")
+    """Return the action that ends a turn: ("search", query), ("answer", answer) or (None, "")."""
+    match = _ACTION.search(turn)
+    return (match[1], match[2].strip()) if match else (None, "")
 
 
 @dataclass(eq=False)
-class _Talk:
+class _Conversation:
     """The conversation of one rollout while it is sampled. index: of its prompt."""
 
     prompt: Prompt
@@ -219,7 +236,7 @@ class _Talk:
     own: list[Tensor] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     queries: int = 0
-    over: bool = False
+    has_ended: bool = False
     truncated: bool = False
     failed: bool = False
     concluded: str = ""
@@ -233,10 +250,10 @@ class _Talk:
         """Number of tokens after the prompt."""
         return sum(map(len, self.parts))
 
-    def turn(self, most: int) -> Turn:
-        """Return the next turn, of a conversation with at most `most` tokens after the prompt."""
-        used = sum(int(part.sum()) for part in self.own)  # one for each sampled token
-        return Turn(self.tokens, self.number, most - self.length, used)
+    def turn(self, max_tokens: int) -> SearchTurn:
+        """Return the next turn, of a conversation with at most `max_tokens` tokens after the prompt."""
+        used = sum(int(own_mask.sum()) for own_mask in self.own)  # one for each sampled token
+        return SearchTurn(self.tokens, self.number, max_tokens - self.length, used)
 
     def add(self, turn: SampledTokens) -> None:
         self.parts.append(turn.token_ids)
@@ -252,9 +269,9 @@ class _Talk:
 
         The head ids of a row must be distinct: a teacher checks that.
         """
-        k = self.heads[0].shape[1]
+        head_size = self.heads[0].shape[1]
         self.parts.append(information)
-        self.heads.append(torch.arange(k, dtype=torch.int32).repeat(len(information), 1))
+        self.heads.append(torch.arange(head_size, dtype=torch.int32).repeat(len(information), 1))
         self.logprobs.append(torch.zeros(len(information)))
         if self.draws:
             ids = self.draws[0].ids.new_zeros(len(information), self.draws[0].ids.shape[1])

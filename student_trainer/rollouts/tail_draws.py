@@ -12,8 +12,8 @@ from torch import Tensor
 
 from student_trainer.data.rollout import TailDraws
 
-# Ids are selected in two stages, a group of ids and an id of the group: one pass over the
-# vocabulary for the sums of groups, and running sums over V/64 groups and over 64 ids.
+# Ids are selected in two stages: first a group of ids, then an id of the group. This takes one pass
+# over the vocabulary for the sums of groups, and running sums over V/64 groups and over 64 ids.
 _GROUP = 64
 # Up to this vocabulary, running sums over all ids take less time than two stages.
 _ONE_STAGE = 1024
@@ -42,32 +42,33 @@ def draw_tail(weights: Tensor, head_ids: Tensor, uniforms: Tensor, count: int) -
         sums = _group_sums(weights)
         ids = _select_in_groups(weights, sums, levels)
         total = sums.sum(1, keepdim=True)
-    weight = weights.gather(1, ids)
-    drawn = weight > 0
-    logprobs = weight.log() - total.log()
+    drawn_weights = weights.gather(1, ids)
+    is_drawn = drawn_weights > 0
+    logprobs = drawn_weights.log() - total.log()
     return TailDraws(
-        torch.where(drawn, ids, 0).int(), torch.where(drawn, logprobs, torch.inf).to(weights.dtype)
+        torch.where(is_drawn, ids, 0).int(),
+        torch.where(is_drawn, logprobs, torch.inf).to(weights.dtype),
     )
 
 
 def _select_in_groups(weights: Tensor, sums: Tensor, levels: Tensor) -> Tensor:
-    """Select ids [N, M] by inverse CDF of weights [N, V] at levels [N, M], first their groups."""
+    """Select ids [N, M] by inverse CDF of weights [N, V] at levels [N, M], in two stages."""
     groups, levels = _select(sums, levels)
     ids = groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=weights.device)
-    beyond = ids >= weights.shape[1]
+    is_padding = ids >= weights.shape[1]
     ids = ids.clamp(max=weights.shape[1] - 1)
-    members = weights.gather(1, ids.flatten(1)).view(ids.shape).masked_fill(beyond, 0)
-    places, _ = _select(members.flatten(0, 1), levels.reshape(-1, 1))
-    return ids.gather(2, places.view(*groups.shape, 1)).squeeze(2)
+    members = weights.gather(1, ids.flatten(1)).view(ids.shape).masked_fill(is_padding, 0)
+    positions, _ = _select(members.flatten(0, 1), levels.reshape(-1, 1))
+    return ids.gather(2, positions.view(*groups.shape, 1)).squeeze(2)
 
 
 def _group_sums(weights: Tensor) -> Tensor:
     """Return the sums over groups of _GROUP ids, [N, V / _GROUP]; the last may be smaller."""
-    whole = weights.shape[1] // _GROUP * _GROUP
-    sums = weights[:, :whole].view(len(weights), whole // _GROUP, _GROUP).sum(2)
-    if whole == weights.shape[1]:
+    grouped_size = weights.shape[1] // _GROUP * _GROUP
+    sums = weights[:, :grouped_size].view(len(weights), grouped_size // _GROUP, _GROUP).sum(2)
+    if grouped_size == weights.shape[1]:
         return sums
-    return torch.cat([sums, weights[:, whole:].sum(1, keepdim=True)], 1)
+    return torch.cat([sums, weights[:, grouped_size:].sum(1, keepdim=True)], 1)
 
 
 def _select(weights: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,13 +76,13 @@ def _select(weights: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns the indices [n, M], and the relative position of each level within its entry, in [0, 1].
     """
-    # An entry of weight 0 must end exactly where the one before it ends. A parallel sum may round
+    # An entry of weight 0 must end exactly where its predecessor ends. A parallel sum may round
     # differently, so take the running maximum instead.
-    running = weights.cumsum(1).masked_fill_(weights == 0, 0).cummax(1).values
-    total = running[:, -1:]
+    running_sums = weights.cumsum(1).masked_fill_(weights == 0, 0).cummax(1).values
+    total = running_sums[:, -1:]
     # A level at the total would fall after the last entry.
     level = torch.minimum(levels * total, total.nextafter(torch.zeros_like(total)))
-    index = torch.searchsorted(running, level, right=True).clamp_(max=weights.shape[1] - 1)
-    before = torch.where(index > 0, running.gather(1, (index - 1).clamp_(min=0)), 0)
-    width = running.gather(1, index) - before
-    return index, torch.where(width > 0, (level - before) / width, 0)
+    index = torch.searchsorted(running_sums, level, right=True).clamp_(max=weights.shape[1] - 1)
+    sums_before = torch.where(index > 0, running_sums.gather(1, (index - 1).clamp_(min=0)), 0)
+    width = running_sums.gather(1, index) - sums_before
+    return index, torch.where(width > 0, (level - sums_before) / width, 0)

@@ -165,4 +165,4 @@ def test_function_that_is_none(tmp_path: Path, source: str, said: str) -> None:
     ],
 )
 def test_what_an_answer_votes_for(config: RewardConfig, answer: str, vote: str) -> None:
-    assert make_scorer(config).said(RewardSample("", answer)) == vote
+    assert make_scorer(config).vote(RewardSample("", answer)) == vote
