@@ -28,7 +28,7 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.prompts import Prompt
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.teachers.other_tokenizer_store import TokenMap
-from student_trainer.teachers.tokenizer_pair import bytes_of
+from student_trainer.teachers.tokenizer_pair import to_byte_tokenizer
 from student_trainer.tools.pretrain import main as pretrain
 
 POOL = 2000  # of the questions, those that are asked; the student begins on the others
@@ -103,7 +103,7 @@ class Material:
     @cached_property
     def token_map(self) -> TokenMap:
         """The teacher's ids as tokens of the student."""
-        return TokenMap.of(self.reads_teacher, np.array([self.teacher_words.eos_token_id]))
+        return TokenMap.build(self.reads_teacher, np.array([self.teacher_words.eos_token_id]))
 
     @cached_property
     def reads_teacher(self) -> Aligner:
@@ -113,8 +113,8 @@ class Material:
 
     def _bytes(self) -> tuple[Any, Any]:
         return (
-            bytes_of(self.student_words, "student", "student"),
-            bytes_of(self.teacher_words, "teacher", "teacher"),
+            to_byte_tokenizer(self.student_words, "student", "student"),
+            to_byte_tokenizer(self.teacher_words, "teacher", "teacher"),
         )
 
     def fresh_student(self) -> Any:

@@ -75,10 +75,10 @@ from student_trainer.run.model_checks import (
 )
 from student_trainer.run.provenance import write_environment
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.other_tokenizer_store import other_tokenizer_store
+from student_trainer.teachers.other_tokenizer_store import open_other_tokenizer_store
 from student_trainer.teachers.reading import reads_another_prompt
 from student_trainer.teachers.role_store import RoleStore
-from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, tokenizer_pair
+from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, find_tokenizer_pair
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ def _prepare_method(
         return _prepare_offline(config, teachers, stores, tokenizer, text_config, reader)
     pair = None
     if isinstance(config, OnPolicyJob | RLJob):
-        pair = tokenizer_pair(config, teachers, tokenizer)
+        pair = find_tokenizer_pair(config, teachers, tokenizer)
     if pair is None:
         vocab_size = _count_common_ids(
             teachers, stores, vocabulary(tokenizer), text_config.vocab_size
@@ -281,7 +281,7 @@ def _prepare_method(
         prompts = load_rl_prompts(config, tokenizer, reader)
         _check_shares(config, len(prompts.held_out))
         retriever = make_retriever(config.environment) if config.environment else None
-        assert not isinstance(pair, TokenizerPair), "tokenizer_pair refuses it"
+        assert not isinstance(pair, TokenizerPair), "find_tokenizer_pair refuses it"
         material = RLMaterial(tokenizer, prompts, teachers, rewards, retriever, max_length, pair)
         return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
@@ -302,7 +302,7 @@ def _prepare_offline(
     `text_config`: the configuration of the student's text model.
     """
     store, max_length = stores.training, getattr(text_config, "max_position_embeddings", None)
-    alignment = other_tokenizer_store(config, stores, tokenizer, max_length)
+    alignment = open_other_tokenizer_store(config, stores, tokenizer, max_length)
     if alignment is None:
         vocab_size = _count_common_ids(
             teachers, stores, vocabulary(tokenizer), text_config.vocab_size

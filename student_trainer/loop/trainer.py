@@ -342,7 +342,7 @@ class Trainer:
             self._ahead.publish(self._step)
         metrics, transcripts = self._evaluation(self._student)
         if self._anchor is not None:
-            with self._anchor.in_place():
+            with self._anchor.in_student_place():
                 if self._ahead is not None:
                     self._ahead.publish(self._step, anchor=True)
                 found, _ = self._evaluation(self._student)

@@ -323,7 +323,7 @@ def _teacher(
         temperature=store.temperature,
         f32=config.teacher.logprob_format == "f32",
         tail_samples=store.tail_samples if tail == "bucket+teacher_samples" else 0,
-        vocab_size=connection.narrowed(vocab_size),
+        vocab_size=connection.narrowed_vocab_size(vocab_size),
     )
 
 

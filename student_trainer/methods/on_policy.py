@@ -56,7 +56,7 @@ from student_trainer.teachers.reading import teacher_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeachersByName, TeacherSource
-from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, reading_of
+from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, build_reading
 
 
 class OnPolicySteps:
@@ -110,7 +110,7 @@ class OnPolicySteps:
         Call it inside `student.gathered()`. The prompts and the random numbers are the same every
         time, so that evaluations at different steps are comparable.
         """
-        return self._answers.to(self._held_out, self._held_out_numbers)
+        return self._answers.sample_and_score(self._held_out, self._held_out_numbers)
 
 
 def on_policy_method(
@@ -178,8 +178,8 @@ def _remote_teachers(
             temperature=config.method.temperature,
             f32=config.teacher.logprob_format == "f32",
             tail_samples=config.tail_samples,
-            vocab_size=connection.narrowed(vocab_size),
-            reading=reading_of(config, connection, vocab_size, tokenizer, pair),
+            vocab_size=connection.narrowed_vocab_size(vocab_size),
+            reading=build_reading(config, connection, vocab_size, tokenizer, pair),
         )
         for name, connection in teachers.items()
     }
@@ -191,7 +191,7 @@ def _other_tokenizer_teacher(
     """Return the teacher service. `tokenizer`: the student's."""
     heads = None
     if config.control_ids:
-        heads = HeadMap.of(pair.aligner, answer_end(tokenizer))
+        heads = HeadMap.build(pair.aligner, answer_end(tokenizer))
     return OtherTokenizerTeacher(
         connection.client,
         pair.aligner,

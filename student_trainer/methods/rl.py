@@ -173,7 +173,7 @@ class RLSteps:
         """
         # Negative: training rollouts are numbered from 0, and a number fixes the random stream.
         numbers = [-1 - index for index, _ in self._held_out]
-        return self._answers.to([prompt for _, prompt in self._held_out], numbers)
+        return self._answers.sample_and_score([prompt for _, prompt in self._held_out], numbers)
 
     def _at_one_head(self, written: list[PendingRows]) -> list[PendingRows]:
         if len(self._sources) > 1 and self._method.direction == "forward":

@@ -132,7 +132,7 @@ class GroupSampler:
                 (flat if is_flat else spread).append((of_group, rewards[group]))
         chosen = self._dealt([*spread, *flat][:wanted])
         kept = [rollout for group, _ in chosen for rollout in group]
-        written = raise_on_all_ranks(self._accelerator, lambda: self._answers.requested(kept))
+        written = raise_on_all_ranks(self._accelerator, lambda: self._answers.request_rows(kept))
         everything = torch.stack([rewards for _, rewards in (*spread, *flat)])
         dropped = float(len(everything) - wanted)
         main = float(self._accelerator.is_main_process)  # a count over all processes: divided by 1
@@ -155,7 +155,7 @@ class GroupSampler:
         return [at[place] for place in range(len(places))]
 
     def _sampled(self, asked: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
-        return raise_on_all_ranks(self._accelerator, lambda: self._answers.sampled(asked, numbers))
+        return raise_on_all_ranks(self._accelerator, lambda: self._answers.sample(asked, numbers))
 
     def _asked(self, number: int) -> tuple[list[Prompt], list[int]]:
         """Return the prompts and the rollout numbers of this process in round `number` (from 1)."""

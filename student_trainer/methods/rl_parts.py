@@ -28,7 +28,7 @@ from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.source import TeacherSource
-from student_trainer.teachers.tokenizer_pair import RolePair, reading_of
+from student_trainer.teachers.tokenizer_pair import RolePair, build_reading
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def teacher_sources(
         top_k=None if method.direction == "reverse" else max(method.top_k, 1),
         temperature=method.temperature,
         f32=config.teacher.logprob_format == "f32",
-        vocab_size=connection.narrowed(student.full.vocab_size),
-        reading=reading_of(
+        vocab_size=connection.narrowed_vocab_size(student.full.vocab_size),
+        reading=build_reading(
             config, connection, student.full.vocab_size, material.tokenizer, material.pair
         ),
     )

@@ -159,10 +159,8 @@ class Sampler:
         )
         inputs = image_inputs(images, ids) or {}
         stop_criteria = _Stop(width, torch.tensor(limits, device=device), marks, is_cancelled)
-        own_config, self._model.generation_config = (
-            self._model.generation_config,
-            self._config(limits),
-        )
+        own_config = self._model.generation_config
+        self._model.generation_config = self._config(limits)
         try:
             with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
                 sequences = self._model.generate(
@@ -328,15 +326,7 @@ def end_ids(model: Any, tokenizer: Any) -> list[int]:
     They are the end tokens of the tokenizer and of the model's generation config.
     """
     ends: set[int] = set()
-    for configured in (
-        tokenizer.eos_token_id,
-        getattr(model.generation_config, "eos_token_id", None),
-    ):
-        ends.update(
-            configured
-            if isinstance(configured, list)
-            else []
-            if configured is None
-            else [configured]
-        )
+    config_ends = getattr(model.generation_config, "eos_token_id", None)
+    for ids in (tokenizer.eos_token_id, config_ends):
+        ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return sorted(ends)

@@ -41,13 +41,15 @@ class Anchor:
         self._student = student
         self._tau = tau
         self._update_period = update_period
-        self._learned = {
+        self._parameters = {
             name: parameter
             for name, parameter in student.trained.model.named_parameters()
             if parameter.requires_grad
         }
-        # float32 like the student's: half precision would round updates of (1 - tau) a step away.
-        self._copies = {name: p.detach().clone() for name, p in self._learned.items()}
+        # float32, like the student's: half precision would round off updates of (1 - tau) a step.
+        self._copies = {
+            name: parameter.detach().clone() for name, parameter in self._parameters.items()
+        }
         self.updates = 0  # updates of the student since the start of the run
         self.version = 0  # updates of the anchor
 
@@ -60,18 +62,18 @@ class Anchor:
         if self._tau == 1 or self.updates % self._update_period:
             return
         with torch.no_grad():
-            for copy, learned in self._pairs():
+            for copy, weight in self._all_local_shards():
                 # lerp_ leaves equal values exactly equal, so rounding errors do not add up.
-                copy.lerp_(learned, 1 - self._tau)
+                copy.lerp_(weight, 1 - self._tau)
         failpoint("anchor-moved")
         self.version += 1
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_student_place(self) -> Iterator[None]:
         """Inside, the student has the anchor's weights, also in passes and inside `gathered()`.
 
-        Every process must enter and leave together. Values are swapped, not tensors, because DDP
-        and FSDP2 keep references to the student's tensors.
+        All processes must enter and leave together. Values are swapped, not tensors, because DDP
+        and FSDP2 hold references to the student's tensors.
         """
         self._swap()
         try:
@@ -81,8 +83,8 @@ class Anchor:
 
     def gap(self) -> float:
         """Collective. Return |theta - phi| / |phi| over all trainable weights; 0 if |phi| is 0."""
-        apart, size = self._norms()
-        return apart / size if size else 0.0
+        distance, size = self._norms()
+        return distance / size if size else 0.0
 
     def size(self) -> float:
         """Collective. Return |phi|, the Euclidean norm of all trainable weights."""
@@ -100,10 +102,10 @@ class Anchor:
     def load_state(
         self, stored: Callable[[str, Tensor], Tensor], *, updates: int, version: int
     ) -> None:
-        """Load the state of a checkpoint, in each process its shard.
+        """Load this process's shards of the state of a checkpoint.
 
-        `stored`: returns, of the stored tensor of a parameter name, the rows that this process has
-        of the tensor given with the name.
+        `stored(name, shard)`: returns the rows of the stored tensor `name` that correspond to this
+        process's `shard`.
         """
         with torch.no_grad():
             for name, copy in self._copies.items():
@@ -111,41 +113,39 @@ class Anchor:
         self.updates, self.version = updates, version
 
     def with_anchor_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return `weights` of the student with the trainable ones replaced by the anchor's.
+        """Return the student's `weights` with the trainable ones replaced by the anchor's.
 
-        `weights`: the parameters themselves, by name. A tensor with two names (tied weights) stays
-        one tensor with two names.
+        `weights`: the student's parameter objects by name. A tensor with two names (tied weights)
+        stays one tensor with two names.
         """
-        by_id = {id(self._learned[name]): copy for name, copy in self._copies.items()}
+        by_id = {id(self._parameters[name]): copy for name, copy in self._copies.items()}
         return {name: by_id.get(id(weight), weight) for name, weight in weights.items()}
 
     @torch.no_grad()
     def _norms(self) -> tuple[float, float]:
         """Collective. Return |theta - phi| and |phi|."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._student.device)
-        counted = [
-            name for name, copy in self._copies.items() if self._student.counts_share_of(copy)
-        ]
-        for copy, learned in map(self._pair, counted):
-            for place, values in enumerate((learned - copy, copy)):
-                sums[place] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
-        apart, size = self._student.sum_over_shards(sums).sqrt().tolist()
-        return apart, size
+        names = [name for name, copy in self._copies.items() if self._student.counts_share_of(copy)]
+        for copy, weight in map(self._local_shards, names):
+            for index, values in enumerate((weight - copy, copy)):
+                sums[index] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        distance, size = self._student.sum_over_shards(sums).sqrt().tolist()
+        return distance, size
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _all_local_shards(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (anchor, student) for each weight: this process's shards."""
-        return map(self._pair, self._copies)
+        return map(self._local_shards, self._copies)
 
-    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+    def _local_shards(self, name: str) -> tuple[Tensor, Tensor]:
         """Return this process's shards of a weight: (anchor, student)."""
-        return local(self._copies[name]), local(self._learned[name].detach())
+        return local(self._copies[name]), local(self._parameters[name].detach())
 
     def _swap(self) -> None:
         with torch.no_grad():
-            for copy, learned in self._pairs():
-                aside = copy.clone()
-                copy.copy_(learned)
-                learned.copy_(aside)
+            for copy, weight in self._all_local_shards():
+                saved_copy = copy.clone()
+                copy.copy_(weight)
+                weight.copy_(saved_copy)
 
 
 class AnchorTeacher:
@@ -168,7 +168,7 @@ class AnchorTeacher:
         top_k: int | None = None,
         prompt: Callable[[Rollout], Tensor] | None = None,
     ) -> None:
-        """Keep the settings of the rows.
+        """Store the settings of the rows.
 
         `top_k`: rows at the anchor's own top-k ids; None: at the head ids of the rollouts.
         `prompt`: returns the prompt ids [P] that the anchor reads for a rollout; None: the
@@ -178,7 +178,7 @@ class AnchorTeacher:
         self._student = student
         self._accelerator = accelerator
         self._temperature = temperature
-        self._most = tokens_per_micro_batch
+        self._tokens_per_micro_batch = tokens_per_micro_batch
         self._top_k = top_k
         self._prompt = prompt
         self._pending: list[tuple[Rollout, Future[RowBlock]]] = []
@@ -196,28 +196,30 @@ class AnchorTeacher:
         raised on all ranks.
         """
         pending, self._pending = self._pending, []
-        asked = raise_on_all_ranks(
+        sequences = raise_on_all_ranks(
             self._accelerator,
-            lambda: [self._asked(number, rollout) for number, (rollout, _) in enumerate(pending)],
+            lambda: [
+                self._build_sequence(number, rollout) for number, (rollout, _) in enumerate(pending)
+            ],
         )
         student = self._student
         layout = student.trained.layout
-        groups = list(in_order_of_request(asked, self._most, layout))
+        groups = list(in_order_of_request(sequences, self._tokens_per_micro_batch, layout))
         batch_of = partial(make_batch, device=student.device, layout=layout)
         student.trained.eval()
-        with self._anchor.in_place():
-            scored = run_passes(student, groups, batch_of, self._rows)
+        with self._anchor.in_student_place():
+            row_blocks = run_passes(student, groups, batch_of, self._compute_rows)
         blocks: dict[int, RowBlock] = {}
-        for group, of_batch in zip(groups, scored, strict=True):
+        for group, batch_rows in zip(groups, row_blocks, strict=True):
             ends = np.cumsum([item.sequence.learned for item in group])
             blocks |= {
-                item.number: of_batch.slice(int(end) - item.sequence.learned, int(end))
+                item.number: batch_rows.slice(int(end) - item.sequence.learned, int(end))
                 for item, end in zip(group, ends, strict=True)
             }
         for number, (_, future) in enumerate(pending):
             future.set_result(blocks[number])
 
-    def _asked(self, number: int, rollout: Rollout) -> NumberedSequence:
+    def _build_sequence(self, number: int, rollout: Rollout) -> NumberedSequence:
         """Return the sequence that the anchor reads: its prompt and the rollout's completion."""
         prompt = rollout.token_ids[: rollout.start]
         if self._prompt is not None:
@@ -234,7 +236,7 @@ class AnchorTeacher:
             number,
         )
 
-    def _rows(self, batch: Batch) -> RowBlock:
+    def _compute_rows(self, batch: Batch) -> RowBlock:
         ids, rows = self._student.rows(batch, self._temperature, self._top_k)
         return RowBlock(
             ids.int().cpu().numpy(),

@@ -16,14 +16,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Connection:
-    """A connected teacher service and its info. label: its name in messages, as `teacher math`."""
+    """A connected teacher service. label: its name in messages, such as `teacher math`."""
 
     client: TeacherClient
     info: TeacherInfo
     label: str
 
-    def narrowed(self, vocab_size: int) -> int | None:
-        """Return `vocab_size` if the teacher has more logits, otherwise None: all of them count."""
+    def narrowed_vocab_size(self, vocab_size: int) -> int | None:
+        """Return `vocab_size` if the teacher has more logits, otherwise None: use all logits."""
         return vocab_size if vocab_size < self.info.vocab_size else None
 
 
@@ -31,7 +31,7 @@ class Connection:
 def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:
     """Connect to every teacher of the job; yields connections by teacher name.
 
-    "" is the name of an only teacher; the mapping is empty if the job needs no teacher. Raises
+    The name of a single teacher is ""; the mapping is empty if the job needs no teacher. Raises
     Unavailable if a teacher does not answer, WrongState if the addresses of one teacher serve
     different weights. `teacher.prefetch_mib` is divided equally among the teachers.
     """

@@ -23,13 +23,13 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.aligned import AlignedRows
 from student_trainer.data.rollout import Rollout
 from student_trainer.teachers.matched_heads import HeadMap, MatchedHeads
-from student_trainer.teachers.remote import mapped
+from student_trainer.teachers.remote import map_future
 from student_trainer.teachers.source import resolved
 
-# In nats, added to the cost of a word with another spelling than the student's tokenizer has: at
-# the minimum, such spellings then have e^-5 of the probability (`losses/cross_tokenizer.py`).
+# In nats, added to the cost of a word whose tokens differ from the student tokenizer's: at the
+# minimum, such spellings then have e^-5 of the probability (`losses/cross_tokenizer.py`).
 OTHER_SPELLING = 5.0
-# Log-prob of a token that no teacher token can stand for: a special token inside an answer.
+# Log-prob of a token without a counterpart in the teacher: a special token inside an answer.
 IMPOSSIBLE = -20.0
 
 
@@ -48,12 +48,12 @@ class OtherTokenizerTeacher:
         max_length: int,
         heads: HeadMap | None = None,
     ) -> None:
-        """Keep the settings of the requests.
+        """Store the settings of the requests.
 
         `prompt`: returns the prompt ids [P] that the teacher reads for a rollout. `temperature`:
-        divides the teacher's logits. `max_length`: the most tokens that the teacher reads; longer
-        answers are left out. `heads`: ask for the student's head ids too, for the control variate;
-        None: only the log-probs of tokens are read.
+        divides the teacher's logits. `max_length`: maximum number of tokens that the teacher reads;
+        longer answers are left out. `heads`: request the student's head ids too, for the control
+        variate; None: request only the log-probs of tokens.
         """
         self._client = client
         self._aligner = aligner
@@ -65,65 +65,78 @@ class OtherTokenizerTeacher:
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request the rows of the completion; never blocks. Otherwise as `RemoteTeacher.score`."""
         ids = rollout.completion.numpy().astype(np.int32)
-        found = self._aligner.align(ids, ended=not rollout.truncated)
-        before = self._prompt(rollout).numpy().astype(np.int32)
-        if found is None or len(before) + len(found.reader_ids) > self._max_length:
-            return resolved(_left_out(rollout, matched=self._heads is not None))
+        alignment = self._aligner.align(ids, ended=not rollout.truncated)
+        prompt_ids = self._prompt(rollout).numpy().astype(np.int32)
+        if alignment is None or len(prompt_ids) + len(alignment.reader_ids) > self._max_length:
+            return resolved(_skipped_rows(rollout, matched=self._heads is not None))
         query = ScoreQuery(
-            token_ids=np.concatenate([before, found.reader_ids]),
-            start=len(before),
+            token_ids=np.concatenate([prompt_ids, alignment.reader_ids]),
+            start=len(prompt_ids),
             top_k=1,  # only the log-probs of the tokens are read
             temperature=self._temperature,
         )
         heads = None
         if self._heads is not None:
-            heads = self._heads.match(ids, rollout.head_ids.numpy(), found)
-            # As draws, because those of a row may be equal; a head of one id is asked for beside.
-            asked = heads.of_teacher(query.rows)
-            query = replace(query, top_k=None, head_ids=asked[:, :1], draw_ids=asked)
-        return mapped(self._client.submit(query), partial(aligned_rows, rollout, found, heads))
+            heads = self._heads.match(ids, rollout.head_ids.numpy(), alignment)
+            # As draws, because the draws of a row may be equal; the head is the first id only.
+            draw_ids = heads.teacher_ids(query.rows)
+            query = replace(query, top_k=None, head_ids=draw_ids[:, :1], draw_ids=draw_ids)
+        return map_future(
+            self._client.submit(query), partial(aligned_rows, rollout, alignment, heads)
+        )
 
     def finish(self) -> None:
         """Do nothing: the service answers each request on its own."""
 
 
 def aligned_rows(
-    rollout: Rollout, found: Alignment, heads: MatchedHeads | None, rows: RowBlock
+    rollout: Rollout, alignment: Alignment, heads: MatchedHeads | None, rows: RowBlock
 ) -> AlignedRows:
-    """Return the rows of a rollout. `rows`: of the teacher's tokens, one for each.
+    """Return the rows of a rollout. `rows`: one for each of the teacher's tokens.
 
-    `heads`: if the rows have draws, those that `MatchedHeads.of_teacher` asks for.
+    `heads`: the heads whose `teacher_ids` are the draws of `rows`; None: the rows have no draws.
     """
-    logprobs = np.where(found.reader_settled, rows.token_logprobs, 0.0)
-    learned = found.read & found.settled
-    begins = np.append(True, found.word[1:] != found.word[:-1])
-    words = int(found.word[-1]) + 1
-    of_word = np.bincount(found.reader_word, weights=logprobs, minlength=words)
-    other = learned & ~found.canonical
-    others = np.bincount(found.word, weights=other, minlength=words) > 0
-    shares = np.where(begins, (of_word - OTHER_SPELLING * others)[found.word], 0.0)
-    if found.stopped:
-        at = int(found.read.sum())
-        shares[at], learned[at] = IMPOSSIBLE, True
-    spelled = not (found.read & ~found.canonical).any()
+    logprobs = np.where(alignment.reader_settled, rows.token_logprobs, 0.0)
+    learned = alignment.read & alignment.settled
+    begins = np.append(True, alignment.word[1:] != alignment.word[:-1])
+    words = int(alignment.word[-1]) + 1
+    word_logprobs = np.bincount(alignment.reader_word, weights=logprobs, minlength=words)
+    is_other_spelling = learned & ~alignment.canonical
+    has_other_spelling = np.bincount(alignment.word, weights=is_other_spelling, minlength=words) > 0
+    shares = np.where(
+        begins, (word_logprobs - OTHER_SPELLING * has_other_spelling)[alignment.word], 0.0
+    )
+    if alignment.stopped:
+        stop_position = int(alignment.read.sum())
+        shares[stop_position], learned[stop_position] = IMPOSSIBLE, True
+    is_canonical = not (alignment.read & ~alignment.canonical).any()
     word = np.cumsum(begins) - 1
-    made = _rows(rollout, shares, word, learned, found.one_to_one, spelled=spelled)
+    aligned = _build_rows(
+        rollout, shares, word, learned, alignment.one_to_one, spelled=is_canonical
+    )
     if heads is None:
-        return made
+        return aligned
     assert rows.draw_logprobs is not None, "they were asked for"
-    logprobs = np.where(heads.matched, rows.draw_logprobs[heads.place], 0)
-    return replace(made, head_logprobs=logprobs.astype(np.float32), matched=heads.matched)
+    logprobs = np.where(heads.matched, rows.draw_logprobs[heads.teacher_rows], 0)
+    return replace(aligned, head_logprobs=logprobs.astype(np.float32), matched=heads.matched)
 
 
-def _left_out(rollout: Rollout, *, matched: bool) -> AlignedRows:
-    none = np.zeros(len(rollout.completion), np.bool_)
-    rows = _rows(rollout, none.astype(float), none.astype(np.int64), none, none, spelled=False)
+def _skipped_rows(rollout: Rollout, *, matched: bool) -> AlignedRows:
+    no_tokens = np.zeros(len(rollout.completion), np.bool_)
+    rows = _build_rows(
+        rollout,
+        no_tokens.astype(float),
+        no_tokens.astype(np.int64),
+        no_tokens,
+        no_tokens,
+        spelled=False,
+    )
     if not matched:
         return rows
     return replace(rows, matched=np.zeros(rollout.head_ids.shape, np.bool_))
 
 
-def _rows(
+def _build_rows(
     rollout: Rollout,
     shares: NDArray[np.float64],
     word: NDArray[np.int64],

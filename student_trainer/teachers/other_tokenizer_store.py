@@ -1,9 +1,9 @@
 """Stored rows of a teacher with another tokenizer, as sequences of the student.
 
 A store has token ids of the teacher. The student reads its own encoding of the stored prompt and of
-the answer's text. The stored log-probs of the answer's tokens become shares of the student's
-tokens, for the losses of `losses/cross_tokenizer.py`. For `mapped_kl` the head ids of rows where
-words begin become ids of the student; of the other rows only the log-prob of the token is read.
+the answer's text. The stored log-probs of the answer's tokens are distributed over the student's
+tokens, for the losses of `losses/cross_tokenizer.py`. For `mapped_kl`, the head ids of rows at
+which a word begins become ids of the student; other rows contribute only the token's log-prob.
 """
 
 from __future__ import annotations
@@ -34,55 +34,66 @@ from student_trainer.losses.rows import LOWEST_LOGPROB
 from student_trainer.model.loading import vocabulary
 from student_trainer.teachers.role_store import RoleStore
 from student_trainer.teachers.source import PendingRows, resolved
-from student_trainer.teachers.stored_text import StoredText, begins_of
-from student_trainer.teachers.tokenizer_pair import bytes_of, end_of, known_tokenizer, role_pair
+from student_trainer.teachers.stored_text import StoredText, leading_special_tokens
+from student_trainer.teachers.tokenizer_pair import (
+    find_end_token,
+    find_role_pair,
+    load_known_tokenizer,
+    to_byte_tokenizer,
+)
 
 log = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 _FIELD = "data.tokenizer"
 _SPACES = np.frombuffer(b" \t\n\r", np.uint8)
-# How stored rows are matched with the tokens of the student; see `method.match`.
+# How stored rows are matched with the student's tokens; see `method.match`.
 Match = Literal["row", "chunk", "word"]
 
 
 class StoredPrompts:
-    """Turns stored prompts, ids of the teacher, into the student's ids of them."""
+    """Converts stored prompts from the teacher's ids to the student's ids."""
 
     def __init__(
-        self, teacher: ByteTokenizer, tokenizer: Any, form: PromptFormat, known: Mapping[bytes, Ids]
+        self,
+        teacher: ByteTokenizer,
+        tokenizer: Any,
+        prompt_format: PromptFormat,
+        known_prompts: Mapping[bytes, Ids],
     ) -> None:
-        """`teacher`: its tokenizer. `tokenizer`: the student's. `form`: of its prompts.
+        """`teacher`: its tokenizer. `tokenizer`: the student's. `prompt_format`: of its prompts.
 
-        `known`: the student's ids of a prompt by the teacher's; empty: prompts are plain text.
+        `known_prompts`: the student's ids of a prompt by the teacher's; empty: prompts are plain
+        text.
         """
         self._teacher = teacher
         self._tokenizer = tokenizer
-        self._form = replace(form, template="{prompt}")  # a stored prompt has its template
-        self._known = known
+        # A stored prompt already contains its template.
+        self._prompt_format = replace(prompt_format, template="{prompt}")
+        self._known_prompts = known_prompts
 
     def __call__(self, ids: Ids) -> Ids | None:
         """Return the student's ids [P] of a stored prompt; None if they are not known.
 
-        That is a prompt with special tokens, of a chat template, besides those in front of a text;
-        and if `known` is not empty, any prompt that it does not have.
+        They are unknown for a prompt in a chat template, which has special tokens after the start
+        of the text; and, if `known_prompts` is not empty, for any prompt that is not in it.
         """
-        if self._known:
-            return self._known.get(ids.tobytes())
-        text = np.flatnonzero(self._teacher.lengths[ids])
-        if not len(text) or not self._teacher.lengths[ids[text[0] :]].all():
+        if self._known_prompts:
+            return self._known_prompts.get(ids.tobytes())
+        text_positions = np.flatnonzero(self._teacher.lengths[ids])
+        if not len(text_positions) or not self._teacher.lengths[ids[text_positions[0] :]].all():
             return None
-        asked = self._form.asked(self._teacher.data(ids).decode("utf-8", "replace"))
-        return np.array(self._form.ids(self._tokenizer, asked), np.int32)
+        conversation = self._prompt_format.asked(self._teacher.data(ids).decode("utf-8", "replace"))
+        return np.array(self._prompt_format.ids(self._tokenizer, conversation), np.int32)
 
 
 @dataclass(frozen=True)
 class TokenMap:
     """The teacher's ids as tokens of the student.
 
-    first [V] int32: the first token of the student's encoding of the bytes of each id; of an end,
-    its own end; -1: none, for special tokens. begins [V] bool: ids that begin a word, which are
-    those with white space in front, and ends.
+    first [V] int32: the first token of the student's encoding of the bytes of each id; for an end
+    token, the student's end token; -1 for special tokens. begins [V] bool: ids that begin a word:
+    those that start with white space, and end tokens.
     """
 
     aligner: Aligner
@@ -90,16 +101,16 @@ class TokenMap:
     begins: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, aligner: Aligner, ends: Ids) -> TokenMap:
+    def build(cls, aligner: Aligner, ends: Ids) -> TokenMap:
         """Encode every token of the writer with the reader: about a second for 100,000 ids."""
         teacher, student = aligner.writer, aligner.reader
         first = np.full(len(teacher.lengths), -1, np.int32)
         begins = np.zeros(len(first), np.bool_)
-        for number in np.flatnonzero(teacher.lengths):
-            data = teacher.data(np.array([number]))
-            ids = student.encode(data.decode("utf-8", "surrogateescape"))
-            first[number] = ids[0] if len(ids) else -1
-            begins[number] = data[0] in _SPACES
+        for token_id in np.flatnonzero(teacher.lengths):
+            token_bytes = teacher.data(np.array([token_id]))
+            ids = student.encode(token_bytes.decode("utf-8", "surrogateescape"))
+            first[token_id] = ids[0] if len(ids) else -1
+            begins[token_id] = token_bytes[0] in _SPACES
         first[ends], begins[ends] = aligner.reader_end, True
         return cls(aligner, first, begins)
 
@@ -116,20 +127,20 @@ class OtherTokenizerStore:
         longest: int | None,
         begins: tuple[Ids, Ids] | None = None,
     ) -> None:
-        """Keep the parts.
+        """`aligner`: its writer is the teacher, its reader the student.
 
-        `aligner`: the teacher has written, the student reads. `ends`: the teacher's ids that end an
-        answer. `match`: `method.match` of the job. `longest`: the most tokens that the student
-        reads; longer sequences are left out. None: no limit. `begins`: the store has packed text;
-        the special tokens of student and teacher in front of a document.
+        `ends`: the teacher's ids that end an answer. `match`: `method.match` of the job. `longest`:
+        maximum number of tokens that the student reads; longer sequences are left out; None: no
+        limit. `begins`: for a store of packed text, the special tokens of student and teacher in
+        front of a document.
         """
         self._aligner = aligner
         self._prompts = prompts
         self._ends = ends
         self._match = match
         self._longest = longest
-        self._map = TokenMap.of(aligner, ends) if match == "row" else None
-        self._text = begins and StoredText(aligner, ends, *begins, self._rows, longest)
+        self._map = TokenMap.build(aligner, ends) if match == "row" else None
+        self._text = begins and StoredText(aligner, ends, *begins, self._match_rows, longest)
 
     @property
     def tokens(self) -> int:
@@ -137,7 +148,7 @@ class OtherTokenizerStore:
         return len(self._aligner.reader.lengths)
 
     def check_prompts(self, data: LogitDataset, label: str) -> None:
-        """Raise InvalidInput if the student's ids of a stored prompt are not known."""
+        """Raise InvalidInput if the student's ids of a stored prompt are unknown."""
         for index in range(0 if self._text else len(data)):
             if self._prompts(data.prompt_ids(index)) is None:
                 raise InvalidInput(
@@ -150,8 +161,8 @@ class OtherTokenizerStore:
     def read(self, data: LogitDataset, index: int) -> PendingRows:
         """Return stored sequence `index`, already resolved.
 
-        A sequence that cannot be aligned, or is too long, has two tokens and no learned one. Packed
-        text is cut. Raises Corrupt as `LogitDataset.decoded` does.
+        A sequence that cannot be aligned, or is too long, is replaced by two tokens, neither of
+        them learned. Packed text is truncated. Raises Corrupt as `LogitDataset.decoded` does.
         """
         entry, block = data.decoded(index)
         ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int32)
@@ -159,202 +170,227 @@ class OtherTokenizerStore:
             line = self._text.read(ids, block)
             if line is None:
                 end = np.int32(self._aligner.reader_end)
-                return _sequence(np.array([end, end]), 1, self._left_out(block))
-            return _sequence(line[0], 1, line[1])
-        before, answer = self._prompts(ids[: entry.start]), ids[entry.start :]
-        assert before is not None, "check_prompts has seen it"
-        answer, ended = self._answer(answer)
-        found = self._aligner.align(answer, ended=ended)
-        if found is None or self._is_too_long(len(before) + len(found.reader_ids)):
-            return _sequence(np.array([before[0], before[0]]), 1, self._left_out(block))
-        rows = self._rows(found, answer, block.slice(0, len(answer)))
-        return _sequence(np.concatenate([before, found.reader_ids]), len(before), rows)
+                return _pending_rows(np.array([end, end]), 1, self._skipped_row(block))
+            return _pending_rows(line[0], 1, line[1])
+        prompt_ids, answer = self._prompts(ids[: entry.start]), ids[entry.start :]
+        assert prompt_ids is not None, "check_prompts has seen it"
+        answer, ended = self._read_answer(answer)
+        alignment = self._aligner.align(answer, ended=ended)
+        if alignment is None or self._is_too_long(len(prompt_ids) + len(alignment.reader_ids)):
+            return _pending_rows(
+                np.array([prompt_ids[0], prompt_ids[0]]), 1, self._skipped_row(block)
+            )
+        rows = self._match_rows(alignment, answer, block.slice(0, len(answer)))
+        return _pending_rows(
+            np.concatenate([prompt_ids, alignment.reader_ids]), len(prompt_ids), rows
+        )
 
-    def _answer(self, ids: Ids) -> tuple[Ids, bool]:
+    def _read_answer(self, ids: Ids) -> tuple[Ids, bool]:
         """Return the ids of an answer up to its end token, and whether it has one."""
         special = np.flatnonzero(self._aligner.writer.lengths[ids] == 0)
         if len(special) and ids[special[0]] in self._ends:
             return ids[: special[0] + 1], True
         return ids, False
 
-    def _rows(self, found: Alignment, ids: Ids, block: RowBlock) -> AlignedRows:
+    def _match_rows(self, alignment: Alignment, ids: Ids, block: RowBlock) -> AlignedRows:
         if self._match == "row":
             assert self._map is not None, "it is made for this match"
-            return mapped_rows(found, ids, block, self._map)
-        return unit_rows(found, block.token_logprobs, self._match)
+            return mapped_rows(alignment, ids, block, self._map)
+        return unit_rows(alignment, block.token_logprobs, self._match)
 
-    def _left_out(self, block: RowBlock) -> AlignedRows:
-        return _left_out(block.k if self._map is not None else 0)
+    def _skipped_row(self, block: RowBlock) -> AlignedRows:
+        return _skipped_row(block.k if self._map is not None else 0)
 
     def _is_too_long(self, tokens: int) -> bool:
         return self._longest is not None and tokens > self._longest
 
 
-def unit_rows(found: Alignment, logprobs: NDArray[np.float32], unit: Unit) -> AlignedRows:
+def unit_rows(alignment: Alignment, logprobs: NDArray[np.float32], unit: Unit) -> AlignedRows:
     """Return the rows [T] of the reader's tokens of an answer.
 
-    `logprobs` [n]: of the writer's tokens. Their sum over a unit is the share of its first token.
+    `logprobs` [n]: of the writer's tokens. The first token of a unit gets their sum over the unit.
     Units with a token that is not settled are not learned.
     """
-    theirs, ours = found.chunk, found.reader_chunk
+    writer_units, reader_units = alignment.chunk, alignment.reader_chunk
     if unit == "word":
-        theirs, ours = found.word, found.reader_word
-    count = int(ours.max()) + 1
-    of_unit = np.bincount(theirs[found.read], logprobs[found.read], minlength=count)
-    open_units = np.bincount(ours, ~found.reader_settled, minlength=count) > 0
-    first = np.append(True, ours[1:] != ours[:-1])
-    learned = ~open_units[ours]
-    shares = np.where(first & learned, of_unit[ours], 0.0)
-    return _rows(shares, np.cumsum(first) - 1, learned, found.reader_one_to_one)
+        writer_units, reader_units = alignment.word, alignment.reader_word
+    count = int(reader_units.max()) + 1
+    unit_logprobs = np.bincount(
+        writer_units[alignment.read], logprobs[alignment.read], minlength=count
+    )
+    open_units = np.bincount(reader_units, ~alignment.reader_settled, minlength=count) > 0
+    first = np.append(True, reader_units[1:] != reader_units[:-1])
+    learned = ~open_units[reader_units]
+    shares = np.where(first & learned, unit_logprobs[reader_units], 0.0)
+    return _build_rows(shares, np.cumsum(first) - 1, learned, alignment.reader_one_to_one)
 
 
-def mapped_rows(found: Alignment, ids: Ids, block: RowBlock, tokens: TokenMap) -> AlignedRows:
+def mapped_rows(alignment: Alignment, ids: Ids, block: RowBlock, tokens: TokenMap) -> AlignedRows:
     """Return the rows [T] of the reader's tokens of an answer, with the weights of `mapped_kl`.
 
     `ids` [n], `block` of n rows: the writer's tokens. `tail_sample_ids` of the result are the
     mapped head ids.
     """
-    rows = unit_rows(found, block.token_logprobs, "chunk")
+    rows = unit_rows(alignment, block.token_logprobs, "chunk")
     assert block.head_ids is not None, "stored rows have their ids"
-    data = np.frombuffer(found.data, np.uint8)
-    starts = _starts(tokens.aligner.writer.lengths[ids[found.read]])
-    own_starts = _starts(tokens.aligner.reader.lengths[found.reader_ids])
-    places = np.minimum(np.searchsorted(starts, own_starts), len(starts) - 1)
-    at = starts[places]
-    # A word begins after a byte that is no white space; at the beginning, whatever comes begins.
-    before = np.append(data, np.uint8(0))[at - 1]  # of the first byte: 0, no white space
-    within = np.isin(before, _SPACES)
-    heads = block.head_ids[places]
-    log_q = np.maximum(block.head_logprobs[places].astype(np.float64), LOWEST_LOGPROB)
-    fits = tokens.begins[heads] | (at == 0)[:, None]
-    fits &= (tokens.first[heads] >= 0) & ((at == own_starts) & ~within)[:, None]
-    written = fits & (heads == ids[places][:, None])
-    used = written.any(1)[:, None] & fits
-    q = np.where(used, np.exp(log_q), 0.0)
-    weights = q / np.maximum(q.sum(1), np.finfo(np.float64).tiny)[:, None] - written
-    weights = np.where(used, weights, 0.0)
-    more = (weights * log_q).sum(1)
+    data = np.frombuffer(alignment.data, np.uint8)
+    starts = _first_positions(tokens.aligner.writer.lengths[ids[alignment.read]])
+    reader_starts = _first_positions(tokens.aligner.reader.lengths[alignment.reader_ids])
+    writer_rows = np.minimum(np.searchsorted(starts, reader_starts), len(starts) - 1)
+    row_starts = starts[writer_rows]
+    # A word begins after a byte that is not white space, and at the beginning of the text, before
+    # which 0 stands for a byte that is not white space.
+    preceding_bytes = np.append(data, np.uint8(0))[row_starts - 1]
+    follows_space = np.isin(preceding_bytes, _SPACES)
+    heads = block.head_ids[writer_rows]
+    head_logprobs = np.maximum(block.head_logprobs[writer_rows].astype(np.float64), LOWEST_LOGPROB)
+    is_mappable = tokens.begins[heads] | (row_starts == 0)[:, None]
+    is_mappable &= (tokens.first[heads] >= 0) & ((row_starts == reader_starts) & ~follows_space)[
+        :, None
+    ]
+    is_own_token = is_mappable & (heads == ids[writer_rows][:, None])
+    is_used = is_own_token.any(1)[:, None] & is_mappable
+    probabilities = np.where(is_used, np.exp(head_logprobs), 0.0)
+    weights = (
+        probabilities / np.maximum(probabilities.sum(1), np.finfo(np.float64).tiny)[:, None]
+        - is_own_token
+    )
+    weights = np.where(is_used, weights, 0.0)
+    mapped_cost = (weights * head_logprobs).sum(1)
     return replace(
         rows,
-        token_logprobs=(rows.token_logprobs + more).astype(np.float32),
-        tail_sample_ids=np.where(used, tokens.first[heads], 0).astype(np.int32),
+        token_logprobs=(rows.token_logprobs + mapped_cost).astype(np.float32),
+        tail_sample_ids=np.where(is_used, tokens.first[heads], 0).astype(np.int32),
         weights=weights.astype(np.float32),
     )
 
 
-def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _first_positions(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(lengths) - lengths
 
 
-def other_tokenizer_store(
-    config: OfflineJob, stores: Stores, ours: Any, longest: int | None
+def open_other_tokenizer_store(
+    config: OfflineJob, stores: Stores, student_tokenizer: Any, longest: int | None
 ) -> OtherTokenizerStore | RoleStore | None:
-    """Return the reader of a job's stores; None if they have the student's tokenizer, or must.
+    """Return the reader of a job's stores; None if the student's tokenizer fits or must fit.
 
-    `ours`: the student's tokenizer. `longest`: the most tokens that the student reads. Raises
-    InvalidInput or WrongState, naming the key, if the tokenizer of the store is not found, is not
-    the store's, or cannot be aligned, or if a prompt is not known.
+    `longest`: maximum number of tokens that the student reads. Raises InvalidInput or WrongState,
+    naming the key, if the tokenizer of the store does not exist, is not the store's, or cannot be
+    aligned, or if a prompt is unknown.
     """
-    wanted, store = config.data.tokenizer, stores.training
+    tokenizer_key, store = config.data.tokenizer, stores.training
     fingerprint = store.facts["tokenizer_fingerprint"]
-    if wanted == "same" or tokenizer_fingerprint(vocabulary(ours)) == fingerprint:
+    if (
+        tokenizer_key == "same"
+        or tokenizer_fingerprint(vocabulary(student_tokenizer)) == fingerprint
+    ):
         _refuse_match(config, f"the {store.label} has the student's tokenizer")
         return None
-    name = store.facts.get("tokenizer", "") if wanted == "auto" else wanted
-    theirs = known_tokenizer(name, fingerprint, store.label, _FIELD)
-    paired = role_pair(config.data.roles, ours, theirs, "data.roles")
-    text = store.facts.get("form") == "text"
+    name = store.facts.get("tokenizer", "") if tokenizer_key == "auto" else tokenizer_key
+    teacher_tokenizer = load_known_tokenizer(name, fingerprint, store.label, _FIELD)
+    pair = find_role_pair(config.data.roles, student_tokenizer, teacher_tokenizer, "data.roles")
+    is_text = store.facts.get("form") == "text"
     prompts = StoredPrompts(
-        bytes_of(theirs, "store", _FIELD),
-        ours,
+        to_byte_tokenizer(teacher_tokenizer, "store", _FIELD),
+        student_tokenizer,
         config.data.prompt_format,
-        _known(config, ours, theirs),
+        _map_prompts(config, student_tokenizer, teacher_tokenizer),
     )
-    if paired is not None:
+    if pair is not None:
         _refuse_match(config, f"student and {store.label} differ in special tokens only")
-        ids = paired.ids(int(store.facts["vocab_size"]))
-        by_roles = RoleStore(ids, paired.tokens, None if text else prompts)
-        for one in (store, stores.held_out):
-            if one is not None:
-                by_roles.check(one.data, one.label, longest)
-        return by_roles
+        ids = pair.ids(int(store.facts["vocab_size"]))
+        role_store = RoleStore(ids, pair.tokens, None if is_text else prompts)
+        for opened_store in (store, stores.held_out):
+            if opened_store is not None:
+                role_store.check(opened_store.data, opened_store.label, longest)
+        return role_store
     aligner = Aligner(
-        bytes_of(theirs, "store", _FIELD),
-        bytes_of(ours, "student", "student.model"),
-        end_of(ours, "student", "student.model"),
+        to_byte_tokenizer(teacher_tokenizer, "store", _FIELD),
+        to_byte_tokenizer(student_tokenizer, "student", "student.model"),
+        find_end_token(student_tokenizer, "student", "student.model"),
     )
-    ends = {end_of(theirs, "store", _FIELD), theirs.eos_token_id} - {None}
-    begins = begins_of(ours, aligner.reader.lengths), begins_of(theirs, aligner.writer.lengths)
-    made = OtherTokenizerStore(
+    ends = {find_end_token(teacher_tokenizer, "store", _FIELD), teacher_tokenizer.eos_token_id} - {
+        None
+    }
+    begins = (
+        leading_special_tokens(student_tokenizer, aligner.reader.lengths),
+        leading_special_tokens(teacher_tokenizer, aligner.writer.lengths),
+    )
+    reader = OtherTokenizerStore(
         aligner,
         prompts,
         np.array(sorted(ends), np.int32),
         config.method.match,
         longest,
-        begins if text else None,
+        begins if is_text else None,
     )
-    for one in (store, stores.held_out):
-        if one is not None:
-            made.check_prompts(one.data, one.label)
+    for opened_store in (store, stores.held_out):
+        if opened_store is not None:
+            reader.check_prompts(opened_store.data, opened_store.label)
     log.info("the %s has another tokenizer: method.match = %s", store.label, config.method.match)
-    return made
+    return reader
 
 
-def _refuse_match(config: OfflineJob, found: str) -> None:
+def _refuse_match(config: OfflineJob, reason: str) -> None:
     if config.method.match != "row":
         raise InvalidInput(
-            f"has no effect: {found}, so its rows are used as they are",
+            f"has no effect: {reason}, so its rows are used as they are",
             field="method.match",
             hint="leave it out",
         )
 
 
-def _known(config: OfflineJob, ours: Any, theirs: Any) -> dict[bytes, Ids]:
-    """Return the student's ids of each prompt of `data.prompts` by those of the teacher."""
+def _map_prompts(
+    config: OfflineJob, student_tokenizer: Any, teacher_tokenizer: Any
+) -> dict[bytes, Ids]:
+    """Return the student's ids of each prompt of `data.prompts`, by the bytes of the teacher's."""
     if config.data.prompts is None:
         return {}
-    form = config.data.prompt_format
-    for tokenizer in (ours, theirs):
-        check_chat_template(form, template_text(tokenizer.chat_template))
-    found = {}
+    prompt_format = config.data.prompt_format
+    for tokenizer in (student_tokenizer, teacher_tokenizer):
+        check_chat_template(prompt_format, template_text(tokenizer.chat_template))
+    student_ids_of = {}
     source = DataSet(config.data.prompts, field="data.prompts")
-    for number, record in enumerate(source.records(form.columns), 1):
+    for number, record in enumerate(source.records(prompt_format.columns), 1):
         where = f"row {number} of {config.data.prompts}"
-        asked = form.conversation(record, where)
-        if asked.up_to_answer().messages:
-            asked = asked.up_to_answer().unanswered()
-        by, ids = (
-            np.array(form.ids(tokenizer, asked, where), np.int32) for tokenizer in (theirs, ours)
+        conversation = prompt_format.conversation(record, where)
+        if conversation.up_to_answer().messages:
+            conversation = conversation.up_to_answer().unanswered()
+        teacher_ids, ids = (
+            np.array(prompt_format.ids(tokenizer, conversation, where), np.int32)
+            for tokenizer in (teacher_tokenizer, student_tokenizer)
         )
-        found[by.tobytes()] = ids
-    return found
+        student_ids_of[teacher_ids.tobytes()] = ids
+    return student_ids_of
 
 
-def _sequence(ids: Ids, start: int, rows: AlignedRows) -> PendingRows:
+def _pending_rows(ids: Ids, start: int, rows: AlignedRows) -> PendingRows:
     sequence = TokenSequence(torch.from_numpy(ids.astype(np.int64)), start)
     return PendingRows(sequence, resolved(rows))
 
 
-def _left_out(head: int) -> AlignedRows:
-    """Return the row of a token that is not learned. `head`: ids of a row, if they are mapped."""
-    none = np.zeros(1, np.bool_)
-    rows = _rows(none.astype(np.float64), none.astype(np.int64), none, none)
-    if not head:
+def _skipped_row(head_size: int) -> AlignedRows:
+    """Return the row of a token that is not learned. `head_size`: mapped ids of a row, or 0."""
+    no_tokens = np.zeros(1, np.bool_)
+    rows = _build_rows(
+        no_tokens.astype(np.float64), no_tokens.astype(np.int64), no_tokens, no_tokens
+    )
+    if not head_size:
         return rows
-    ids = np.zeros((1, head), np.int32)
+    ids = np.zeros((1, head_size), np.int32)
     return replace(rows, tail_sample_ids=ids, weights=ids.astype(np.float32))
 
 
-def _rows(
+def _build_rows(
     shares: NDArray[np.float64],
     unit: NDArray[np.int64],
     learned: NDArray[np.bool_],
     one_to_one: NDArray[np.bool_],
 ) -> AlignedRows:
-    none = np.zeros((len(shares), 0))
+    empty = np.zeros((len(shares), 0))
     return AlignedRows(
-        head_ids=none.astype(np.int32),
-        head_logprobs=none.astype(np.float32),
+        head_ids=empty.astype(np.int32),
+        head_logprobs=empty.astype(np.float32),
         tail_logmass=np.zeros(len(shares), np.float32),
         token_logprobs=shares.astype(np.float32),
         word=unit,

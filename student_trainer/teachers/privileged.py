@@ -21,7 +21,7 @@ from student_trainer.data.rollout import Rollout
 
 def privileged_prompt(
     context: str,
-    form: PromptFormat,
+    prompt_format: PromptFormat,
     tokenizer: Any,
     max_tokens: int | None = None,
     *,
@@ -30,10 +30,10 @@ def privileged_prompt(
     """Return a function from a rollout to the prompt ids [P] int64 that `reader` reads.
 
     The ids are those of the student's prompt with `context` before it; in a conversation, before
-    the last user message. `form`, `tokenizer`: of the reader's prompts. `context` may contain
-    {column} for every column of the data, and {prompt} and {answer} for the prompt and the
-    reference answer, whatever their columns are called. `reader`: the table of the job that has the
-    key `context`.
+    the last user message. `prompt_format`, `tokenizer`: of the reader's prompts. `context` may
+    contain {column} for every column of the data, and {prompt} and {answer} for the prompt and the
+    reference answer, whatever their columns' names. `reader`: the table of the job with the key
+    `context`.
 
     The function raises InvalidInput if a column does not exist, or if its prompt and the completion
     together exceed `max_tokens` tokens (None: no limit).
@@ -42,13 +42,13 @@ def privileged_prompt(
 
     def prompt(rollout: Rollout) -> Tensor:
         columns = {**rollout.fields, "prompt": rollout.text, "answer": rollout.answer}
-        if form.messages_column is None:
-            asked = form.asked(rollout.text)
+        if prompt_format.messages_column is None:
+            conversation = prompt_format.asked(rollout.text)
         else:
-            asked = form.conversation(rollout.fields, "the record").unanswered()
+            conversation = prompt_format.conversation(rollout.fields, "the record").unanswered()
         if context:
-            asked = with_context(asked, context, columns, field)
-        ids = torch.tensor(form.ids(tokenizer, asked))
+            conversation = with_context(conversation, context, columns, field)
+        ids = torch.tensor(prompt_format.ids(tokenizer, conversation))
         length = len(ids) + len(rollout.completion)
         if max_tokens is not None and length > max_tokens:
             raise InvalidInput(

@@ -29,13 +29,13 @@ class RemoteTeacher:
         vocab_size: int | None = None,
         reading: Reading | None = None,
     ) -> None:
-        """Keep the settings of the requests.
+        """Store the settings of the requests.
 
         `top_k`: rows at the teacher's own top-k ids; None: at the head ids of the rollouts.
         `temperature`: divides the teacher's logits. `f32`: log-probs as float32, not float16.
         `tail_samples`: ids per row that the teacher draws from its tail; needs `top_k`.
         `vocab_size`: rows of the softmax over the teacher's first `vocab_size` logits; None: over
-        all of them. `reading`: what the teacher reads; None: what the student reads.
+        all logits. `reading`: the teacher's input for a rollout; None: the student's token ids.
         """
         self._client = client
         self._top_k = top_k
@@ -49,8 +49,8 @@ class RemoteTeacher:
         """Request one row per token of the completion; never blocks.
 
         Raises InvalidInput if the rollout is too large for one message, Corrupt if the file of an
-        image has changed. The future raises what the
-        service answered, or Unavailable after `teacher.patience_seconds` without an answer.
+        image has changed. The future raises the error that the service returned, or Unavailable
+        after `teacher.patience_seconds` without an answer.
         """
         reading = self._reading
         token_ids, start = reading.tokens(rollout)
@@ -62,32 +62,32 @@ class RemoteTeacher:
             token_ids=token_ids,
             start=start,
             top_k=self._top_k,
-            head_ids=reading.theirs(rollout.head_ids) if self._top_k is None else None,
+            head_ids=reading.to_teacher_ids(rollout.head_ids) if self._top_k is None else None,
             temperature=self._temperature,
             f32=self._f32,
             tail_samples=self._tail_samples,
-            # The same samples if the request is repeated, others for another rollout of the prompt.
+            # A repeated request gets the same samples; another rollout of the prompt gets others.
             seed=zlib.crc32(rollout.token_ids.numpy().tobytes()) if self._tail_samples else 0,
-            draw_ids=None if rollout.draws is None else reading.theirs(rollout.draws.ids),
+            draw_ids=None if rollout.draws is None else reading.to_teacher_ids(rollout.draws.ids),
             vocab_size=self._vocab_size,
             images=images,
         )
-        asked = self._client.submit(query)
-        return asked if reading.ids is None else mapped(asked, reading.ours)
+        rows = self._client.submit(query)
+        return rows if reading.ids is None else map_future(rows, reading.to_student_rows)
 
     def finish(self) -> None:
         """Do nothing: the service answers each request on its own."""
 
 
-def mapped(rows: Future[RowBlock], change: Callable[[RowBlock], RowBlock]) -> Future[RowBlock]:
+def map_future(rows: Future[RowBlock], change: Callable[[RowBlock], RowBlock]) -> Future[RowBlock]:
     """Return a future of the changed rows, or of the error of `rows` or `change`."""
-    made: Future[RowBlock] = Future()
+    mapped: Future[RowBlock] = Future()
 
-    def answered(found: Future[RowBlock]) -> None:
+    def set_mapped(completed: Future[RowBlock]) -> None:
         try:
-            made.set_result(change(found.result()))
-        except BaseException as error:  # a cancelled future raises what is no Exception
-            made.set_exception(error)
+            mapped.set_result(change(completed.result()))
+        except BaseException as error:  # a cancelled future's error is no subclass of Exception
+            mapped.set_exception(error)
 
-    rows.add_done_callback(answered)
-    return made
+    rows.add_done_callback(set_mapped)
+    return mapped

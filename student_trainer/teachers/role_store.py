@@ -1,7 +1,7 @@
-"""Stored rows of a teacher that differs in its special tokens only, as those of the student.
+"""Reads the stored rows of a teacher that differs in its special tokens only, with student ids.
 
-As `Reading` does for a running teacher: each id of an answer and of a row becomes the student's id
-of it. The prompt of an answer is rendered again, in the student's chat template.
+As in `Reading` for a running teacher, each id of an answer and of a row is replaced by the
+student's id. The prompt of an answer is rendered again, in the student's chat template.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class RoleStore:
     def __init__(
         self, ids: Ids, tokens: Sequence[str], prompts: Callable[[Ids], Ids | None] | None
     ) -> None:
-        """`ids` [V]: the teacher's id of each of the student's ids, for all ids of the rows.
+        """`ids` [V]: the teacher's id for each of the student's ids, for all ids of the rows.
 
-        `tokens`: of either by id. `prompts`: returns the student's ids of a stored prompt; None if
-        they are not known. Without it, what is before the rows is a part of a text.
+        `tokens`: the tokens of both by id. `prompts`: returns the student's ids of a stored prompt,
+        or None if they are unknown. Without it, the tokens before the rows are plain text.
         """
         self.tokens = tokens
         self._reading = Reading(ids=ids)
-        self._ours = np.argsort(ids).astype(np.int32)
+        self._student_ids = np.argsort(ids).astype(np.int32)
         self._prompts = prompts
 
     def check(self, data: LogitDataset, label: str, longest: int | None) -> None:
-        """Raise InvalidInput if a stored prompt is not known, or a sequence has too many tokens.
+        """Raise InvalidInput if a stored prompt is unknown, or a sequence has too many tokens.
 
-        `longest`: the most tokens that the student reads; None: no limit.
+        `longest`: maximum number of tokens that the student reads; None: no limit.
         """
         for index in range(len(data)):
-            before = self._before(data.prompt_ids(index))
-            if before is None:
+            prompt_ids = self._student_prompt(data.prompt_ids(index))
+            if prompt_ids is None:
                 raise InvalidInput(
                     f"the prompt of sequence {index} of the {label} is in a chat template, or not"
                     " in data.prompts",
@@ -52,9 +52,9 @@ class RoleStore:
                     hint="set it, with its columns, to the data set that was captured",
                 )
             rows = int(data.lengths[index]) - len(data.prompt_ids(index))
-            if longest is not None and len(before) + rows > longest:
+            if longest is not None and len(prompt_ids) + rows > longest:
                 raise InvalidInput(
-                    f"sequence {index} of the {label} has {len(before) + rows} tokens with the"
+                    f"sequence {index} of the {label} has {len(prompt_ids) + rows} tokens with the"
                     f" student's prompt, but the student can read only {longest}",
                     field="data.path",
                     hint="capture again with a smaller method.max_tokens",
@@ -64,11 +64,13 @@ class RoleStore:
         """Return stored sequence `index`, already resolved. Raises Corrupt as `decoded` does."""
         entry, block = data.decoded(index)
         ids = np.frombuffer(entry.token_ids, "<i4")
-        before = self._before(ids[: entry.start].astype(np.int32))
-        assert before is not None, "check has seen it"
-        whole = np.concatenate([before, self._ours[ids[entry.start :]]]).astype(np.int64)
-        sequence = TokenSequence(torch.from_numpy(whole), len(before))
-        return PendingRows(sequence, resolved(self._reading.ours(block)))
+        prompt_ids = self._student_prompt(ids[: entry.start].astype(np.int32))
+        assert prompt_ids is not None, "check has seen it"
+        token_ids = np.concatenate([prompt_ids, self._student_ids[ids[entry.start :]]]).astype(
+            np.int64
+        )
+        sequence = TokenSequence(torch.from_numpy(token_ids), len(prompt_ids))
+        return PendingRows(sequence, resolved(self._reading.to_student_rows(block)))
 
-    def _before(self, ids: Ids) -> Ids | None:
-        return self._ours[ids] if self._prompts is None else self._prompts(ids)
+    def _student_prompt(self, ids: Ids) -> Ids | None:
+        return self._student_ids[ids] if self._prompts is None else self._prompts(ids)

@@ -1,7 +1,7 @@
 """Rollouts of an engine outside the trainer, sampled up to `lag` steps before they are learned.
 
 Step n learns from the rollouts of order n. Before it, the weights of step n - 1 are published, and
-order n + lag is given to the engine with that version:
+the engine gets order n + lag with that version:
 
     version n - 1 published -> order n + lag given -> order n awaited -> step n -> version n
 
@@ -9,8 +9,8 @@ So order m is sampled with version max(0, m - 1 - lag), whatever the speed of tr
 step is a pure function of the job (`in_flight = "drain"`). No rollout is dropped. The teacher
 scores each rollout as soon as it is sampled.
 
-A checkpoint of step n has the rollouts of orders n + 1 to n + lag: the weights that sampled them
-are gone when the run resumes.
+A checkpoint of step n contains the rollouts of orders n + 1 to n + lag, because the weights that
+sampled them no longer exist when the run resumes.
 
 With an environment, all turns of a rollout are sampled with the version of its order; with another
 `in_flight`, a turn is sampled with the newest version.
@@ -38,13 +38,13 @@ from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
 from student_trainer.rollout_client.order import WeightsVersion
 from student_trainer.rollout_client.stored_sequences import encoded, file_name, read
-from student_trainer.teachers.scored_rollouts import Asked
+from student_trainer.teachers.scored_rollouts import PromptsOfStep
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
-_PAUSE = 0.02  # seconds between two looks at an order
-_LOOK = 0.5  # seconds between two looks at whether pushed weights are lost
-# Makes this process's files of a checkpoint, by name. It waits until the orders that ran when it
-# was made have ended; {} if the event is set first. For another thread than the trainer's.
+_POLL_SECONDS = 0.02  # between two checks whether an order is complete
+_LOSS_CHECK_SECONDS = 0.5  # between two checks whether pushed weights are lost
+# Builds this process's files of a checkpoint, by name. Waits until the orders that ran when the
+# function was created have ended; returns {} if the event is set first. Runs in another thread.
 LaterFiles = Callable[[threading.Event], Mapping[str, bytes]]
 
 
@@ -54,7 +54,7 @@ class WeightVersions(Protocol):
     def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Collective. Write the current weights as version `number`, and return it.
 
-        `anchor`: they are those of the anchor, which is in the student's place.
+        `anchor`: the student currently has the anchor's weights.
         """
 
     def push(self, number: int) -> WeightsVersion:
@@ -63,7 +63,8 @@ class WeightVersions(Protocol):
     def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
         """Collective. If an order lacks the pushed `version`, write the current weights for it.
 
-        `number`: of the current weights. Returns their version, or None if no order lacks any.
+        `number`: version number of the current weights. Returns the written version, or None if no
+        order lacks weights.
         """
 
     def delete_before(self, number: int) -> None:
@@ -88,11 +89,10 @@ class RolloutsAhead:
         last_step: int,
         sleeps: bool = False,
     ) -> None:
-        """Keep the parts.
+        """`teacher`: scores the rollouts. `rollouts`: samples them at the services of `client`.
 
-        `teacher`: scores the rollouts. `rollouts`: samples them at the services of `client`.
-        `last_step`: no order is given for later steps. `sleeps`: the services share the trainer's
-        GPUs and take turns with it.
+        `last_step`: later steps get no order. `sleeps`: the services share the trainer's GPUs and
+        take turns with it.
         """
         self._accelerator = accelerator
         self._client = client
@@ -102,33 +102,41 @@ class RolloutsAhead:
         self._lag = lag
         self._last_step = last_step
         self._sleeps = sleeps
-        self._orders: dict[int, _Running] = {}
+        self._orders: dict[int, _RunningOrder] = {}
         self._stored: dict[int, Rollout] = {}
         self._newest: WeightsVersion  # of training; set before the first order
 
-    def of_step(self, step: int, asked: Asked) -> list[PendingRows]:
+    def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
         """Collective. Return this process's rollouts of `step` (from 1) and request their rows.
 
-        `asked`: the prompts and rollout numbers of this process in a step. Gives the orders of
-        steps up to `step + lag`. Raises the error of the engine or of the teacher on all ranks.
+        `prompts_of_step`: the prompts and rollout numbers of this process in a step. Gives the
+        orders of steps up to `step + lag`. Raises the error of the engine or of the teacher on all
+        ranks.
         """
         self._snapshots.delete_before(step - 1 - self._lag)
-        # The order of this step is kept until the next one: if the step fails, the checkpoint of
-        # the step before needs it.
-        self._orders = {n: order for n, order in self._orders.items() if n >= step}
-        ahead = range(step, min(step + self._lag, self._last_step) + 1)
-        new = [later for later in ahead if later not in self._orders]
-        if new:
-            self._end_earlier_orders(step - 1)
+        # Keep the order of this step until the next step: if this one fails, the checkpoint of the
+        # previous step needs the order.
+        self._orders = {
+            order_step: order for order_step, order in self._orders.items() if order_step >= step
+        }
+        order_steps = range(step, min(step + self._lag, self._last_step) + 1)
+        new_steps = [order_step for order_step in order_steps if order_step not in self._orders]
+        if new_steps:
+            self._await_earlier_orders(step - 1)
             weights = self._newest = self._snapshots.push(step - 1)
             self._make_room()
             raise_on_all_ranks(
                 self._accelerator,
-                lambda: self._orders.update({n: self._given(weights, *asked(n)) for n in new}),
+                lambda: self._orders.update(
+                    {
+                        order_step: self._start_order(weights, *prompts_of_step(order_step))
+                        for order_step in new_steps
+                    }
+                ),
             )
-        running = self._orders[step]
-        self._keep_weights(running, step - 1)
-        return raise_on_all_ranks(self._accelerator, lambda: self._pending(running))
+        order = self._orders[step]
+        self._keep_weights(order, step - 1)
+        return raise_on_all_ranks(self._accelerator, lambda: self._await_rows(order))
 
     def before_learning(self) -> None:
         """Collective. Have engines that share the trainer's GPUs free their memory."""
@@ -137,13 +145,13 @@ class RolloutsAhead:
             raise_on_all_ranks(self._accelerator, self._client.sleep if main else lambda: None)
 
     def restore(self, checkpoint: Path) -> None:
-        """Take the rollouts of later steps from a checkpoint; `of_step` does not sample them."""
+        """Load the rollouts of later steps from a checkpoint; `of_step` does not resample them."""
         self._stored = read(checkpoint)
 
     def later_files(self, step: int) -> LaterFiles:
         """Return a function for the checkpoint of `step`; see `LaterFiles`."""
         part = self._accelerator.process_index
-        orders = [order for n, order in self._orders.items() if n > step]
+        orders = [order for order_step, order in self._orders.items() if order_step > step]
 
         def files(stop: threading.Event) -> Mapping[str, bytes]:
             rollouts: dict[int, Rollout] = {}
@@ -154,11 +162,11 @@ class RolloutsAhead:
         return files
 
     def publish(self, step: int, *, anchor: bool = False) -> None:
-        """Collective. Make the current weights, those of `step`, the engine's for an evaluation.
+        """Collective. Give the engine the current weights, of `step`, for an evaluation.
 
-        `anchor`: they are those of the anchor, which is in the student's place.
+        `anchor`: the student currently has the anchor's weights.
         """
-        self._end_earlier_orders(step)
+        self._await_earlier_orders(step)
         self._snapshots.write(step, anchor=anchor)
         self._make_room()
 
@@ -168,39 +176,40 @@ class RolloutsAhead:
         self._snapshots.close()
 
     def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
-        """Return the metrics of the rollouts of `step`: steps that their weights are behind."""
-        behind = [
+        """Return the metrics of the rollouts of `step`: by how many steps their weights lag."""
+        lags = [
             (step - 1 - version, tokens)
             for item in written
             for version, tokens in cast(Rollout, item.sequence).versions
         ]
-        total = sum(late * tokens for late, tokens in behind)
-        count = sum(tokens for _, tokens in behind)
+        total = sum(lag * tokens for lag, tokens in lags)
+        count = sum(tokens for _, tokens in lags)
         return {"rollout/lag": torch.tensor([total, count], dtype=torch.float64)}
 
-    def _end_earlier_orders(self, number: int) -> None:
+    def _await_earlier_orders(self, number: int) -> None:
         """Collective. With `drain`, wait for all orders before the engines load other weights.
 
-        An engine itself waits for the orders that it has. One that is still on its way, or whose
-        next turn is, would find its pushed weights gone. `number`: of the current weights.
+        An engine waits for the orders that it has received. An order, or the next turn of one, that
+        is still in transit would lose its pushed weights. `number`: version number of the current
+        weights.
         """
-        for running in self._orders.values():
+        for order in self._orders.values():
             if self._newest.in_flight == "drain":
-                self._keep_weights(running, number)
+                self._keep_weights(order, number)
 
-    def _keep_weights(self, running: _Running, number: int) -> None:
+    def _keep_weights(self, order: _RunningOrder, number: int) -> None:
         """Collective. Wait for an order, unless all versions are files.
 
-        If no engine has its weights any more, write the current ones, version `number`, for its
-        rest.
+        If no engine has the order's weights any more, write the current weights, version `number`,
+        for its remaining rollouts.
         """
         while self._client.pushed.newest is not None:
-            wait([running.done], _LOOK)
-            if not max_over_ranks(self._accelerator, int(not running.done.done())):
+            wait([order.completion], _LOSS_CHECK_SECONDS)
+            if not max_over_ranks(self._accelerator, int(not order.completion.done())):
                 return
-            written = self._snapshots.restore_lost(self._newest, number)
-            if written is not None:
-                self._newest = written
+            restored_version = self._snapshots.restore_lost(self._newest, number)
+            if restored_version is not None:
+                self._newest = restored_version
 
     def _make_room(self) -> None:
         """Collective. Free cached memory of the GPUs for engines that wake with the next order."""
@@ -208,15 +217,15 @@ class RolloutsAhead:
             torch.cuda.empty_cache()
             self._accelerator.wait_for_everyone()
 
-    def _given(
+    def _start_order(
         self, weights: WeightsVersion, prompts: Sequence[Prompt], numbers: Sequence[int]
-    ) -> _Running:
-        """Give an order for the prompts whose rollouts are not stored."""
-        running = _Running(prompts, numbers, self._teacher)
+    ) -> _RunningOrder:
+        """Start the order for the prompts whose rollouts are not stored."""
+        order = _RunningOrder(prompts, numbers, self._teacher)
         missing = []
         for index, number in enumerate(numbers):
             if number in self._stored:
-                running.take(index, _of_prompt(self._stored.pop(number), prompts[index]))
+                order.take(index, _add_prompt_fields(self._stored.pop(number), prompts[index]))
             else:
                 missing.append(index)
         if missing:
@@ -226,19 +235,19 @@ class RolloutsAhead:
                 [numbers[index] for index in missing],
                 lambda: weights if drain else self._newest,
             )
-            running.collect(sampling, missing)
-        return running
+            order.collect(sampling, missing)
+        return order
 
-    def _pending(self, running: _Running) -> list[PendingRows]:
-        running.done.result()
+    def _await_rows(self, order: _RunningOrder) -> list[PendingRows]:
+        order.completion.result()
         return [
             PendingRows(rollout, self._teacher.score(rollout) if rows is None else rows)
-            for rollout, rows in running.scored
+            for rollout, rows in order.scored
         ]
 
 
-def _of_prompt(stored: Rollout, prompt: Prompt) -> Rollout:
-    """Return a stored rollout with what its prompt has beside its tokens."""
+def _add_prompt_fields(stored: Rollout, prompt: Prompt) -> Rollout:
+    """Return a stored rollout with the fields of its prompt that are not stored."""
     return replace(
         stored,
         answer=prompt.answer,
@@ -249,13 +258,13 @@ def _of_prompt(stored: Rollout, prompt: Prompt) -> Rollout:
     )
 
 
-class _Running:
-    """An order of this process, and what has arrived of it: rollouts, and requests of rows."""
+class _RunningOrder:
+    """An order of this process, with the rollouts that have arrived and the requests of rows."""
 
     def __init__(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], teacher: TeacherSource
     ) -> None:
-        self.done: Future[None] = resolved(None)
+        self.completion: Future[None] = resolved(None)
         self._prompts = prompts
         self._numbers = numbers
         self._teacher = teacher
@@ -263,11 +272,11 @@ class _Running:
 
     @property
     def scored(self) -> list[tuple[Rollout, Future[RowBlock] | None]]:
-        """The rollouts in the order of the prompts, with their rows, if the teacher was asked."""
+        """The rollouts in the order of the prompts, with their rows, if they were requested."""
         return [self._scored[index] for index in range(len(self._prompts))]
 
     def take(self, index: int, rollout: Rollout) -> None:
-        """Take a rollout, and request its rows if the teacher allows it now."""
+        """Add a rollout, and request its rows if the teacher allows it at any time."""
         rows: Future[RowBlock] | None = None
         if self._teacher.any_time:
             try:
@@ -278,27 +287,27 @@ class _Running:
         self._scored[index] = rollout, rows
 
     def collect(self, sampling: Iterator[tuple[int, Rollout]], indices: Sequence[int]) -> None:
-        """Take the rollouts of an order as they end, in a thread; indices[i]: of rollout i."""
-        self.done = Future()
+        """Add the rollouts as they end, in a thread; indices[i]: the prompt index of rollout i."""
+        self.completion = Future()
 
-        def take_all() -> None:
+        def take_rollouts() -> None:
             try:
                 for number, rollout in sampling:
                     self.take(indices[number], rollout)
             except Exception as error:
-                self.done.set_exception(error)
+                self.completion.set_exception(error)
             else:
-                self.done.set_result(None)
+                self.completion.set_result(None)
 
-        threading.Thread(target=take_all, name="rollouts", daemon=True).start()
+        threading.Thread(target=take_rollouts, name="rollouts", daemon=True).start()
 
     def rollouts(self, stop: threading.Event) -> dict[int, Rollout]:
         """Wait for the rollouts, and return them by rollout number; {} if `stop` is set first.
 
-        If the engine fails, those that it has sampled: a run that resumes samples the others anew.
+        If the engine fails, returns the sampled ones: a resumed run samples the others again.
         """
-        while not self.done.done():
-            if stop.wait(_PAUSE):
+        while not self.completion.done():
+            if stop.wait(_POLL_SECONDS):
                 return {}
         return {
             self._numbers[index]: rollout for index, (rollout, _) in sorted(self._scored.items())

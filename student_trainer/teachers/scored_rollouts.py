@@ -13,18 +13,18 @@ from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts, sampling
 from student_trainer.teachers.source import PendingRows, TeacherSource
 
-# Step (from 1) -> prompts and rollout numbers of this process; prompts repeat.
-Asked = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
+# Step (from 1) -> prompts and rollout numbers of this process; a prompt may occur several times.
+PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 
 
 class RolloutsOfSteps(Protocol):
     """Samples the rollouts of training steps and requests the teacher's rows of them."""
 
-    def of_step(self, step: int, asked: Asked) -> list[PendingRows]:
+    def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
         """Collective. Return this process's rollouts of `step`, one for each of its prompts."""
 
     def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
-        """Return metrics of the rollouts of `step`, as `Step.measured` has them."""
+        """Return metrics of the rollouts of `step`, in the form of `Step.measured`."""
 
 
 class ScoredRollouts:
@@ -42,7 +42,9 @@ class ScoredRollouts:
         self._teacher = teacher
         self._seed = seed
 
-    def to(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
+    def sample_and_score(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int]
+    ) -> list[PendingRows]:
         """Sample one rollout for each prompt and request its rows, without waiting for them.
 
         numbers[i]: the number of the rollout of prompts[i], which fixes its random stream. If this
@@ -55,23 +57,23 @@ class ScoredRollouts:
             for rollout in batch
         ]
 
-    def of_step(self, step: int, asked: Asked) -> list[PendingRows]:
+    def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
         """Collective. Sample with the current weights, and request the rows."""
         with sampling(self._student, self._rollouts):
-            return self.to(*asked(step))
+            return self.sample_and_score(*prompts_of_step(step))
 
     def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
-        """Return no metrics: the current weights have sampled."""
+        """Return no metrics: the current weights sampled the rollouts."""
         return {}
 
-    def sampled(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
-        """Collective. Sample one rollout for each prompt, and request nothing; see `to`."""
+    def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
+        """Collective. Sample one rollout for each prompt, as `sample_and_score`, without rows."""
         with sampling(self._student, self._rollouts):
             self._student.full.eval()
-            made = self._rollouts.generate(prompts, numbers, seed=self._seed)
-            return [rollout for batch in made for rollout in batch]
+            batches = self._rollouts.generate(prompts, numbers, seed=self._seed)
+            return [rollout for batch in batches for rollout in batch]
 
-    def requested(self, rollouts: Sequence[Rollout]) -> list[PendingRows]:
+    def request_rows(self, rollouts: Sequence[Rollout]) -> list[PendingRows]:
         """Request the rows of rollouts, without waiting for them."""
         return [PendingRows(rollout, self._teacher.score(rollout)) for rollout in rollouts]
 

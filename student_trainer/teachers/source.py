@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class PendingRows:
-    """A sequence whose rows may not be there yet; `wait` returns it as a ScoredSequence."""
+    """A sequence whose rows may not have arrived yet; `wait` returns it as a ScoredSequence."""
 
     sequence: TokenSequence
     rows: Future[RowBlock]
@@ -32,10 +32,10 @@ class PendingRows:
         return self.sequence.learned
 
     def wait(self) -> ScoredSequence:
-        """Wait for the rows and return the sequence with those of its learned tokens.
+        """Wait for the rows, and return the sequence with the rows of its learned tokens.
 
-        Raises the error of the teacher source. It always returns or raises in the end, because the
-        source has its own time limit.
+        Raises the error of the teacher source. Never waits forever, because the source has a time
+        limit of its own.
         """
         return ScoredSequence(self.sequence, self.sequence.learned_rows(self.rows.result()))
 
@@ -52,7 +52,7 @@ class TeacherSource(Protocol):
 
     @property
     def any_time(self) -> bool:
-        """Whether any thread may call `score`, also before the step that learns the rollout."""
+        """Whether any thread may call `score`, even before the step that uses the rollout."""
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request the rows of one rollout. The block of the future always has head ids.
@@ -75,7 +75,7 @@ class TeachersByName:
 
     @property
     def any_time(self) -> bool:
-        """Whether it holds for every teacher."""
+        """Whether all teachers are `any_time`."""
         return all(teacher.any_time for teacher in self._teachers.values())
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
@@ -98,4 +98,4 @@ class NoTeacher:
         return resolved(placeholder_rows(rollout.head_ids.numpy()))
 
     def finish(self) -> None:
-        """Do nothing: the rows of `score` are resolved already."""
+        """Do nothing: the futures of `score` are already resolved."""

@@ -1,8 +1,9 @@
 """Packed plain text of a teacher with another tokenizer, as a line of the student.
 
-A stored piece has several documents with an end token after each; it may begin and end within one.
-The line of the student has its own encoding of each of them, in the same order, so both have read
-the same text before a token. Special tokens in front of a document are those of each side.
+A stored piece has several documents, each followed by an end token; it may begin and end inside a
+document. The student's line has the student's encoding of the documents, in the same order, so that
+both models read the same text before a token. Each model has its own special tokens in front of a
+document.
 """
 
 from __future__ import annotations
@@ -27,58 +28,58 @@ MakeRows = Callable[[Alignment, Ids, RowBlock], AlignedRows]
 class StoredText:
     """Reads pieces of packed text.
 
-    aligner: the teacher has written, the student reads. ends: the teacher's ids that end a
-    document. begins, their_begins: the special tokens of student and teacher in front of one.
-    longest: the most tokens of the student's line, which is cut there; None: no limit.
+    aligner: its writer is the teacher, its reader the student. ends: the teacher's ids that end a
+    document. begins, teacher_begins: the special tokens of student and teacher in front of a
+    document. longest: maximum tokens of the student's line, which is truncated; None: no limit.
     """
 
     aligner: Aligner
     ends: Ids
     begins: Ids
-    their_begins: Ids
+    teacher_begins: Ids
     rows: MakeRows
     longest: int | None
 
     def read(self, ids: Ids, block: RowBlock) -> tuple[Ids, AlignedRows] | None:
-        """Return the student's tokens [n] of a piece, and rows of all but the first.
+        """Return the student's tokens [n] of a piece, and the rows of all tokens but the first.
 
-        `ids` [T]: of the teacher; `block`: T - 1 rows, of all but the first token. The student
-        learns no token whose likelihood depends on the first of the teacher's. None: nothing of the
-        text can be aligned.
+        `ids` [T]: the teacher's tokens; `block`: T - 1 rows, of all tokens but the first. The
+        student learns no token whose likelihood depends on the teacher's first token. Returns None
+        if no part of the text can be aligned.
         """
-        # A row for the first token, which is read nowhere.
-        every = concatenate([block.slice(0, 1), block])
+        # The first token gets an unused row.
+        all_rows = concatenate([block.slice(0, 1), block])
         parts: list[Ids] = []
         rows: list[AlignedRows] = []
         units = 0
         for first, last, ended in self._documents(ids):
-            found = self.aligner.align(ids[first:last], ended=ended)
-            if found is None:
+            alignment = self.aligner.align(ids[first:last], ended=ended)
+            if alignment is None:
                 continue
-            of_part = self.rows(found, ids[first:last], every.slice(first, last))
+            part_rows = self.rows(alignment, ids[first:last], all_rows.slice(first, last))
             if first == 0:
-                of_part = _without_first(of_part, found)
-            elif self._is_begun(ids, first) and not _ends_with(parts, self.begins):
+                part_rows = _without_first(part_rows, alignment)
+            elif self._begins_document(ids, first) and not _ends_with(parts, self.begins):
                 parts.append(self.begins)
-                rows.append(_unread(of_part, len(self.begins), units))
+                rows.append(_placeholder_rows(part_rows, len(self.begins), units))
                 units += 1
-            parts.append(found.reader_ids)
-            rows.append(replace(of_part, word=of_part.word + units))
-            units += int(of_part.word[-1]) + 1
+            parts.append(alignment.reader_ids)
+            rows.append(replace(part_rows, word=part_rows.word + units))
+            units += int(part_rows.word[-1]) + 1
         if not parts:
             return None
-        line, of_line = np.concatenate(parts), AlignedRows.joined(rows)
+        line, line_rows = np.concatenate(parts), AlignedRows.joined(rows)
         if self.longest is not None and len(line) > self.longest:
-            line, of_line = line[: self.longest], _cut(of_line, self.longest)
+            line, line_rows = line[: self.longest], _truncate_rows(line_rows, self.longest)
         if len(line) < 2:
             return None
-        of_line = of_line.taken(slice(1, None))
-        return line, replace(of_line, word=of_line.word - of_line.word[0])
+        line_rows = line_rows.taken(slice(1, None))
+        return line, replace(line_rows, word=line_rows.word - line_rows.word[0])
 
     def _documents(self, ids: Ids) -> Iterator[tuple[int, int, bool]]:
-        """Yield the first and last position of each part between special tokens.
+        """Yield (first position, position after the last, has end token) of each document.
 
-        Also whether an end token ends the part; it then belongs to it.
+        Special tokens separate documents. An end token belongs to the document that it ends.
         """
         first = 0
         for last in [*np.flatnonzero(self.aligner.writer.lengths[ids] == 0).tolist(), len(ids)]:
@@ -87,12 +88,12 @@ class StoredText:
                 yield first, last + ended, bool(ended)
             first = last + 1
 
-    def _is_begun(self, ids: Ids, first: int) -> bool:
-        """Return whether a document begins at `first`: after an end, or the teacher's begin."""
-        return bool(np.isin(ids[first - 1], np.concatenate([self.ends, self.their_begins])))
+    def _begins_document(self, ids: Ids, first: int) -> bool:
+        """Return whether a document begins at `first`: after an end or a begin token."""
+        return bool(np.isin(ids[first - 1], np.concatenate([self.ends, self.teacher_begins])))
 
 
-def begins_of(tokenizer: Any, lengths: NDArray[np.int64]) -> Ids:
+def leading_special_tokens(tokenizer: Any, lengths: NDArray[np.int64]) -> Ids:
     """Return the special tokens [n] that a tokenizer of transformers puts in front of a text.
 
     `lengths` [V]: bytes of each token.
@@ -101,18 +102,18 @@ def begins_of(tokenizer: Any, lengths: NDArray[np.int64]) -> Ids:
     return ids[: int(np.argmax(lengths[ids] > 0))]
 
 
-def _without_first(rows: AlignedRows, found: Alignment) -> AlignedRows:
-    """Return rows without the unit of the writer's first token, whose row is not stored."""
-    unread = found.reader_chunk == found.chunk[0]
-    learned = rows.learned & ~np.isin(rows.word, rows.word[unread])
+def _without_first(rows: AlignedRows, alignment: Alignment) -> AlignedRows:
+    """Return the rows with the unit of the writer's first token, which has no row, not learned."""
+    in_first_chunk = alignment.reader_chunk == alignment.chunk[0]
+    learned = rows.learned & ~np.isin(rows.word, rows.word[in_first_chunk])
     return replace(rows, learned=learned)
 
 
-def _unread(like: AlignedRows, count: int, unit: int) -> AlignedRows:
-    """Return rows of `count` tokens that are not learned, with the columns of another."""
-    none = like.taken(np.zeros(count, np.int64))
+def _placeholder_rows(like: AlignedRows, count: int, unit: int) -> AlignedRows:
+    """Return rows of `count` tokens that are not learned, with the columns of `like`."""
+    placeholders = like.taken(np.zeros(count, np.int64))
     return replace(
-        none,
+        placeholders,
         token_logprobs=np.zeros(count, np.float32),
         word=np.full(count, unit),
         learned=np.zeros(count, np.bool_),
@@ -120,12 +121,14 @@ def _unread(like: AlignedRows, count: int, unit: int) -> AlignedRows:
     )
 
 
-def _cut(rows: AlignedRows, count: int) -> AlignedRows:
-    """Return the first `count` rows; what is left of a unit is not learned."""
-    left = rows.taken(slice(0, count))
-    return replace(left, learned=left.learned & (left.word != rows.word[count]))
+def _truncate_rows(rows: AlignedRows, count: int) -> AlignedRows:
+    """Return the first `count` rows; a unit that is cut is not learned."""
+    remaining_rows = rows.taken(slice(0, count))
+    return replace(
+        remaining_rows, learned=remaining_rows.learned & (remaining_rows.word != rows.word[count])
+    )
 
 
 def _ends_with(parts: list[Ids], ids: Ids) -> bool:
-    """Return whether nothing is to be added: no ids, or they are there already."""
+    """Return whether `parts` end with `ids` already, or `ids` is empty."""
     return not len(ids) or (bool(parts) and np.array_equal(parts[-1][-len(ids) :], ids))

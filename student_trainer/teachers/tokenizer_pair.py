@@ -1,4 +1,4 @@
-"""Finds out whether a teacher has the student's tokenizer, and makes ready for another one."""
+"""Compares the tokenizers of teacher and student, and prepares the use of different ones."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _FIELD = "teacher.tokenizer"
 class RolePair:
     """Tokenizers that differ in their special tokens only; see `clients/alignment/roles.py`.
 
-    tokenizer: the teacher's, as transformers loads it. tokens: of either by id, "" for an id that
-    is unused in both.
+    tokenizer: the teacher's, as transformers loads it. tokens: the tokens of both by id; "" for an
+    id that neither uses.
     """
 
     roles: RoleMap
@@ -51,11 +51,11 @@ class RolePair:
     tokens: Sequence[str]
 
     def ids(self, vocab_size: int) -> NDArray[np.int32]:
-        """Return the teacher's id of each of the first `vocab_size` ids of the student."""
-        found = np.arange(vocab_size, dtype=np.int32)
+        """Return the teacher's id for each of the first `vocab_size` ids of the student."""
+        teacher_ids = np.arange(vocab_size, dtype=np.int32)
         count = min(len(self.roles.ids), vocab_size)
-        found[:count] = self.roles.ids[:count]
-        return found
+        teacher_ids[:count] = self.roles.ids[:count]
+        return teacher_ids
 
 
 @dataclass(frozen=True)
@@ -74,53 +74,55 @@ class TokenizerPair:
         return len(self.aligner.writer.lengths)
 
     def log_facts(self, prompts: Sequence[Prompt]) -> None:
-        """Log one line: how many of the student's tokens are one token of the teacher here."""
+        """Log the share of the student's tokens in `prompts` that are one token of the teacher."""
         texts = [f"{prompt.text}\n{prompt.answer}" for prompt in prompts]
-        found = measured(self.aligner, texts)
+        report = measured(self.aligner, texts)
         log.info(
             "the teacher has another tokenizer: %.1f%% of %d tokens of held-out prompts and"
             " answers are one token of it",
-            100 * found.one_to_one,
-            found.tokens,
+            100 * report.one_to_one,
+            report.tokens,
         )
 
 
-def tokenizer_pair(
-    config: OnPolicyJob | RLJob, teachers: Mapping[str, Connection], ours: Any
+def find_tokenizer_pair(
+    config: OnPolicyJob | RLJob, teachers: Mapping[str, Connection], student_tokenizer: Any
 ) -> TokenizerPair | RolePair | None:
     """Return the tokenizers of a job's student and teacher; None if they are, or must be, the same.
 
-    `ours`: the student's. `teachers`: only one if it may have another tokenizer. Raises
-    InvalidInput or WrongState, naming `teacher.tokenizer`, if the teacher's tokenizer is not found,
-    is not the teacher's, cannot be aligned, or must be for an RL job; naming `teacher.roles`, if
-    the job gives roles that the tokenizers do not have.
+    `teachers`: a single one if it may have another tokenizer. Raises InvalidInput or WrongState
+    with the field `teacher.tokenizer` if the teacher's tokenizer does not exist, is not the
+    teacher's, cannot be aligned, or would have to be aligned for an RL job; with the field
+    `teacher.roles` if the job gives roles that the tokenizers do not have.
     """
     teacher = config.teacher
-    found = None
+    pair = None
     if teacher is not None and teacher.tokenizer != "same":
-        found = _other(config, teacher, teachers, ours)
-    if found is not None or reads_another_prompt(config):
-        teacher_form(config, ours if found is None else found.tokenizer)  # may refuse its template
-    return found
+        pair = _pair_with_other_tokenizer(config, teacher, teachers, student_tokenizer)
+    if pair is not None or reads_another_prompt(config):
+        teacher_form(
+            config, student_tokenizer if pair is None else pair.tokenizer
+        )  # may refuse its template
+    return pair
 
 
-def _other(
+def _pair_with_other_tokenizer(
     config: OnPolicyJob | RLJob,
-    asked: OtherTokens,
+    teacher_config: OtherTokens,
     teachers: Mapping[str, Connection],
-    ours: Any,
+    student_tokenizer: Any,
 ) -> TokenizerPair | RolePair | None:
     [teacher] = teachers.values()
-    theirs_known_by = teacher.info.tokenizer_fingerprint
-    if tokenizer_fingerprint(vocabulary(ours)) == theirs_known_by:
-        _refuse_unread(config, "the teacher has the student's tokenizer")
+    fingerprint = teacher.info.tokenizer_fingerprint
+    if tokenizer_fingerprint(vocabulary(student_tokenizer)) == fingerprint:
+        _refuse_unused_keys(config, "the teacher has the student's tokenizer")
         return None
-    name = teacher.info.model if asked.tokenizer == "auto" else asked.tokenizer
-    theirs = known_tokenizer(name, theirs_known_by, teacher.label, _FIELD)
-    paired = role_pair(asked.roles, ours, theirs)
-    if paired is not None:
-        _refuse_unread(config, "student and teacher differ in special tokens only")
-        return paired
+    name = teacher.info.model if teacher_config.tokenizer == "auto" else teacher_config.tokenizer
+    teacher_tokenizer = load_known_tokenizer(name, fingerprint, teacher.label, _FIELD)
+    pair = find_role_pair(teacher_config.roles, student_tokenizer, teacher_tokenizer)
+    if pair is not None:
+        _refuse_unused_keys(config, "student and teacher differ in special tokens only")
+        return pair
     if isinstance(config, RLJob):
         raise InvalidInput(
             "the tokenizers of student and teacher differ in more than special tokens, and the KL"
@@ -130,86 +132,93 @@ def _other(
             " such as <think> need teacher.roles), or a job of method on_policy",
         )
     student, reader = (
-        bytes_of(ours, "student", "student.model"),
-        bytes_of(theirs, "teacher", _FIELD),
+        to_byte_tokenizer(student_tokenizer, "student", "student.model"),
+        to_byte_tokenizer(teacher_tokenizer, "teacher", _FIELD),
     )
-    aligner = Aligner(student, reader, end_of(theirs, "teacher", _FIELD))
-    return TokenizerPair(aligner, theirs)
+    aligner = Aligner(student, reader, find_end_token(teacher_tokenizer, "teacher", _FIELD))
+    return TokenizerPair(aligner, teacher_tokenizer)
 
 
-def _refuse_unread(config: OnPolicyJob | RLJob, found: str) -> None:
-    """Raise InvalidInput if the job has a key that is for tokens aligned by bytes only."""
+def _refuse_unused_keys(config: OnPolicyJob | RLJob, reason: str) -> None:
+    """Raise InvalidInput if the job sets a key that applies to tokens aligned by bytes only."""
     if isinstance(config, RLJob):
         return
     method = config.method
-    for key, used in (
+    for key, is_set in (
         ("horizon", method.horizon != "word"),
         ("control_variate", method.control_variate),
     ):
-        if used:
+        if is_set:
             raise InvalidInput(
-                f"has no effect: {found}, and the loss is that of every token",
+                f"has no effect: {reason}, and the loss is that of every token",
                 field=f"method.{key}",
                 hint="leave it out",
             )
 
 
-def reading_of(
+def build_reading(
     config: OnPolicyJob | RLJob,
     connection: Connection,
     vocab_size: int,
     tokenizer: Any,
     pair: RolePair | None,
 ) -> Reading | None:
-    """Return what a teacher reads; None: the tokens of the student. `tokenizer`: the student's.
+    """Return the reading of a teacher; None: it reads the student's tokens.
 
-    `vocab_size`: number of ids that rows are about.
+    `vocab_size`: number of ids that rows cover. `tokenizer`: the student's.
     """
-    most = connection.info.max_length
+    max_length = connection.info.max_length
     if pair is not None:
-        return Reading(teacher_prompt(config, pair.tokenizer, most), pair.ids(vocab_size))
+        return Reading(teacher_prompt(config, pair.tokenizer, max_length), pair.ids(vocab_size))
     if reads_another_prompt(config):
-        return Reading(teacher_prompt(config, tokenizer, most))
+        return Reading(teacher_prompt(config, tokenizer, max_length))
     return None
 
 
-def role_pair(
-    given: Mapping[str, str], ours: Any, theirs: Any, field: str = ROLES
+def find_role_pair(
+    roles: Mapping[str, str], student_tokenizer: Any, teacher_tokenizer: Any, field: str = ROLES
 ) -> RolePair | None:
     """Return the pair if the tokenizers differ in their special tokens only, otherwise None.
 
-    Without `given`, tokens that stand for text, such as <think>, must be in both: a tokenizer that
-    has none spells the text with others. Raises InvalidInput, naming `field`, if roles are given
-    in vain.
+    Without `roles`, tokens that represent text, such as <think>, must be in both tokenizers: a
+    tokenizer without them encodes the text with other tokens. Raises InvalidInput, naming `field`,
+    if roles are given but do not apply.
     """
-    student, teacher = TokenRoles.of(ours), TokenRoles.of(theirs)
+    student, teacher = TokenRoles.of(student_tokenizer), TokenRoles.of(teacher_tokenizer)
     try:
-        found = role_map(student, teacher, given)
+        role_mapping = role_map(student, teacher, roles)
     except InvalidInput as error:
         error.field = field
         raise
-    if given and found is None:
+    if roles and role_mapping is None:
         raise InvalidInput(
             "the tokenizers of student and teacher differ in more than special tokens",
             field=field,
             hint="leave it out",
         )
-    if found is None or (found.missing and not given):
+    if role_mapping is None or (role_mapping.missing and not roles):
         return None
-    named = ", ".join(f"{one} is {other}" for one, other in found.pairs) or "at other ids"
-    log.info("the teacher has other special tokens: %s", named)
-    both = [student.token(number) or teacher.token(number) for number in range(len(found.ids))]
-    return RolePair(found, theirs, both)
+    described_pairs = (
+        ", ".join(
+            f"{student_role} is {teacher_role}" for student_role, teacher_role in role_mapping.pairs
+        )
+        or "at other ids"
+    )
+    log.info("the teacher has other special tokens: %s", described_pairs)
+    tokens = [
+        student.token(number) or teacher.token(number) for number in range(len(role_mapping.ids))
+    ]
+    return RolePair(role_mapping, teacher_tokenizer, tokens)
 
 
-def known_tokenizer(name: str, fingerprint: str, label: str, field: str) -> Any:
+def load_known_tokenizer(name: str, fingerprint: str, label: str, field: str) -> Any:
     """Return the tokenizer at `name`, a directory or hub id, as transformers loads it.
 
-    `fingerprint`: of its tokens. `label`: the teacher or the store that has it. Raises InvalidInput
-    or WrongState, naming `field`, if there is none, or one with other tokens.
+    `fingerprint`: of its tokens. `label`: the teacher or the store that uses it. Raises
+    InvalidInput, naming `field`, if it does not exist; WrongState if it has other tokens.
     """
     try:
-        found = load_tokenizer(StudentConfig(model=name))
+        tokenizer = load_tokenizer(StudentConfig(model=name))
     except (DistillError, ValueError) as error:  # ValueError: the name is empty
         raise InvalidInput(
             f"the {label} has another tokenizer than the student, and there is none to"
@@ -217,16 +226,16 @@ def known_tokenizer(name: str, fingerprint: str, label: str, field: str) -> Any:
             field=field,
             hint="set it to a directory or hub id with the teacher's tokenizer",
         ) from error
-    if tokenizer_fingerprint(vocabulary(found)) != fingerprint:
+    if tokenizer_fingerprint(vocabulary(tokenizer)) != fingerprint:
         raise WrongState(
             f"the tokenizer at {name!r} is not that of the {label}",
             field=field,
             hint="set it to a directory or hub id with the teacher's tokenizer",
         )
-    return found
+    return tokenizer
 
 
-def end_of(tokenizer: Any, label: str, field: str) -> int:
+def find_end_token(tokenizer: Any, label: str, field: str) -> int:
     """Return the id of the token that ends an answer. Raises InvalidInput, naming `field`."""
     end = answer_end(tokenizer)
     if end is None:
@@ -238,8 +247,8 @@ def end_of(tokenizer: Any, label: str, field: str) -> int:
     return end
 
 
-def bytes_of(tokenizer: Any, label: str, field: str) -> ByteTokenizer:
-    """Return a tokenizer of transformers as bytes. Raises InvalidInput, naming `field`."""
+def to_byte_tokenizer(tokenizer: Any, label: str, field: str) -> ByteTokenizer:
+    """Return a transformers tokenizer as a ByteTokenizer. Raises InvalidInput, naming `field`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InvalidInput(

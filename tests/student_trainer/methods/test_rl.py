@@ -87,7 +87,7 @@ def by_plain_passes(
     pending = [cast(PendingRLSequence, item) for item in items]
     rollouts = [cast(Rollout, item.sequence) for item in pending]
     # All at once: the anchor takes the student's place, which no graph may outlive.
-    with made._anchor.in_place():
+    with made._anchor.in_student_place():
         theirs = [completion_logprobs(model, rollout, HOT) for rollout in rollouts]
     for item, rollout, log_q in zip(pending, rollouts, theirs, strict=True):
         logits = model(input_ids=rollout.token_ids[None]).logits[0, rollout.start - 1 : -1]

@@ -160,13 +160,13 @@ def fail_in_place(anchor: Anchor) -> None:
     def fail() -> None:
         raise RuntimeError("scoring failed")
 
-    with pytest.raises(RuntimeError, match="scoring failed"), anchor.in_place():
+    with pytest.raises(RuntimeError, match="scoring failed"), anchor.in_student_place():
         fail()
 
 
 def model_in_place(anchor: Anchor, student: Replicated | Sharded) -> Any:
     """A model of its own with the anchor's weights."""
-    with anchor.in_place():
+    with anchor.in_student_place():
         return copy.deepcopy(student.full.model).eval()
 
 

@@ -91,8 +91,8 @@ def test_the_sets_and_where_the_teacher_reads_them(aligner: tuple[Aligner, int])
     heads = heads_of(both, ids, end)
     found = both.align(ids, ended=True)
     assert found is not None
-    matched = HeadMap.of(both, end).match(ids, heads, found)
-    asked = matched.of_teacher(len(found.reader_ids))
+    matched = HeadMap.build(both, end).match(ids, heads, found)
+    asked = matched.teacher_ids(len(found.reader_ids))
     of_words = 0
     for i in range(len(ids)):
         expected = wanted(both, ids, heads[i], i, end)
@@ -103,7 +103,7 @@ def test_the_sets_and_where_the_teacher_reads_them(aligner: tuple[Aligner, int])
         of_words += 1
         before = both.writer.data(ids[:i])
         place = len(encoded(both.reader, before))
-        assert matched.place[i] == place
+        assert matched.teacher_rows[i] == place
         assert asked[place].tolist() == matched.ids[i].tolist()
         for u in expected:  # whichever comes, the text before is encoded alike
             after = before + both.writer.data(np.array([u])) + b"at cat"
@@ -117,7 +117,7 @@ def test_without_an_end_the_last_tokens_have_none(aligner: tuple[Aligner, int]) 
     ids = both.writer.encode(TEXT)
     found = both.align(ids, ended=False)
     assert found is not None
-    matched = HeadMap.of(both, None).match(ids, heads_of(both, ids, end), found).matched
+    matched = HeadMap.build(both, None).match(ids, heads_of(both, ids, end), found).matched
     assert matched.any()
     assert not matched[~found.settled].any()
 
@@ -151,7 +151,7 @@ def test_the_rows_of_the_teacher(aligner: tuple[Aligner, int]) -> None:
         lambda _: torch.tensor([3, 4]),
         temperature=1.0,
         max_length=100,
-        heads=HeadMap.of(both, end),
+        heads=HeadMap.build(both, end),
     )
     rows = teacher.score(rollout).result()
     assert isinstance(rows, AlignedRows)

@@ -28,7 +28,7 @@ from student_trainer.teachers.other_tokenizer import (
 )
 from student_trainer.teachers.reading import teacher_prompt
 from student_trainer.teachers.source import resolved
-from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, tokenizer_pair
+from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, find_tokenizer_pair
 from tests.clients.alignment import trained
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN
 from tests.student_trainer import tiny
@@ -210,7 +210,7 @@ def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
 
     def pair(tokenizer: str, model: str, words: Any) -> TokenizerPair | RolePair | None:
         job = tiny.job(material, teacher__tokenizer=tokenizer)
-        return tokenizer_pair(job, connected(model, words), ours)
+        return find_tokenizer_pair(job, connected(model, words), ours)
 
     assert pair("same", here, theirs) is None
     assert pair("auto", "nowhere", ours) is None

@@ -16,7 +16,7 @@ from student_trainer.losses import Unit
 from student_trainer.teachers.other_tokenizer_store import (
     StoredPrompts,
     TokenMap,
-    _known,
+    _map_prompts,
     mapped_rows,
     unit_rows,
 )
@@ -133,13 +133,13 @@ def test_prompts_of_the_captured_data(
         data__prompts=str(tmp_path / "data.jsonl"),
         **changes,
     )
-    ((by, ids),) = _known(job, ours, theirs).items()
+    ((by, ids),) = _map_prompts(job, ours, theirs).items()
     assert theirs.decode(np.frombuffer(by, np.int32)) == said
     assert ours.decode(ids) == said
 
 
 HEAD = 12
-TOKENS = TokenMap.of(ALIGNER, np.array([0], np.int32))
+TOKENS = TokenMap.build(ALIGNER, np.array([0], np.int32))
 
 
 def test_every_token_has_a_first_token_of_the_student() -> None:

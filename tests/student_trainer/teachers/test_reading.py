@@ -19,7 +19,7 @@ from student_trainer.model.loading import vocabulary
 from student_trainer.teachers.reading import Reading, teacher_form, teacher_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.source import resolved
-from student_trainer.teachers.tokenizer_pair import RolePair, tokenizer_pair
+from student_trainer.teachers.tokenizer_pair import RolePair, find_tokenizer_pair
 from teacher_service.engines.hf import HfEngine
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
@@ -150,7 +150,7 @@ def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: boo
     student, words, path = pair
     given = {"<start>": "<think>"}
     job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles=given)
-    found = tokenizer_pair(job, connected(str(path), words), student)
+    found = find_tokenizer_pair(job, connected(str(path), words), student)
     assert isinstance(found, RolePair)
     end = str(words.eos_token)
     assert dict(found.roles.pairs) == {"<stop>": end, "<start>": "<think>"}
@@ -214,7 +214,7 @@ def test_keys_of_aligned_tokens_are_refused(
     job = tiny.job(NOWHERE, teacher__tokenizer="auto", **changes)
     for theirs, why in ((words, "differ in special tokens only"), (student, "the student's token")):
         with pytest.raises(InvalidInput, match=why) as caught:
-            tokenizer_pair(job, connected(str(path), theirs), student)
+            find_tokenizer_pair(job, connected(str(path), theirs), student)
         assert caught.value.field == f"method.{key}"
 
 
@@ -226,7 +226,7 @@ def test_text_without_a_role_is_aligned(pair: tuple[Any, Any, Path], tmp_path: P
 
     def paired(**changes: Any) -> Any:
         job = tiny.job(NOWHERE, teacher__tokenizer="auto", **changes)
-        return tokenizer_pair(job, connected(path, words), student)
+        return find_tokenizer_pair(job, connected(path, words), student)
 
     assert not isinstance(paired(), RolePair)
     assert isinstance(paired(teacher__roles={"<start>": "</t>"}), RolePair)
@@ -234,5 +234,5 @@ def test_text_without_a_role_is_aligned(pair: tuple[Any, Any, Path], tmp_path: P
     other.save_pretrained(path)
     job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles={"<start>": "</t>"})
     with pytest.raises(InvalidInput, match="differ in more than special tokens") as caught:
-        tokenizer_pair(job, connected(path, other), student)
+        find_tokenizer_pair(job, connected(path, other), student)
     assert caught.value.field == "teacher.roles"

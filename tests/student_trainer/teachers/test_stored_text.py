@@ -13,7 +13,7 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.aligned import AlignedRows
 from student_trainer.losses import Unit
 from student_trainer.teachers.other_tokenizer_store import unit_rows
-from student_trainer.teachers.stored_text import StoredText, begins_of
+from student_trainer.teachers.stored_text import StoredText, leading_special_tokens
 from tests.clients.alignment import trained
 
 TEACHER = trained.as_bytes(trained.byte_level(340))
@@ -42,7 +42,7 @@ def reader(unit: Unit, longest: int | None = None, **begins: Any) -> StoredText:
     def rows(found: Alignment, _: np.ndarray, block: RowBlock) -> AlignedRows:
         return unit_rows(found, block.token_logprobs, unit)
 
-    both = {"begins": NONE, "their_begins": NONE} | begins
+    both = {"begins": NONE, "teacher_begins": NONE} | begins
     ends = np.array([END], np.int32)
     return StoredText(ALIGNER, ends, **both, rows=rows, longest=longest)
 
@@ -119,7 +119,7 @@ def test_each_side_has_its_own_begin_of_a_document() -> None:
             + [part for text in DOCUMENTS for part in (begin, TEACHER.encode(text), [END])]
         ).astype(np.int32)
         ours = np.array([STUDENT_END, STUDENT_END], np.int32)
-        read = reader("chunk", begins=ours, their_begins=begin).read(ids, block_of(ids))
+        read = reader("chunk", begins=ours, teacher_begins=begin).read(ids, block_of(ids))
     finally:
         TEACHER.lengths[:] = lengths
     assert read is not None
@@ -156,5 +156,5 @@ def test_the_special_tokens_in_front_of_a_text() -> None:
     def tokenizer(ids: list[int]) -> Any:
         return lambda _: SimpleNamespace(input_ids=ids).__dict__
 
-    assert begins_of(tokenizer([1, 0, 2]), lengths).tolist() == [1, 0]
-    assert begins_of(tokenizer([2, 0]), lengths).tolist() == []
+    assert leading_special_tokens(tokenizer([1, 0, 2]), lengths).tolist() == [1, 0]
+    assert leading_special_tokens(tokenizer([2, 0]), lengths).tolist() == []
