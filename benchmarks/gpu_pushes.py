@@ -53,7 +53,7 @@ class PushChannel:
 
         async def receive() -> None:
             sending = asyncio.to_thread(self._send, published, specs)
-            await asyncio.gather(self._engine.receive(offer, self._seat.after(1)), sending)
+            await asyncio.gather(self._engine.receive(offer, self._seat.shifted_by(1)), sending)
 
         self._runner.run(receive())
 

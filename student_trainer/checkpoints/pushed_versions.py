@@ -94,11 +94,11 @@ class PushedVersions:
         if pusher is not None:
             specs = [WeightSpec.of(name, size) for name, size in published.sizes.items()]
             pusher.begin(WeightsOffer(replace(version, pushed=True), dtype, specs, probe))
-        is_sending = pusher is not None and pusher.sends
+        is_sending = pusher is not None and pusher.is_sending
         if max_over_ranks(self._accelerator, int(is_sending)):
             device = pusher.device if pusher is not None else torch.device("cpu")
             for group in published.iterate_layers(
-                lambda: pusher is not None and pusher.sends, device
+                lambda: pusher is not None and pusher.is_sending, device
             ):
                 if pusher is not None:
                     for name, weight in group.items():

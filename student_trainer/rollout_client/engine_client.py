@@ -1,4 +1,4 @@
-"""`EngineClient`: orders sequences from rollout services, and survives their restarts."""
+"""`EngineClient`: sends orders to rollout services, and survives their restarts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RolloutServiceInfo:
-    """What all services of a client have in common.
+    """The properties that all services of a client share.
 
-    max_length: of a sequence; None: no limit. lora_rank: of the adapters that snapshots have in
-    place of all weights; 0: all weights. sleeps: `EngineClient.sleep` may be called.
+    max_length: limit of a sequence; None: no limit. lora_rank: rank of the adapters that snapshots
+    contain; 0: snapshots contain all weights. sleeps: whether `EngineClient.sleep` may be called.
     """
 
     engine: str
@@ -48,17 +48,16 @@ class RolloutServiceInfo:
 class EngineClient:
     """Orders sequences from one or several rollout services (replicas); thread-safe.
 
-    The sequences of an order are divided into contiguous parts, one for each replica, in a way that
-    depends only on their number, the number of addresses and `rank`. If a replica is lost, its part
-    is sampled again as a whole, by another replica or by the same one when it is back: the hf
-    engine then makes the same bits. A sequence is delivered once.
+    The sequences of an order are divided into contiguous parts, one for each replica. The division
+    depends only on the number of sequences, the number of addresses and `rank`. If a replica is
+    lost, its whole part is sampled again, by another replica or by the same one after it returns:
+    the hf engine then samples bit-identical sequences. A sequence is delivered once.
 
-    An order fails with Unavailable, field `rollouts.address`, if no replica has accepted one of its
-    parts for `patience_seconds`, without time in which a replica had accepted it: an accepted part
-    may take any time, as long as the connection lives. Replicas that answer Overloaded are asked
-    again without end.
+    An order fails with Unavailable, field `rollouts.address`, if one of its parts has waited for
+    `patience_seconds` while no replica had accepted it: an accepted part may take any time, as long
+    as the connection lives. Replicas that answer Overloaded are retried without limit.
 
-    pushed: the newest pushed version; an order whose pushed weights are lost goes on with it.
+    pushed: the newest pushed version; an order whose pushed weights are lost continues with it.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class EngineClient:
     ) -> None:
         """Open the channels, which connect on first use.
 
-        `rank`: of this process among the trainer's. The first part of an order goes to the replica
+        `rank`: rank of this trainer process. The first part of an order goes to the replica
         `rank` modulo the number of replicas. Raises InvalidInput if there is no address, or if one
         cannot be used.
         """
@@ -82,7 +81,7 @@ class EngineClient:
         self._vocab_size: int | None = None
         self.pushed = Pushed()
         self._lock = threading.Lock()
-        self._closed: DistillError | None = None  # why no order is sent any more
+        self._closed: DistillError | None = None  # the reason why orders are no longer sent
         self._unfinished: set[Sampling] = set()
 
     def __enter__(self) -> EngineClient:
@@ -97,40 +96,40 @@ class EngineClient:
         self.close()
 
     def info(self, vocab_size: int | None = None) -> RolloutServiceInfo:
-        """Return what the replicas have in common; log those that do not answer in 5 s.
+        """Return the properties that all replicas share; log replicas that do not answer in 5 s.
 
-        `vocab_size`: of the student. Raises WrongState if two replicas differ, or have another
-        vocabulary than the student or another protocol than this program, Unavailable if none
-        answers, InvalidInput if a server is not a rollout service, Unauthenticated or Forbidden if
-        a token is refused.
+        `vocab_size`: of the student. Raises WrongState if two replicas differ, or if a replica has
+        another vocabulary than the student or another protocol than this program; Unavailable if no
+        replica answers; InvalidInput if a server is not a rollout service; Unauthenticated or
+        Forbidden if a token is refused.
         """
-        found: dict[Replica, RolloutServiceInfo] = {}
-        # All at the same time, so that two that are away take 5 s and not 10.
-        asked: list[tuple[Replica, Any]] = []
+        infos: dict[Replica, RolloutServiceInfo] = {}
+        # Call all at the same time, so that two absent replicas take 5 s and not 10.
+        calls: list[tuple[Replica, Any]] = []
         for replica in self._replicas:
             try:
-                asked.append((replica, replica.ask()))
+                calls.append((replica, replica.request_info()))
             except Unavailable as error:
                 fault: DistillError = error
                 log.warning("%s", fault)
-        for replica, call in asked:
+        for replica, call in calls:
             try:
                 message = call.result()
                 replica.proven = True
                 check_protocol(replica.address, message.protocol)
-                found[replica] = _info_of(message)
+                infos[replica] = _info_of(message)
             except grpc.RpcError as error:
                 fault = replica.fault_of(error)
                 if not isinstance(fault, Unavailable | TimedOut):
                     raise fault from error
                 log.warning("%s", fault)
-        if not found:
+        if not infos:
             raise no_answer(self._replicas, fault, CONNECT_SECONDS)
-        (first, info), *others = found.items()
-        for other, its in others:
-            if its != info:
+        (first, info), *other_infos = infos.items()
+        for other_replica, other_info in other_infos:
+            if other_info != info:
                 raise WrongState(
-                    f"the {first.name} has {info}, the {other.name} has {its}",
+                    f"the {first.name} has {info}, the {other_replica.name} has {other_info}",
                     field=FIELD,
                     hint="start all rollout services with the same model and options",
                 )
@@ -147,8 +146,8 @@ class EngineClient:
     def sample(self, order: Order) -> Sampling:
         """Send an order; return its sequences as an iterator, which fills in the background.
 
-        Blocks until each part runs or waits at a replica. Raises the error of a part that fails
-        before; the iterator raises later ones.
+        Blocks until each part runs or is queued at a replica. Raises the error of a part that fails
+        before that; the iterator raises later errors.
         """
         sampling = self.start(order)
         try:
@@ -175,8 +174,8 @@ class EngineClient:
     def sleep(self) -> None:
         """Free the memory of the services' GPUs until the next order; wait until it is free.
 
-        A service that has an order, of another client, does not sleep. One that is away is logged:
-        it starts asleep. Raises WrongState if a service does not sleep at all.
+        A service with an order of another client does not sleep. An absent service is only logged,
+        because it starts asleep. Raises WrongState if a service does not support sleeping.
         """
         for replica, call in [(replica, replica.sleep()) for replica in self._replicas]:
             try:
@@ -189,11 +188,11 @@ class EngineClient:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no order is sent any more, after `close` or `fail`."""
+        """Whether the client sends no more orders, after `close` or `fail`."""
         return self._closed is not None
 
     def fail(self, error: DistillError) -> None:
-        """Fail all orders, and all later ones, with an error."""
+        """Fail all current and later orders with `error`."""
         with self._lock:
             self._closed = self._closed or error
             unfinished = tuple(self._unfinished)
@@ -202,9 +201,9 @@ class EngineClient:
 
     def close(self) -> None:
         """Cancel all orders, join their threads and close the channels. Safe to call twice."""
-        closed = Unavailable("the client of the rollout service is closed")
+        closed_error = Unavailable("the client of the rollout service is closed")
         with self._lock:
-            self._closed = self._closed or closed
+            self._closed = self._closed or closed_error
             unfinished = tuple(self._unfinished)
         for sampling in unfinished:
             sampling.close()
@@ -219,13 +218,13 @@ class EngineClient:
     def _start(self, sampling: Sampling, order: Order) -> None:
         count, total = len(self._replicas), len(order.sequences)
         for number in range(count):
-            first, end = total * number // count, total * (number + 1) // count
-            if first < end:
-                home = (self._rank + number) % count
+            first_index, end_index = total * number // count, total * (number + 1) // count
+            if first_index < end_index:
+                first_replica = (self._rank + number) % count
                 sampling.start(
-                    replace(order, sequences=order.sequences[first:end]),
-                    first,
-                    ring=[*self._replicas[home:], *self._replicas[:home]],
+                    replace(order, sequences=order.sequences[first_index:end_index]),
+                    first_index,
+                    ring=[*self._replicas[first_replica:], *self._replicas[:first_replica]],
                     patience_seconds=self._patience_seconds,
                     vocab_size=self._vocab_size,
                     pushed=self.pushed,
@@ -237,19 +236,19 @@ class EngineClient:
 
 
 class Sampling:
-    """The sequences of one order: (index in the order, its tokens), in the order of their end.
+    """Iterator over the sequences of one order: (index in the order, tokens), as they finish.
 
-    Iterate once, in one thread. An error ends the iteration; `close` cancels the rest of the order
-    at the replicas.
+    Iterate once, in one thread. An error ends the iteration; `close` cancels the unfinished parts
+    of the order at the replicas.
     """
 
     def __init__(self, on_close: Callable[[Sampling], None]) -> None:
         self._on_close = on_close
         self._parts: list[PartRequest] = []
-        self._left = 0  # parts that are not complete
+        self._incomplete_parts = 0  # parts that are not complete
         # Sequences, an error, or None for a part that is complete.
-        self._found: queue.SimpleQueue[tuple[int, SampledTokens] | Exception | None]
-        self._found = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[int, SampledTokens] | Exception | None]
+        self._results = queue.SimpleQueue()
 
     def start(
         self,
@@ -261,21 +260,21 @@ class Sampling:
         vocab_size: int | None,
         pushed: Pushed,
     ) -> None:
-        """Send a part of the order, its sequences from `first` on, as `PartRequest` does."""
-        self._left += 1
+        """Send the part of the order that starts at sequence `first`; see `PartRequest`."""
+        self._incomplete_parts += 1
         request = PartRequest(
             part,
             ring,
             patience_seconds=patience_seconds,
             vocab_size=vocab_size,
             pushed=pushed,
-            deliver=lambda index, sampled: self._found.put((first + index, sampled)),
-            done=self._found.put,
+            deliver=lambda index, sampled: self._results.put((first + index, sampled)),
+            done=self._results.put,
         )
         self._parts.append(request)
 
     def wait_until_accepted(self) -> None:
-        """Wait until each part runs or waits at a replica. Raises the error of a part."""
+        """Wait until each part runs or is queued at a replica. Raises the error of a part."""
         for part in self._parts:
             part.accepted.wait()
             if part.error is not None:
@@ -285,16 +284,16 @@ class Sampling:
         return self
 
     def __next__(self) -> tuple[int, SampledTokens]:
-        while self._left:
-            match self._found.get():
+        while self._incomplete_parts:
+            match self._results.get():
                 case None:
-                    self._left -= 1
+                    self._incomplete_parts -= 1
                 case Exception() as error:
-                    self._left = 0
+                    self._incomplete_parts = 0
                     self.close()
                     raise error
-                case found:
-                    return found
+                case sampled:
+                    return sampled
         self.close()
         raise StopIteration
 
@@ -306,7 +305,7 @@ class Sampling:
     def close(self) -> None:
         """Cancel what is unfinished, and join the threads; safe to call twice, and in any thread.
 
-        An iteration that goes on gets Unavailable.
+        A later step of the iteration raises Unavailable.
         """
         for part in self._parts:
             part.cancel()

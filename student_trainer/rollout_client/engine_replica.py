@@ -1,4 +1,4 @@
-"""One rollout service as its client sees it, and a part of an order that is sent until it is done.
+"""The connection to one rollout service, and the request of a part of an order, with retries.
 
 See `engine_client.py` for the rules.
 """
@@ -33,13 +33,13 @@ CONNECT_SECONDS = 5.0
 _MAX_PAUSE_SECONDS = 1.0
 _SLEEP_SECONDS = 60.0  # with adapters, the weights of a model are copied to the CPU
 # The service died, stopped or does not answer.
-_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_AWAY_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Replica:
-    """The channel to one rollout service; it connects on first use, and follows one that moves.
+    """The channel to one rollout service; connects on first use, and follows a moved service.
 
-    `proven`: a rollout service has answered there, or the runner of the job has started one.
+    `proven`: a rollout service has answered at the address, or the job's runner has started one.
     """
 
     def __init__(self, address: str | PlacedAddress) -> None:
@@ -48,7 +48,7 @@ class Replica:
         self.name = f"rollout service {'' if self._placed else 'at '}{address}"
         self.proven = self.is_placed
         self._lock = threading.Lock()
-        self._at = ""
+        self._current_address = ""
         self._channel: grpc.Channel | None = None
         self._metadata: tuple[tuple[str, str], ...] = ()
         if isinstance(address, str):
@@ -59,63 +59,66 @@ class Replica:
         """Whether the runner of the job has placed the service on its cluster."""
         return self._placed is not None
 
-    def ask(self) -> Any:
+    def request_info(self) -> Any:
         """Start a call for the service's info, with a deadline of 5 s, and return the call.
 
-        Raises Unavailable if the runner of the job has placed the service nowhere.
+        Raises Unavailable if the job's runner has not placed the service.
         """
         request = rollouts_pb2.GetRolloutInfoRequest()
-        stub, metadata = self._connected()
+        stub, metadata = self._connect()
         return stub.GetRolloutInfo.future(
             request, timeout=CONNECT_SECONDS, wait_for_ready=True, metadata=metadata
         )
 
     def sleep(self) -> Any:
-        """Start a call that frees the memory of the service's GPUs. See `ask`."""
-        stub, metadata = self._connected()
+        """Start a call that frees the memory of the service's GPUs. See `request_info`."""
+        stub, metadata = self._connect()
         return stub.Sleep.future(
             rollouts_pb2.SleepRequest(), timeout=_SLEEP_SECONDS, metadata=metadata
         )
 
     def sample(self, messages: Sequence[rollouts_pb2.OrderPart]) -> Any:
-        """Start a call that samples an order, and return the call. Raises as `ask` does."""
-        stub, metadata = self._connected()
+        """Start a call that samples an order, and return the call. Raises as `request_info`."""
+        stub, metadata = self._connect()
         return stub.Sample(iter(messages), metadata=metadata)
 
     def push(self, parts: Iterator[rollouts_pb2.PushPart]) -> Any:
-        """Start a call that pushes weights, and return the call. Raises as `ask` does."""
-        stub, metadata = self._connected()
+        """Start a call that pushes weights, and return the call. Raises as `request_info`."""
+        stub, metadata = self._connect()
         return stub.Push(parts, metadata=metadata)
 
     @property
     def host(self) -> str:
-        """The machine of the service, as it was last reached."""
-        target = (self._at or self.address).removeprefix("https://")
+        """The machine at which the service was last reached."""
+        target = (self._current_address or self.address).removeprefix("https://")
         return target.rpartition(":")[0].strip("[]")
 
-    def _connected(self) -> tuple[rollouts_pb2_grpc.RolloutsStub, tuple[tuple[str, str], ...]]:
-        """Return a stub of the channel to where the service is now, and the metadata of calls."""
+    def _connect(self) -> tuple[rollouts_pb2_grpc.RolloutsStub, tuple[tuple[str, str], ...]]:
+        """Return a stub for the current address of the service, and the metadata of calls."""
         with self._lock:
-            if self._placed is not None and (at := self._placed.locate()) != self._at:
+            if (
+                self._placed is not None
+                and (address := self._placed.locate()) != self._current_address
+            ):
                 if self._channel is not None:
-                    self._channel.close()  # ends the calls to where it was
-                self._channel, self._metadata = open_cluster_channel(at, token=ROLLOUTS_TOKEN)
-                self._at = at
+                    self._channel.close()  # ends the calls to the old address
+                self._channel, self._metadata = open_cluster_channel(address, token=ROLLOUTS_TOKEN)
+                self._current_address = address
             assert self._channel is not None
             return rollouts_pb2_grpc.RolloutsStub(self._channel), self._metadata
 
     def fault_of(self, error: grpc.RpcError) -> DistillError:
-        """Return the error of a failed call; Unavailable if the call may succeed elsewhere."""
+        """Return the error of a failed call; Unavailable if another replica may answer the call."""
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             if not self.proven:
                 return not_rollouts(self.address)
-            # A proxy, or a gateway, answers while the service or its machine is away.
+            # A proxy or a gateway answers while the service or its machine is down.
             hint = "check that the service runs"
             message = f"another program answers in place of the {self.name}"
             return Unavailable(message, field=FIELD, hint=hint)
         fault = fault_of(error, self.name)
-        if call.code() in _AWAY and not isinstance(fault, Unavailable):
+        if call.code() in _AWAY_CODES and not isinstance(fault, Unavailable):
             return Unavailable(f"the {self.name} has ended a call", field=FIELD, hint=fault.hint)
         return fault
 
@@ -126,7 +129,7 @@ class Replica:
 
 
 def no_answer(replicas: Sequence[Replica], last: DistillError, seconds: float) -> Unavailable:
-    """Return the error for services of which none has answered for so many seconds."""
+    """Return the error if no service has answered for `seconds`. `last`: the last call's error."""
     addresses = ", ".join(replica.address for replica in replicas)
     if any(replica.is_placed for replica in replicas):
         return Unavailable(
@@ -143,34 +146,34 @@ def no_answer(replicas: Sequence[Replica], last: DistillError, seconds: float) -
 
 
 class Pushed:
-    """The newest version of a trainer that pushes, and whether an order lacks it. Thread-safe."""
+    """The newest pushed version of a trainer, and whether an order lacks it. Thread-safe."""
 
     def __init__(self) -> None:
         self.newest: WeightsVersion | None = None
-        self._lacked: WeightsVersion | None = None
+        self._lacked_version: WeightsVersion | None = None
 
     def lacks(self, version: WeightsVersion) -> bool:
-        """Return whether an order has found no service that has a version."""
-        return self._lacked == version
+        """Return whether no service that an order tried has `version`."""
+        return self._lacked_version == version
 
-    def instead_of(self, lost: WeightsVersion) -> WeightsVersion:
-        """Return the version for an order whose weights a service lacks: the newest one.
+    def version_after_loss(self, lost: WeightsVersion) -> WeightsVersion:
+        """Return the version for an order whose weights a service lacks: the newest version.
 
-        If that is the lost one itself, the trainer is to write it as files.
+        If the newest version itself is lost, records that the trainer must write it as files.
         """
         newest = self.newest
         if newest is None or newest.lineage != lost.lineage:
             return lost
         if newest == lost:
-            self._lacked = lost
+            self._lacked_version = lost
         return newest
 
 
 class PartRequest:
-    """A part of an order, in a thread that sends it to one replica after the other.
+    """Sends a part of an order, in a thread, to one replica after another until it is complete.
 
-    `deliver` is called in that thread, with (index in the part, its tokens), once for each
-    sequence. `done` is called at the end, with None if the part is complete, or the error.
+    `deliver` is called in that thread, with (index in the part, tokens), once for each sequence.
+    `done` is called at the end, with None if the part is complete, otherwise with the error.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class PartRequest:
         done: Callable[[Exception | None], None],
     ) -> None:
         """Start the thread. `ring`: the replicas, in the order in which they are tried."""
-        self.accepted = threading.Event()  # by a replica, or `error` is set
+        self.accepted = threading.Event()  # set if a replica has accepted it, or `error` is set
         self.error: Exception | None = None
         self._order = order
         self._messages = order_parts(order)
@@ -196,8 +199,8 @@ class PartRequest:
         self._deliver = deliver
         self._done = done
         self._delivered: set[int] = set()
-        self._fault: DistillError | None = None  # of the last call that was not given up
-        self._away_seconds = 0.0  # in which no replica had the part, since the last message
+        self._last_fault: DistillError | None = None  # of the last call that did not time out
+        self._away_seconds = 0.0  # since the last message, time during which no replica had it
         self._cancelled = threading.Event()
         self._reason: DistillError | None = None
         self._call: Any = None
@@ -205,7 +208,7 @@ class PartRequest:
         self._thread.start()
 
     def cancel(self, reason: DistillError | None = None) -> None:
-        """End the call, with the error `reason` for `done`; `join` waits for the thread."""
+        """End the call, and pass the error `reason` to `done`; `join` waits for the thread."""
         self._reason = self._reason or reason
         self._cancelled.set()
         if self._call is not None:
@@ -224,7 +227,7 @@ class PartRequest:
         self._done(self.error)
 
     def _send_until_complete(self) -> None:
-        failures, last = 0, ""
+        failures, last_message = 0, ""
         while not self._cancelled.is_set():
             replica = self._ring[failures % len(self._ring)]
             fault = self._send(replica)
@@ -236,11 +239,11 @@ class PartRequest:
                 raise fault
             if self._away_seconds >= self._patience_seconds:
                 raise no_answer(self._ring, fault, self._patience_seconds)
-            if str(fault) != last:
+            if str(fault) != last_message:
                 log.warning("%s; the order is sent again", fault)
-            failures, last = failures + 1, str(fault)
+            failures, last_message = failures + 1, str(fault)
             if fault.field == LACKS_PUSHED and failures >= len(self._ring):  # all were asked
-                weights = self._pushed.instead_of(self._order.weights)
+                weights = self._pushed.version_after_loss(self._order.weights)
                 self._order = replace(self._order, weights=weights)
                 self._messages = order_parts(self._order)
             self._pause(fault, failures // len(self._ring))
@@ -249,7 +252,7 @@ class PartRequest:
     def _pause(self, fault: DistillError, rounds: int) -> None:
         seconds = min(_MAX_PAUSE_SECONDS, 0.05 * 2 ** min(rounds, 10))
         if isinstance(fault, Overloaded):
-            # The replica lives, and the order may wait for as long as others are sampled.
+            # The replica is alive, and the order may wait until other orders are sampled.
             seconds, self._away_seconds = fault.retry_after_ms / 1000, 0.0
         else:
             self._away_seconds += seconds
@@ -261,36 +264,36 @@ class PartRequest:
         failpoint("order-due")
         try:
             self._call = call = replica.sample(self._messages)
-        except Unavailable as fault:  # it is placed nowhere
+        except Unavailable as fault:  # the service is not placed
             return fault
         if self._cancelled.is_set():  # `cancel` may have missed this call
             call.cancel()
         # A frozen replica leaves time for the others.
-        most = self._patience_seconds / len(self._ring)
-        left = max(0.0, self._patience_seconds - self._away_seconds)
-        late = threading.Event()
+        share_seconds = self._patience_seconds / len(self._ring)
+        remaining_seconds = max(0.0, self._patience_seconds - self._away_seconds)
+        is_late = threading.Event()
 
         def give_up() -> None:
-            late.set()
+            is_late.set()
             call.cancel()
 
-        impatience = threading.Timer(min(most, left), give_up)
+        impatience = threading.Timer(min(share_seconds, remaining_seconds), give_up)
         impatience.start()
         try:
-            opened = call.initial_metadata()  # blocks until the service sends it, or an error
+            metadata = call.initial_metadata()  # blocks until the service sends it, or an error
             impatience.cancel()
             self._away_seconds += time.monotonic() - began
-            if STREAM_OPEN[0] in dict(opened or ()):
+            if STREAM_OPEN[0] in dict(metadata or ()):
                 replica.proven = True
                 self.accepted.set()
             return self._receive(call)
         except grpc.RpcError as error:
-            if not late.is_set():
-                self._fault = replica.fault_of(error)
-                return self._fault
-            # A call that was given up says nothing; the one before may have said why.
-            if isinstance(self._fault, Unavailable) and self._fault.field != LACKS_PUSHED:
-                return self._fault
+            if not is_late.is_set():
+                self._last_fault = replica.fault_of(error)
+                return self._last_fault
+            # A timed-out call has no reason; the previous call may have given one.
+            if isinstance(self._last_fault, Unavailable) and self._last_fault.field != LACKS_PUSHED:
+                return self._last_fault
             return Unavailable(f"the {replica.name} does not answer")
         finally:
             impatience.cancel()
@@ -299,9 +302,9 @@ class PartRequest:
     def _receive(self, call: Iterable[rollouts_pb2.SampledPart]) -> DistillError | None:
         reader = SampledReader(self._order, self._vocab_size)
         for message in call:
-            found = reader.add(message)
-            self._fault, self._away_seconds = None, 0.0
-            if found is not None and found[0] not in self._delivered:
-                self._delivered.add(found[0])
-                self._deliver(*found)
+            sampled = reader.add(message)
+            self._last_fault, self._away_seconds = None, 0.0
+            if sampled is not None and sampled[0] not in self._delivered:
+                self._delivered.add(sampled[0])
+                self._deliver(*sampled)
         return None if reader.complete else Unavailable("a rollout service ended an order early")

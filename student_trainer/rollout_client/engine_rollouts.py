@@ -45,8 +45,8 @@ class EngineRollouts(Protocol):
     ) -> Iterator[tuple[int, Rollout]]:
         """Return an iterator of (index of the prompt, its rollout), in the order of their end.
 
-        The seed is that of the settings. `weights`: asked before each turn. The iterator is for
-        another thread. It and this call raise the error of the engine.
+        The seed is that of the settings. `weights`: called before each turn. The iterator may be
+        used in another thread. It and this call raise the error of the engine.
         """
 
 
@@ -58,11 +58,11 @@ class SingleTurnRollouts:
     def __init__(
         self, client: EngineClient, settings: SamplingSettings, newest: ChooseWeights
     ) -> None:
-        """`settings`: of all orders, but for the seed of `generate`. `newest`: for `generate`."""
+        """`settings`: of all orders, except the seed of `generate`. `newest`: for `generate`."""
         self._client = client
         self._settings = settings
         self._newest = newest
-        self._ordered: Sampling | None = None  # the newest order of `order`
+        self._newest_order: Sampling | None = None  # the newest order of `order`
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
@@ -70,25 +70,25 @@ class SingleTurnRollouts:
         """Yield one rollout per prompt; see `EngineRollouts`."""
         if prompts:
             settings = replace(self._settings, seed=None if greedy else seed)
-            order = self._order_of(prompts, numbers, self._newest, settings)
-            yield from _in_order(_rollouts_of(prompts, self._client.sample(order)))
+            order = self._build_order(prompts, numbers, self._newest, settings)
+            yield from _restore_order(_to_rollouts(prompts, self._client.sample(order)))
 
     def order(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
     ) -> Iterator[tuple[int, Rollout]]:
         """Return rollouts as they end; see `EngineRollouts`. The order is sent by this call.
 
-        The services take orders as they arrive, so the call waits until the order before has
-        arrived. It does not wait for its own, which takes some 20 ms.
+        Services take orders as they arrive, so the call waits until the previous order has arrived.
+        It does not wait for the arrival of its own order, which takes about 20 ms.
         """
-        if self._ordered is not None:
-            self._ordered.wait_until_accepted()
-        self._ordered = self._client.start(
-            self._order_of(prompts, numbers, weights, self._settings)
+        if self._newest_order is not None:
+            self._newest_order.wait_until_accepted()
+        self._newest_order = self._client.start(
+            self._build_order(prompts, numbers, weights, self._settings)
         )
-        return _rollouts_of(prompts, self._ordered)
+        return _to_rollouts(prompts, self._newest_order)
 
-    def _order_of(
+    def _build_order(
         self,
         prompts: Sequence[Prompt],
         numbers: Sequence[int],
@@ -103,7 +103,7 @@ class SingleTurnRollouts:
 
 
 class EngineSearch:
-    """Conversations with a retriever, of which every turn is an order."""
+    """Conversations with a retriever; each turn of a batch of conversations is one order."""
 
     in_process = False
 
@@ -114,7 +114,7 @@ class EngineSearch:
         newest: ChooseWeights,
         conversations: SearchConversations,
     ) -> None:
-        """`settings`: of all orders, but for marks, batches and the seed of `generate`."""
+        """`settings`: of all orders, except marks, batches and the seed of `generate`."""
         self._client = client
         self._settings = replace(settings, marks=MARKS)
         self._newest = newest
@@ -125,15 +125,17 @@ class EngineSearch:
     ) -> Iterator[list[Rollout]]:
         """Yield one rollout per prompt; see `EngineRollouts`."""
         settings = replace(self._settings, seed=None if greedy else seed)
-        yield from _in_order(self._sampled(prompts, numbers, self._newest, settings))
+        yield from _restore_order(
+            self._sample_conversations(prompts, numbers, self._newest, settings)
+        )
 
     def order(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
     ) -> Iterator[tuple[int, Rollout]]:
-        """Return rollouts as they end; see `EngineRollouts`. The iteration gives the orders."""
-        return self._sampled(prompts, numbers, weights, self._settings)
+        """Return rollouts as they end; see `EngineRollouts`. The iteration sends the orders."""
+        return self._sample_conversations(prompts, numbers, weights, self._settings)
 
-    def _sampled(
+    def _sample_conversations(
         self,
         prompts: Sequence[Prompt],
         numbers: Sequence[int],
@@ -141,35 +143,35 @@ class EngineSearch:
         settings: SamplingSettings,
     ) -> Iterator[tuple[int, Rollout]]:
         return self._conversations.sample(
-            prompts, numbers, lambda turns: self._turns(turns, weights(), settings)
+            prompts, numbers, lambda turns: self._sample_turns(turns, weights(), settings)
         )
 
-    def _turns(
+    def _sample_turns(
         self, turns: Sequence[SearchTurn], weights: WeightsVersion, settings: SamplingSettings
     ) -> list[SampledTokens]:
         requests = [
             SequenceRequest(turn.token_ids, turn.number, turn.limit, turn.used) for turn in turns
         ]
-        # They are a batch already: the hf engine must not divide it, for equal bits.
+        # The turns are one batch: the hf engine must not divide it, for bit-identical results.
         longest = max(len(turn.token_ids) for turn in turns) + max(turn.limit for turn in turns)
         settings = replace(settings, batch_tokens=min(len(turns) * longest, MAX_TOKENS))
-        found = dict(self._client.sample(Order(weights, settings, requests)))
-        return [found[index] for index in range(len(turns))]
+        sampled = dict(self._client.sample(Order(weights, settings, requests)))
+        return [sampled[index] for index in range(len(turns))]
 
 
-def _rollouts_of(prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Rollout]]:
+def _to_rollouts(prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Rollout]]:
     return ((index, rollout_of(prompts[index], tokens)) for index, tokens in sampling)
 
 
-def _in_order(found: Iterator[tuple[int, Rollout]]) -> Iterator[list[Rollout]]:
-    """Yield rollouts in the order of their prompts, as soon as those before have ended."""
+def _restore_order(rollouts: Iterator[tuple[int, Rollout]]) -> Iterator[list[Rollout]]:
+    """Yield rollouts in the order of their prompts, as soon as all earlier ones have ended."""
     waiting: dict[int, Rollout] = {}
-    due = 0
-    for index, rollout in found:
+    next_index = 0
+    for index, rollout in rollouts:
         waiting[index] = rollout
         ready = []
-        while due in waiting:
-            ready.append(waiting.pop(due))
-            due += 1
+        while next_index in waiting:
+            ready.append(waiting.pop(next_index))
+            next_index += 1
         if ready:
             yield ready

@@ -29,28 +29,28 @@ log = logging.getLogger(__name__)
 
 _READY = "rollout service listening on "
 _STOP_SECONDS = 10.0
-_TELL_SECONDS = 60.0  # between two messages while an engine starts
-# A service that ends so often within so many seconds has a fault that a restart does not mend.
-_MOST_ENDS, _WITHIN_SECONDS = 4, 900.0
+_LOG_INTERVAL_SECONDS = 60.0  # between two messages while an engine starts
+# A service that ends _MAX_ENDS times within _WITHIN_SECONDS is not restarted again.
+_MAX_ENDS, _WITHIN_SECONDS = 4, 900.0
 
 
 class RolloutServices:
-    """The rollout services of a job. token: for calls to them, "" if they are not of this job."""
+    """The rollout services of a job. token: for calls to services that this job started, or ""."""
 
     def __init__(self, addresses: list[str], token: str) -> None:
         self._addresses = addresses
         self.token = token
         self._started: list[_Service] = []
-        self._ended = 0  # services that are not started again
+        self._ended_count = 0  # services that are not started again
         self._lost: DistillError | None = None
         self._on_lost: Callable[[DistillError], None] = lambda _: None
 
     def start(self, commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
         """Start services by (command, environment); `stop` ends them."""
-        self._started = [_Service(*command, self._lose) for command in commands]
+        self._started = [_Service(*command, self._note_lost_service) for command in commands]
 
     def stop(self) -> None:
-        """End the services that were started, all at the same time."""
+        """End the services that this process started, all at the same time."""
         for service in self._started:
             service.terminate()
         deadline = time.monotonic() + _STOP_SECONDS
@@ -62,26 +62,26 @@ class RolloutServices:
         """Whether the services run on this machine, because this process has started them."""
         return bool(self._started)
 
-    def when_lost(self, call: Callable[[DistillError], None]) -> None:
-        """Call `call`, in any thread, with the last error when no service is started again."""
+    def call_when_lost(self, call: Callable[[DistillError], None]) -> None:
+        """Call `call`, in any thread, with the last error once no service will be restarted."""
         self._on_lost = call
         if self._lost is not None:
             call(self._lost)
 
-    def _lose(self, error: DistillError) -> None:
-        """Note that a service is not started again; the others sample what it has left."""
-        self._ended += 1
-        if self._ended < len(self._addresses):
+    def _note_lost_service(self, error: DistillError) -> None:
+        """Record that a service is not restarted; the others take over its sequences."""
+        self._ended_count += 1
+        if self._ended_count < len(self._addresses):
             log.error("%s; the job goes on with the others", error)
             return
         self._lost = error
         self._on_lost(error)
 
     def addresses(self) -> list[str]:
-        """Return HOST:PORT of every service, as soon as all that were started are ready.
+        """Return HOST:PORT of every service, once all services of this process are ready.
 
-        Empty on ranks other than 0 if the job starts its services. Raises InvalidInput if one does
-        not start.
+        Empty on ranks other than 0 if the job starts its services. Raises InvalidInput if a service
+        does not start.
         """
         for service in self._started:
             service.wait_until_ready()
@@ -97,41 +97,41 @@ def rollouts_of(config: AnyTraining) -> RolloutsConfig | None:
 
 @contextmanager
 def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedServices | None]:
-    """Start the services of a job in the main process; they end with the context, or with it.
+    """Start the services of a job in the main process; they end with the context or the process.
 
-    Starts none if the runner of the job has placed them on a cluster. Yields None if the trainer's
-    own process samples.
+    Starts no service if the job's runner has placed services on a cluster. Yields None if the
+    trainer's own process samples.
     """
     rollouts = rollouts_of(config)
     if rollouts is None:
         yield None
         return
-    if placed := os.environ.get(PLACED):
-        yield PlacedServices(Path(placed))
+    if placed_file := os.environ.get(PLACED):
+        yield PlacedServices(Path(placed_file))
         return
-    count = engines_of(config, rollouts)
-    everything = share_threads(config, rollouts) if count else 0
-    given = rollouts.address
-    if given is not None or not is_main_process():
-        addresses = [given] if isinstance(given, str) else [*(given or [])]
+    count = count_engines(config, rollouts)
+    engine_threads = share_threads(config, rollouts) if count else 0
+    address = rollouts.address
+    if address is not None or not is_main_process():
+        addresses = [address] if isinstance(address, str) else [*(address or [])]
         yield RolloutServices(addresses, "")
         return
     token = secrets.token_urlsafe(32)
     ports = free_ports(count)  # a restarted service has the same one
-    threads = str(max(1, everything // count))
+    threads = str(max(1, engine_threads // count))
     services = RolloutServices([f"127.0.0.1:{port}" for port in ports], token)
     try:
         services.start(
             [
                 (
                     [
-                        *_priority(rollouts),
+                        *_priority_command(rollouts),
                         *rollouts_command(config, rollouts),
-                        *_sleep(rollouts),
+                        *_sleep_option(rollouts),
                         *("--port", str(port), "--threads", threads),
                         *("--end-with-parent", str(os.getpid())),
                     ],
-                    {"DISTILL_TOKENS": f"admin {token}", **_gpus(config, rollouts, number)},
+                    {"DISTILL_TOKENS": f"admin {token}", **_gpu_variable(config, rollouts, number)},
                 )
                 for number, port in enumerate(ports)
             ]
@@ -141,47 +141,47 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
         services.stop()
 
 
-def engines_of(config: AnyTraining, rollouts: RolloutsConfig) -> int:
+def count_engines(config: AnyTraining, rollouts: RolloutsConfig) -> int:
     """Return the number of engines that the trainer starts.
 
-    With GPUs, and none of its own, an engine shares each GPU of the trainer.
+    On a machine with GPUs, engines without GPUs of their own share those of the trainer.
     """
     shared = len(gpus_here()) if rollouts.replicas and not rollouts.gpus else 0
     return min(config.train.processes, shared) or rollouts.replicas
 
 
 def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
-    """Divide the CPU threads of the trainer's processes among them and the engines.
+    """Divide the CPU threads between the trainer's processes and the engines.
 
     Sets $OMP_NUM_THREADS, which torch reads once, when it is imported. Without lag the engines and
-    the trainer work in turn, so all have all threads. Returns the threads of all engines together.
+    the trainer take turns, so each uses all threads. Returns the total threads of the engines.
     """
-    own = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-    everything = own * config.train.processes
+    own_threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    total_threads = own_threads * config.train.processes
     if not rollouts.lag:
-        return everything
-    kept = max(1, own // 2)
-    os.environ["OMP_NUM_THREADS"] = str(kept)
-    return max(1, everything - kept * config.train.processes)
+        return total_threads
+    trainer_threads = max(1, own_threads // 2)
+    os.environ["OMP_NUM_THREADS"] = str(trainer_threads)
+    return max(1, total_threads - trainer_threads * config.train.processes)
 
 
-def _priority(rollouts: RolloutsConfig) -> list[str]:
-    """Return the beginning of the command line of an engine: its priority, on a CPU with a lag.
+def _priority_command(rollouts: RolloutsConfig) -> list[str]:
+    """Return the prefix of an engine's command line that lowers its priority; on CPUs with a lag.
 
-    The trainer sets the pace, and its threads wait for each other, so the engine computes when the
-    trainer does not: measured, a step is a quarter shorter.
+    The trainer's threads wait for each other, so the engine should run only when they do not need
+    the CPU: measured, a step takes a quarter less time.
     """
     return ["nice", "-n", "5"] if rollouts.lag and not gpus_here() else []
 
 
-def _sleep(rollouts: RolloutsConfig) -> list[str]:
+def _sleep_option(rollouts: RolloutsConfig) -> list[str]:
     """Return the option of a vllm engine that takes turns with the trainer on the same GPU."""
     in_turn = rollouts.engine == "vllm" and not rollouts.gpus and not rollouts.lag
     return ["--sleep"] if in_turn and gpus_here() else []
 
 
 class _Service:
-    """A rollout service in a process of its own, which is started again when it ends."""
+    """A rollout service in a process of its own, which is restarted when it ends."""
 
     def __init__(
         self,
@@ -196,9 +196,11 @@ class _Service:
         self._closing = threading.Event()
         self._problem = self._last_error = ""
         self._process: subprocess.Popen[str] | None = None
-        # One thread starts the processes and outlives them: the kernel ends a process that asked
-        # for it when the thread that started it ends.
-        self._thread = threading.Thread(target=self._keep, name="rollout-service", daemon=True)
+        # One thread starts all processes and outlives them: the processes ask the kernel to kill
+        # them when the thread that started them ends.
+        self._thread = threading.Thread(
+            target=self._keep_running, name="rollout-service", daemon=True
+        )
         self._thread.start()
 
     def terminate(self) -> None:
@@ -217,7 +219,7 @@ class _Service:
     def wait_until_ready(self) -> None:
         """Wait until the service listens for the first time. Raises InvalidInput if it ends."""
         began = time.monotonic()
-        while not self._ready.wait(_TELL_SECONDS):
+        while not self._ready.wait(_LOG_INTERVAL_SECONDS):
             log.info("the rollout engine starts, since %.0f s", time.monotonic() - began)
         if self._problem:
             raise InvalidInput(
@@ -226,27 +228,27 @@ class _Service:
                 hint="the log above has its messages",
             )
 
-    def _keep(self) -> None:
-        ends: deque[float] = deque(maxlen=_MOST_ENDS)
+    def _keep_running(self) -> None:
+        ends: deque[float] = deque(maxlen=_MAX_ENDS)
         while True:
             code, problem = self._run()
             if self._closing.is_set():
                 return
-            told = problem or f"it ended with exit code {code}"
+            reason = problem or f"it ended with exit code {code}"
             if not self._ready.is_set():
-                self._problem = told
+                self._problem = reason
                 self._ready.set()
                 return
             ends.append(time.monotonic())
-            if len(ends) == _MOST_ENDS and ends[-1] - ends[0] < _WITHIN_SECONDS:
+            if len(ends) == _MAX_ENDS and ends[-1] - ends[0] < _WITHIN_SECONDS:
                 break
             log.warning("the rollout service ended with code %s; it is started again", code)
             # Its port, or its GPU, may not be free at once.
             self._closing.wait(len(ends))
         self._on_lost(
             Unavailable(
-                f"the rollout service has ended {_MOST_ENDS} times in {ends[-1] - ends[0]:.0f} s, "
-                f"the last time: {told}",
+                f"the rollout service has ended {_MAX_ENDS} times in {ends[-1] - ends[0]:.0f} s, "
+                f"the last time: {reason}",
                 field="rollouts.engine",
                 hint="the log of the attempt has its messages",
             )
@@ -262,14 +264,16 @@ class _Service:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            # A group of its own. SIGTERM to that of the trainer asks for a checkpoint, which waits
-            # for the engine; `stop` ends it afterwards, and so does the end of the trainer.
+            # A process group of its own: SIGTERM to the trainer's group asks for a checkpoint,
+            # which waits for the engine. `stop` or the end of the trainer ends the engine.
             process_group=0,
         ) as process:
             self._process = process
             if self._closing.is_set():
                 process.terminate()
-            messages = threading.Thread(target=self._forward, args=(process.stderr,), daemon=True)
+            messages = threading.Thread(
+                target=self._forward_messages, args=(process.stderr,), daemon=True
+            )
             messages.start()
             assert process.stdout is not None
             for line in process.stdout:
@@ -278,22 +282,22 @@ class _Service:
             messages.join()
         return process.returncode, self._last_error
 
-    def _forward(self, messages: IO[str]) -> None:
+    def _forward_messages(self, messages: IO[str]) -> None:
         for line in messages:
             if line.startswith("error: "):
                 self._last_error = line.removeprefix("error: ").strip()
             sys.stderr.write(line)
 
 
-def _gpus(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
+def _gpu_variable(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
     """Return the variable with the GPUs of engine `number`; {} without GPUs.
 
-    They are those after the trainer's own, or the GPU of its process `number`, to share it. Raises
-    InvalidInput if this machine, or the job's part of it, has too few.
+    These are the GPUs after the trainer's own, or the GPU that it shares with trainer process
+    `number`. Raises InvalidInput if this machine, or the job's share of it, has too few GPUs.
     """
     if not rollouts.gpus:
         return {"CUDA_VISIBLE_DEVICES": gpus_here()[number]} if gpus_here() else {}
     check_gpus(config)
     first = config.train.processes + number * rollouts.tensor_parallel_size
-    engines = gpus_here()[first : first + rollouts.tensor_parallel_size]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
+    engine_gpus = gpus_here()[first : first + rollouts.tensor_parallel_size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(engine_gpus)}

@@ -10,22 +10,22 @@ from typing import Literal
 from torch import Tensor
 
 InFlight = Literal["drain", "recompute", "keep"]
-# Field of the error for an order whose weights were pushed, but not to the service that got it.
+# Field of the error of a service that lacks the pushed weights of an order.
 LACKS_PUSHED = "weights.pushed"
 
 
 @dataclass(frozen=True)
 class WeightsVersion:
-    """A version of the student's weights, and the snapshot that has them (`snapshot.py`).
+    """A version of the student's weights, and the snapshot that contains them (`snapshot.py`).
 
     lineage: versions of one lineage are ordered by number; a trainer's attempt is one lineage.
     number: finished steps of the student. directory: of the snapshot. in_flight: what happens to
     sequences that are being sampled with an older version of the lineage when this one is loaded.
-    drain: they are finished first, so each sequence is of one version. recompute: they go on with
-    the new weights, and their KV cache is computed again. keep: they go on with the KV cache of the
+    drain: they are finished first, so each sequence has one version. recompute: they continue with
+    the new weights, and their KV cache is recomputed. keep: they continue with the KV cache of the
     older weights. job, attempt: the run directory of the trainer and the number of its attempt; a
-    service that has heard a later attempt of a job refuses this one. "": not compared. pushed: the
-    weights came through a process group, and `directory` may be missing.
+    service that has seen a later attempt of a job refuses this one; "": not compared. pushed: the
+    weights came through a process group, and `directory` may not exist.
     """
 
     lineage: str
@@ -39,7 +39,7 @@ class WeightsVersion:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """What all sequences of an order have in common.
+    """The settings that all sequences of an order share.
 
     top_k: head ids to record per token, may be 0. temperature: divides the logits. draws: ids per
     token to draw from the tail; greedy sequences have none. seed: fixes the random numbers together
@@ -63,7 +63,7 @@ class SamplingSettings:
 class SequenceRequest:
     """A sequence to continue.
 
-    token_ids [T] int64 on the CPU, T >= 1. number: the rollout number. limit: most tokens to
+    token_ids [T] int64 on the CPU, T >= 1. number: the rollout number. limit: maximum tokens to
     sample, at least 1. used: random numbers of the rollout that earlier turns have used.
     """
 

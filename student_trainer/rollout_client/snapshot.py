@@ -1,7 +1,7 @@
 """A snapshot: the student's weights of one version, as files that a rollout engine loads.
 
-    model*.safetensors    the weights under the names of the model's own format; or, of a student
-                          that learns adapters (LoRA), in peft's format:
+    model*.safetensors    the weights under the names of the model's own format; or, for a student
+                          with adapters (LoRA), in peft's format:
     adapter_model.safetensors, adapter_config.json
     probe.safetensors     token_ids [n, T] int64 and logprobs [n, T - 1] float32: the trainer's
                           log-prob of each token after those before it, in nats, at temperature 1
@@ -28,16 +28,16 @@ from clients.runs.directory import replace_file
 from protos.errors import Corrupt
 from protos.rpc.failpoints import failpoint
 
-_FACTS = "snapshot.json"
-_PROBE = "probe.safetensors"
-_WEIGHTS = ".safetensors"
+_INFO_FILE = "snapshot.json"
+_PROBE_FILE = "probe.safetensors"
+_WEIGHTS_SUFFIX = ".safetensors"
 _ADAPTER_CONFIGURATION = "adapter_config.json"
-_BLOCK = 1 << 23  # bytes that are read at once
+_BLOCK_BYTES = 1 << 23  # bytes that are read at once
 
 # Largest difference between the log-probs of trainer and engine, in nats. In float32 two programs
-# differ by rounding only, and weights of another version by more.
+# with the same weights differ by rounding only; weights of another version differ by more.
 MAX_DIFFERENCE = {"float32": 1e-3}
-# In bfloat16 rounding differs per token by about 0.03, and more for unlikely tokens: the mean.
+# Limit of the mean: in bfloat16, rounding differs by about 0.03 per token, more if it is unlikely.
 MAX_MEAN_DIFFERENCE = 0.1
 
 
@@ -54,7 +54,7 @@ class Snapshot:
     """A complete snapshot.
 
     number: of the version. dtype: of the trainer's computation, float32 or bfloat16. files: the
-    digest of each by name.
+    digest of each file by name.
     """
 
     directory: Path
@@ -71,21 +71,23 @@ class Snapshot:
             failpoint("weight-file-read")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight by name. Reads the headers of the files, no weight."""
-        found: dict[str, tuple[int, ...]] = {}
+        """Return the shape of each weight by name. Reads only the headers of the files."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for name in self._weight_files():
             with safe_open(self.directory / name, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 (the file is no mapping)
-                    found[key] = tuple(file.get_slice(key).get_shape())
-        return found
+                    shapes[key] = tuple(file.get_slice(key).get_shape())
+        return shapes
 
     def probe(self) -> Probe:
         """Return the probe."""
-        found = load_file(self.directory / _PROBE)
-        return Probe(found["token_ids"], found["logprobs"])
+        tensors = load_file(self.directory / _PROBE_FILE)
+        return Probe(tensors["token_ids"], tensors["logprobs"])
 
     def _weight_files(self) -> list[str]:
-        return [name for name in self.files if name.endswith(_WEIGHTS) and name != _PROBE]
+        return [
+            name for name in self.files if name.endswith(_WEIGHTS_SUFFIX) and name != _PROBE_FILE
+        ]
 
 
 def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
@@ -94,63 +96,67 @@ def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
     `number` and `dtype`: see Snapshot. Raises OSError.
     """
     scored = {"token_ids": probe.token_ids, "logprobs": probe.logprobs}
-    (directory / _PROBE).write_bytes(save(scored))  # `save_file` raises no OSError
+    (directory / _PROBE_FILE).write_bytes(save(scored))  # `save_file` raises no OSError
     files = {
         file.name: _digest(file)
         for file in sorted(directory.iterdir())
-        if file.name.endswith(_WEIGHTS) or file.name == _ADAPTER_CONFIGURATION
+        if file.name.endswith(_WEIGHTS_SUFFIX) or file.name == _ADAPTER_CONFIGURATION
     }
     facts = {"number": number, "dtype": dtype, "files": files}
-    replace_file(directory / _FACTS, json.dumps(facts, indent=1))
+    replace_file(directory / _INFO_FILE, json.dumps(facts, indent=1))
 
 
 def open_snapshot(directory: Path) -> Snapshot:
     """Return the snapshot in `directory`. Raises Corrupt if it is incomplete or damaged.
 
     Reads every byte once, to compare the digests. Files outside `directory` are not read: a
-    snapshot that names one, or has a symbolic link to one, is refused.
+    snapshot that names such a file, or has a symbolic link to it, is refused.
     """
     try:
-        facts = json.loads((directory / _FACTS).read_text())
-        found = Snapshot(directory, facts["number"], facts["dtype"], facts["files"])
-        home = directory.resolve()
-        for name in found.files:
-            if (home / name).resolve().parent != home:
+        facts = json.loads((directory / _INFO_FILE).read_text())
+        snapshot = Snapshot(directory, facts["number"], facts["dtype"], facts["files"])
+        real_directory = directory.resolve()
+        for name in snapshot.files:
+            if (real_directory / name).resolve().parent != real_directory:
                 raise Corrupt(f"{directory} names {name!r}, a file outside it")
-        wrong = [name for name, of in found.files.items() if _digest(home / name) != of]
+        damaged_files = [
+            name
+            for name, digest in snapshot.files.items()
+            if _digest(real_directory / name) != digest
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(
             f"{directory} is not a complete snapshot of weights: {error}",
             hint="the rollout service must see the trainer's directory: use one machine or a "
             "shared disk",
         ) from error
-    if wrong:
-        raise Corrupt(f"{directory}: the checksum of {wrong[0]} does not match")
-    return found
+    if damaged_files:
+        raise Corrupt(f"{directory}: the checksum of {damaged_files[0]} does not match")
+    return snapshot
 
 
 def verify(probe: Probe, logprobs_of: Callable[[Tensor], Tensor], dtype: str) -> float:
     """Compare an engine with the trainer; return the largest difference in nats.
 
     logprobs_of: returns the engine's log-probs [n, T - 1] float32 of token ids [n, T]. Raises
-    Corrupt if they differ by more than rounding in `dtype` explains.
+    Corrupt if they differ by more than the rounding of `dtype` can explain.
     """
     differences = (logprobs_of(probe.token_ids) - probe.logprobs).abs()
-    largest, mean = float(differences.max()), float(differences.mean())
+    maximum, mean = float(differences.max()), float(differences.mean())
     limit = MAX_DIFFERENCE.get(dtype)
-    wrong = largest > limit if limit is not None else mean > MAX_MEAN_DIFFERENCE
-    if wrong or not torch.isfinite(differences).all():
+    is_different = maximum > limit if limit is not None else mean > MAX_MEAN_DIFFERENCE
+    if is_different or not torch.isfinite(differences).all():
         raise Corrupt(
             f"the engine's log-probs of the probe differ from the trainer's by {mean:.3g} nats in "
-            f"the mean and {largest:.3g} at most, so it does not have the weights of this version",
+            f"the mean and {maximum:.3g} at most, so it does not have the weights of this version",
             hint="start the rollout service again; if it recurs, use rollouts.engine = 'hf'",
         )
-    return largest
+    return maximum
 
 
 def _digest(path: Path) -> str:
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_BLOCK_BYTES):
             hasher.update(block)
     return hasher.hexdigest()

@@ -1,12 +1,12 @@
-"""Rollouts in a checkpoint: those of later steps, whose weights no longer exist.
+"""The rollouts in a checkpoint: rollouts of later steps, whose weights no longer exist.
 
 One safetensors file per process, of n rollouts. numbers, starts, lengths, queries [n] int64: number
 of the rollout, tokens of its prompt, tokens after it, queries to a retriever. flags [n, 2] bool:
-truncated, failed. versions [S, 3] int64: index of the rollout, version, tokens in a row. concluded
-[b] uint8: the answers according to an environment, a JSON list of texts or null. token_ids: of all
-sequences, one after the other. The other tensors have the tokens after the prompts, and the names
-of `Rollout`; own, draw_ids and draw_logprobs are left out if there are none. What a prompt has
-beside its tokens is not stored.
+truncated, failed. versions [S, 3] int64: index of the rollout, version, consecutive tokens.
+concluded [b] uint8: the answers according to an environment, a JSON list of texts or null.
+token_ids: of all sequences, one after the other. The other tensors have the tokens after the
+prompts, and the names of `Rollout`; own, draw_ids and draw_logprobs are left out if there are none.
+The fields of a prompt other than its tokens are not stored.
 """
 
 from __future__ import annotations
@@ -30,46 +30,48 @@ def file_name(part: int) -> str:
     return f"{_PREFIX}{part}.safetensors"
 
 
-def encoded(rollouts: Mapping[int, Rollout]) -> bytes:
+def encode_rollouts(rollouts: Mapping[int, Rollout]) -> bytes:
     """Return the file of rollouts, by rollout number; there is at least one."""
-    listed = list(rollouts.values())
-    spans = [(n, *span) for n, one in enumerate(listed) for span in one.versions]
-    concluded = json.dumps([one.concluded for one in listed]).encode()
+    listed_rollouts = list(rollouts.values())
+    spans = [
+        (index, *span) for index, rollout in enumerate(listed_rollouts) for span in rollout.versions
+    ]
+    concluded = json.dumps([rollout.concluded for rollout in listed_rollouts]).encode()
     tensors = {
         "numbers": torch.tensor(list(rollouts)),
-        "starts": torch.tensor([one.start for one in listed]),
-        "lengths": torch.tensor([len(one.token_logprobs) for one in listed]),
-        "queries": torch.tensor([one.queries for one in listed]),
-        "flags": torch.tensor([(one.truncated, one.failed) for one in listed]),
+        "starts": torch.tensor([rollout.start for rollout in listed_rollouts]),
+        "lengths": torch.tensor([len(rollout.token_logprobs) for rollout in listed_rollouts]),
+        "queries": torch.tensor([rollout.queries for rollout in listed_rollouts]),
+        "flags": torch.tensor([(rollout.truncated, rollout.failed) for rollout in listed_rollouts]),
         "versions": torch.tensor(spans, dtype=torch.int64).reshape(-1, 3),
         "concluded": torch.from_numpy(np.frombuffer(concluded, np.uint8).copy()),
-        "token_ids": torch.cat([one.token_ids for one in listed]),
-        "head_ids": torch.cat([one.head_ids for one in listed]),
-        "token_logprobs": torch.cat([one.token_logprobs for one in listed]),
+        "token_ids": torch.cat([rollout.token_ids for rollout in listed_rollouts]),
+        "head_ids": torch.cat([rollout.head_ids for rollout in listed_rollouts]),
+        "token_logprobs": torch.cat([rollout.token_logprobs for rollout in listed_rollouts]),
     }
-    own = [one.own for one in listed if one.own is not None]
-    if own:
-        tensors["own"] = torch.cat(own)
-    draws = [one.draws for one in listed if one.draws is not None]
+    own_masks = [rollout.own for rollout in listed_rollouts if rollout.own is not None]
+    if own_masks:
+        tensors["own"] = torch.cat(own_masks)
+    draws = [rollout.draws for rollout in listed_rollouts if rollout.draws is not None]
     if draws:
-        joined = TailDraws.joined(draws)
-        tensors |= {"draw_ids": joined.ids, "draw_logprobs": joined.logprobs}
-    data: bytes = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    return data
+        joined_draws = TailDraws.joined(draws)
+        tensors |= {"draw_ids": joined_draws.ids, "draw_logprobs": joined_draws.logprobs}
+    file_bytes: bytes = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return file_bytes
 
 
-def read(checkpoint: Path) -> dict[int, Rollout]:
+def read_rollouts(checkpoint: Path) -> dict[int, Rollout]:
     """Return the rollouts that all processes have stored in a checkpoint, by rollout number."""
-    found: dict[int, Rollout] = {}
+    rollouts: dict[int, Rollout] = {}
     for path in sorted(checkpoint.glob(f"{_PREFIX}*.safetensors")):
-        found |= _decoded(load_file(path))
-    return found
+        rollouts |= _decode_rollouts(load_file(path))
+    return rollouts
 
 
-def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, Rollout]:
+def _decode_rollouts(tensors: Mapping[str, Tensor]) -> dict[int, Rollout]:
     starts, lengths = tensors["starts"].tolist(), tensors["lengths"].tolist()
-    whole = [start + length for start, length in zip(starts, lengths, strict=True)]
-    token_ids = torch.split(tensors["token_ids"], whole)
+    total_lengths = [start + length for start, length in zip(starts, lengths, strict=True)]
+    token_ids = torch.split(tensors["token_ids"], total_lengths)
     columns = {
         name: torch.split(tensors[name], lengths)
         for name in ("head_ids", "token_logprobs", "own", "draw_ids", "draw_logprobs")
@@ -79,14 +81,14 @@ def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, Rollout]:
     spans: dict[int, list[tuple[int, int]]] = {}
     for index, version, tokens in tensors["versions"].tolist():
         spans.setdefault(index, []).append((version, tokens))
-    found = {}
+    rollouts = {}
     flags, queries = tensors["flags"].tolist(), tensors["queries"].tolist()
     for index, number in enumerate(tensors["numbers"].tolist()):
         draws = None
         if "draw_ids" in columns:
             draws = TailDraws(columns["draw_ids"][index], columns["draw_logprobs"][index])
         truncated, failed = flags[index]
-        found[number] = Rollout(
+        rollouts[number] = Rollout(
             token_ids=token_ids[index],
             start=starts[index],
             head_ids=columns["head_ids"][index].int(),  # int64 in older checkpoints
@@ -100,4 +102,4 @@ def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, Rollout]:
             failed=failed,
             versions=tuple(spans.get(index, ())),
         )
-    return found
+    return rollouts

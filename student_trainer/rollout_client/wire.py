@@ -28,10 +28,10 @@ from student_trainer.rollout_client.order import (
 from student_trainer.rollouts.sampler import SampledTokens
 
 MAX_SEQUENCES = 1 << 16
-# Of an order: tokens given and tokens to sample.
+# Limit of an order: given tokens and tokens to sample.
 MAX_TOKENS = 1 << 28
 MAX_TOP_K = 4096
-# Random numbers of a rollout: `noise_of` makes all of them, 8 bytes each.
+# Random numbers of a rollout: `noise_of` generates all of them, 8 bytes each.
 MAX_STREAM_TOKENS = 1 << 20
 MAX_MARKS = 64
 MAX_TEXT_CHARS = 1000
@@ -49,10 +49,10 @@ _IN_FLIGHT: dict[InFlight, rollouts_pb2.InFlight.ValueType] = {
 
 @dataclass(frozen=True)
 class OrderLimits:
-    """What an engine can sample.
+    """The limits of an engine.
 
-    Token ids are 0 to vocab_size - 1. max_length: most tokens of a sequence, given and sampled;
-    None: no limit. in_flight: values of `WeightsVersion.in_flight` that it knows.
+    Token ids are 0 to vocab_size - 1. max_length: maximum tokens of a sequence, given and sampled;
+    None: no limit. in_flight: the supported values of `WeightsVersion.in_flight`.
     """
 
     vocab_size: int
@@ -83,7 +83,7 @@ def order_parts(order: Order) -> list[rollouts_pb2.OrderPart]:
         parts = [rollouts_pb2.OrderPart(header=header)]
         for request in order.sequences:
             sequence = rollouts_pb2.SequenceRequest(
-                token_ids=_int32(request.token_ids),
+                token_ids=_to_int32_bytes(request.token_ids),
                 number=request.number,
                 limit=request.limit,
                 used=request.used,
@@ -128,15 +128,15 @@ class OrderReader:
         match part.WhichOneof("part"):
             case "header" if self._header is None:
                 self._weights = read_version(part.header.weights, self._limits)
-                _check(part.header, self._limits)
+                _check_header(part.header, self._limits)
                 self._header = part.header
             case "sequence" if self._header is not None:
-                self._sequences.append(self._sequence(part.sequence, self._header))
+                self._sequences.append(self._read_sequence(part.sequence, self._header))
             case _:
                 _refuse("part", "an order is one header, then its sequences", "send them so")
 
     def order(self) -> Order:
-        """Return the whole order, after the last message."""
+        """Return the complete order, after the last message."""
         header = self._header
         if header is None or self._weights is None:
             _refuse("header", "is missing", "start the order with its header")
@@ -158,44 +158,44 @@ class OrderReader:
         )
         return Order(self._weights, settings, self._sequences)
 
-    def _sequence(
+    def _read_sequence(
         self, request: rollouts_pb2.SequenceRequest, header: rollouts_pb2.OrderHeader
     ) -> SequenceRequest:
-        here = f"sequences[{len(self._sequences)}]"
+        field = f"sequences[{len(self._sequences)}]"
         if len(self._sequences) == header.sequences:
-            _refuse(here, f"only {header.sequences} were announced", "count them in the header")
+            _refuse(field, f"only {header.sequences} were announced", "count them in the header")
         if len(request.token_ids) % 4 or not request.token_ids:
             size = len(request.token_ids)
-            _refuse(f"{here}.token_ids", f"{size} bytes", "send at least one little-endian int32")
+            _refuse(f"{field}.token_ids", f"{size} bytes", "send at least one little-endian int32")
         ids = np.frombuffer(request.token_ids, "<i4")
-        bad = np.flatnonzero((ids < 0) | (ids >= self._limits.vocab_size))
-        if bad.size:
+        invalid_positions = np.flatnonzero((ids < 0) | (ids >= self._limits.vocab_size))
+        if invalid_positions.size:
             _refuse(
-                f"{here}.token_ids[{bad[0]}]",
-                f"must be 0 to {self._limits.vocab_size - 1}, got {ids[bad[0]]}",
+                f"{field}.token_ids[{invalid_positions[0]}]",
+                f"must be 0 to {self._limits.vocab_size - 1}, got {ids[invalid_positions[0]]}",
                 "start the rollout service with the student's model",
             )
-        length, most = len(ids) + request.limit, self._limits.max_length
-        if not request.limit or (most is not None and length > most):
+        length, limit = len(ids) + request.limit, self._limits.max_length
+        if not request.limit or (limit is not None and length > limit):
             _refuse(
-                f"{here}.limit",
+                f"{field}.limit",
                 f"{request.limit} tokens to sample after {len(ids)}; at least 1 is needed, and a"
-                f" sequence has at most {'any number of' if most is None else most} tokens",
+                f" sequence has at most {'any number of' if limit is None else limit} tokens",
                 "sample fewer tokens, or shorten the prompts",
             )
         if not header.greedy and request.used + request.limit > header.stream_tokens:
             _refuse(
-                f"{here}.used",
+                f"{field}.used",
                 f"{request.used} + {request.limit} tokens, but the rollout has"
                 f" {header.stream_tokens} random numbers",
                 "raise stream_tokens",
             )
         if not -_NUMBERS <= request.number < _NUMBERS:
-            _refuse(f"{here}.number", f"got {request.number}", "use -2^62 to 2^62 - 1")
+            _refuse(f"{field}.number", f"got {request.number}", "use -2^62 to 2^62 - 1")
         self._tokens += length
         if self._tokens > MAX_TOKENS:
             _refuse(
-                here,
+                field,
                 f"an order has at most {MAX_TOKENS} tokens, given and sampled together",
                 "divide it into several orders",
             )
@@ -213,14 +213,16 @@ def read_version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> W
     directory = message.directory
     if not 0 < len(directory) <= 4 * MAX_TEXT_CHARS or not Path(directory).is_absolute():
         _refuse("weights.directory", "is not an absolute path", "give the snapshot's full path")
-    in_flight = next((n for n, value in _IN_FLIGHT.items() if value == message.in_flight), None)
+    in_flight = next(
+        (mode for mode, value in _IN_FLIGHT.items() if value == message.in_flight), None
+    )
     if in_flight is None or in_flight not in limits.in_flight:
-        known = " or ".join(limits.in_flight)
-        got = in_flight or f"value {message.in_flight}"
+        known_modes = " or ".join(limits.in_flight)
+        description = in_flight or f"value {message.in_flight}"
         _refuse(
             "weights.in_flight",
-            f"this engine knows {known}, got {got}",
-            f"use {known}, or a service with --engine vllm",
+            f"this engine knows {known_modes}, got {description}",
+            f"use {known_modes}, or a service with --engine vllm",
         )
     return WeightsVersion(
         message.lineage,
@@ -233,41 +235,41 @@ def read_version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> W
     )
 
 
-def _check(header: rollouts_pb2.OrderHeader, limits: OrderLimits) -> None:
-    most_k = min(MAX_TOP_K, header.vocab_size or limits.vocab_size)
+def _check_header(header: rollouts_pb2.OrderHeader, limits: OrderLimits) -> None:
+    max_top_k = min(MAX_TOP_K, header.vocab_size or limits.vocab_size)
     bounds = [
         ("vocab_size", header.vocab_size, 0, limits.vocab_size),
-        ("top_k", header.top_k, 0, most_k),
+        ("top_k", header.top_k, 0, max_top_k),
         ("draws", header.draws, 0, MAX_TAIL_DRAWS),
         ("seed", header.seed, 0, _SEEDS - 1),
         ("stream_tokens", header.stream_tokens, 0 if header.greedy else 1, MAX_STREAM_TOKENS),
         ("batch_tokens", header.batch_tokens, 1, MAX_TOKENS),
         ("sequences", header.sequences, 1, MAX_SEQUENCES),
     ]
-    for name, value, least, most in bounds:
-        if not least <= value <= most:
+    for name, value, minimum, maximum in bounds:
+        if not minimum <= value <= maximum:
             hint = "divide the order" if name == "sequences" else f"set {name} in this range"
-            _refuse(name, f"must be {least} to {most}, got {value}", hint)
+            _refuse(name, f"must be {minimum} to {maximum}, got {value}", hint)
     if not MIN_TEMPERATURE <= header.temperature < math.inf:
-        what = f"must be finite and at least {MIN_TEMPERATURE}, got {header.temperature:g}"
-        _refuse("temperature", what, "use 1.0")
-    long = any(not 0 < len(text) <= MAX_TEXT_CHARS for text in header.marks)
-    if long or len(header.marks) > MAX_MARKS:
-        what = f"at most {MAX_MARKS} texts of 1 to {MAX_TEXT_CHARS} characters"
-        _refuse("marks", what, "use fewer or shorter marks")
+        message = f"must be finite and at least {MIN_TEMPERATURE}, got {header.temperature:g}"
+        _refuse("temperature", message, "use 1.0")
+    has_bad_mark = any(not 0 < len(text) <= MAX_TEXT_CHARS for text in header.marks)
+    if has_bad_mark or len(header.marks) > MAX_MARKS:
+        message = f"at most {MAX_MARKS} texts of 1 to {MAX_TEXT_CHARS} characters"
+        _refuse("marks", message, "use fewer or shorter marks")
 
 
 def sampled_parts(index: int, sampled: SampledTokens) -> Iterator[rollouts_pb2.SampledPart]:
     """Yield the messages of the sampled sequence `index` of an order, at most 1 MiB each."""
     draws = sampled.draws
     columns: dict[str, NDArray[Any]] = {
-        "token_ids": _array(sampled.token_ids, "<i4"),
-        "head_ids": _array(sampled.head_ids, "<i4"),
-        "token_logprobs": _array(sampled.token_logprobs, "<f4"),
+        "token_ids": _to_array(sampled.token_ids, "<i4"),
+        "head_ids": _to_array(sampled.head_ids, "<i4"),
+        "token_logprobs": _to_array(sampled.token_logprobs, "<f4"),
     }
     if draws is not None:
-        columns["draw_ids"] = _array(draws.ids, "<i4")
-        columns["draw_logprobs"] = _array(draws.logprobs, "<f4")
+        columns["draw_ids"] = _to_array(draws.ids, "<i4")
+        columns["draw_logprobs"] = _to_array(draws.logprobs, "<f4")
     tokens = len(sampled.token_ids)
     row_bytes = sum(column.nbytes for column in columns.values()) // tokens
     rows = max(1, (MAX_CHUNK_BYTES - _ENVELOPE_BYTES) // row_bytes)
@@ -285,9 +287,9 @@ def sampled_parts(index: int, sampled: SampledTokens) -> Iterator[rollouts_pb2.S
 
 
 class SampledReader:
-    """Joins the messages of the sampled sequences of one order.
+    """Joins the messages of the sampled sequences of one order. All errors are Corrupt.
 
-    All errors are Corrupt. vocab_size: of the student; None: not checked.
+    vocab_size: of the student; None: not checked.
     """
 
     def __init__(self, order: Order, vocab_size: int | None) -> None:
@@ -305,12 +307,12 @@ class SampledReader:
         return len(self._finished) == len(self._limits)
 
     def add(self, part: rollouts_pb2.SampledPart) -> tuple[int, SampledTokens] | None:
-        """Read a message; return (index in the order, its tokens) if it completes a sequence."""
+        """Read a message; return (index in the order, tokens) if it completes a sequence."""
         index = part.index
         if index >= len(self._limits) or index in self._finished:
             raise Corrupt(f"the rollout service sent sequence {index} twice or unasked")
         parts = self._parts.setdefault(index, [])
-        received = sum(len(one.token_ids) for one in parts) // 4
+        received = sum(len(earlier_part.token_ids) for earlier_part in parts) // 4
         tokens = len(part.token_ids) // 4
         if part.first != received or not 0 < tokens <= self._limits[index] - received:
             raise Corrupt(
@@ -334,12 +336,12 @@ class SampledReader:
         if not part.last:
             return None
         self._finished.add(index)
-        return index, self._joined(self._parts.pop(index))
+        return index, self._join_parts(self._parts.pop(index))
 
-    def _joined(self, parts: Sequence[rollouts_pb2.SampledPart]) -> SampledTokens:
+    def _join_parts(self, parts: Sequence[rollouts_pb2.SampledPart]) -> SampledTokens:
         last = parts[-1]
-        token_ids = self._ids(parts, "token_ids")
-        logprobs = _floats(parts, "token_logprobs")
+        token_ids = self._join_ids(parts, "token_ids")
+        logprobs = _join_floats(parts, "token_logprobs")
         versions = tuple((span.version, span.tokens) for span in last.versions)
         if not np.isfinite(logprobs).all():
             raise Corrupt(f"the log-probs of sampled sequence {last.index} are not finite")
@@ -348,14 +350,14 @@ class SampledReader:
         draws = None
         if self._draws:
             shape = (len(token_ids), self._draws)
-            drawn = _floats(parts, "draw_logprobs")
-            if np.isnan(drawn).any():
+            draw_logprobs = _join_floats(parts, "draw_logprobs")
+            if np.isnan(draw_logprobs).any():
                 raise Corrupt(f"the draws of sampled sequence {last.index} have log-prob NaN")
-            ids = self._ids(parts, "draw_ids").view(shape)
-            draws = TailDraws(ids, torch.from_numpy(drawn).view(shape))
+            ids = self._join_ids(parts, "draw_ids").view(shape)
+            draws = TailDraws(ids, torch.from_numpy(draw_logprobs).view(shape))
         return SampledTokens(
             token_ids.long(),
-            self._ids(parts, "head_ids").view(len(token_ids), self._top_k),
+            self._join_ids(parts, "head_ids").view(len(token_ids), self._top_k),
             torch.from_numpy(logprobs),
             last.ended,
             last.closed,
@@ -363,27 +365,27 @@ class SampledReader:
             versions,
         )
 
-    def _ids(self, parts: Sequence[rollouts_pb2.SampledPart], name: str) -> Tensor:
-        flat = np.concatenate([np.frombuffer(getattr(part, name), "<i4") for part in parts])
-        most = math.inf if self._vocab_size is None else self._vocab_size
-        if flat.size and not 0 <= flat.min() <= flat.max() < most:
+    def _join_ids(self, parts: Sequence[rollouts_pb2.SampledPart], name: str) -> Tensor:
+        ids = np.concatenate([np.frombuffer(getattr(part, name), "<i4") for part in parts])
+        vocab_limit = math.inf if self._vocab_size is None else self._vocab_size
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab_limit:
             raise Corrupt(
-                f"the rollout service sent {name} from {flat.min()} to {flat.max()}, but the"
+                f"the rollout service sent {name} from {ids.min()} to {ids.max()}, but the"
                 f" student has {self._vocab_size or 'no negative'} ids"
             )
-        return torch.from_numpy(flat.astype(np.int32, copy=False))
+        return torch.from_numpy(ids.astype(np.int32, copy=False))
 
 
-def _floats(parts: Sequence[rollouts_pb2.SampledPart], name: str) -> NDArray[np.float32]:
-    flat = np.concatenate([np.frombuffer(getattr(part, name), "<f4") for part in parts])
-    return flat.astype(np.float32, copy=False)
+def _join_floats(parts: Sequence[rollouts_pb2.SampledPart], name: str) -> NDArray[np.float32]:
+    values = np.concatenate([np.frombuffer(getattr(part, name), "<f4") for part in parts])
+    return values.astype(np.float32, copy=False)
 
 
-def _array(tensor: Tensor, dtype: str) -> NDArray[Any]:
+def _to_array(tensor: Tensor, dtype: str) -> NDArray[Any]:
     return tensor.numpy().astype(dtype, copy=False)
 
 
-def _int32(token_ids: Tensor) -> bytes:
+def _to_int32_bytes(token_ids: Tensor) -> bytes:
     return token_ids.numpy().astype("<i4").tobytes()
 
 

@@ -37,7 +37,11 @@ from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ra
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
 from student_trainer.rollout_client.order import WeightsVersion
-from student_trainer.rollout_client.stored_sequences import encoded, file_name, read
+from student_trainer.rollout_client.stored_sequences import (
+    encode_rollouts,
+    file_name,
+    read_rollouts,
+)
 from student_trainer.teachers.scored_rollouts import PromptsOfStep
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
@@ -146,7 +150,7 @@ class RolloutsAhead:
 
     def restore(self, checkpoint: Path) -> None:
         """Load the rollouts of later steps from a checkpoint; `of_step` does not resample them."""
-        self._stored = read(checkpoint)
+        self._stored = read_rollouts(checkpoint)
 
     def later_files(self, step: int) -> LaterFiles:
         """Return a function for the checkpoint of `step`; see `LaterFiles`."""
@@ -157,7 +161,7 @@ class RolloutsAhead:
             rollouts: dict[int, Rollout] = {}
             for order in orders:
                 rollouts |= order.rollouts(stop)
-            return {file_name(part): encoded(rollouts)} if rollouts else {}
+            return {file_name(part): encode_rollouts(rollouts)} if rollouts else {}
 
         return files
 

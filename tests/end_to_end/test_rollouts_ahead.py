@@ -15,7 +15,7 @@ import pytest
 
 from clients.runs.directory import Control, RunDirectory
 from student_trainer.rollout_client import stopped_job
-from student_trainer.rollout_client.stored_sequences import read
+from student_trainer.rollout_client.stored_sequences import read_rollouts
 from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint, trainer
 from tests.end_to_end.processes import Launched, metrics_of, new_run, weights
 
@@ -178,7 +178,7 @@ def test_killed_trainers_resume_to_the_same_bits(
             process.kill()
     with trainer(run, 4, failpoint="snapshot-weights-written:kill:2") as process:
         assert process.wait() == -signal.SIGKILL, process.log
-    stored = read(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
+    stored = read_rollouts(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
     assert len(stored) == 2 * 8, "two steps of eight rollouts"
     finish(run, 5)
     assert_same(run, ahead)
@@ -222,7 +222,7 @@ def test_a_cancel_leaves_the_engine_to_the_trainer(
         assert status is not None
         assert status.verdict == "cancelled", process.log
         assert "it is started again" not in process.log
-        stored = read(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
+        stored = read_rollouts(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
         assert len(stored) == 2 * 8, "two steps of eight rollouts"
     finish(run, 4)
     assert_same(run, ahead)
@@ -255,7 +255,7 @@ def test_a_step_that_fails_keeps_its_rollouts(
         mortal.kill()
         assert process.wait() != 0
     newest = run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}"
-    assert len(read(newest)) >= 2 * 8
+    assert len(read_rollouts(newest)) >= 2 * 8
     mortal.start()
     finish(run, 2)
     mortal.kill()

@@ -7,11 +7,12 @@
     the weights, through the group     loads them
                                   <-   loaded: the probe has verified them
 
-The offers follow one another, in the order of the addresses, each when the engine before is ready:
-two trainers that share engines then never wait for each other. The trainer sends when every engine
-is ready, or has failed. An engine that fails does not have the
-version; the trainer then writes it as files (`snapshot.py`) for all. A group serves as long as its
-members are the same processes and every push succeeds; after that the next push makes another one.
+The trainer makes the offers one after another, in the order of the addresses, each when the
+previous engine is ready, so that two trainers that share engines never deadlock. The trainer sends
+the weights when every engine is ready or has failed. An engine that fails does not have the
+version; the trainer then writes it as files (`snapshot.py`) for all engines. A group is reused as
+long as its members are the same processes and every push succeeds; otherwise the next push forms a
+new one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from student_trainer.rollout_client.push.wire import offer_message, start_messag
 
 log = logging.getLogger(__name__)
 
-# From the last byte to the verified probe.
+# Time limit from the last byte to the verified probe.
 _VERIFY_SECONDS = 120.0
 _LOOPBACK = "127.0.0.1"
 
@@ -63,9 +64,9 @@ class WeightPusher:
         *,
         shared: bool = False,
     ) -> None:
-        """`device`: of the weights. `patience_seconds`: in which all engines must be ready.
+        """`device`: of the weights. `patience_seconds`: time limit for all engines to be ready.
 
-        `shared`: the engines are on this GPU; the group is ipc.
+        `shared`: whether the engines are on this GPU; the group is then of the backend ipc.
         """
         self._replicas = sorted(replicas, key=lambda replica: replica.address)
         self.device = device
@@ -75,35 +76,34 @@ class WeightPusher:
         self._group: WeightGroup | None = None
         self._bucket: SharedBucket | None = None
         self._processes: list[tuple[str, int]] = []  # of the group: process and ranks
-        self._members: list[_Member] = []
+        self._members: list[_PushCall] = []
         self._sender: WeightSender | None = None
 
     @property
-    def sends(self) -> bool:
-        """Whether `send` would send: a push has begun, and is not broken."""
+    def is_sending(self) -> bool:
+        """Whether `send` sends: a push has begun, and is not broken."""
         return self._sender is not None
 
     def begin(self, offer: WeightsOffer) -> None:
         """Offer a version, wait until the engines are ready, and form the group if it is new.
 
-        An engine that cannot be reached, that refuses, or that is not ready in time, is left out;
-        it is logged.
+        An engine that cannot be reached, refuses, or is not ready in time is logged and left out.
         """
         if self._shared:
             torch.cuda.empty_cache()  # for engines that wake
         self._members = []
-        end = time.monotonic() + self._patience_seconds
+        deadline = time.monotonic() + self._patience_seconds
         for replica in self._replicas:
-            member = _Member(replica, offer)
-            if member.wait_until_ready(max(1.0, end - time.monotonic())):
+            member = _PushCall(replica, offer)
+            if member.wait_until_ready(max(1.0, deadline - time.monotonic())):
                 self._members.append(member)
-        waiting = [member for member in self._members if not member.loaded]
-        if not waiting:
+        waiting_members = [member for member in self._members if not member.loaded]
+        if not waiting_members:
             return
         try:
-            self._seat(waiting)
-        except (GroupBroken, OSError) as error:  # OSError: there is no way to the engine's machine
-            self._break(error)
+            self._assign_seats(waiting_members)
+        except (GroupBroken, OSError) as error:  # OSError: no route to the engine's machine
+            self._abort_push(error)
             return
         assert self._group is not None
         self._sender = WeightSender(
@@ -121,15 +121,15 @@ class WeightPusher:
         try:
             self._sender.send(name, weight)
         except GroupBroken as error:
-            self._break(error)
+            self._abort_push(error)
 
     def finish(self) -> bool:
-        """Wait until the engines have verified the weights; return whether all have them."""
+        """Wait until the engines have verified the weights; return whether all engines have."""
         failpoint("weights-sent")
         loaded = [member.wait_until_loaded() for member in self._members]
         self._sender = None
         if not all(loaded):
-            self._leave()
+            self._leave_group()
         members, self._members = self._members, []
         return all(loaded) and len(members) == len(self._replicas)
 
@@ -138,25 +138,27 @@ class WeightPusher:
         for member in self._members:
             member.cancel()
         self._members, self._sender = [], None
-        self._leave()
+        self._leave_group()
 
-    def _seat(self, members: Sequence[_Member]) -> None:
-        """Give each member its ranks; join the group if it is another one than before."""
+    def _assign_seats(self, members: Sequence[_PushCall]) -> None:
+        """Give each member its ranks; join a new group if the members have changed."""
         processes = [(member.process, member.ranks) for member in members]
-        new = self._group is None or processes != self._processes
-        seat = self._new_seat(members) if new or self._group is None else self._group.seat
-        later = seat.after(1)
+        is_new_group = self._group is None or processes != self._processes
+        seat = (
+            self._create_seat(members) if is_new_group or self._group is None else self._group.seat
+        )
+        next_seat = seat.shifted_by(1)
         for member in members:
-            member.start(later)
-            later = later.after(member.ranks)
-        if new:
+            member.start(next_seat)
+            next_seat = next_seat.shifted_by(member.ranks)
+        if is_new_group:
             self._group = WeightGroup(
-                seat, self._buffers_on(seat.backend), self._bucket, self._members_live
+                seat, self._buffer_device(seat.backend), self._bucket, self._are_members_alive
             )
             self._processes = processes
 
-    def _new_seat(self, members: Sequence[_Member]) -> Seat:
-        self._leave()
+    def _create_seat(self, members: Sequence[_PushCall]) -> Seat:
+        self._leave_group()
         if self._store is None:
             hosts = [member.host for member in members if not is_loopback(member.host)]
             self._store = Store(address_towards(hosts[0]) if hosts else _LOOPBACK)
@@ -173,36 +175,36 @@ class WeightPusher:
             self._bucket = SharedBucket(data)
         return replace(seat, memory=self._bucket.handle)
 
-    def _members_live(self) -> bool:
-        return all(member.lives for member in self._members)
+    def _are_members_alive(self) -> bool:
+        return all(member.is_alive for member in self._members)
 
-    def _buffers_on(self, backend: Backend) -> torch.device:
+    def _buffer_device(self, backend: Backend) -> torch.device:
         return torch.device("cpu") if backend == "gloo" else self.device
 
-    def _break(self, error: Exception) -> None:
+    def _abort_push(self, error: Exception) -> None:
         log.warning("the weights are sent as files: %s", error)
         self._sender = None
-        self._leave()  # first: the members get an error at once
+        self._leave_group()  # first, so that the members get an error at once
         for member in self._members:
             member.cancel()
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         if self._group is not None:
             self._group.close()
         self._group = None
 
 
-class _Member:
+class _PushCall:
     """The call of a push to one engine."""
 
     def __init__(self, replica: Replica, offer: WeightsOffer) -> None:
-        self.loaded = False  # without a transfer: the engine had the version
+        self.loaded = False  # without a transfer, because the engine already had the version
         self.process, self.ranks, self.device = "", 0, ""
         self._replica = replica
         self._parts: queue.SimpleQueue[rollouts_pb2.PushPart | None] = queue.SimpleQueue()
         self._parts.put(offer_message(offer))
         self._call: Any = None
-        with suppress(Unavailable):  # it is placed nowhere
+        with suppress(Unavailable):  # the service is not placed
             self._call = replica.push(iter(self._parts.get, None))
 
     @property
@@ -211,13 +213,13 @@ class _Member:
         return self._replica.host
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the engine has the version, or its call has not ended."""
         return self.loaded or (self._call is not None and self._call.is_active())
 
     def wait_until_ready(self, seconds: float) -> bool:
-        """Return whether the engine may load the weights, or has them; wait for either."""
-        reply = self._next(seconds)
+        """Wait until the engine is ready for the weights or already has them; return success."""
+        reply = self._next_reply(seconds)
         if reply is None:
             return False
         self.loaded = reply.WhichOneof("reply") == "loaded"
@@ -231,8 +233,8 @@ class _Member:
         self._parts.put(None)
 
     def wait_until_loaded(self) -> bool:
-        """Return whether the engine has verified the weights, at most after 120 s."""
-        return self.loaded or self._next(_VERIFY_SECONDS) is not None
+        """Wait at most 120 s; return whether the engine has verified the weights."""
+        return self.loaded or self._next_reply(_VERIFY_SECONDS) is not None
 
     def cancel(self) -> None:
         """End the call."""
@@ -240,10 +242,10 @@ class _Member:
             self._call.cancel()
         self._parts.put(None)
 
-    def _next(self, seconds: float) -> rollouts_pb2.PushReply | None:
-        """Return the next reply; None, and a message in the log, if the call has failed.
+    def _next_reply(self, seconds: float) -> rollouts_pb2.PushReply | None:
+        """Return the next reply; if the call fails, log the error and return None.
 
-        The call is cancelled if there is none for so many seconds.
+        The call is cancelled if there is no reply for `seconds`.
         """
         if self._call is None:
             return None
@@ -252,8 +254,8 @@ class _Member:
         try:
             return next(self._call, None)
         except grpc.RpcError as error:
-            late = f"no answer for {seconds:.0f} s" if timer.finished.is_set() else None
-            fault = late or self._replica.fault_of(error)
+            timeout_message = f"no answer for {seconds:.0f} s" if timer.finished.is_set() else None
+            fault = timeout_message or self._replica.fault_of(error)
             log.warning("no push to the %s: %s", self._replica.name, fault)
             self.cancel()
             return None

@@ -1,8 +1,8 @@
 """Weights as a stream of buckets through a process group.
 
-Both sides know the names, dtypes and shapes, and divide them alike: a bucket has consecutive
-weights of at most `bucket_bytes` in all, each at a multiple of 16 bytes; a larger weight is alone.
-After each bucket come two words: its number, and a checksum of its bytes.
+Both sides know the names, dtypes and shapes, and divide them equally: a bucket has consecutive
+weights of at most `bucket_bytes` in total, each at a multiple of 16 bytes; a larger weight has a
+bucket of its own. After each bucket come two words: its number, and a checksum of its bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from student_trainer.rollout_client.snapshot import Probe
 # Broadcasts a tensor of rank 0 to all members, in place.
 Broadcast = Callable[[Tensor], None]
 
-_ALIGNED = 16
-_COLUMNS = 1024  # of the words of a bucket, for its checksum
+_ALIGNMENT = 16
+_COLUMNS = 1024  # columns of a bucket's words, for its checksum
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A weight without its data. dtype: as torch names it, such as "bfloat16"."""
+    """A weight without its data. dtype: torch's name, such as "bfloat16"."""
 
     name: str
     dtype: str
@@ -42,9 +42,9 @@ class WeightSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype."""
-        found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class WeightsOffer:
-    """A version that is to be pushed. dtype: of the trainer's computation. weights: in order."""
+    """A version to push. dtype: of the trainer's computation. weights: in the order of sending."""
 
     version: WeightsVersion
     dtype: str
@@ -67,12 +67,12 @@ def buckets(weights: Sequence[WeightSpec], bucket_bytes: int) -> Iterator[list[W
     bucket: list[WeightSpec] = []
     size = 0
     for weight in weights:
-        needed = _aligned(weight.nbytes)
-        if bucket and size + needed > bucket_bytes:
+        aligned_bytes = _align(weight.nbytes)
+        if bucket and size + aligned_bytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append(weight)
-        size += needed
+        size += aligned_bytes
     if bucket:
         yield bucket
 
@@ -87,80 +87,84 @@ class WeightSender:
         device: torch.device,
         broadcast: Broadcast,
     ) -> None:
-        self._left = buckets(weights, bucket_bytes)
-        self._bucket = next(self._left)
+        self._remaining_buckets = buckets(weights, bucket_bytes)
+        self._bucket = next(self._remaining_buckets)
         self._broadcast = broadcast
         self._device = device
-        self._packed: Tensor | None = None  # used again for every bucket
-        self._most = bucket_bytes
-        self._held: list[Tensor] = []
-        self._sent = 0
+        self._pack_buffer: Tensor | None = None  # used again for every bucket
+        self._bucket_bytes = bucket_bytes
+        self._pending_weights: list[Tensor] = []
+        self._sent_buckets = 0
 
     def send(self, name: str, weight: Tensor) -> None:
-        """Send the next weight, with the last one of its bucket."""
-        assert WeightSpec.of(name, weight) == self._bucket[len(self._held)], name
-        self._held.append(weight.detach().to(self._device).contiguous())
-        if len(self._held) == len(self._bucket):
+        """Queue the next weight; the last one of a bucket sends the bucket."""
+        assert WeightSpec.of(name, weight) == self._bucket[len(self._pending_weights)], name
+        self._pending_weights.append(weight.detach().to(self._device).contiguous())
+        if len(self._pending_weights) == len(self._bucket):
             data = self._pack()
             self._broadcast(data)
-            self._broadcast(_words(self._sent, data))
+            self._broadcast(_checksum_words(self._sent_buckets, data))
             failpoint("bucket-sent")
-            self._sent += 1
-            self._held = []
-            self._bucket = next(self._left, [])
+            self._sent_buckets += 1
+            self._pending_weights = []
+            self._bucket = next(self._remaining_buckets, [])
 
     def _pack(self) -> Tensor:
-        if len(self._held) == 1:
-            return self._held[0].view(-1).view(torch.uint8)
-        if self._packed is None:
-            self._packed = torch.zeros(self._most, dtype=torch.uint8, device=self._device)
-        place = 0
-        for weight in self._held:
+        if len(self._pending_weights) == 1:
+            return self._pending_weights[0].view(-1).view(torch.uint8)
+        if self._pack_buffer is None:
+            self._pack_buffer = torch.zeros(
+                self._bucket_bytes, dtype=torch.uint8, device=self._device
+            )
+        offset = 0
+        for weight in self._pending_weights:
             data = weight.view(-1).view(torch.uint8)
-            self._packed[place : place + data.numel()].copy_(data)
-            place += _aligned(data.numel())
-        return self._packed[:place]
+            self._pack_buffer[offset : offset + data.numel()].copy_(data)
+            offset += _align(data.numel())
+        return self._pack_buffer[:offset]
 
 
-def received(
+def receive_weights(
     weights: Sequence[WeightSpec], bucket_bytes: int, device: torch.device, broadcast: Broadcast
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) of weights that a `WeightSender` sends; a bucket's share its memory.
+    """Yield (name, weight) of weights that a `WeightSender` sends; they share a bucket's memory.
 
     Raises GroupBroken, also if a checksum does not match.
     """
     for number, bucket in enumerate(buckets(weights, bucket_bytes)):
-        alone = len(bucket) == 1
-        size = bucket[0].nbytes if alone else sum(_aligned(one.nbytes) for one in bucket)
+        is_single = len(bucket) == 1
+        size = bucket[0].nbytes if is_single else sum(_align(weight.nbytes) for weight in bucket)
         data = torch.empty(size, dtype=torch.uint8, device=device)
         broadcast(data)
         words = torch.zeros(2, dtype=torch.int64, device=device)
         broadcast(words)
-        if not torch.equal(words, _words(number, data)):
+        if not torch.equal(words, _checksum_words(number, data)):
             raise GroupBroken(f"the checksum of bucket {number} does not match")
         failpoint("bucket-received")
-        place = 0
-        for one in bucket:
-            flat = data[place : place + one.nbytes].view(one.torch_dtype)
-            yield one.name, flat.view(one.shape)
-            place += _aligned(one.nbytes)
+        offset = 0
+        for weight in bucket:
+            flat = data[offset : offset + weight.nbytes].view(weight.torch_dtype)
+            yield weight.name, flat.view(weight.shape)
+            offset += _align(weight.nbytes)
 
 
-def _words(number: int, data: Tensor) -> Tensor:
+def _checksum_words(number: int, data: Tensor) -> Tensor:
     """Return the number and the checksum of a bucket, int64 [2] on its device.
 
-    The checksum is a sum of the data as words, each times the odd number of its column, modulo
-    2^64: it changes with any one word, and with words that are in another column.
+    The checksum is the sum of the data's words, each times the odd number of its column, modulo
+    2^64: it changes if any single word changes, or if words change their columns.
     """
     if data.storage_offset() % 8:
         data = data.clone()
-    whole = data.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
-    columns = data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
-    rest = data[whole:].long()
-    odd = torch.arange(1, 16 * _COLUMNS, 2, device=data.device)
-    total = (columns * odd[:_COLUMNS]).sum() + (rest * odd[: rest.numel()]).sum()
+    column_bytes = data.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
+    columns = data[:column_bytes].view(torch.int64).view(-1, _COLUMNS).sum(0)
+    remaining_bytes = data[column_bytes:].long()
+    odd_numbers = torch.arange(1, 16 * _COLUMNS, 2, device=data.device)
+    total = (columns * odd_numbers[:_COLUMNS]).sum() + (
+        remaining_bytes * odd_numbers[: remaining_bytes.numel()]
+    ).sum()
     return torch.stack([torch.full_like(total, number), total])
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

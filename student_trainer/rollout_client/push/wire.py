@@ -25,7 +25,7 @@ def offer_message(offer: WeightsOffer) -> rollouts_pb2.PushPart:
     message = rollouts_pb2.PushOffer(
         weights=version_message(offer.version),
         dtype=offer.dtype,
-        tensors=[rollouts_pb2.PushedWeight(**asdict(one)) for one in offer.weights],
+        tensors=[rollouts_pb2.PushedWeight(**asdict(weight)) for weight in offer.weights],
         probe_sequences=len(probe.token_ids),
         probe_ids=probe.token_ids.numpy().astype("<i4").tobytes(),
         probe_logprobs=probe.logprobs.numpy().astype("<f4").tobytes(),
@@ -39,12 +39,14 @@ def read_offer(part: rollouts_pb2.PushPart, limits: OrderLimits) -> WeightsOffer
         raise InvalidInput("a push begins with its offer", field="part", hint=_HINT)
     message = part.offer
     version: WeightsVersion = read_version(message.weights, limits)
-    weights = [WeightSpec(one.name, one.dtype, tuple(one.shape)) for one in message.tensors]
+    weights = [
+        WeightSpec(weight.name, weight.dtype, tuple(weight.shape)) for weight in message.tensors
+    ]
     if message.dtype not in ("float32", "bfloat16") or not weights:
         raise InvalidInput("the offer has no dtype or no weights", field="offer", hint=_HINT)
-    for one in weights:
-        if not isinstance(getattr(torch, one.dtype, None), torch.dtype):
-            raise InvalidInput(f"has dtype {one.dtype!r}", field=one.name, hint=_HINT)
+    for weight in weights:
+        if not isinstance(getattr(torch, weight.dtype, None), torch.dtype):
+            raise InvalidInput(f"has dtype {weight.dtype!r}", field=weight.name, hint=_HINT)
     try:
         ids = np.frombuffer(message.probe_ids, "<i4").reshape(message.probe_sequences, -1)
         logprobs = np.frombuffer(message.probe_logprobs, "<f4").reshape(len(ids), ids.shape[1] - 1)
@@ -57,7 +59,7 @@ def read_offer(part: rollouts_pb2.PushPart, limits: OrderLimits) -> WeightsOffer
 
 
 def start_message(seat: Seat) -> rollouts_pb2.PushPart:
-    """Return the message of a seat, the first one of an engine."""
+    """Return the message of an engine's first seat."""
     values = asdict(seat)
     rank = values.pop("rank")
     return rollouts_pb2.PushPart(start=rollouts_pb2.PushStart(**values, first_rank=rank))
@@ -66,8 +68,8 @@ def start_message(seat: Seat) -> rollouts_pb2.PushPart:
 def read_start(part: rollouts_pb2.PushPart) -> Seat:
     """Return the seat of a message. Raises InvalidInput."""
     start = part.start
-    seats = 0 < start.first_rank < start.size and 0 < start.port < 1 << 16
-    if not seats or start.seconds <= 0 or not start.bucket_bytes:
+    is_seat = 0 < start.first_rank < start.size and 0 < start.port < 1 << 16
+    if not is_seat or start.seconds <= 0 or not start.bucket_bytes:
         raise InvalidInput("after its offer, a push starts with a seat", field="part", hint=_HINT)
     if start.backend not in get_args(Backend):
         raise InvalidInput(f"got {start.backend!r}", field="start.backend", hint=_HINT)

@@ -85,7 +85,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         """
         specs = [WeightSpec(name, dtype, tuple(shape)) for name, dtype, shape in weights]
         try:
-            self._replace_weights(self._receiver.receive(Seat(**seat).after(self.rank), specs))
+            self._replace_weights(self._receiver.receive(Seat(**seat).shifted_by(self.rank), specs))
         except GroupBroken as error:
             return str(error)
         failpoint("push-received")

@@ -21,7 +21,7 @@ from protos.errors import DistillError, InvalidInput, Unavailable
 from student_trainer.rollout_client import local_services
 from student_trainer.rollout_client.local_services import (
     RolloutServices,
-    engines_of,
+    count_engines,
     rollout_services,
     share_threads,
 )
@@ -126,20 +126,20 @@ def test_one_that_is_killed_is_started_again(tmp_path: Path) -> None:
 
 def test_one_that_always_dies_is_given_up(lost: Any) -> None:
     services = services_of(f"import sys; {READY}; sys.exit('error: out of memory')")
-    services.when_lost(lost)
+    services.call_when_lost(lost)
     services.addresses()
     error = lost.wait()
     assert isinstance(error, Unavailable)
     assert "has ended 4 times" in error.message
     assert "out of memory" in error.message
-    services.when_lost(lost)  # also whoever asks later
+    services.call_when_lost(lost)  # also whoever asks later
     services.stop()
 
 
 def test_one_of_two_that_is_given_up_ends_nothing(lost: Any) -> None:
     dying = f"import sys; {READY}; sys.exit('error: out of memory')"
     services = services_of(dying, f"import time; {READY}; time.sleep(99)")
-    services.when_lost(lost)
+    services.call_when_lost(lost)
     services.addresses()
     services._started[0]._thread.join(60)
     assert services._ended == 1
@@ -179,11 +179,11 @@ def test_threads_are_shared(
 def test_engines_get_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     config = job(engine="vllm", gpus=4, tensor_parallel_size=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3,1")
-    found = [local_services._gpus(config, config.rollouts, number) for number in range(2)]
+    found = [local_services._gpu_variable(config, config.rollouts, number) for number in range(2)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["2,5", "3,1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3")
     with pytest.raises(InvalidInput, match=r"4 GPUs; train.processes needs 1 .* the engine 4 more"):
-        local_services._gpus(config, config.rollouts, 0)
+        local_services._gpu_variable(config, config.rollouts, 0)
 
 
 def test_engines_without_gpus_of_their_own_share_the_trainers(
@@ -193,16 +193,16 @@ def test_engines_without_gpus_of_their_own_share_the_trainers(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5")
     config = job(engine="vllm")
     config = config.model_copy(update={"train": config.train.model_copy(update={"processes": 2})})
-    assert engines_of(config, config.rollouts) == 2
-    found = [local_services._gpus(config, config.rollouts, number) for number in range(2)]
+    assert count_engines(config, config.rollouts) == 2
+    found = [local_services._gpu_variable(config, config.rollouts, number) for number in range(2)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["7", "2"]
-    assert local_services._sleep(config.rollouts) == ["--sleep"]
+    assert local_services._sleep_option(config.rollouts) == ["--sleep"]
     for other in (job(engine="vllm", lag=1), job(engine="vllm", gpus=2), job(lag=1)):
-        assert local_services._sleep(other.rollouts) == []
+        assert local_services._sleep_option(other.rollouts) == []
     own = job(engine="vllm", gpus=2, tensor_parallel_size=2)
-    assert engines_of(own, own.rollouts) == 1
+    assert count_engines(own, own.rollouts) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert engines_of(config, config.rollouts) == 1
-    assert local_services._gpus(config, config.rollouts, 0) == {}
-    assert local_services._sleep(config.rollouts) == []
-    assert engines_of(job(), job().rollouts) == 0
+    assert count_engines(config, config.rollouts) == 1
+    assert local_services._gpu_variable(config, config.rollouts, 0) == {}
+    assert local_services._sleep_option(config.rollouts) == []
+    assert count_engines(job(), job().rollouts) == 0

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from student_trainer.data.rollout import Rollout, TailDraws
-from student_trainer.rollout_client.stored_sequences import encoded, file_name, read
+from student_trainer.rollout_client.stored_sequences import (
+    encode_rollouts,
+    file_name,
+    read_rollouts,
+)
 
 K, M = 3, 2
 
@@ -42,8 +46,8 @@ def test_round_trip(draws: bool, talks: bool, tmp_path: Path) -> None:
     stored = {7 * n - 3: rollout(1 + 5 * n, draws=draws, talks=talks, seed=n) for n in range(6)}
     halves = [dict(list(stored.items())[:2]), dict(list(stored.items())[2:])]
     for part, half in enumerate(halves):
-        (tmp_path / file_name(part)).write_bytes(encoded(half))
-    found = read(tmp_path)
+        (tmp_path / file_name(part)).write_bytes(encode_rollouts(half))
+    found = read_rollouts(tmp_path)
     assert found.keys() == stored.keys()
     for number, one in stored.items():
         for field in fields(Rollout):
@@ -64,4 +68,4 @@ def same(found: object, expected: object) -> None:
 
 
 def test_a_checkpoint_without_rollouts(tmp_path: Path) -> None:
-    assert read(tmp_path) == {}
+    assert read_rollouts(tmp_path) == {}

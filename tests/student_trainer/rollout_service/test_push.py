@@ -18,7 +18,7 @@ from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_replica import Replica
 from student_trainer.rollout_client.order import Order, WeightsVersion
 from student_trainer.rollout_client.push.group import Store
-from student_trainer.rollout_client.push.pusher import _Member
+from student_trainer.rollout_client.push.pusher import _PushCall
 from student_trainer.rollout_client.push.stream import WeightsOffer, WeightSpec, buckets
 from tests.forks import Forks
 from tests.student_trainer.rollout_service.conftest import StartService
@@ -131,7 +131,7 @@ def test_an_engine_is_not_ready_in_time(start_service: StartService, tmp_path: P
         probe, dtype = holder.versions._snapshots.probe()
         version = replace(holder.versions._snapshots.version(1), pushed=True)
         specs = [WeightSpec.of(*one) for one in student(0).named_parameters()]
-        member = _Member(holder.client.replicas[0], WeightsOffer(version, dtype, specs, probe))
+        member = _PushCall(holder.client.replicas[0], WeightsOffer(version, dtype, specs, probe))
         assert member.wait_until_ready(20)
         made.pusher._patience_seconds = 1.0
         assert not made.push(1, student(1)).pushed
