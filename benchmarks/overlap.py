@@ -39,7 +39,7 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import SingleTurnRollouts
 from student_trainer.rollout_client.order import Order, SamplingSettings, WeightsVersion
-from student_trainer.rollout_service.engines.base import EngineInfo
+from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sampler import SampledTokens
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
@@ -193,7 +193,7 @@ class TimedEngine:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._turn = asyncio.Lock()
-        self.info = EngineInfo("hf", "-", 100, None, "float32", "cpu", ("drain",))
+        self.info = RolloutEngineInfo("hf", "-", 100, None, "float32", "cpu", ("drain",))
 
     async def load(self, version: WeightsVersion) -> None:
         """Do nothing."""

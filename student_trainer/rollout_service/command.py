@@ -33,7 +33,7 @@ from protos.rpc.logs import LogFormat, LogLevel, start_logging
 from student_trainer.parallel import launcher
 from student_trainer.rollout_service import options
 
-# Of the extra [train]: a machine that only samples needs no more.
+# Packages of the extra [train] that a machine needs that only samples.
 _PACKAGES = ("accelerate", "safetensors", "torch", "transformers")
 
 app = typer.Typer(
@@ -78,12 +78,16 @@ def rollouts(
     require_packages("train", "distill-rollouts", _PACKAGES)
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
-    from student_trainer.rollout_service.program import EngineSettings, VllmSettings, run
+    from student_trainer.rollout_service.program import (
+        RolloutEngineSettings,
+        RolloutVllmSettings,
+        run,
+    )
 
-    vllm = VllmSettings(tensor_parallel_size, gpu_memory_share, max_batch_tokens, sleep)
+    vllm = RolloutVllmSettings(tensor_parallel_size, gpu_memory_share, max_batch_tokens, sleep)
     start_logging(log_format, log_level, "student_trainer")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
-        chosen = EngineSettings(engine, model, revision, dtype, lora_rank, device, vllm)
-        run(chosen, endpoint, (metrics_host, metrics_port))
+        settings = RolloutEngineSettings(engine, model, revision, dtype, lora_rank, device, vllm)
+        run(settings, endpoint, (metrics_host, metrics_port))

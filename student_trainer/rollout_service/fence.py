@@ -1,4 +1,4 @@
-"""The fence between attempts of a job: a rollout service serves the newest one it has heard."""
+"""The fence between attempts of a job: a rollout service serves the newest attempt it has seen."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections import OrderedDict
 from protos.errors import WrongState
 from student_trainer.rollout_client.order import WeightsVersion
 
-# Jobs that are remembered; the one that was heard longest ago is forgotten first.
-_MOST_JOBS = 10_000
+# Number of jobs to remember; the job whose last order is the oldest is forgotten first.
+_MAX_JOBS = 10_000
 
 
 class Fence:
-    """The newest attempt of each job that has sent an order. In memory: a restart forgets it."""
+    """The newest attempt of each job that has sent an order. Kept in memory: lost at a restart."""
 
-    def __init__(self, most_jobs: int = _MOST_JOBS) -> None:
-        self._most_jobs = most_jobs
+    def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
+        self._max_jobs = max_jobs
         self._newest: OrderedDict[str, int] = OrderedDict()
 
-    def hear(self, weights: WeightsVersion) -> WrongState | None:
-        """Note the attempt of an order.
+    def admit(self, weights: WeightsVersion) -> WrongState | None:
+        """Admit an order, and record its attempt.
 
-        Returns the error for the orders of earlier attempts if it is the first of this one. Raises
-        that error if a later attempt has been heard.
+        Returns the error for the orders of earlier attempts if the attempt is new. Raises that
+        error if a later attempt has sent an order.
         """
         if not weights.job:
             return None
         newest = self._newest.get(weights.job, 0)
         if weights.attempt < newest:
-            raise _replaced(newest)
+            raise _replaced_error(newest)
         self._newest[weights.job] = weights.attempt
         self._newest.move_to_end(weights.job)
-        if len(self._newest) > self._most_jobs:
+        if len(self._newest) > self._max_jobs:
             self._newest.popitem(last=False)
-        return _replaced(weights.attempt) if weights.attempt > newest else None
+        return _replaced_error(weights.attempt) if weights.attempt > newest else None
 
 
-def _replaced(newest: int) -> WrongState:
+def _replaced_error(newest: int) -> WrongState:
     return WrongState(
         f"attempt {newest} of this job has replaced the one that sent this order",
         field="rollouts.address",

@@ -21,14 +21,14 @@ class RolloutMetrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
 
-        def count(name: str, meaning: str) -> Counter:
+        def build_counter(name: str, meaning: str) -> Counter:
             return Counter(_PREFIX + name, meaning, ["code"], registry=registry)
 
-        def seconds(name: str, meaning: str) -> Histogram:
+        def build_histogram(name: str, meaning: str) -> Histogram:
             return Histogram(_PREFIX + name, meaning, buckets=_SECONDS_BUCKETS, registry=registry)
 
-        self._orders = count("orders", "Orders by outcome.")
-        self._loads = count("weight_loads", "Loads of weights by outcome.")
+        self._orders = build_counter("orders", "Orders by outcome.")
+        self._loads = build_counter("weight_loads", "Loads of weights by outcome.")
         for code in ("OK", "CANCELLED", *ErrorCode):
             self._orders.labels(code)
             self._loads.labels(code)
@@ -38,22 +38,26 @@ class RolloutMetrics:
         self._tokens = Counter(
             _PREFIX + "sampled_tokens", "Tokens of those sequences.", registry=registry
         )
-        self._order_seconds = seconds("order_seconds", "From the arrival of an order to its end.")
-        self._load_seconds = seconds("weight_load_seconds", "Time of one load, with its probe.")
+        self._order_seconds = build_histogram(
+            "order_seconds", "From the arrival of an order to its end."
+        )
+        self._load_seconds = build_histogram(
+            "weight_load_seconds", "Time of one load, with its probe."
+        )
 
     @contextmanager
     def order(self) -> Iterator[None]:
-        """Measure an order: count it by the outcome of the block, and record its time if it is OK.
+        """Return a context that counts an order by its outcome, and records its time if it is OK.
 
-        The block raises the error of the order.
+        The order's error must propagate through the context.
         """
-        with _measured(self._orders, self._order_seconds):
+        with _measure_outcome(self._orders, self._order_seconds):
             yield
 
     @contextmanager
     def load(self) -> Iterator[None]:
-        """Measure a load of weights, as `order` does."""
-        with _measured(self._loads, self._load_seconds):
+        """Return a context that counts and measures a load of weights; see `order`."""
+        with _measure_outcome(self._loads, self._load_seconds):
             yield
 
     def sequence(self, tokens: int) -> None:
@@ -72,7 +76,7 @@ class RolloutMetrics:
 
 
 @contextmanager
-def _measured(count: Counter, seconds: Histogram) -> Iterator[None]:
+def _measure_outcome(count: Counter, seconds: Histogram) -> Iterator[None]:
     began = time.perf_counter()
     code = "OK"
     try:

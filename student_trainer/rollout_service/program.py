@@ -21,13 +21,13 @@ from student_trainer.rollout_service.service import RolloutServicer
 
 log = logging.getLogger(__name__)
 
-# For the orders that run: clients send unfinished ones to another service.
+# Time for running orders to end; clients send unfinished orders to another service.
 GRACE_SECONDS = 30.0
 _VLLM_BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class VllmSettings:
+class RolloutVllmSettings:
     """Options of the vllm engine: GPUs, the share of their memory in (0, 1], tokens of a step.
 
     sleeps: free the memory of the GPUs when a client asks for it.
@@ -40,7 +40,7 @@ class VllmSettings:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class RolloutEngineSettings:
     """The engine and its model; the command-line options of the same names explain each field."""
 
     name: str
@@ -49,10 +49,12 @@ class EngineSettings:
     dtype: str
     lora_rank: int
     device: str
-    vllm: VllmSettings
+    vllm: RolloutVllmSettings
 
 
-def run(settings: EngineSettings, endpoint: ServerEndpoint, address: tuple[str, int]) -> None:
+def run(
+    settings: RolloutEngineSettings, endpoint: ServerEndpoint, address: tuple[str, int]
+) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
     `address`: (host, port) of the metrics page. Raises InvalidInput if the settings cannot work.
@@ -65,23 +67,23 @@ def run(settings: EngineSettings, endpoint: ServerEndpoint, address: tuple[str, 
         asyncio.run(_serve(engine, endpoint, metrics, page))
 
 
-def make_engine(settings: EngineSettings) -> RolloutEngine:
+def make_engine(settings: RolloutEngineSettings) -> RolloutEngine:
     """Load the engine `settings.name`.
 
     Raises InvalidInput if the engine is unknown, lacks one of the options that are set, or cannot
     load the model.
     """
     vllm = settings.vllm
-    model = _model_of(settings)
+    model = _resolve_model(settings)
     match settings.name:
         case "hf":
             if vllm.tensor_parallel_size != 1:
-                raise _unknown_to("hf", "--tensor-parallel-size", "use --engine vllm")
+                raise _build_option_error("hf", "--tensor-parallel-size", "use --engine vllm")
             if vllm.max_batch_tokens is not None:
                 hint = "leave it out: the job's key train.tokens_per_micro_batch decides"
-                raise _unknown_to("hf", "--max-batch-tokens", hint)
+                raise _build_option_error("hf", "--max-batch-tokens", hint)
             if vllm.sleeps:
-                raise _unknown_to("hf", "--sleep", "use --engine vllm")
+                raise _build_option_error("hf", "--sleep", "use --engine vllm")
             from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 
             return HfRolloutEngine(
@@ -92,7 +94,7 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
             )
         case "vllm":
             if settings.device != "auto":
-                raise _unknown_to("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
+                raise _build_option_error("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
             if vllm.sleeps and not gpus_here():
                 raise InvalidInput(
                     "there is no GPU whose memory could be freed",
@@ -104,7 +106,7 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
                 VllmRolloutEngine,
             )
 
-            sampling: RolloutEngine = VllmRolloutEngine(
+            vllm_engine: RolloutEngine = VllmRolloutEngine(
                 model,
                 dtype=settings.dtype,
                 lora_rank=settings.lora_rank,
@@ -113,12 +115,12 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
                 max_batch_tokens=vllm.max_batch_tokens or _VLLM_BATCH_TOKENS,
                 sleeps=vllm.sleeps,
             )
-            return sampling
+            return vllm_engine
         case name:
             raise InvalidInput(f"unknown engine {name!r}", field="--engine", hint="use hf or vllm")
 
 
-def _model_of(settings: EngineSettings) -> str:
+def _resolve_model(settings: RolloutEngineSettings) -> str:
     """Return the model, or the directory of its revision."""
     if settings.revision is None:
         return settings.model
@@ -135,7 +137,7 @@ def _model_of(settings: EngineSettings) -> str:
         ) from error
 
 
-def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:
+def _build_option_error(engine: str, option: str, hint: str) -> InvalidInput:
     return InvalidInput(f"the {engine} engine has no such option", field=option, hint=hint)
 
 
@@ -152,8 +154,8 @@ async def _serve(
     def on_ready(port: int) -> None:
         page.start()
         info = engine.info
-        facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
-        log.info("serving", extra=fields(**facts, device=info.device))
+        log_fields = {"engine": info.name, "model": info.model, "dtype": info.dtype}
+        log.info("serving", extra=fields(**log_fields, device=info.device))
         print(f"rollout service listening on {endpoint.address(port)}", flush=True)
 
     def on_stop() -> None:
@@ -162,7 +164,7 @@ async def _serve(
 
     try:
         if engine.info.sleeps:
-            await engine.sleep()  # the trainer may be learning: this service may be a restarted one
+            await engine.sleep()  # after a restart, the trainer may be using the GPU
         await serve(
             register,
             endpoint,

@@ -1,4 +1,4 @@
-"""A push of weights as the rollout service sees it; see `rollout_client/push/pusher.py`."""
+"""A push of weights on the side of the rollout service; see `rollout_client/push/pusher.py`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import asyncio
 
 from student_trainer.rollout_client.push.group import Seat
 from student_trainer.rollout_client.push.stream import WeightsOffer
-from student_trainer.rollout_service.schedule import Withdrawn
+from student_trainer.rollout_service.schedule import LoadWithdrawn
 
 
 class IncomingPush:
-    """A push that a trainer has offered, between its call and the schedule."""
+    """A push that a trainer has offered; connects its gRPC call with the schedule."""
 
     def __init__(self, offer: WeightsOffer) -> None:
         self.offer = offer
-        self.wanted = asyncio.Event()  # the weights may be loaded now
+        self.load_requested = asyncio.Event()  # set when the weights may be loaded
         self._seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
 
-    async def seat(self) -> Seat:
-        """Wait until the trainer sends; return the seat. Raises Withdrawn if it gives up."""
-        self.wanted.set()
+    async def wait_for_seat(self) -> Seat:
+        """Wait until the trainer sends the seat, and return it. Raises LoadWithdrawn."""
+        self.load_requested.set()
         return await self._seat
 
-    def start(self, seat: Seat) -> None:
+    def start(self, wait_for_seat: Seat) -> None:
         """Let the engine join the group and receive."""
         if not self._seat.done():
-            self._seat.set_result(seat)
+            self._seat.set_result(wait_for_seat)
 
     def withdraw(self) -> None:
         """End the push, unless it has started."""
         if not self._seat.done():
-            self._seat.set_exception(Withdrawn("the trainer has withdrawn a push"))
-            self._seat.exception()  # nobody may be waiting for it
+            self._seat.set_exception(LoadWithdrawn("the trainer has withdrawn a push"))
+            self._seat.exception()  # marks the error as retrieved, if nobody waits for the seat

@@ -1,4 +1,4 @@
-"""Which orders may be sampled now, and when the weights of which version are loaded."""
+"""Schedules the orders of a rollout service and the loads of weights that they need."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from student_trainer.rollout_client.order import WeightsVersion
 MAX_WAITING_ORDERS = 256
 
 
-class Withdrawn(Unavailable):
-    """A load has not begun: the weights are as before."""
+class LoadWithdrawn(Unavailable):
+    """A load was withdrawn before it began: the weights are unchanged."""
 
 
-class Place:
+class ScheduleEntry:
     """An order in the schedule.
 
-    sampling: the task that samples it; cancelled if the weights are lost. error: why they are lost.
+    sampling: the task that samples the order; cancelled if the weights are lost. error: the reason.
     """
 
     def __init__(self, weights: WeightsVersion) -> None:
@@ -27,7 +27,7 @@ class Place:
         self.error: Exception | None = None
         self._started = asyncio.Event()
 
-    async def started(self) -> None:
+    async def wait_until_started(self) -> None:
         """Wait until the order may be sampled. Raises the error of the load of its weights."""
         await self._started.wait()
         if self.error is not None:
@@ -51,10 +51,11 @@ class Schedule:
     Orders of the loaded version start at once, unless an older order of another lineage waits. An
     order of another version waits until no order runs; then the weights of the oldest waiting order
     are loaded. If that order allows it (`in_flight` recompute or keep), and its version is a newer
-    one of the loaded lineage, its weights are loaded while orders run.
+    version of the loaded lineage, its weights are loaded while orders run.
 
-    A load that fails, fails the orders that wait for it, and those that run: they have lost their
-    weights, unless it was Withdrawn. A later order of the same version loads it again.
+    If a load fails, the orders that wait for it fail, and so do the running orders, which have lost
+    their weights, unless the error is LoadWithdrawn. A later order of the same version loads it
+    again.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class Schedule:
     ) -> None:
         self._load_weights = load
         self._max_waiting = max_waiting
-        self._waiting: list[Place] = []  # the oldest first
-        self._running: set[Place] = set()
+        self._waiting: list[ScheduleEntry] = []  # the oldest first
+        self._running: set[ScheduleEntry] = set()
         self._loading: asyncio.Task[None] | None = None
         self._draining = False
-        self.loaded: WeightsVersion | None = None
+        self.loaded_version: WeightsVersion | None = None
         self.loads = 0
 
     @property
@@ -82,57 +83,57 @@ class Schedule:
         """Number of orders that wait."""
         return len(self._waiting)
 
-    def has(self, weights: WeightsVersion) -> bool:
-        """Return whether the weights are loaded now."""
+    def has_loaded(self, weights: WeightsVersion) -> bool:
+        """Return whether `weights` is the loaded version."""
         return self._is_loaded(weights)
 
-    def enter(self, weights: WeightsVersion) -> Place:
+    def enter(self, weights: WeightsVersion) -> ScheduleEntry:
         """Add an order. Raises Overloaded if too many wait, Unavailable after `drain`."""
         if self._draining:
-            raise _stopping()
+            raise _stopping_error()
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(
                 f"{len(self._waiting)} orders wait at this rollout service",
                 hint="retry in a second, or start another service",
             )
-        place = Place(weights)
-        self._waiting.append(place)
+        entry = ScheduleEntry(weights)
+        self._waiting.append(entry)
         self._advance()
-        return place
+        return entry
 
-    def leave(self, place: Place) -> None:
+    def leave(self, entry: ScheduleEntry) -> None:
         """Remove an order, whatever its state. Calling it twice is safe."""
-        self._running.discard(place)
-        if place in self._waiting:
-            self._waiting.remove(place)
+        self._running.discard(entry)
+        if entry in self._waiting:
+            self._waiting.remove(entry)
         self._advance()
 
-    def end_earlier(self, weights: WeightsVersion, error: Exception) -> None:
+    def end_earlier_attempts(self, weights: WeightsVersion, error: Exception) -> None:
         """End the orders of earlier attempts of a job with an error."""
-        for place in (*self._waiting, *self._running):
-            theirs = place.weights
-            if theirs.job == weights.job and theirs.attempt < weights.attempt:
-                if place in self._waiting:
-                    self._waiting.remove(place)
-                place.fail(error)
+        for entry in (*self._waiting, *self._running):
+            entry_weights = entry.weights
+            if entry_weights.job == weights.job and entry_weights.attempt < weights.attempt:
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+                entry.fail(error)
 
     def drain(self) -> None:
-        """Fail the waiting orders and all later ones with Unavailable; the others go on."""
+        """Fail the waiting and all later orders with Unavailable; running orders continue."""
         self._draining = True
-        for place in self._waiting:
-            place.fail(_stopping())
+        for entry in self._waiting:
+            entry.fail(_stopping_error())
         self._waiting.clear()
 
-    async def rest(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
-        """Call `drop_weights`, unless an order runs or waits; none starts meanwhile."""
+    async def sleep(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
+        """Call `drop_weights`, unless an order runs or waits; no order starts during the call."""
         if self._loading is not None or self._running or self._waiting:
             return
-        self.loaded = None
-        # A task, which goes on if the caller is cancelled.
-        self._loading = asyncio.create_task(self._rest(drop_weights))
+        self.loaded_version = None
+        # A task, so that the call continues if the caller is cancelled.
+        self._loading = asyncio.create_task(self._drop_weights(drop_weights))
         await asyncio.shield(self._loading)
 
-    async def _rest(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
+    async def _drop_weights(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
         try:
             await drop_weights()
         finally:
@@ -143,58 +144,60 @@ class Schedule:
         """Start the orders that may start, then load weights if an order needs them now."""
         if self._loading is not None:
             return
-        for place in tuple(self._waiting):
-            if self._is_loaded(place.weights):
-                self._waiting.remove(place)
-                self._running.add(place)
-                place.start()
-            elif not self._is_of_loaded_lineage(place.weights):
+        for entry in tuple(self._waiting):
+            if self._is_loaded(entry.weights):
+                self._waiting.remove(entry)
+                self._running.add(entry)
+                entry.start()
+            elif not self._is_of_loaded_lineage(entry.weights):
                 break
-        needed = self._needed()
-        if needed is not None:
-            self._loading = asyncio.create_task(self._load(needed))
+        version = self._next_version()
+        if version is not None:
+            self._loading = asyncio.create_task(self._load(version))
 
-    def _needed(self) -> WeightsVersion | None:
+    def _next_version(self) -> WeightsVersion | None:
         """Return the version to load now."""
         if self._waiting and not self._running:
             return self._waiting[0].weights
-        for place in self._waiting:
-            weights = place.weights
-            if self.loaded is None or not self._is_of_loaded_lineage(weights):
+        for entry in self._waiting:
+            weights = entry.weights
+            if self.loaded_version is None or not self._is_of_loaded_lineage(weights):
                 return None
-            if weights.in_flight != "drain" and weights.number > self.loaded.number:
+            if weights.in_flight != "drain" and weights.number > self.loaded_version.number:
                 return weights
         return None
 
     async def _load(self, weights: WeightsVersion) -> None:
         try:
             await self._load_weights(weights)
-            self.loaded = weights
+            self.loaded_version = weights
             self.loads += 1
         except Exception as error:
-            untouched = isinstance(error, Withdrawn)
-            if not untouched:
-                self.loaded = None
-            same = [place for place in self._waiting if _same(place.weights, weights)]
-            self._waiting = [place for place in self._waiting if place not in same]
-            for place in same if untouched else (*same, *self._running):
-                place.fail(error)
+            is_unchanged = isinstance(error, LoadWithdrawn)
+            if not is_unchanged:
+                self.loaded_version = None
+            waiting_entries = [
+                entry for entry in self._waiting if _is_same_version(entry.weights, weights)
+            ]
+            self._waiting = [entry for entry in self._waiting if entry not in waiting_entries]
+            for entry in waiting_entries if is_unchanged else (*waiting_entries, *self._running):
+                entry.fail(error)
         finally:
             self._loading = None
         self._advance()
 
     def _is_loaded(self, weights: WeightsVersion) -> bool:
-        return self.loaded is not None and _same(weights, self.loaded)
+        return self.loaded_version is not None and _is_same_version(weights, self.loaded_version)
 
     def _is_of_loaded_lineage(self, weights: WeightsVersion) -> bool:
-        return self.loaded is not None and weights.lineage == self.loaded.lineage
+        return self.loaded_version is not None and weights.lineage == self.loaded_version.lineage
 
 
-def _same(one: WeightsVersion, other: WeightsVersion) -> bool:
-    return (one.lineage, one.number) == (other.lineage, other.number)
+def _is_same_version(left: WeightsVersion, right: WeightsVersion) -> bool:
+    return (left.lineage, left.number) == (right.lineage, right.number)
 
 
-def _stopping() -> Unavailable:
+def _stopping_error() -> Unavailable:
     return Unavailable(
         "this rollout service is stopping", hint="send the order to another one, or start it again"
     )

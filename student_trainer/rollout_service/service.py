@@ -28,22 +28,22 @@ from student_trainer.rollout_service.engines.base import RolloutEngine
 from student_trainer.rollout_service.fence import Fence
 from student_trainer.rollout_service.metrics import RolloutMetrics
 from student_trainer.rollout_service.push import IncomingPush
-from student_trainer.rollout_service.schedule import Place, Schedule, Withdrawn
+from student_trainer.rollout_service.schedule import LoadWithdrawn, Schedule, ScheduleEntry
 from student_trainer.rollouts.sampler import SampledTokens
 
 log = logging.getLogger(__name__)
 
-# An order that arrives holds memory, so one that stalls is ended.
+# Time limit between two parts of an order: an incomplete order holds memory.
 SECONDS_BETWEEN_PARTS = 60.0
-# Of all orders that arrive, wait or are sampled, as messages.
+# Limit of the message bytes of all orders that arrive, wait or are sampled.
 MAX_HELD_BYTES = 1 << 30
-# A client that does not read keeps orders of other versions waiting.
+# Time limit for a client to read a sequence: a slow client delays orders of other versions.
 SECONDS_TO_READ = 300.0
 
-# Sequences, then an error or None. It holds one: the engine waits for a client that reads slowly.
+# Queues of sequences, then an error or None, hold one result: the engine waits for slow clients.
 _Parts = AsyncIterator[rollouts_pb2.OrderPart]
-_Part = TypeVar("_Part")
-_Results = asyncio.Queue[tuple[int, SampledTokens] | Exception | None]
+_Message = TypeVar("_Message")
+_ResultQueue = asyncio.Queue[tuple[int, SampledTokens] | Exception | None]
 
 
 class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
@@ -64,7 +64,9 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         metrics.gauge("held_bytes", "Bytes of all orders.", lambda: self._held_bytes)
         version = "Version of the loaded weights, finished steps; -1 without verified weights."
         metrics.gauge(
-            "weights_version", version, lambda: schedule.loaded.number if schedule.loaded else -1
+            "weights_version",
+            version,
+            lambda: schedule.loaded_version.number if schedule.loaded_version else -1,
         )
 
     async def GetRolloutInfo(
@@ -79,7 +81,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             max_length=info.max_length or 0,
             dtype=info.dtype,
             device=info.device,
-            loaded=version_message(schedule.loaded) if schedule.loaded else None,
+            loaded=version_message(schedule.loaded_version) if schedule.loaded_version else None,
             running_orders=schedule.running,
             waiting_orders=schedule.waiting,
             sampled_tokens=self._metrics.sampled_tokens,
@@ -98,43 +100,43 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         """
         if not self._engine.info.sleeps:
             raise WrongState("this rollout service does not sleep", hint="start it with --sleep")
-        await self._schedule.rest(self._engine.sleep)
+        await self._schedule.sleep(self._engine.sleep)
         return rollouts_pb2.SleepReply()
 
     async def Push(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[rollouts_pb2.PushReply]:
-        """Load weights that come through a process group; see protos/rollouts.proto.
+        """Load weights from a process group; see protos/rollouts.proto.
 
         Raises InvalidInput if the offer is wrong, WrongState if a later attempt of the job has sent
         an order, and the error of the engine.
         """
         parts = aiter(request_iterator)
-        push = IncomingPush(read_offer(await _next(parts, "push"), self._limits))
+        push = IncomingPush(read_offer(await _next_message(parts, "push"), self._limits))
         weights = push.offer.version
-        self._hear(weights)
+        self._admit(weights)
         context.add_done_callback(lambda _: push.withdraw())
         self._pushes[weights] = push
-        place = self._schedule.enter(weights)
-        loaded = asyncio.ensure_future(place.started())
-        wanted = asyncio.ensure_future(push.wanted.wait())
+        entry = self._schedule.enter(weights)
+        load_done = asyncio.ensure_future(entry.wait_until_started())
+        load_requested = asyncio.ensure_future(push.load_requested.wait())
         try:
-            await asyncio.wait((loaded, wanted), return_when=asyncio.FIRST_COMPLETED)
-            if not loaded.done():
+            await asyncio.wait((load_done, load_requested), return_when=asyncio.FIRST_COMPLETED)
+            if not load_done.done():
                 info = self._engine.info
                 ready = rollouts_pb2.PushReady(
                     process=self._process, ranks=info.ranks, device=info.device.partition(":")[0]
                 )
                 yield rollouts_pb2.PushReply(ready=ready)
                 push.start(read_start(await anext(parts)))
-            await loaded
+            await load_done
             yield rollouts_pb2.PushReply(loaded=rollouts_pb2.PushLoaded())
         finally:
             push.withdraw()
             self._pushes.pop(weights, None)
-            self._schedule.leave(place)
-            loaded.cancel()
-            wanted.cancel()
+            self._schedule.leave(entry)
+            load_done.cancel()
+            load_requested.cancel()
 
     async def Sample(
         self, request_iterator: Any, context: Any
@@ -142,19 +144,21 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         """Sample the sequences of one order; see protos/rollouts.proto.
 
         Raises InvalidInput if the order is wrong, WrongState if a later attempt of its job has sent
-        an order, now or while this one waits or is sampled, Overloaded if too many orders wait or
-        if they take too much memory, Unavailable if the service stops, and the error of the engine.
+        an order, or sends one while this order waits or is sampled, Overloaded if too many orders
+        wait or take too much memory, Unavailable if the service stops, and the error of the engine.
         """
-        held = _HeldBytes(self)
+        order_bytes = _OrderBytes(self)
         try:
-            order = await self._read(aiter(request_iterator), held)
-            self._hear(order.weights)
-            if order.weights.pushed and not self._schedule.has(order.weights):
-                raise _lacks(order.weights)
-            place = self._schedule.enter(order.weights)
-            results: _Results = asyncio.Queue(1)
-            place.sampling = sampling = asyncio.create_task(self._sample(order, place, results))
-            sampling.add_done_callback(lambda _: self._schedule.leave(place))
+            order = await self._read_order(aiter(request_iterator), order_bytes)
+            self._admit(order.weights)
+            if order.weights.pushed and not self._schedule.has_loaded(order.weights):
+                raise _lacks_pushed_error(order.weights)
+            entry = self._schedule.enter(order.weights)
+            results: _ResultQueue = asyncio.Queue(1)
+            entry.sampling = sampling = asyncio.create_task(
+                self._sample_order(order, entry, results)
+            )
+            sampling.add_done_callback(lambda _: self._schedule.leave(entry))
             # gRPC does not close this generator when the client goes away.
             context.add_done_callback(lambda _: sampling.cancel())
             await context.send_initial_metadata((STREAM_OPEN,))
@@ -165,95 +169,101 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
                     yield part
                     failpoint("sampled-part-sent")
         finally:
-            held.release()
+            order_bytes.release()
 
     async def _load(self, weights: WeightsVersion) -> None:
         began = time.perf_counter()
-        facts = {"lineage": weights.lineage, "number": weights.number}
+        log_fields = {"lineage": weights.lineage, "number": weights.number}
         try:
             with self._metrics.load():
                 push = self._pushes.get(weights)
                 if push is None:
                     if weights.pushed:
-                        raise _lacks(weights)
+                        raise _lacks_pushed_error(weights)
                     await self._engine.load(weights)
                 else:
-                    seat = await push.seat()
+                    seat = await push.wait_for_seat()
                     failpoint("push-started")
                     await self._engine.receive(push.offer, seat)
         except Exception as error:
-            log.warning("weights refused", extra=fields(**facts, error=str(error)))
+            log.warning("weights refused", extra=fields(**log_fields, error=str(error)))
             raise
         seconds = round(time.perf_counter() - began, 3)
-        log.info("weights", extra=fields(**facts, seconds=seconds))
+        log.info("weights", extra=fields(**log_fields, seconds=seconds))
 
-    def _hear(self, weights: WeightsVersion) -> None:
-        replaced = self._fence.hear(weights)
-        if replaced is not None:
-            self._schedule.end_earlier(weights, replaced)
+    def _admit(self, weights: WeightsVersion) -> None:
+        replaced_error = self._fence.admit(weights)
+        if replaced_error is not None:
+            self._schedule.end_earlier_attempts(weights, replaced_error)
 
     def drain(self) -> None:
-        """Fail the orders that wait with Unavailable; those that run go on."""
+        """Fail the waiting orders with Unavailable; running orders continue."""
         self._schedule.drain()
 
-    async def _read(self, parts: _Parts, held: _HeldBytes) -> Order:
+    async def _read_order(self, parts: _Parts, order_bytes: _OrderBytes) -> Order:
         reader = OrderReader(self._limits)
         while True:
             try:
-                part = await _next(parts, "order")
+                part = await _next_message(parts, "order")
             except StopAsyncIteration:
                 return reader.order()
-            held.take(part.ByteSize())
+            order_bytes.add(part.ByteSize())
             reader.add(part)
 
-    async def _sample(self, order: Order, place: Place, results: _Results) -> None:
+    async def _sample_order(
+        self, order: Order, entry: ScheduleEntry, results: _ResultQueue
+    ) -> None:
         """Put the sequences of an order into the queue, then None, or the error that ended it."""
         error: Exception | None = None
         began = time.perf_counter()
         try:
             with self._metrics.order():
-                await self._sample_to_end(order, place, results)
-        except Exception as caught:
-            error = caught
-        self._schedule.leave(place)  # now: the client may read the last sequences slowly
-        facts = {"sequences": len(order.sequences), "number": order.weights.number}
+                await self._sample_to_end(order, entry, results)
+        except Exception as raised:
+            error = raised
+        self._schedule.leave(entry)  # already now: the client may read the last sequences slowly
+        log_fields = {"sequences": len(order.sequences), "number": order.weights.number}
         seconds = round(time.perf_counter() - began, 3)
         outcome = "OK" if error is None else type(error).__name__
-        log.debug("order", extra=fields(code=outcome, **facts, seconds=seconds))
+        log.debug("order", extra=fields(code=outcome, **log_fields, seconds=seconds))
         await results.put(error)
 
-    async def _sample_to_end(self, order: Order, place: Place, results: _Results) -> None:
+    async def _sample_to_end(
+        self, order: Order, entry: ScheduleEntry, results: _ResultQueue
+    ) -> None:
         try:
-            await place.started()
+            await entry.wait_until_started()
             failpoint("order-started")
             async with aclosing(self._engine.sample(order)) as sequences:
                 async for index, sampled in sequences:
                     self._metrics.sequence(len(sampled.token_ids))
-                    await _hand_over(results, (index, sampled))
+                    await _deliver(results, (index, sampled))
         except asyncio.CancelledError:
-            if place.error is None:
-                raise  # the client is gone
-            raise place.error from None
+            if entry.error is None:
+                raise  # the client has disconnected
+            raise entry.error from None
 
 
-def _lacks(weights: WeightsVersion) -> Withdrawn:
-    return Withdrawn(
+def _lacks_pushed_error(weights: WeightsVersion) -> LoadWithdrawn:
+    return LoadWithdrawn(
         f"the pushed version {weights.number} is not loaded here",
         field=LACKS_PUSHED,
         hint="the trainer sends a newer one, or writes files",
     )
 
 
-async def _next(parts: AsyncIterator[_Part], what: str) -> _Part:
+async def _next_message(parts: AsyncIterator[_Message], stream_name: str) -> _Message:
     """Return the next message. Raises TimedOut, and StopAsyncIteration after the last one."""
     try:
         async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
             return await anext(parts)
     except TimeoutError as error:
-        raise TimedOut(f"no part of the {what} arrived for {SECONDS_BETWEEN_PARTS:g} s") from error
+        raise TimedOut(
+            f"no part of the {stream_name} arrived for {SECONDS_BETWEEN_PARTS:g} s"
+        ) from error
 
 
-async def _hand_over(results: _Results, result: tuple[int, SampledTokens]) -> None:
+async def _deliver(results: _ResultQueue, result: tuple[int, SampledTokens]) -> None:
     """Put a sequence into the queue. Raises TimedOut if the client does not read."""
     try:
         async with asyncio.timeout(SECONDS_TO_READ):
@@ -262,15 +272,15 @@ async def _hand_over(results: _Results, result: tuple[int, SampledTokens]) -> No
         raise TimedOut(f"the client has read no sequence for {SECONDS_TO_READ:g} s") from error
 
 
-class _HeldBytes:
-    """The bytes of one order, counted in those of the service."""
+class _OrderBytes:
+    """Counts the bytes of one order, as a part of the service's total."""
 
     def __init__(self, service: RolloutServicer) -> None:
         self._service = service
         self._bytes = 0
 
-    def take(self, size: int) -> None:
-        """Count `size` bytes more. Raises Overloaded if the orders take too much memory."""
+    def add(self, size: int) -> None:
+        """Add `size` bytes. Raises Overloaded if the orders take too much memory."""
         if self._service._held_bytes + size > MAX_HELD_BYTES:
             raise Overloaded(
                 f"the orders of this rollout service take {MAX_HELD_BYTES >> 20} MiB",

@@ -13,12 +13,12 @@ from student_trainer.rollouts.sampler import SampledTokens
 
 
 @dataclass(frozen=True)
-class EngineInfo:
-    """What an engine says of itself.
+class RolloutEngineInfo:
+    """The model, the limits and the abilities of an engine.
 
-    max_length: most tokens of one sequence; None: no limit. in_flight: the values of
-    `WeightsVersion.in_flight` that it knows. lora_rank: of the adapters that its snapshots have;
-    0: they have all weights. sleeps: `RolloutEngine.sleep` frees memory, and the engine starts so.
+    max_length: maximum tokens of one sequence; None: no limit. in_flight: the supported values of
+    `WeightsVersion.in_flight`. lora_rank: rank of the adapters that its snapshots contain; 0: they
+    contain all weights. sleeps: `RolloutEngine.sleep` frees memory, and the engine starts asleep.
     ranks: processes that receive pushed weights.
     """
 
@@ -35,40 +35,40 @@ class EngineInfo:
 
 
 class RolloutEngine(Protocol):
-    """Samples sequences with a model whose weights are replaced again and again.
+    """Samples sequences with a model whose weights are replaced repeatedly.
 
     `service.py` calls it from one event loop. It loads weights only as `WeightsVersion.in_flight`
     allows: with "drain" when no order runs.
     """
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> RolloutEngineInfo:
         """Return the model, its limits, and where it computes."""
 
     async def load(self, version: WeightsVersion) -> None:
         """Load the weights of a snapshot, and verify them with its probe.
 
-        Orders that run go on with the new weights, after "recompute" with a new KV cache. Raises
+        Running orders continue with the new weights, after "recompute" with a new KV cache. Raises
         Corrupt if the snapshot is incomplete or damaged, or if the engine's log-probs of the probe
-        differ from the trainer's: no order may be sampled then before a later `load` succeeds.
+        differ from the trainer's: then no order may be sampled before a later `load` succeeds.
         """
 
     async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
-        """Load weights that come through a process group, and verify them, as `load` does.
+        """Load weights from a process group, and verify them as `load` does.
 
         `seat`: of the first process of the engine. Raises Unavailable if the group breaks, and
-        Corrupt as `load` does: no order may be sampled then before a later load succeeds.
+        Corrupt as `load` does: then no order may be sampled before a later load succeeds.
         """
 
     def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
-        """Yield (index in the order, its tokens) for each sequence as soon as it is finished.
+        """Yield (index in the order, sampled tokens) for each sequence when it is finished.
 
-        Closing the iterator ends the sampling. The tokens of a sequence depend only on the weights,
-        the seed, its number and its tokens, apart from rounding in the model.
+        Closing the iterator ends the sampling. The sampled tokens of a sequence depend only on the
+        weights, the seed, its number and its given tokens, apart from rounding in the model.
         """
 
     async def sleep(self) -> None:
-        """Free the memory of the GPU until the next `load`; the weights are gone. No order runs."""
+        """Free the GPU's memory, weights included, until the next `load`. No order may run."""
 
     async def close(self) -> None:
         """Stop the engine. Calling it twice is safe."""

@@ -1,4 +1,4 @@
-"""The hf engine: samples orders with transformers, to the bit as the trainer's own process does."""
+"""The hf engine: samples orders with transformers, bit-identical to the trainer's own process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from student_trainer.rollout_client.push.group import GroupBroken, Seat
 from student_trainer.rollout_client.push.receiver import WeightReceiver
 from student_trainer.rollout_client.push.stream import WeightsOffer
 from student_trainer.rollout_client.snapshot import Probe, verify
-from student_trainer.rollout_service.engines.base import EngineInfo
+from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.engines.student_model import (
     check_shapes,
     open_version,
@@ -33,15 +34,15 @@ from student_trainer.rollout_service.engines.student_model import (
 from student_trainer.rollouts.hf import batches
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
 
-_T = TypeVar("_T")
+Returned = TypeVar("Returned")
 
 
 class HfRolloutEngine:
     """A causal language model of transformers with float32 weights.
 
     The sequences of an order are divided into batches as `HuggingFaceRollouts` divides prompts, so
-    the same order with the same weights gives the same bits, whatever else is sampled. One thread
-    samples all batches. Of the orders that wait for it, the oldest is next.
+    the same order with the same weights gives bit-identical results, whatever other orders run. One
+    thread samples all batches; the oldest waiting order is next.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class HfRolloutEngine:
         student = student_config(model, dtype, lora_rank)
         try:
             self._tokenizer = load_tokenizer(student)
-            loaded = load_model(student)
+            model_on_cpu = load_model(student)
         except InvalidInput as error:
             raise InvalidInput(error.message, field="--model", hint=error.hint) from error
-        self._model = loaded.to(_device(device)).eval()
+        self._model = model_on_cpu.to(_open_device(device)).eval()
         self._bf16 = computes_in_bfloat16(student)
         self._shapes = snapshot_shapes(self._model)
         self._marks: tuple[tuple[str, ...], Marks] | None = None
         self._version: int | None = None  # of the weights; None: not verified
         self._receiver = WeightReceiver(self._model.device)
-        self._turns = _Turns()
+        self._turns = _TurnQueue()
         self._orders = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         config = self._model.config.get_text_config()
-        self._info = EngineInfo(
+        self._info = RolloutEngineInfo(
             name="hf",
             model=model,
             vocab_size=int(config.vocab_size),
@@ -81,7 +82,7 @@ class HfRolloutEngine:
         )
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> RolloutEngineInfo:
         """Return the model, its limits, and where it computes."""
         return self._info
 
@@ -96,21 +97,23 @@ class HfRolloutEngine:
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
         """Yield the sequences of each batch when it is finished; see `RolloutEngine.sample`.
 
-        Closing the iterator ends a batch that is being sampled at its next token.
+        Closing the iterator ends the current batch at its next token.
         """
         age, self._orders = self._orders, self._orders + 1
         closed = threading.Event()
         lengths = [len(request.token_ids) for request in order.sequences]
-        most = max(request.limit for request in order.sequences)
+        max_tokens = max(request.limit for request in order.sequences)
         try:
-            for part in batches(lengths, most, order.settings.batch_tokens):
-                await self._turns.take(age)
+            for batch in batches(lengths, max_tokens, order.settings.batch_tokens):
+                await self._turns.acquire(age)
                 try:
-                    sampled = await self._in_thread(lambda: self._write(order, part, closed))  # noqa: B023
+                    sampled = await self._in_thread(
+                        partial(self._sample_batch, order, batch, closed)
+                    )
                 finally:
-                    self._turns.give_back()
-                for index, one in enumerate(sampled, part.start):
-                    yield index, one
+                    self._turns.release()
+                for index, tokens in enumerate(sampled, batch.start):
+                    yield index, tokens
         finally:
             closed.set()
 
@@ -121,10 +124,12 @@ class HfRolloutEngine:
         """Wait for the batch that is being sampled, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+    async def _in_thread(self, work: Callable[[], Returned]) -> Returned:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _write(self, order: Order, part: slice, closed: threading.Event) -> Sequence[SampledTokens]:
+    def _sample_batch(
+        self, order: Order, batch: slice, closed: threading.Event
+    ) -> Sequence[SampledTokens]:
         if self._version is None:
             raise WrongState(
                 "the rollout engine has no verified weights", hint="send the order again"
@@ -139,23 +144,26 @@ class HfRolloutEngine:
             vocab_size=settings.vocab_size,
             bf16=self._bf16,
         )
-        requests = order.sequences[part]
+        requests = order.sequences[batch]
         noise = draw_noise = None
         if settings.seed is not None:
-            noise = [_noise(one, order, draws=False) for one in requests]
-            draw_noise = [_noise(one, order, draws=True) for one in requests]
-        written = sampler.write(
-            [one.token_ids for one in requests],
-            [one.limit for one in requests],
+            noise = [_request_noise(request, order, draws=False) for request in requests]
+            draw_noise = [_request_noise(request, order, draws=True) for request in requests]
+        completions = sampler.write(
+            [request.token_ids for request in requests],
+            [request.limit for request in requests],
             noise,
-            self._marks_of(settings.marks),
+            self._cached_marks(settings.marks),
             draw_noise,
             closed.is_set,
         )
         failpoint("batch-sampled")
-        return [replace(one, versions=((self._version, len(one.token_ids)),)) for one in written]
+        return [
+            replace(completion, versions=((self._version, len(completion.token_ids)),))
+            for completion in completions
+        ]
 
-    def _marks_of(self, texts: tuple[str, ...]) -> Marks | None:
+    def _cached_marks(self, texts: tuple[str, ...]) -> Marks | None:
         if not texts:
             return None
         if self._marks is None or self._marks[0] != texts:
@@ -170,7 +178,7 @@ class HfRolloutEngine:
             load_adapters(snapshot.directory, self._model)
             scale_adapters(snapshot.directory, self._model)
         else:
-            _copy(snapshot.shapes().keys(), snapshot.tensors(), self._model)
+            _copy_weights(snapshot.shapes().keys(), snapshot.tensors(), self._model)
         failpoint("weights-copied")
         self._verify(snapshot.probe(), snapshot.dtype)
         self._version = version.number
@@ -178,10 +186,12 @@ class HfRolloutEngine:
     @torch.no_grad()
     def _receive(self, offer: WeightsOffer, seat: Seat) -> None:
         self._version = None
-        check_shapes("the push", {one.name: one.shape for one in offer.weights}, self._shapes)
+        check_shapes(
+            "the push", {weight.name: weight.shape for weight in offer.weights}, self._shapes
+        )
         try:
             weights = self._receiver.receive(seat, offer.weights)
-            _copy({one.name for one in offer.weights}, weights, self._model)
+            _copy_weights({weight.name for weight in offer.weights}, weights, self._model)
         except GroupBroken as error:
             raise Unavailable(
                 f"the push of version {offer.version.number} broke: {error}"
@@ -194,45 +204,45 @@ class HfRolloutEngine:
 
     def _logprobs(self, token_ids: Tensor) -> Tensor:
         """Return the log-probs [n, T - 1] of the tokens of token_ids [n, T] after the first."""
-        found = []
+        logprobs = []
         for row in token_ids.to(self._model.device):
             with torch.autocast(row.device.type, torch.bfloat16, enabled=self._bf16):
                 logits = self._model(input_ids=row[None, :-1], use_cache=False).logits[0]
-            found.append(logits.float().log_softmax(1).gather(1, row[1:, None]).squeeze(1).cpu())
-        return torch.stack(found)
+            logprobs.append(logits.float().log_softmax(1).gather(1, row[1:, None]).squeeze(1).cpu())
+        return torch.stack(logprobs)
 
 
-def _noise(request: SequenceRequest, order: Order, *, draws: bool) -> Tensor:
+def _request_noise(request: SequenceRequest, order: Order, *, draws: bool) -> Tensor:
     settings = order.settings
     assert settings.seed is not None
     stream = noise_of(request.number, settings.seed, settings.stream_tokens, draws=draws)
     return stream[request.used : request.used + request.limit]
 
 
-def _copy(names: Set[str], weights: Iterable[tuple[str, Tensor]], model: Any) -> None:
-    """Copy published weights, which are those of the model and have these names, into it."""
-    own: Mapping[str, Tensor] = model.state_dict()
-    if own.keys() >= names:
+def _copy_weights(names: Set[str], weights: Iterable[tuple[str, Tensor]], model: Any) -> None:
+    """Copy the published weights of `model`, with these names, into it."""
+    model_weights: Mapping[str, Tensor] = model.state_dict()
+    if model_weights.keys() >= names:
         for name, weight in weights:
-            own[name].copy_(weight)
+            model_weights[name].copy_(weight)
         return
-    # transformers converts the weights of some formats when it loads them: it stacks the experts
-    # of Qwen3-MoE, for example.
-    loaded = type(model).from_pretrained(
+    # transformers converts some weight formats while loading: for example, it stacks the experts of
+    # Qwen3-MoE.
+    converted_model = type(model).from_pretrained(
         None,
         config=model.config,
         state_dict=dict(weights),
         dtype=torch.float32,
     )
-    for name, weight in loaded.state_dict().items():
-        own[name].copy_(weight)
+    for name, weight in converted_model.state_dict().items():
+        model_weights[name].copy_(weight)
 
 
-def _device(name: str) -> torch.device:
+def _open_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        # Only an allocation shows that the device exists and can be used.
+        # Only an allocation shows that the device exists and is usable.
         return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise InvalidInput(
@@ -242,20 +252,20 @@ def _device(name: str) -> torch.device:
         ) from error
 
 
-class _Turns:
-    """Gives the engine thread to one batch after the other; the batch of the oldest order first.
+class _TurnQueue:
+    """Gives the engine thread to one batch at a time; the batch of the oldest order first.
 
-    An order whose client reads slowly does not wait, and so keeps no other order waiting.
+    An order whose client reads slowly is not in the queue, so it does not delay other orders.
     """
 
     def __init__(self) -> None:
-        self._taken = False
+        self._is_busy = False
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
-    async def take(self, age: int) -> None:
-        """Wait for a turn. `age`: number of the order; an order has at most one batch waiting."""
-        if not self._taken:
-            self._taken = True
+    async def acquire(self, age: int) -> None:
+        """Wait for a turn. `age`: number of the order, which has at most one waiting batch."""
+        if not self._is_busy:
+            self._is_busy = True
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (age, turn))
@@ -263,13 +273,13 @@ class _Turns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give_back()
+                self.release()
             raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """End a turn."""
         while self._waiting:
             with suppress(asyncio.InvalidStateError):
                 heapq.heappop(self._waiting)[1].set_result(None)
                 return
-        self._taken = False
+        self._is_busy = False

@@ -1,4 +1,4 @@
-"""The student of a rollout service: its options, and whether a snapshot is of it."""
+"""The student of a rollout service: its options, and the check that a snapshot is of its model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OTHER_MODEL = "start the rollout service with the --model and --lora-rank of th
 def student_config(model: str, dtype: str, lora_rank: int) -> StudentConfig:
     """Return the student of the options `--model`, `--dtype` and `--lora-rank`.
 
-    `lora_rank`: of the student's adapters, which snapshots have then in place of all weights; 0:
-    the student has none. Raises InvalidInput.
+    `lora_rank`: rank of the student's adapters; snapshots then contain only the adapters. 0: the
+    student has no adapters. Raises InvalidInput.
     """
     if dtype not in ("auto", "float32", "bfloat16"):
         raise InvalidInput(
@@ -30,19 +30,22 @@ def student_config(model: str, dtype: str, lora_rank: int) -> StudentConfig:
 
 
 def snapshot_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a snapshot's weights by name: all weights, or the adapters alone.
+    """Return the shapes of a snapshot's weights by name: all weights, or only the adapters.
 
-    The model may be without data (device meta).
+    The model may have no data (device meta).
     """
     if has_adapters(model):
-        return {adapter_key(name): tuple(of.shape) for name, of in trainable_weights(model).items()}
+        return {
+            adapter_key(name): tuple(weight.shape)
+            for name, weight in trainable_weights(model).items()
+        }
     return published_shapes(model)
 
 
 def open_version(version: WeightsVersion, shapes: Mapping[str, tuple[int, ...]]) -> Snapshot:
     """Return the snapshot of a version whose weights have the names and shapes of the model.
 
-    `shapes`: what `snapshot_shapes` returns for the model. Raises Corrupt if the snapshot is
+    `shapes`: the `snapshot_shapes` of the model. Raises Corrupt if the snapshot is
     incomplete, damaged, of another version or of another model; the message names the weight that
     differs.
     """
@@ -54,24 +57,26 @@ def open_version(version: WeightsVersion, shapes: Mapping[str, tuple[int, ...]])
 
 
 def check_shapes(
-    where: str, found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+    source: str,
+    received_shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise Corrupt unless the weights `found` at `where` are those of the model; see above."""
-    for name, shape in sorted(found.items()):
+    """Raise Corrupt unless `received_shapes` equals `shapes`; `source`: for the message."""
+    for name, shape in sorted(received_shapes.items()):
         if name not in shapes:
             raise Corrupt(
-                f"{where} has {name}, which the model of the rollout service has not",
+                f"{source} has {name}, which the model of the rollout service has not",
                 hint=_OTHER_MODEL,
             )
         if shape != shapes[name]:
             raise Corrupt(
-                f"{where} has {name} in shape {list(shape)}, but the model of the"
+                f"{source} has {name} in shape {list(shape)}, but the model of the"
                 f" rollout service has {list(shapes[name])}",
                 hint=_OTHER_MODEL,
             )
-    missing = shapes.keys() - found.keys()
+    missing = shapes.keys() - received_shapes.keys()
     if missing:
         raise Corrupt(
-            f"{where} has no {min(missing)}, a weight of the rollout service's model",
+            f"{source} has no {min(missing)}, a weight of the rollout service's model",
             hint=_OTHER_MODEL,
         )

@@ -1,9 +1,9 @@
-"""The vllm engine: vLLM batches and schedules the sequences, our sampler runs in its worker.
+"""The vllm engine: vLLM batches and schedules the sequences; this package's sampler draws tokens.
 
-The records of a sampled sequence stay in the worker until the sequence has ended. They are then
-fetched as bytes with one call for all sequences that have ended meanwhile, which vLLM answers
-between two steps. With tensor parallelism only rank 0 samples and keeps records; the other ranks
-receive its tokens, B ids per step.
+The sampler runs in vLLM's worker, and the records of a sampled sequence stay there until the
+sequence has ended. They are then fetched as bytes, with one call for all sequences that have ended
+in the meantime, which vLLM answers between two steps. With tensor parallelism only rank 0 samples
+and keeps records; the other ranks receive its tokens, B ids per step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from student_trainer.rollout_client.order import Order, WeightsVersion
 from student_trainer.rollout_client.push.group import Seat
 from student_trainer.rollout_client.push.stream import WeightsOffer
 from student_trainer.rollout_client.snapshot import Probe, verify
-from student_trainer.rollout_service.engines.base import EngineInfo
+from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.engines.student_model import (
     check_shapes,
     open_version,
     snapshot_shapes,
     student_config,
 )
-from student_trainer.rollout_service.engines.vllm_running import Ended, RunningOrder, closed_length
+from student_trainer.rollout_service.engines.vllm_running import (
+    EndedSequence,
+    RunningOrder,
+    closed_length,
+)
 from student_trainer.rollout_service.engines.vllm_start import Adapters, start_vllm
 from student_trainer.rollout_service.engines.vllm_wire import (
     ADAPTERS,
@@ -49,14 +53,14 @@ from student_trainer.rollouts.sampler import Marks, SampledTokens, end_ids
 
 log = logging.getLogger(__name__)
 
-_MARKS_KEPT = 4
+_MARKS_CACHE_SIZE = 4
 
 
 class VllmRolloutEngine:
     """A causal language model that transformers and vLLM support, in vLLM's processes.
 
-    The model starts with random weights; `load` brings the first ones. `model`: a Hugging Face
-    directory or hub id. `dtype`: of the computation; auto: bfloat16 on a GPU, else float32.
+    The model starts with random weights until the first `load`. `model`: a Hugging Face directory
+    or hub id. `dtype`: of the computation; auto: bfloat16 on a GPU, else float32.
     `lora_rank`: see `student_config`. `gpu_memory_share` is the part of each GPU's memory that vLLM
     may use, in (0, 1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step. `sleeps`:
     `sleep` frees the GPU's memory; needs a GPU.
@@ -83,7 +87,7 @@ class VllmRolloutEngine:
         student = student_config(model, dtype, lora_rank)
         try:
             self._tokenizer = load_tokenizer(student)
-            skeleton = _skeleton(student)
+            skeleton = _load_skeleton(student)
         except InvalidInput as error:
             raise InvalidInput(error.message, field="--model", hint=error.hint) from error
         self._shapes = snapshot_shapes(skeleton)
@@ -110,44 +114,46 @@ class VllmRolloutEngine:
         self._running: set[RunningOrder] = set()
         self._fault: str | None = "no weights were loaded"
         self._loads = 0
-        self._marks = lru_cache(_MARKS_KEPT)(lambda texts: Marks(self._tokenizer, texts))
-        # Held while weights are replaced and verified, and while records are fetched: nothing that
-        # was sampled with weights that are not verified leaves the engine.
+        self._marks = lru_cache(_MARKS_CACHE_SIZE)(lambda texts: Marks(self._tokenizer, texts))
+        # Held while weights are replaced and verified, and while records are fetched: no token that
+        # was sampled with unverified weights leaves the engine.
         self._loading = asyncio.Lock()
 
     async def load(self, version: WeightsVersion) -> None:
         """Load the weights of a snapshot, and verify them; see `RolloutEngine.load`.
 
-        A load that has begun goes on if the caller is cancelled.
+        A load that has begun continues if the caller is cancelled.
         """
         self._fault = f"the weights of version {version.number} are not loaded"
         snapshot = await asyncio.to_thread(open_version, version, self._shapes)
 
-        async def bring() -> None:
-            place = str(snapshot.directory), version.number, list(snapshot.files)
-            await self._llm.collective_rpc("load_snapshot", args=place)
+        async def load_weights() -> None:
+            rpc_arguments = str(snapshot.directory), version.number, list(snapshot.files)
+            await self._llm.collective_rpc("load_snapshot", args=rpc_arguments)
 
-        replacing = self._replace(version, bring, snapshot.probe(), snapshot.dtype)
+        replacing = self._replace(version, load_weights, snapshot.probe(), snapshot.dtype)
         await asyncio.shield(asyncio.ensure_future(replacing))
 
     async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
-        """Load weights that come through a process group; see `RolloutEngine.receive`.
+        """Load weights from a process group; see `RolloutEngine.receive`.
 
-        It goes on if the caller is cancelled.
+        The load continues if the caller is cancelled.
         """
         version = offer.version
         self._fault = f"the weights of version {version.number} are not loaded"
-        check_shapes("the push", {one.name: one.shape for one in offer.weights}, self._shapes)
+        check_shapes(
+            "the push", {weight.name: weight.shape for weight in offer.weights}, self._shapes
+        )
 
-        async def bring() -> None:
-            specs = [(one.name, one.dtype, one.shape) for one in offer.weights]
-            place = asdict(seat), specs, version.number
-            broken = await self._llm.collective_rpc("receive_weights", args=place)
-            if any(broken):
-                why = next(filter(None, broken))
-                raise Unavailable(f"the push of version {version.number} broke: {why}")
+        async def load_weights() -> None:
+            specs = [(weight.name, weight.dtype, weight.shape) for weight in offer.weights]
+            rpc_arguments = asdict(seat), specs, version.number
+            failures = await self._llm.collective_rpc("receive_weights", args=rpc_arguments)
+            if any(failures):
+                reason = next(filter(None, failures))
+                raise Unavailable(f"the push of version {version.number} broke: {reason}")
 
-        replacing = self._replace(version, bring, offer.probe, offer.dtype)
+        replacing = self._replace(version, load_weights, offer.probe, offer.dtype)
         await asyncio.shield(asyncio.ensure_future(replacing))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
@@ -158,17 +164,19 @@ class VllmRolloutEngine:
         running = RunningOrder(f"order-{next(self._names)}", order)
         async with self._loading:
             if self._fault is not None:
-                raise _unusable(self._fault)
+                raise _unusable_error(self._fault)
             for index in range(len(order.sequences)):
                 self._submit(running, index)
             self._running.add(running)
         try:
-            left = len(order.sequences)
-            while left:
-                ended = await running.ended_ones()
-                left -= len(ended)
+            remaining = len(order.sequences)
+            while remaining:
+                ended_sequences = await running.wait_for_ended()
+                remaining -= len(ended_sequences)
                 for index, tokens in zip(
-                    [one.index for one in ended], await self._fetch(running, ended), strict=True
+                    [sequence.index for sequence in ended_sequences],
+                    await self._fetch(running, ended_sequences),
+                    strict=True,
                 ):
                     yield index, tokens
         finally:
@@ -179,8 +187,8 @@ class VllmRolloutEngine:
     async def sleep(self) -> None:
         """Free the memory of the GPU until the next `load`; see `RolloutEngine.sleep`.
 
-        Of a student with adapters, the weights of the base model are kept in the CPU's memory. On a
-        CPU vLLM frees nothing.
+        For a student with adapters, the weights of the base model are kept in the CPU's memory. On
+        a CPU, vLLM frees no memory.
         """
         async with self._loading:
             assert not self._running, "an order runs"
@@ -197,34 +205,34 @@ class VllmRolloutEngine:
     async def _replace(
         self,
         version: WeightsVersion,
-        bring: Callable[[], Awaitable[None]],
+        load_weights: Callable[[], Awaitable[None]],
         probe: Probe,
         dtype: str,
     ) -> None:
-        """Replace the weights and verify them; `probe`, `dtype`: of the trainer.
+        """Replace the weights and verify them. `probe`, `dtype`: of the trainer.
 
-        `bring` has the workers load them. After Unavailable the service can load again.
+        `load_weights` makes the workers load them. After Unavailable the service can load again.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         async with self._loading:
             assert version.in_flight != "drain" or not self._running, "drain waits for all orders"
-            # The blocks of older weights in the prefix cache are not cleared but not found any
-            # more: the cache salt of a request names the load before it.
+            # Prefix-cache blocks of older weights are not cleared, but later requests do not match
+            # them, because the cache salt of a request names the last load.
             self._loads += 1
             recompute = version.in_flight == "recompute"
             if not self._asleep:
                 await self._llm.pause_generation(mode="keep", clear_cache=recompute)
             failpoint("generation-paused")
-            broken: Unavailable | None = None
+            push_error: Unavailable | None = None
             try:
                 if self._asleep:
                     await self._llm.wake_up(["weights"])
                 try:
-                    await bring()
+                    await load_weights()
                 except Unavailable as error:
-                    broken = error
-                if self._asleep:  # only now: a load needs memory that is free again after it
+                    push_error = error
+                if self._asleep:  # only now: the load needs memory that it frees afterwards
                     await self._llm.wake_up(["kv_cache"])
                     self._asleep = False
                 if version.in_flight == "keep":
@@ -236,13 +244,13 @@ class VllmRolloutEngine:
             await self._llm.resume_generation()
             failpoint("generation-resumed")
             try:
-                if broken is not None:
-                    raise broken
+                if push_error is not None:
+                    raise push_error
                 await self._verify(probe, dtype)
                 failpoint("probe-scored")
             except EngineDeadError as error:
                 self._watch.check()
-                raise _stopping() from error
+                raise _stopping_error() from error
             except Exception as error:
                 self._fault = str(error)
                 for running in self._running:
@@ -251,14 +259,14 @@ class VllmRolloutEngine:
             self._fault = None
 
     async def _verify(self, probe: Probe, dtype: str) -> None:
-        found = torch.stack(
+        logprobs = torch.stack(
             await asyncio.gather(*(self._logprobs_of(row) for row in probe.token_ids))
         )
-        computed = self.info.dtype
-        verify(probe, lambda _: found, dtype if computed == "float32" else computed)
+        engine_dtype = self.info.dtype
+        verify(probe, lambda _: logprobs, dtype if engine_dtype == "float32" else engine_dtype)
 
     async def _logprobs_of(self, token_ids: Tensor) -> Tensor:
-        """Return the log-probs [T - 1] of token ids [T] after those before them, from vLLM."""
+        """Return vLLM's log-probs [T - 1] of token ids [T], each given its predecessors."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -267,41 +275,48 @@ class VllmRolloutEngine:
         name = f"probe-{next(self._names)}"
         prompt, adapters = tokens_input(ids), self._adapters()
         async for output in self._llm.generate(prompt, params, name, lora_request=adapters):
-            found = output.prompt_logprobs
+            prompt_logprobs = output.prompt_logprobs
         return torch.tensor(
-            [of[token].logprob for of, token in zip(found[1:], ids[1:], strict=True)]
+            [
+                position_logprobs[token].logprob
+                for position_logprobs, token in zip(prompt_logprobs[1:], ids[1:], strict=True)
+            ]
         )
 
     def _submit(self, running: RunningOrder, index: int) -> None:
-        """Give a sequence to vLLM. Sequences of one load share the blocks of the prefix cache."""
+        """Submit a sequence to vLLM. Sequences of one load share blocks of the prefix cache."""
         salt = str(self._loads)
         running.tasks[index] = asyncio.create_task(self._follow(running, index, salt))
 
     async def _submit_waiting_again(self, running: RunningOrder) -> None:
-        """Submit the sequences that vLLM has not begun again, after a load that keeps the cache.
+        """Resubmit the sequences that vLLM has not started, after a load that keeps the cache.
 
-        They have no KV cache of their own, and must not find blocks of the older weights.
+        They have no KV cache of their own, and must not match blocks of the older weights.
         """
-        # The other ranks return nothing.
-        begun, *_ = await self._llm.collective_rpc("begun_sequences", args=(running.name,))
-        waiting = [n for n, task in running.tasks.items() if n not in begun and not task.done()]
+        # Only rank 0 is needed.
+        started, *_ = await self._llm.collective_rpc("started_sequences", args=(running.name,))
+        waiting = [
+            index
+            for index, task in running.tasks.items()
+            if index not in started and not task.done()
+        ]
         await running.cancel(waiting)
         for index in waiting:
             self._submit(running, index)
 
     async def _follow(self, running: RunningOrder, index: int, salt: str) -> None:
-        """Have vLLM sample a sequence, and put its end, or its error, into the queue."""
+        """Let vLLM sample a sequence, and put its end or its error into the queue."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            running.put(await self._ended(running, index, salt))
+            running.put(await self._sample_sequence(running, index, salt))
         except EngineDeadError:
             self._watch.check()
-            running.fail(_stopping())
+            running.fail(_stopping_error())
         except Exception as error:
             running.fail(error)
 
-    async def _ended(self, running: RunningOrder, index: int, salt: str) -> Ended:
+    async def _sample_sequence(self, running: RunningOrder, index: int, salt: str) -> EndedSequence:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -325,38 +340,42 @@ class VllmRolloutEngine:
             )
         ) as outputs:
             async for output in outputs:
-                (found,) = output.outputs
-                before = len(tokens)
-                tokens += found.token_ids
-                length = closed_length(tokens, before, marks) if marks else None
+                (completion,) = output.outputs
+                old_length = len(tokens)
+                tokens += completion.token_ids
+                length = closed_length(tokens, old_length, marks) if marks else None
                 if length is not None:
-                    return Ended(index, length, ended=False, closed=True)
-        if found.finish_reason not in ("stop", "length"):
-            raise Unavailable(f"vLLM gave up a sequence: {found.finish_reason}")
-        return Ended(index, len(tokens), ended=tokens[-1] in self._ends, closed=False)
+                    return EndedSequence(index, length, ended=False, closed=True)
+        if completion.finish_reason not in ("stop", "length"):
+            raise Unavailable(f"vLLM gave up a sequence: {completion.finish_reason}")
+        return EndedSequence(index, len(tokens), ended=tokens[-1] in self._ends, closed=False)
 
-    async def _fetch(self, running: RunningOrder, ended: list[Ended]) -> list[SampledTokens]:
-        """Return what was sampled for sequences that have ended; waits for a load."""
+    async def _fetch(
+        self, running: RunningOrder, ended: list[EndedSequence]
+    ) -> list[SampledTokens]:
+        """Return the sampled tokens of ended sequences; waits for a load."""
         settings = running.order.settings
         async with self._loading:
             if running.fault is not None:
                 raise running.fault
-            wanted = [(one.index, one.length) for one in ended]
+            index_lengths = [(sequence.index, sequence.length) for sequence in ended]
             # The other ranks return nothing.
-            found, *_ = await self._llm.collective_rpc("take_records", args=(running.name, wanted))
+            records, *_ = await self._llm.collective_rpc(
+                "take_records", args=(running.name, index_lengths)
+            )
         return [
             decode_records(
                 data,
                 top_k=settings.top_k,
                 draws=0 if settings.seed is None else settings.draws,
-                ended=one.ended,
-                closed=one.closed,
+                ended=sequence.ended,
+                closed=sequence.closed,
             )
-            for data, one in zip(found, ended, strict=True)
+            for data, sequence in zip(records, ended, strict=True)
         ]
 
     def _adapters(self) -> Any:
-        """Return what a request says of the adapters that `load_snapshot` has put in place."""
+        """Return the part of a request that names the adapters of `load_snapshot`, or None."""
         if not self._lora_rank:
             return None
         from vllm.lora.request import LoRARequest
@@ -364,9 +383,9 @@ class VllmRolloutEngine:
         # vLLM would read the path only if no adapters were loaded.
         return LoRARequest("student", ADAPTERS, "/no adapters are loaded")
 
-    def _describe(self, model: str, sleeps: bool) -> EngineInfo:
+    def _describe(self, model: str, sleeps: bool) -> RolloutEngineInfo:
         config = self._llm.vllm_config
-        return EngineInfo(
+        return RolloutEngineInfo(
             name="vllm",
             model=model,
             vocab_size=self._vocab_size,
@@ -379,7 +398,7 @@ class VllmRolloutEngine:
         )
 
 
-def _skeleton(student: StudentConfig) -> Any:
+def _load_skeleton(student: StudentConfig) -> Any:
     """Return the model without its weights, with the generation config that transformers loads."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(student))
@@ -390,11 +409,11 @@ def _skeleton(student: StudentConfig) -> Any:
     return model
 
 
-def _stopping() -> Unavailable:
+def _stopping_error() -> Unavailable:
     return Unavailable("the rollout service is stopping", hint="start it again")
 
 
-def _unusable(fault: str) -> WrongState:
+def _unusable_error(fault: str) -> WrongState:
     return WrongState(
         f"the rollout engine has no verified weights: {fault}", hint="send the order again"
     )

@@ -1,7 +1,7 @@
 """The orders that vLLM's worker samples: their random numbers, their records, and each step.
 
-vLLM gives one row of logits per sequence in its batch, in an order of its own that changes from
-step to step. Shapes: B sequences in the batch, V ids, N sequences of an order.
+vLLM passes one row of logits per sequence in its batch; the order of the rows changes from step to
+step. Shapes: B sequences in the batch, V ids, N sequences of an order.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from student_trainer.rollouts.sampler import noise_of
 
 Numbers = NDArray[np.int64]
 
-_MAP_NORESERVE = 0x4000  # of Linux; the module mmap does not name it
+_MAP_NORESERVE = 0x4000  # Linux's value; the module mmap does not define it
 
 
 class WorkerOrders:
-    """Samples the steps of all orders, and keeps the records until they are taken.
+    """Samples the steps of all orders, and keeps the records until `take` returns them.
 
-    `version`: of the weights that the model has; every record names it.
+    `version`: of the model's weights; stored in every record.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WorkerOrders:
         self._orders: dict[str, _Order] = {}
         self._names: list[str] = []  # of the batch that `_groups` describes
         self._groups: list[_Group] = []
-        self._moving: deque[_MovingRecords] = deque()
+        self._records_in_transit: deque[_RecordsInTransit] = deque()
 
     def sample(
         self,
@@ -47,53 +47,57 @@ class WorkerOrders:
         names: Sequence[str],
         fields_of: Callable[[str], Mapping[str, Any] | None],
         positions: Numbers,
-        due: NDArray[np.bool_],
+        is_due: NDArray[np.bool_],
     ) -> Tensor:
         """Sample one step and record it; return the tokens [B] int64.
 
-        names [B]: of the requests in the batch. fields_of: their `request_fields`; None for a
-        request of no order. positions [B]: of the new tokens, from 0 for the first sampled one.
-        due [B]: False for a request whose prompt is not finished, which gets token 0. A position
-        that is sampled again replaces its record.
+        names [B]: of the requests in the batch. fields_of: returns a request's `request_fields`, or
+        None if it belongs to no order. positions [B]: of the new tokens; 0 for the first sampled
+        token. is_due [B]: False for a request whose prompt is not finished, which gets token 0. A
+        position that is sampled again replaces its record.
         """
         if names != self._names:
-            self._names, self._groups = list(names), self._grouped(names, fields_of)
-        chosen = torch.zeros(len(names), dtype=torch.long, device=logits.device)
+            self._names, self._groups = list(names), self._group_rows(names, fields_of)
+        token_ids = torch.zeros(len(names), dtype=torch.long, device=logits.device)
         for group in self._groups:
             order = group.order
-            wanted = due[group.places] & (positions[group.places] < order.longest)
-            places, rows = group.places[wanted], group.rows[wanted]
-            if not len(places):
+            is_sampled = is_due[group.batch_rows] & (positions[group.batch_rows] < order.longest)
+            batch_rows, order_rows = group.batch_rows[is_sampled], group.order_rows[is_sampled]
+            if not len(batch_rows):
                 continue
-            index = torch.from_numpy(places).to(logits.device)
+            index = torch.from_numpy(batch_rows).to(logits.device)
             step = order.sample(
-                logits if len(places) == len(names) else logits[index], rows, positions[places]
+                logits if len(batch_rows) == len(names) else logits[index],
+                order_rows,
+                positions[batch_rows],
             )
-            chosen[index] = step.token_ids
-            self._moving.append(_MovingRecords(order, rows, positions[places], self.version, step))
-        self._store(wait=False)
-        return chosen
+            token_ids[index] = step.token_ids
+            self._records_in_transit.append(
+                _RecordsInTransit(order, order_rows, positions[batch_rows], self.version, step)
+            )
+        self._store_arrived(wait=False)
+        return token_ids
 
-    def take(self, name: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the records of an order: for each (index, length) those of the first tokens."""
-        self._store(wait=True)
+    def take(self, name: str, index_lengths: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the records of an order: for each (index, length), of the first tokens."""
+        self._store_arrived(wait=True)
         records = self._orders[name].records
-        return [records[index, :length].tobytes() for index, length in wanted]
+        return [records[index, :length].tobytes() for index, length in index_lengths]
 
-    def begun(self, name: str) -> list[int]:
+    def started_indices(self, name: str) -> list[int]:
         """Return the indices of the sequences of an order that have been in a batch."""
-        return [*self._orders[name].known] if name in self._orders else []
+        return [*self._orders[name].started_indices] if name in self._orders else []
 
     def drop(self, name: str) -> None:
-        """Forget an order. An unknown one is ignored: none of its requests was scheduled."""
+        """Forget an order; ignored for an unknown order, none of whose requests was scheduled."""
         self._names, self._groups = [], []
         self._orders.pop(name, None)
 
-    def _grouped(
+    def _group_rows(
         self, names: Sequence[str], fields_of: Callable[[str], Mapping[str, Any] | None]
     ) -> list[_Group]:
-        found: dict[str, list[tuple[int, int]]] = {}
-        for place, name in enumerate(names):
+        row_pairs: dict[str, list[tuple[int, int]]] = {}
+        for batch_row, name in enumerate(names):
             fields = fields_of(name)
             if fields is None:
                 continue
@@ -101,15 +105,16 @@ class WorkerOrders:
             if key not in self._orders:
                 self._orders[key] = _Order(fields)
             self._orders[key].add(fields)
-            found.setdefault(key, []).append((place, fields["index"]))
+            row_pairs.setdefault(key, []).append((batch_row, fields["index"]))
         return [
-            _Group(self._orders[key], *np.array(pairs, np.int64).T) for key, pairs in found.items()
+            _Group(self._orders[key], *np.array(pairs, np.int64).T)
+            for key, pairs in row_pairs.items()
         ]
 
-    def _store(self, *, wait: bool) -> None:
-        """Store the records that have reached the CPU; `wait`: all."""
-        while self._moving and (wait or self._moving[0].arrived()):
-            self._moving.popleft().store()
+    def _store_arrived(self, *, wait: bool) -> None:
+        """Store the records that have reached the CPU; `wait`: wait for all records."""
+        while self._records_in_transit and (wait or self._records_in_transit[0].has_arrived()):
+            self._records_in_transit.popleft().store()
 
 
 class _Order:
@@ -126,25 +131,27 @@ class _Order:
         self._fields = fields
         self._noise = _sparse_array(shape, np.float64) if fields["seed"] is not None else None
         self._draw_noise = _sparse_array(shape, np.float64) if fields["draws"] else None
-        self.known: set[int] = set()
+        self.started_indices: set[int] = set()
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Make the random numbers of a sequence, unless they are there."""
+        """Generate the random numbers of a sequence, unless they exist."""
         index = fields["index"]
-        if index in self.known:
+        if index in self.started_indices:
             return
-        self.known.add(index)
-        part = slice(fields["used"], fields["used"] + fields["limit"])
+        self.started_indices.add(index)
+        used_range = slice(fields["used"], fields["used"] + fields["limit"])
         for table, draws in ((self._noise, False), (self._draw_noise, True)):
             if table is not None:
                 stream = noise_of(
                     fields["number"], fields["seed"], fields["stream_tokens"], draws=draws
                 )
-                table[index, : fields["limit"]] = stream[part].numpy()
+                table[index, : fields["limit"]] = stream[used_range].numpy()
 
-    def sample(self, logits: Tensor, rows: Numbers, positions: Numbers) -> SampledStep:
+    def sample(self, logits: Tensor, order_rows: Numbers, positions: Numbers) -> SampledStep:
         noise, draw_noise = (
-            None if table is None else torch.from_numpy(table[rows, positions]).to(logits.device)
+            None
+            if table is None
+            else torch.from_numpy(table[order_rows, positions]).to(logits.device)
             for table in (self._noise, self._draw_noise)
         )
         return sample_step(
@@ -171,42 +178,47 @@ def _sparse_array(shape: tuple[int, int], dtype: DTypeLike) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class _Group:
-    """The sequences of one order in the batch: their places in it, and their rows in the order."""
+    """The sequences of one order in the batch: their rows in the batch and in the order."""
 
     order: _Order
-    places: Numbers
-    rows: Numbers
+    batch_rows: Numbers
+    order_rows: Numbers
 
 
-class _MovingRecords:
-    """The records of a step on their way to the CPU, which the GPU does not wait for."""
+class _RecordsInTransit:
+    """The records of a step on their way to the CPU; the GPU does not wait for the transfer."""
 
     def __init__(
-        self, order: _Order, rows: Numbers, positions: Numbers, version: int, step: SampledStep
+        self,
+        order: _Order,
+        order_rows: Numbers,
+        positions: Numbers,
+        version: int,
+        step: SampledStep,
     ) -> None:
         self._order = order
-        self._rows, self._positions = rows, positions
+        self._rows, self._positions = order_rows, positions
         self._version = version
         columns = {"token": step.token_ids, "logprob": step.logprobs, "head": step.head_ids}
         if step.draws is not None:
             columns |= {"draw": step.draws.ids, "draw_logprob": step.draws.logprobs}
-        narrow = {
+        int32_columns = {
             name: column if column.is_floating_point() else column.int()
             for name, column in columns.items()
         }
         self._columns = {
-            name: column.to("cpu", non_blocking=True) for name, column in narrow.items()
+            name: column.to("cpu", non_blocking=True) for name, column in int32_columns.items()
         }
         self._event: Any = None
         if step.token_ids.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         return self._event is None or bool(self._event.query())
 
     def store(self) -> None:
-        """Write the records into the order's; waits until they have arrived."""
+        """Write the records into the records of the order; waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         for name, column in self._columns.items():

@@ -1,4 +1,4 @@
-"""An order while vLLM samples it: which of its sequences have ended, and how."""
+"""The state of an order that vLLM samples: its ended sequences, and how they ended."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import Marks
 
-_FETCH_BYTES = 1 << 23  # of records that one call to the worker returns, about
+_FETCH_BYTES = 1 << 23  # approximate bytes of records that one call to the worker returns
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedSequence:
     """A sequence that has ended: its index in the order and the number of its tokens.
 
-    ended: the last token is an end token. closed: it completes a mark.
+    ended: whether the last token is an end token. closed: whether it completes a mark.
     """
 
     index: int
@@ -29,60 +29,60 @@ class Ended:
 
 @dataclass(eq=False)
 class RunningOrder:
-    """An order that is being sampled; `name` is that of the order in vLLM's worker.
+    """An order that is being sampled. `name`: its name in vLLM's worker.
 
-    fault: why its tokens must not be used; None: they may be. tasks: follows each sequence, by its
-    index in the order.
+    fault: the error because of which its tokens must not be used; None: they may be used. tasks:
+    the tasks that follow the sequences, by index in the order.
     """
 
     name: str
     order: Order
     fault: Exception | None = None
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _queue: asyncio.Queue[Ended | None] = field(default_factory=asyncio.Queue)
+    _queue: asyncio.Queue[EndedSequence | None] = field(default_factory=asyncio.Queue)
 
-    def put(self, ended: Ended) -> None:
+    def put(self, ended: EndedSequence) -> None:
         """Add a sequence that has ended."""
         self._queue.put_nowait(ended)
 
     def fail(self, fault: Exception) -> None:
-        """Make `ended_ones` raise `fault`; the first fault is kept."""
+        """Make `wait_for_ended` raise `fault`; the first fault is kept."""
         self.fault = self.fault or fault
         self._queue.put_nowait(None)
 
     async def cancel(self, indices: Iterable[int]) -> None:
-        """Cancel the tasks of sequences, and wait until vLLM was told to end them."""
+        """Cancel the tasks of sequences, and wait until they have asked vLLM to end them."""
         tasks = [self.tasks[index] for index in indices]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def ended_ones(self) -> list[Ended]:
-        """Wait for the end of a sequence; return all that have ended meanwhile.
+    async def wait_for_ended(self) -> list[EndedSequence]:
+        """Wait for the end of a sequence; return all sequences that have ended by then.
 
-        At most as many as have about _FETCH_BYTES of records. Raises the fault.
+        Their records have about _FETCH_BYTES at most. Raises the fault.
         """
         settings = self.order.settings
         per_token = 16 + 4 * settings.top_k + 8 * settings.draws
-        found: list[Ended] = []
+        ended_sequences: list[EndedSequence] = []
         size = 0
-        while not found or (size < _FETCH_BYTES and not self._queue.empty()):
+        while not ended_sequences or (size < _FETCH_BYTES and not self._queue.empty()):
             ended = await self._queue.get()
             if self.fault is not None or ended is None:
                 assert self.fault is not None
                 raise self.fault
-            found.append(ended)
+            ended_sequences.append(ended)
             size += per_token * ended.length
-        return found
+        return ended_sequences
 
 
-def closed_length(tokens: list[int], before: int, marks: Marks) -> int | None:
-    """Return the length up to the first mark that is closed by a token from `before` on.
+def closed_length(tokens: list[int], first_new: int, marks: Marks) -> int | None:
+    """Return the length up to the first mark that is closed by a token from `first_new` on.
 
     None: no mark is closed.
     """
     ids = torch.tensor(tokens)
-    for place in (before + marks.may_close(ids[before:]).nonzero().flatten()).tolist():
-        if marks.closed_by(ids[: place + 1]):
-            return int(place) + 1
+    for position in (first_new + marks.may_close(ids[first_new:]).nonzero().flatten()).tolist():
+        if marks.closed_by(ids[: position + 1]):
+            return int(position) + 1
     return None

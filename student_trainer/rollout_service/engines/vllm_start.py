@@ -20,7 +20,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Adapters:
-    """The student's adapters: their rank, and the last names of the layers that have one."""
+    """The student's adapters: their rank, and the last name components of the adapted layers."""
 
     rank: int
     layers: Sequence[str]
@@ -38,15 +38,15 @@ def start_vllm(
 ) -> Any:
     """Start vLLM's processes with our worker, and return the AsyncLLM.
 
-    The weights are random, because the first load brings them; with adapters those of the files of
-    `model`, which do not change. Logits are float32, also of a bfloat16 model: rounded to bfloat16,
-    a logit between 8 and 16 would be a multiple of 1/16. `sleeps`: allocate memory so that it can
-    be freed and taken again, which needs a GPU.
+    The weights are random until the first load; with adapters, the base weights are those of the
+    files of `model`, which do not change. Logits are float32, also for a bfloat16 model: rounded to
+    bfloat16, a logit between 8 and 16 would be a multiple of 1/16. `sleeps`: allocate memory so
+    that it can be freed and allocated again, which needs a GPU.
 
     Raises InvalidInput if vLLM does not start.
     """
     set_environment()
-    # The runner whose sampler can be replaced.
+    # Select the model runner whose sampler can be replaced.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -70,21 +70,21 @@ def start_vllm(
         disable_log_stats=True,
         enable_prefix_caching=True,
         enable_sleep_mode=sleeps,
-        generation_config="vllm",  # no settings of the model's own
-        # On a CPU a compiled model has the weights that it was compiled with.
+        generation_config="vllm",  # ignore the model's own generation settings
+        # On a CPU, a compiled model would keep the weights that it was compiled with.
         enforce_eager=not torch.cuda.is_available(),
         **(_lora_options(adapters) if adapters else {}),
     )
     # Ctrl-C reaches every process of the terminal, but vLLM must run until the last sequence is
-    # sent. vLLM's processes inherit the signal mask of this thread, so they ignore SIGINT.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # sent. vLLM's processes inherit the signal mask of this thread, and so ignore SIGINT.
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with stdout_on_stderr():
             return AsyncLLM.from_engine_args(arguments)
     except (ValueError, RuntimeError) as error:
-        raise _not_started(model, error) from error
+        raise _build_start_error(model, error) from error
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _lora_options(adapters: Adapters) -> dict[str, Any]:
@@ -98,12 +98,12 @@ def _lora_options(adapters: Adapters) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(size for size in _LORA_RANKS if size >= adapters.rank),
-        # Not the head, which has none: vLLM would fail to score several probes at once.
+        # Without the head, which has no adapter: vLLM would fail to score several probes at once.
         "lora_target_modules": [*adapters.layers],
     }
 
 
-def _not_started(model: str, error: Exception) -> InvalidInput:
+def _build_start_error(model: str, error: Exception) -> InvalidInput:
     reason = " ".join(str(error).split())[:300]
     return InvalidInput(
         f"vLLM does not start with {model}: {reason}",

@@ -1,4 +1,4 @@
-"""Between the vllm engine and vLLM's worker: requests as plain values, records as bytes.
+"""Messages between the vllm engine and vLLM's worker: requests as plain values, records as bytes.
 
 L: the number of tokens sampled for a sequence; k head ids and M draws per token.
 """
@@ -14,20 +14,20 @@ from student_trainer.data.rollout import TailDraws
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import SampledTokens
 
-ADAPTERS = 1  # vLLM's number of the student's adapters, the only ones that it has
+ADAPTERS = 1  # vLLM's number of the student's adapters, its only adapters
 
 
 def request_fields(name: str, order: Order, index: int) -> dict[str, Any]:
-    """Return what the worker must know of a sequence, plain values that a vLLM request can carry.
+    """Return the fields of a sequence for the worker, as plain values for a vLLM request.
 
-    `name`: of the order in the worker, used once. index: of the sequence in the order.
+    `name`: unique name of the order in the worker. index: of the sequence in the order.
     """
     settings, sequence = order.settings, order.sequences[index]
     return {
         "order": name,
         "index": index,
         "sequences": len(order.sequences),
-        "longest": max(one.limit for one in order.sequences),
+        "longest": max(request.limit for request in order.sequences),
         "top_k": settings.top_k,
         "temperature": settings.temperature,
         "draws": 0 if settings.seed is None else settings.draws,
@@ -61,9 +61,9 @@ def decode_records(
     records = np.frombuffer(data, record_type(top_k, draws))
     starts = np.flatnonzero(np.diff(records["version"], prepend=-1))
     lengths = np.diff(starts, append=len(records))
-    drawn = None
+    tail_draws = None
     if draws:
-        drawn = TailDraws(
+        tail_draws = TailDraws(
             torch.from_numpy(records["draw"].copy()),
             torch.from_numpy(records["draw_logprob"].copy()),
         )
@@ -73,6 +73,6 @@ def decode_records(
         torch.from_numpy(records["logprob"].copy()),
         ended,
         closed,
-        drawn,
+        tail_draws,
         tuple(zip(records["version"][starts].tolist(), lengths.tolist(), strict=True)),
     )

@@ -1,6 +1,6 @@
 """The part of the vllm rollout engine that runs inside vLLM's worker processes.
 
-It takes the place of vLLM's sampler, and it loads snapshots of the weights.
+It replaces vLLM's sampler, and loads snapshots of the weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TRIAL_DRAWS = 8
 
 
 class RolloutWorker(_Worker):  # type: ignore[misc]
-    """vLLM's worker for this platform, with our sampler and our loading of weights."""
+    """vLLM's worker for this platform, with this package's sampler and loading of weights."""
 
     def load_model(self, **options: Any) -> None:
         """Build the model as vLLM does, and replace its sampler.
@@ -54,7 +54,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         Also starts a thread that ends this process when the rollout service's process ends.
         """
         die_with(self.vllm_config.additional_config["service_pid"])
-        # It would warn at each load of layers that have no weights of their own.
+        # vLLM would warn at each load of layers that have no weights of their own.
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         super().load_model(**options)
         self._orders = WorkerOrders()
@@ -77,11 +77,11 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
     def receive_weights(
         self, seat: Mapping[str, Any], weights: Sequence[Sequence[Any]], number: int
     ) -> str:
-        """Replace all weights by those that come through a process group.
+        """Replace all weights by weights from a process group.
 
         `seat`: of the first process of the engine, as plain values. `weights`: (name, dtype, shape)
-        of each. No sequence may be scheduled meanwhile. Returns why the group is broken, or "". The
-        weights are then a mixture, and a later load replaces all of them.
+        of each. No sequence may be scheduled meanwhile. Returns "", or the reason if the group is
+        broken: the weights are then a mixture, and a later load must replace all of them.
         """
         specs = [WeightSpec(name, dtype, tuple(shape)) for name, dtype, shape in weights]
         try:
@@ -98,37 +98,37 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
             initialize_layerwise_reload(model)
             failpoint("weights-dropped")
             try:
-                loaded = model.load_weights(weights)
-            finally:  # also after a part of the weights: the next load begins anew
+                loaded_names = model.load_weights(weights)
+            finally:  # also if only some weights were loaded: the next load starts again
                 finalize_layerwise_reload(model, self.model_config)
         _repack_heads(model)
-        missing = {name for name, _ in model.named_parameters()} - set(loaded)
+        missing = {name for name, _ in model.named_parameters()} - set(loaded_names)
         if missing:
             raise ValueError(f"there are no weights for {', '.join(sorted(missing))}")
 
     def _replace_adapters(self, snapshot: Snapshot) -> None:
         self.remove_lora(ADAPTERS)
         self.add_lora(LoRARequest("student", ADAPTERS, str(snapshot.directory)))
-        # vLLM leaves out an adapter whose name no layer has, without an error. The first factor of
-        # an adapter is never zero.
+        # vLLM silently skips an adapter whose name matches no layer. The first factor of an adapter
+        # is never zero, so a nonzero factor shows that an adapter was loaded.
         manager = self.model_runner.lora_manager._adapter_manager
-        place = manager.lora_index_to_id.index(ADAPTERS)
-        used = sum(
-            bool(factor[place].any())
+        slot = manager.lora_index_to_id.index(ADAPTERS)
+        adapter_count = sum(
+            bool(factor[slot].any())
             for layer in manager.modules.values()
             for factor in layer.lora_a_stacked
         )
-        wanted = sum(".lora_A." in name for name in snapshot.shapes())
-        if used != wanted:
-            raise ValueError(f"vLLM has taken {used} of {wanted} adapters")
+        expected_count = sum(".lora_A." in name for name in snapshot.shapes())
+        if adapter_count != expected_count:
+            raise ValueError(f"vLLM has taken {adapter_count} of {expected_count} adapters")
 
-    def take_records(self, name: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return records of an order; see `WorkerOrders.take`. Only rank 0 has them."""
-        return self._orders.take(name, wanted) if self.rank == 0 else []
+    def take_records(self, name: str, index_lengths: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return records of an order; see `WorkerOrders.take`. [] on ranks other than 0."""
+        return self._orders.take(name, index_lengths) if self.rank == 0 else []
 
-    def begun_sequences(self, name: str) -> list[int]:
-        """Return the sequences of an order that vLLM has begun; see `WorkerOrders.begun`."""
-        return self._orders.begun(name)
+    def started_sequences(self, name: str) -> list[int]:
+        """Return the indices of the sequences of an order that vLLM has started."""
+        return self._orders.started_indices(name)
 
     def drop_order(self, name: str) -> None:
         """Forget an order."""
@@ -136,7 +136,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
 
 
 class OrderSampler(Sampler):  # type: ignore[misc]
-    """Takes the place of vLLM's sampler. With tensor parallelism rank 0 samples for all ranks."""
+    """Replaces vLLM's sampler. With tensor parallelism, rank 0 samples for all ranks."""
 
     def __init__(self, runner: Any, orders: WorkerOrders) -> None:
         super().__init__()
@@ -150,13 +150,13 @@ class OrderSampler(Sampler):  # type: ignore[misc]
         batch = self._runner.input_batch
         count = batch.num_reqs
         if count != len(logits):  # vLLM measures memory with a batch that has no requests
-            ids = _trial(logits)
+            ids = _sample_trial(logits)
         elif get_tp_group().rank_in_group == 0:
-            # What each sequence will have computed after this step: its new token comes next.
+            # The length of each sequence after this step; its new token comes next.
             lengths = self._runner.optimistic_seq_lens_cpu[:count].numpy()
             positions = lengths.astype("int64") - batch.num_prompt_tokens[:count]
-            due = ~self._runner.discard_request_mask.np[:count]
-            ids = self._orders.sample(logits, batch.req_ids, self._fields_of, positions, due)
+            is_due = ~self._runner.discard_request_mask.np[:count]
+            ids = self._orders.sample(logits, batch.req_ids, self._fields_of, positions, is_due)
         else:
             ids = torch.zeros(count, dtype=torch.long, device=logits.device)
         ids = get_tp_group().broadcast(ids)
@@ -164,9 +164,9 @@ class OrderSampler(Sampler):  # type: ignore[misc]
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Return the log-probs of the prompt's tokens, which a probe asks for, without ranks.
+        """Return the log-probs of the prompt's tokens, which probes request, without ranks.
 
-        vLLM's own compiles a kernel for the ranks, which takes 10 s on a CPU.
+        vLLM's own method compiles a kernel for the ranks, which takes 10 s on a CPU.
         """
         assert num_logprobs == 0
         ids = token_ids[:, None]
@@ -178,8 +178,8 @@ class OrderSampler(Sampler):  # type: ignore[misc]
         return fields
 
 
-def _trial(logits: Tensor) -> Tensor:
-    """Sample rows of no request, to use as much memory as a real step."""
+def _sample_trial(logits: Tensor) -> Tensor:
+    """Sample rows without requests, to use as much memory as a real step."""
     uniforms = torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device)
     top_k = min(_TRIAL_TOP_K, logits.shape[1])
     return sample_step(
@@ -193,10 +193,10 @@ def _trial(logits: Tensor) -> Tensor:
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Make the packed copies of the head's weights again, which vLLM has on a CPU.
+    """Repack the head's weights, of which vLLM has packed copies on a CPU.
 
-    vLLM does not for a head that shares the weights of the embeddings, because it loads them as
-    those of the embeddings: the head would silently stay old.
+    vLLM does not repack a head that shares the weights of the embeddings, because it loads them as
+    embeddings: the head would silently keep its old weights.
     """
     if current_platform.is_cpu():
         for module in model.modules():

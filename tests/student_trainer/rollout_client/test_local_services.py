@@ -142,7 +142,7 @@ def test_one_of_two_that_is_given_up_ends_nothing(lost: Any) -> None:
     services.call_when_lost(lost)
     services.addresses()
     services._started[0]._thread.join(60)
-    assert services._ended == 1
+    assert services._ended_count == 1
     assert services._lost is None
     services.stop()
 

@@ -15,7 +15,7 @@ from protos.rpc.statuses import ErrorBoundary
 from protos.rpc.transport import SERVER_OPTIONS
 from student_trainer.data.rollout import TailDraws
 from student_trainer.rollout_client.order import Order, WeightsVersion
-from student_trainer.rollout_service.engines.base import EngineInfo
+from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sampler import SampledTokens
 
@@ -26,7 +26,9 @@ class ScriptedEngine:
     """Samples all tokens of each sequence from its number alone, once the test lets it."""
 
     def __init__(self, *, sleeps: bool = False) -> None:
-        self.info = EngineInfo("hf", "scripted", VOCAB, None, "float32", "cpu", sleeps=sleeps)
+        self.info = RolloutEngineInfo(
+            "hf", "scripted", VOCAB, None, "float32", "cpu", sleeps=sleeps
+        )
         self.go = threading.Event()
         self.go.set()
         self.error: Exception | None = None  # raised instead of the second sequence

@@ -83,7 +83,7 @@ def test_an_order_is_divided_over_the_replicas_by_rank(
     for address in addresses:
         with EngineClient([address]) as client:
             # The whole parts of three ranks, and the single sequences of one or two of them.
-            assert client._replicas[0].ask().result().weight_loads == 1
+            assert client._replicas[0].request_info().result().weight_loads == 1
 
 
 def test_the_example_of_the_page(start_service: StartService, tmp_path: Path) -> None:

@@ -54,13 +54,13 @@ def test_the_fence_forgets_what_it_has_not_heard_for_long() -> None:
     def weights(job: str, attempt: int) -> Order:
         return of_attempt(order(Path("/x")), attempt, job)
 
-    fence = Fence(most_jobs=2)
+    fence = Fence(max_jobs=2)
     for job, attempt in [("a", 5), ("b", 5), ("a", 5), ("c", 5)]:
-        fence.hear(weights(job, attempt).weights)
-    assert isinstance(fence.hear(weights("b", 1).weights), WrongState)  # forgotten: its first
+        fence.admit(weights(job, attempt).weights)
+    assert isinstance(fence.admit(weights("b", 1).weights), WrongState)  # forgotten: its first
     with pytest.raises(WrongState, match="attempt 5"):
-        fence.hear(weights("c", 4).weights)
-    assert fence.hear(order(Path("/x")).weights) is None  # of no job
+        fence.admit(weights("c", 4).weights)
+    assert fence.admit(order(Path("/x")).weights) is None  # of no job
 
 
 def test_orders_of_a_frozen_trainer_are_dropped(

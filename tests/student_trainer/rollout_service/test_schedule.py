@@ -11,7 +11,7 @@ import pytest
 
 from protos.errors import Corrupt, Overloaded, Unavailable
 from student_trainer.rollout_client.order import InFlight, WeightsVersion
-from student_trainer.rollout_service.schedule import Place, Schedule
+from student_trainer.rollout_service.schedule import Schedule, ScheduleEntry
 
 
 class Weights:
@@ -44,7 +44,7 @@ def version(name: str, in_flight: InFlight = "drain") -> WeightsVersion:
     return WeightsVersion(name[0], int(name[1:]), Path("/x"), in_flight)
 
 
-def runs(place: Place) -> bool:
+def runs(place: ScheduleEntry) -> bool:
     return place._started.is_set() and place.error is None
 
 
@@ -147,7 +147,7 @@ def test_a_failed_load_fails_its_orders_only() -> None:
         await weights.end(Corrupt("half"))
         for place in (places[0], places[2]):
             with pytest.raises(Corrupt, match="half"):
-                await place.started()
+                await place.wait_until_started()
         await weights.end()
         assert runs(places[1])
         schedule.leave(places[1])
@@ -219,7 +219,7 @@ def test_a_service_that_stops_fails_the_waiting_orders() -> None:
         schedule.drain()
         assert runs(running)
         with pytest.raises(Unavailable, match="is stopping"):
-            await waits.started()
+            await waits.wait_until_started()
         with pytest.raises(Unavailable, match="is stopping"):
             schedule.enter(version("a1"))
         schedule.leave(running)
@@ -241,16 +241,16 @@ def test_it_rests_only_without_orders_and_loads_again_afterwards() -> None:
 
         schedule = Schedule(weights.load)
         place = schedule.enter(version("a1"))
-        await schedule.rest(sleep)  # a load runs
+        await schedule.sleep(sleep)  # a load runs
         await weights.end()
-        await schedule.rest(sleep)  # an order runs
+        await schedule.sleep(sleep)  # an order runs
         assert rests == []
         schedule.leave(place)
-        resting = asyncio.create_task(schedule.rest(sleep))
+        resting = asyncio.create_task(schedule.sleep(sleep))
         await settle()
         again = schedule.enter(version("a1"))
         await settle()
-        assert (rests, weights.asked, schedule.loaded) == (["begun"], ["a1"], None)
+        assert (rests, weights.asked, schedule.loaded_version) == (["begun"], ["a1"], None)
         slept.set()
         await resting
         await weights.end()
@@ -269,7 +269,7 @@ def test_a_rest_that_fails_starts_the_orders_behind_it() -> None:
             await settle()
             raise Corrupt("no")
 
-        resting = asyncio.create_task(schedule.rest(fail))
+        resting = asyncio.create_task(schedule.sleep(fail))
         await asyncio.sleep(0)
         place = schedule.enter(version("a1"))
         with pytest.raises(Corrupt):

@@ -216,7 +216,7 @@ def test_an_order_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPat
 
     servicer = RolloutServicer(ScriptedEngine())
     with pytest.raises(TimedOut, match="no part of the order"):
-        asyncio.run(servicer._read(silent(), service._HeldBytes(servicer)))
+        asyncio.run(servicer._read_order(silent(), service._OrderBytes(servicer)))
 
 
 def test_an_overloaded_service_is_waited_for(

@@ -22,7 +22,11 @@ from student_trainer.rollout_client.order import (
     WeightsVersion,
 )
 from student_trainer.rollout_service.engines.vllm_orders import WorkerOrders
-from student_trainer.rollout_service.engines.vllm_running import Ended, RunningOrder, closed_length
+from student_trainer.rollout_service.engines.vllm_running import (
+    EndedSequence,
+    RunningOrder,
+    closed_length,
+)
 from student_trainer.rollout_service.engines.vllm_wire import decode_records, request_fields
 from student_trainer.rollouts.sample_step import sample_step
 from student_trainer.rollouts.sampler import Marks, SampledTokens, noise_of
@@ -209,37 +213,37 @@ def test_an_order_uses_memory_for_what_was_sampled() -> None:
 
 def test_ended_sequences_are_fetched_together() -> None:
     running = RunningOrder("a", order_of(SETTINGS, [1, 2, 3], 3))
-    ended = [Ended(index, 2, False, False) for index in range(3)]
+    ended = [EndedSequence(index, 2, False, False) for index in range(3)]
 
-    async def collected() -> list[list[Ended]]:
+    async def collected() -> list[list[EndedSequence]]:
         running.put(ended[0])
-        first = await running.ended_ones()
+        first = await running.wait_for_ended()
         running.put(ended[1])
         running.put(ended[2])
-        return [first, await running.ended_ones()]
+        return [first, await running.wait_for_ended()]
 
     assert asyncio.run(collected()) == [ended[:1], ended[1:]]
 
 
 def test_one_fetch_is_bounded() -> None:
     running = RunningOrder("a", order_of(SETTINGS, [1, 2, 3], 3))
-    long = [Ended(index, 10**6, False, False) for index in range(3)]
+    long = [EndedSequence(index, 10**6, False, False) for index in range(3)]
 
-    async def collected() -> list[list[Ended]]:
+    async def collected() -> list[list[EndedSequence]]:
         for one in long:
             running.put(one)
-        return [await running.ended_ones() for _ in long]
+        return [await running.wait_for_ended() for _ in long]
 
     assert asyncio.run(collected()) == [[one] for one in long]
 
 
 def test_a_fault_comes_before_what_has_ended() -> None:
     running = RunningOrder("a", order_of(SETTINGS, [1, 2], 3))
-    running.put(Ended(0, 2, False, False))
+    running.put(EndedSequence(0, 2, False, False))
     running.fail(Corrupt("first"))
     running.fail(Corrupt("second"))
     with pytest.raises(Corrupt, match="first"):
-        asyncio.run(running.ended_ones())
+        asyncio.run(running.wait_for_ended())
 
 
 @pytest.mark.parametrize(
