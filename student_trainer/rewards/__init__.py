@@ -31,7 +31,7 @@ class Rewards:
     """Scores answers, several at once. A context manager; leaving it ends the child processes."""
 
     def __init__(self, config: RewardConfig, judges: int) -> None:
-        """Start one child process, to check the reward. `judges`: maximum number of processes.
+        """Start one child process, to check the reward. `judges`: most processes.
 
         Raises InvalidInput if a package, a task or the user's file cannot be used.
         """

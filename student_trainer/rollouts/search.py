@@ -251,7 +251,7 @@ class _Conversation:
         return sum(map(len, self.parts))
 
     def turn(self, max_tokens: int) -> SearchTurn:
-        """Return the next turn. `max_tokens`: limit of the tokens after the prompt."""
+        """Return the next turn. `max_tokens`: limit after the prompt."""
         used = sum(int(own_mask.sum()) for own_mask in self.own)  # one for each sampled token
         return SearchTurn(self.tokens, self.number, max_tokens - self.length, used)
 
