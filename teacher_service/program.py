@@ -20,7 +20,7 @@ from protos.rpc.logs import fields
 from protos.rpc.metrics_page import MetricsPage, metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
-from teacher_service.engines.base import AsksServer, ContinuousEngine, Engine
+from teacher_service.engines.base import ContinuousEngine, Engine, RemoteEngine
 from teacher_service.http.app import Teacher
 from teacher_service.http.callers import Callers
 from teacher_service.http.front import HttpFront, LoadingApp
@@ -317,10 +317,10 @@ class _Program:
         difference = run_self_test(engine)
         meaning = "Largest difference of two scorings of a token at startup."
         self._metrics.gauge("self_test_nats", meaning, lambda: difference)
-        if isinstance(engine, AsksServer):
+        if isinstance(engine, RemoteEngine):
             asked = engine
             meaning = "Tokens of all requests to the endpoint, which may charge for them."
-            self._metrics.gauge("endpoint_tokens", meaning, lambda: asked.tokens_asked)
+            self._metrics.gauge("endpoint_tokens", meaning, lambda: asked.requested_tokens)
         return engine
 
     def _dispatching(self, engine: Engine) -> Dispatcher:

@@ -18,12 +18,12 @@ from teacher_service.models.adapters import Adapter
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine cannot compute; the default is an engine that computes every query.
+    """Limits of an engine; the default is an engine that computes every query.
 
-    `max_top_k`: most head ids of a row that the engine chooses. `max_chosen_ids`: most head ids and
-    draws of a row that a student chooses. None: as many as the vocabulary has. `any_temperature`:
-    False if it scores at temperature 1 only. `tail_samples`: whether it draws them.
-    `any_vocab_size`: False if its rows are about all its ids, and never about the first ones.
+    `max_top_k`: maximum head ids of a row that the engine chooses. `max_chosen_ids`: maximum head
+    ids and draws of a row that a student chooses. None: the vocabulary size. `any_temperature`:
+    False if it scores at temperature 1 only. `tail_samples`: whether it draws tail samples.
+    `any_vocab_size`: False if its rows always cover all its ids, never only the first ones.
     """
 
     max_top_k: int | None = None
@@ -42,7 +42,7 @@ class EngineInfo:
     change with every weight update. `batch_invariant`: the rows of a sequence do not depend on
     the other sequences in its batch. `adapters`: the fingerprint of the rows with each adapter, by
     its name. `placeholder`: the token that stands for an image; None: the model reads no images,
-    otherwise the engine is a ReadsImages.
+    otherwise the engine is a ImageEngine.
     """
 
     model: str
@@ -63,14 +63,14 @@ class EngineInfo:
         """Return the fingerprint of the rows with an adapter; "": without one."""
         return self.adapters[adapter] if adapter else self.fingerprint
 
-    def after(self, update: WeightUpdate) -> EngineInfo:
+    def with_update(self, update: WeightUpdate) -> EngineInfo:
         """Return the info after `update`: version + 1 and a new fingerprint.
 
         The new fingerprint depends only on the old one and on `update`. The same updates in the
         same order produce the same fingerprint, also after a restart of the program.
         """
         facts = {"before": self.fingerprint, "tau": update.tau, "pushed": update.digest}
-        return replace(self, fingerprint=fingerprint_of(facts), version=self.version + 1)
+        return replace(self, fingerprint=compute_fingerprint(facts), version=self.version + 1)
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Turn:
-    """When an engine computes a query that it is given.
+class QuerySchedule:
+    """When an engine computes a query.
 
-    Of the queries that the engine has not begun, that of the lowest `number` is next.
-    `step_tokens`: most tokens of a step until another query says otherwise; 0: as many as the
-    engine has room for. `single`: its sender waits for this query alone.
+    Of the queries that the engine has not begun, the one with the lowest `number` is next.
+    `step_tokens`: maximum tokens of a step until another query sets it; 0: the engine's own limit.
+    `single`: the sender waits for this query alone.
     """
 
     number: int = 0
@@ -133,14 +133,14 @@ class Turn:
 
 @runtime_checkable
 class ContinuousEngine(Engine, Protocol):
-    """An engine that batches queries by itself, and takes new ones while it computes others."""
+    """An engine that batches queries by itself, and accepts new ones while it computes others."""
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens that one step of the engine computes."""
+        """Maximum number of tokens of one step of the engine."""
         ...
 
-    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: QuerySchedule) -> RowBlock:
         """Return the rows of a query. Many calls may run at the same time, in one event loop.
 
         Cancelling the call takes the query out of the engine. Raises the DistillError that concerns
@@ -150,17 +150,17 @@ class ContinuousEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class AsksServer(Protocol):
-    """An engine whose rows somebody else's server computes, and may charge for."""
+class RemoteEngine(Protocol):
+    """An engine whose rows a third-party server computes, and may charge for."""
 
     @property
-    def tokens_asked(self) -> int:
+    def requested_tokens(self) -> int:
         """Tokens of all requests since the start."""
         ...
 
 
 @runtime_checkable
-class TakesWeights(Protocol):
+class UpdatableEngine(Protocol):
     """An engine that accepts weight updates.
 
     Call `update` on the thread that calls `score`, so that no batch is in progress.
@@ -178,18 +178,25 @@ class TakesWeights(Protocol):
 def with_adapters(info: EngineInfo, adapters: Sequence[Adapter]) -> EngineInfo:
     """Return the info of an engine that also scores with `adapters`.
 
-    Its fingerprint without an adapter is unchanged, so that a teacher may be given further ones.
+    Its fingerprint without an adapter is unchanged, so that adapters can be added to a teacher.
     """
-    facts = {one.name: {"model": info.fingerprint, "adapter": one.digest} for one in adapters}
-    return replace(info, adapters={name: fingerprint_of(of_one) for name, of_one in facts.items()})
+    facts = {
+        adapter.name: {"model": info.fingerprint, "adapter": adapter.digest} for adapter in adapters
+    }
+    return replace(
+        info,
+        adapters={
+            name: compute_fingerprint(adapter_facts) for name, adapter_facts in facts.items()
+        },
+    )
 
 
 @runtime_checkable
-class ReadsImages(Protocol):
+class ImageEngine(Protocol):
     """An engine whose model reads images."""
 
-    def expanded(self, query: ScoreQuery) -> ScoreQuery:
-        """Return a query with images as `score` takes it: with all tokens that the model reads.
+    def expand_images(self, query: ScoreQuery) -> ScoreQuery:
+        """Return a query with images in the form that `score` accepts: with all image tokens.
 
         Any thread may call it. Raises InvalidInput if an image cannot be used, or if the sequence
         becomes too long.
@@ -197,7 +204,7 @@ class ReadsImages(Protocol):
         ...
 
 
-def fingerprint_of(facts: Mapping[str, object]) -> str:
+def compute_fingerprint(facts: Mapping[str, object]) -> str:
     """Return the sha256 hex digest of `facts` as canonical JSON (sorted keys, no spaces)."""
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()

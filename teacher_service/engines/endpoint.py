@@ -1,4 +1,4 @@
-"""The endpoint engine: rows from a server that somebody else runs, such as vLLM, over HTTP.
+"""The endpoint engine: rows from a third-party HTTP server, such as vLLM.
 
 The teacher service stays in front of the server: one cache, one fair queue, one encoding for many
 students. What the server cannot compute is refused, see `EngineLimits`: temperatures other than 1,
@@ -19,16 +19,21 @@ import numpy as np
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo, EngineLimits, Turn, fingerprint_of
-from teacher_service.engines.endpoint_http import HttpEndpoint, Refused
+from teacher_service.engines.base import (
+    EngineInfo,
+    EngineLimits,
+    QuerySchedule,
+    compute_fingerprint,
+)
+from teacher_service.engines.endpoint_http import HttpEndpoint, RequestRejected
 from teacher_service.engines.endpoint_wire import (
     CHOSEN_IDS,
     ECHO,
     SGLANG,
     VLLM,
     LikeliestWire,
-    ask_chosen_ids,
-    rows_of_chosen_ids,
+    build_chosen_ids_body,
+    read_chosen_ids_rows,
 )
 from teacher_service.models.files import model_directory
 from teacher_service.models.loading import load_vocabulary
@@ -40,15 +45,15 @@ _T = TypeVar("_T")
 PATIENCE_SECONDS = 60.0
 # For a server that does not say how many tokens it reads.
 _MAX_LENGTH = 4096
-_MOST_IDS = 1 << 22  # no vocabulary is larger
+_MAX_VOCABULARY = 1 << 22  # no vocabulary is larger
 
 
 class EndpointEngine:
     """A model behind the HTTP interface of vLLM or SGLang, or one that echoes prompts.
 
-    Nothing proves which weights the server has: the fingerprint is of the model's name there, its
-    limits and the tokenizer. Start a teacher with another `served_model`, or without a cache, when
-    the weights behind a name change.
+    The server does not identify its weights: the fingerprint covers the model's name on the server,
+    its limits and the tokenizer. Start a teacher with another `served_model`, or without a cache,
+    when the weights behind a name change.
     """
 
     def __init__(
@@ -61,19 +66,19 @@ class EndpointEngine:
         step_tokens: int,
         wires: Sequence[LikeliestWire] = (VLLM, SGLANG, ECHO),
     ) -> None:
-        """Connect, and find out what the server can do.
+        """Connect, and probe what the server supports.
 
         `tokenizer`: directory or hub id. `served_model`: the model's name at the server; "": the
         only one. `max_top_k`: most head ids of a row. `step_tokens`: half of the tokens that are in
-        flight; see Feeder. `wires`: the ways to ask, of which the first that the server answers is
-        taken. $DISTILL_ENDPOINT_KEY is sent as a bearer token.
+        flight; see Feeder. `wires`: request formats; the first that the server answers is used.
+        $DISTILL_ENDPOINT_KEY is sent as a bearer token.
 
         Raises InvalidInput if the server has no such model, returns no log-probs of prompts, or has
         a smaller vocabulary than the tokenizer; Unauthenticated if it refuses the key; Unavailable
-        if it is away.
+        if it does not respond.
         """
         self.step_tokens = step_tokens
-        self.tokens_asked = 0
+        self.requested_tokens = 0
         self._http = HttpEndpoint(url, patience_seconds=PATIENCE_SECONDS)
         try:
             vocabulary = load_vocabulary(model_directory(tokenizer))
@@ -85,70 +90,72 @@ class EndpointEngine:
         self._model = served_model
         self._wire = wires[0]
         try:
-            self.info = self._begin(self._describe(vocabulary, max_top_k, wires)).result()
+            self.info = self._submit(self._describe(vocabulary, max_top_k, wires)).result()
         except DistillError:
             self.close()
             raise
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         """Return one result for each query, in order; see Engine."""
-        futures = [self._begin(self._rows(query)) for query in queries]
-        return [_result(future) for future in futures]
+        futures = [self._submit(self._fetch_rows(query)) for query in queries]
+        return [_get_rows_or_error(future) for future in futures]
 
-    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: QuerySchedule) -> RowBlock:
         """Return the rows of a query, from any event loop; see ContinuousEngine."""
-        return await asyncio.wrap_future(self._begin(self._rows(query)))
+        return await asyncio.wrap_future(self._submit(self._fetch_rows(query)))
 
     def close(self) -> None:
         """Close the connections."""
-        self._begin(self._http.close()).result()
+        self._submit(self._http.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def _begin(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+    def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _rows(self, query: ScoreQuery) -> RowBlock:
-        self._require_possible(query)
-        self.tokens_asked += len(query.token_ids)
+    async def _fetch_rows(self, query: ScoreQuery) -> RowBlock:
+        self._require_supported(query)
+        self.requested_tokens += len(query.token_ids)
         try:
             if query.head_ids is None:
-                return await self._likeliest(query)
-            answer = await self._http.post(CHOSEN_IDS, ask_chosen_ids(query, self._model))
-            return rows_of_chosen_ids(query, answer)
-        except Refused as error:
+                return await self._fetch_top_k(query)
+            answer = await self._http.post(CHOSEN_IDS, build_chosen_ids_body(query, self._model))
+            return read_chosen_ids_rows(query, answer)
+        except RequestRejected as error:
             raise InvalidInput(
                 f"the endpoint refuses the query: {error}",
                 field="token_ids",
                 hint="check the limits of the server behind this teacher",
             ) from error
 
-    def _require_possible(self, query: ScoreQuery) -> None:
+    def _require_supported(self, query: ScoreQuery) -> None:
         """Raise InvalidInput if the server cannot compute the rows of `query`."""
-        wrong: list[tuple[str, str, str]] = []
+        problems: list[tuple[str, str, str]] = []
         if query.temperature != 1.0:
-            wrong.append(("temperature", "scores at temperature 1 only", "use 1.0"))
+            problems.append(("temperature", "scores at temperature 1 only", "use 1.0"))
         if query.vocab_size is not None:
-            wrong.append(("vocab_size", "scores over all its ids", "leave it out"))
+            problems.append(("vocab_size", "scores over all its ids", "leave it out"))
         if query.tail_samples:
-            wrong.append(("tail_samples", "draws no tail samples", "use 0"))
+            problems.append(("tail_samples", "draws no tail samples", "use 0"))
         if query.head_ids is not None and not self.info.limits.max_chosen_ids:
-            wrong.append(("head_ids", "scores only its own likeliest ids", "use top_k"))
+            problems.append(("head_ids", "scores only its own likeliest ids", "use top_k"))
         if query.head_ids is None and query.draw_ids is not None:
-            wrong.append(("draw_ids", "scores draws beside chosen head ids only", "use head_ids"))
-        for field, problem, hint in wrong:
+            problems.append(
+                ("draw_ids", "scores draws beside chosen head ids only", "use head_ids")
+            )
+        for field, problem, hint in problems:
             raise InvalidInput(f"this teacher's endpoint {problem}", field=field, hint=hint)
 
-    async def _likeliest(self, query: ScoreQuery) -> RowBlock:
-        answer = await self._http.post(self._wire.path, self._wire.ask(query, self._model))
-        return self._wire.rows(query, answer)
+    async def _fetch_top_k(self, query: ScoreQuery) -> RowBlock:
+        answer = await self._http.post(self._wire.path, self._wire.build_body(query, self._model))
+        return self._wire.read_rows(query, answer)
 
     async def _describe(
         self, vocabulary: tuple[str, ...], max_top_k: int, wires: Sequence[LikeliestWire]
     ) -> EngineInfo:
-        entry = await self._find_model()
-        length = int(entry.get("max_model_len") or _MAX_LENGTH)
+        model_entry = await self._find_model()
+        max_length = int(model_entry.get("max_model_len") or _MAX_LENGTH)
         for self._wire in wires:
             if await self._takes_likeliest(1):
                 break
@@ -160,37 +167,41 @@ class EndpointEngine:
                 " echoes the ids of a prompt with logprobs; or whose /generate answers"
                 " return_logprob, such as SGLang",
             )
-        width = await self._width(len(vocabulary))
-        likeliest = await self._most(self._takes_likeliest, min(max_top_k, width))
-        chosen = await self._most(self._takes_chosen_ids, min(max_top_k + 1, width))
+        vocab_size = await self._find_vocab_size(len(vocabulary))
+        max_likeliest_ids = await self._find_limit(
+            self._takes_likeliest, min(max_top_k, vocab_size)
+        )
+        max_given_ids = await self._find_limit(
+            self._takes_chosen_ids, min(max_top_k + 1, vocab_size)
+        )
         log.info(
             "a row has at most %d ids that the endpoint chooses, or %d that a student chooses",
-            likeliest,
-            max(0, chosen - 1),
+            max_likeliest_ids,
+            max(0, max_given_ids - 1),
         )
         tokenizer = tokenizer_fingerprint(vocabulary)
         facts = {
             "engine": "endpoint",
             "model": self._model,
-            "root": entry.get("root"),
-            "max_length": length,
-            "vocab_size": width,
+            "root": model_entry.get("root"),
+            "max_length": max_length,
+            "vocab_size": vocab_size,
             "tokenizer": tokenizer,
         }
         return EngineInfo(
             model=self._model,
-            fingerprint=fingerprint_of(facts),
+            fingerprint=compute_fingerprint(facts),
             tokenizer_fingerprint=tokenizer,
             vocabulary=vocabulary,
-            vocab_size=width,
+            vocab_size=vocab_size,
             # The server generates a token, which it does not return, behind the sequence.
-            max_length=length - 1,
+            max_length=max_length - 1,
             dtype="unknown",
             name="endpoint",
             batch_invariant=False,
             limits=EngineLimits(
-                max_top_k=max(likeliest, chosen - 1),
-                max_chosen_ids=max(0, chosen - 1),
+                max_top_k=max(max_likeliest_ids, max_given_ids - 1),
+                max_chosen_ids=max(0, max_given_ids - 1),
                 any_temperature=False,
                 any_vocab_size=False,
                 tail_samples=False,
@@ -200,89 +211,95 @@ class EndpointEngine:
     async def _find_model(self) -> dict[str, Any]:
         """Set the model's name and return its entry in the server's list."""
         try:
-            listed = await self._http.get("/v1/models")
-            found = {str(one["id"]): dict(one) for one in listed["data"]}
-        except (Refused, KeyError, TypeError) as error:
+            model_list = await self._http.get("/v1/models")
+            models = {str(entry["id"]): dict(entry) for entry in model_list["data"]}
+        except (RequestRejected, KeyError, TypeError) as error:
             raise InvalidInput(
                 f"{self._http.url} lists no models: {error}",
                 field="--model",
                 hint="give the address of a server with vLLM's HTTP interface",
             ) from error
-        if not self._model and len(found) == 1:
-            [self._model] = found
-        if self._model not in found:
+        if not self._model and len(models) == 1:
+            [self._model] = models
+        if self._model not in models:
             raise InvalidInput(
-                f"{self._http.url} serves {', '.join(sorted(found)) or 'no model'},"
+                f"{self._http.url} serves {', '.join(sorted(models)) or 'no model'},"
                 f" not {self._model!r}",
                 field="--served-model",
                 hint="give one of these names",
             )
-        return found[self._model]
+        return models[self._model]
 
-    async def _width(self, known: int) -> int:
-        """Return the number of ids that the server takes: the first one that it refuses.
+    async def _find_vocab_size(self, token_count: int) -> int:
+        """Return the number of ids that the server accepts, by doubling and bisection.
 
-        Raises InvalidInput if that is less than `known`, the number of the tokenizer's tokens.
+        Raises InvalidInput if that is less than `token_count`, the number of the tokenizer's
+        tokens.
         """
-        if not await self._takes_token(known - 1):
+        if not await self._takes_token(token_count - 1):
             raise InvalidInput(
-                f"the model of {self._http.url} has no id {known - 1}, which the tokenizer has",
+                f"the model of {self._http.url} has no id {token_count - 1}, which the tokenizer"
+                " has",
                 field="--tokenizer",
                 hint="give the tokenizer of the model that the server has",
             )
-        most = known
-        while most < _MOST_IDS and await self._takes_token(most):
-            most *= 2
-        return 1 + await _last(self._takes_token, known - 1, most)
+        refused_id = token_count
+        while refused_id < _MAX_VOCABULARY and await self._takes_token(refused_id):
+            refused_id *= 2
+        return 1 + await _bisect_limit(self._takes_token, token_count - 1, refused_id)
 
-    async def _most(self, takes: Callable[[int], Coroutine[Any, Any, bool]], most: int) -> int:
-        """Return the largest number up to `most` that the server takes; 0 if it takes none."""
-        if await takes(most):
-            return most
-        return await _last(takes, 0, most)
+    async def _find_limit(
+        self, accepts: Callable[[int], Coroutine[Any, Any, bool]], upper_bound: int
+    ) -> int:
+        """Return the largest number up to `upper_bound` that the server accepts; 0 if none."""
+        if await accepts(upper_bound):
+            return upper_bound
+        return await _bisect_limit(accepts, 0, upper_bound)
 
     async def _takes_token(self, token: int) -> bool:
         query = ScoreQuery(np.full(2, token, np.int32), 1, top_k=1)
         try:
-            await self._http.post(self._wire.path, self._wire.ask(query, self._model))
-        except Refused:
+            await self._http.post(self._wire.path, self._wire.build_body(query, self._model))
+        except RequestRejected:
             return False
         return True
 
     async def _takes_likeliest(self, count: int) -> bool:
         query = ScoreQuery(np.zeros(2, np.int32), 1, top_k=count)
         try:
-            await self._likeliest(query)
-        except (Refused, Corrupt):
+            await self._fetch_top_k(query)
+        except (RequestRejected, Corrupt):
             return False
         return True
 
     async def _takes_chosen_ids(self, count: int) -> bool:
-        """Whether a row may have `count` ids, the sampled token included."""
+        """Return whether a row may have `count` ids, including the sampled token."""
         if count < 1:
             return True
         heads = np.arange(count - 1, dtype=np.int32)[None]
         query = ScoreQuery(np.zeros(2, np.int32), 1, head_ids=heads)
         try:
-            answer = await self._http.post(CHOSEN_IDS, ask_chosen_ids(query, self._model))
-            rows_of_chosen_ids(query, answer)
-        except (Refused, Corrupt):
+            answer = await self._http.post(CHOSEN_IDS, build_chosen_ids_body(query, self._model))
+            read_chosen_ids_rows(query, answer)
+        except (RequestRejected, Corrupt):
             return False
         return True
 
 
-async def _last(takes: Callable[[int], Coroutine[Any, Any, bool]], taken: int, refused: int) -> int:
-    """Return the largest number that `takes` accepts, given one that it takes and one not."""
-    while refused - taken > 1:
-        middle = (taken + refused) // 2
-        if await takes(middle):
-            taken = middle
+async def _bisect_limit(
+    accepts: Callable[[int], Coroutine[Any, Any, bool]], accepted: int, refused: int
+) -> int:
+    """Return the largest accepted number between `accepted` and `refused`, by bisection."""
+    while refused - accepted > 1:
+        middle = (accepted + refused) // 2
+        if await accepts(middle):
+            accepted = middle
         else:
             refused = middle
-    return taken
+    return accepted
 
 
-def _result(future: Future[RowBlock]) -> RowBlock | DistillError:
+def _get_rows_or_error(future: Future[RowBlock]) -> RowBlock | DistillError:
     try:
         return future.result()
     except DistillError as error:

@@ -1,4 +1,4 @@
-"""Calls an HTTP server of somebody else: key, retries, and errors in the words of this project."""
+"""A client for third-party HTTP servers: API key, retries, and errors as DistillError."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FIELD = "--model"
 # The server is busy, restarts or limits the rate: the same request may succeed later.
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 600.0
-_MOST_CONNECTIONS = 256
+_MAX_CONNECTIONS = 256
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 10.0
-_SHOWN = 300  # characters of a server's message
+_MAX_MESSAGE_CHARS = 300
 
 
-class Refused(Exception):
-    """The server refuses a request, which it would refuse again. `status`: of HTTP."""
+class RequestRejected(Exception):
+    """The server rejects a request; a retry would not help. `status`: the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status}: {message}")
@@ -43,7 +43,7 @@ class HttpEndpoint:
         """Prepare the connections; they open on first use.
 
         $DISTILL_ENDPOINT_KEY is sent as a bearer token. `patience_seconds`: how long a request is
-        repeated while the server is away or limits the rate.
+        retried while the server does not respond or limits the rate.
 
         Raises InvalidInput if `url` is not an address of HTTP, or has a password, and if the key
         cannot be sent.
@@ -66,43 +66,43 @@ class HttpEndpoint:
             base_url=self.url,
             headers=key_header(KEY_VARIABLE),
             timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=_MOST_CONNECTIONS),
+            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS),
         )
 
     async def get(self, path: str) -> Any:
         """Return the parsed answer. Raises what `post` raises."""
-        return await self._answer("GET", path, None)
+        return await self._request("GET", path, None)
 
     async def post(self, path: str, body: object) -> Any:
         """Return the parsed answer to `body`.
 
-        Repeats the request while the server is away, is overloaded or limits the rate; it obeys
+        Retries while the server does not respond, is overloaded or limits the rate, and honours
         Retry-After. Raises Unavailable after `patience_seconds` of that, Unauthenticated if the key
-        is refused, Refused if the server refuses the request, and InvalidInput if the answer is not
-        JSON.
+        is refused, RequestRejected if the server refuses the request, and InvalidInput if the
+        answer is not JSON.
         """
-        return await self._answer("POST", path, body)
+        return await self._request("POST", path, body)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _answer(self, method: str, path: str, body: object) -> Any:
-        began = time.monotonic()
-        for pause in _pauses():
+    async def _request(self, method: str, path: str, body: object) -> Any:
+        start = time.monotonic()
+        for pause in _generate_pauses():
             try:
                 response = await self._client.request(method, path, json=body)
             except httpx.TransportError as error:
                 fault = f"{type(error).__name__} {error}".strip()
             else:
                 if response.status_code not in _TEMPORARY:
-                    return self._parsed(response)
-                fault = f"HTTP {response.status_code}: {_message(response)}"
+                    return self._parse_response(response)
+                fault = f"HTTP {response.status_code}: {_read_error_message(response)}"
                 pause = max(pause, retry_after(response.headers))
-            waited = time.monotonic() - began
-            if waited + pause > self._patience:
+            waited_seconds = time.monotonic() - start
+            if waited_seconds + pause > self._patience:
                 raise Unavailable(
-                    f"the endpoint {self.url} has not answered for {waited:.0f} s: {fault}",
+                    f"the endpoint {self.url} has not answered for {waited_seconds:.0f} s: {fault}",
                     field="teacher.address",
                     hint="check the server behind this teacher, then resume the job",
                 )
@@ -110,15 +110,15 @@ class HttpEndpoint:
             await asyncio.sleep(pause)
         raise AssertionError("pauses do not end")
 
-    def _parsed(self, response: httpx.Response) -> Any:
+    def _parse_response(self, response: httpx.Response) -> Any:
         if response.status_code == 401:  # 403 has other reasons too: a door that is shut
             raise Unauthenticated(
-                f"the endpoint {self.url} refuses the key: {_message(response)}",
+                f"the endpoint {self.url} refuses the key: {_read_error_message(response)}",
                 field=_FIELD,
                 hint=f"put its key in ${KEY_VARIABLE}",
             )
         if response.status_code >= 300:
-            raise Refused(response.status_code, _message(response))
+            raise RequestRejected(response.status_code, _read_error_message(response))
         try:
             return response.json()
         except ValueError as error:
@@ -130,7 +130,7 @@ class HttpEndpoint:
             ) from error
 
 
-def _pauses() -> Iterator[float]:
+def _generate_pauses() -> Iterator[float]:
     """Yield growing pauses in seconds, with jitter so that not all requests return at once."""
     pause = _FIRST_PAUSE_SECONDS
     while True:
@@ -138,12 +138,12 @@ def _pauses() -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _message(response: httpx.Response) -> str:
-    """Return what the server says of an error, in one line."""
+def _read_error_message(response: httpx.Response) -> str:
+    """Return the server's error message, in one line."""
     try:
-        found = response.json()
-        found = found.get("error", found)
-        text = str(found.get("message", found)) if isinstance(found, dict) else str(found)
+        content = response.json()
+        content = content.get("error", content)
+        text = str(content.get("message", content)) if isinstance(content, dict) else str(content)
     except (ValueError, AttributeError):
         text = response.text
-    return " ".join(text.split())[:_SHOWN]
+    return " ".join(text.split())[:_MAX_MESSAGE_CHARS]

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
-from teacher_service.engines.base import EngineInfo, fingerprint_of
+from teacher_service.engines.base import EngineInfo, compute_fingerprint
 from teacher_service.head.uniforms import splitmix64, uniforms_of
 
 _CHUNK_ROWS = 256
-_LEAST = {"vocab": 1, "seed": 0, "max_length": 2, "latency_ms": 0}
+_MINIMUM_VALUES = {"vocab": 1, "seed": 0, "max_length": 2, "latency_ms": 0}
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,21 @@ def parse_settings(text: str) -> FakeSettings:
 
     Raises InvalidInput if a name is unknown, a value is not an integer, or a value is too small.
     """
-    known = {field.name for field in fields(FakeSettings)}
+    setting_names = {field.name for field in fields(FakeSettings)}
     values: dict[str, int] = {}
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
-        if name not in known or not value.lstrip("-").isdigit():
+        if name not in setting_names or not value.lstrip("-").isdigit():
             raise InvalidInput(
                 f"{pair!r} is not a setting of the fake engine",
                 field="--model",
-                hint=f"write name=integer pairs; the names are {', '.join(sorted(known))}",
+                hint=f"write name=integer pairs; the names are {', '.join(sorted(setting_names))}",
             )
         values[name] = int(value)
-        if name in _LEAST and values[name] < _LEAST[name]:
+        if name in _MINIMUM_VALUES and values[name] < _MINIMUM_VALUES[name]:
             raise InvalidInput(
-                f"{name} must be at least {_LEAST[name]}, got {values[name]}", field="--model"
+                f"{name} must be at least {_MINIMUM_VALUES[name]}, got {values[name]}",
+                field="--model",
             )
     return FakeSettings(**values)
 
@@ -75,12 +76,12 @@ class FakeEngine:
         tokens = tuple(f"t{i}" for i in range(settings.vocab))
         self._settings = settings
         self._calls = 0
-        # Latency and failing do not change the rows, so they are not part of the fingerprint.
+        # Latency and failures do not change the rows, so they are not part of the fingerprint.
         facts = {"engine": "fake", **asdict(settings), "latency_ms": 0}
         del facts["raise_after"]
         self.info = EngineInfo(
             model="fake",
-            fingerprint=fingerprint_of(facts),
+            fingerprint=compute_fingerprint(facts),
             tokenizer_fingerprint=tokenizer_fingerprint(tokens),
             vocabulary=tokens,
             vocab_size=settings.vocab,
@@ -105,15 +106,15 @@ class FakeEngine:
         return [self._score_one(query) for query in queries]
 
     def _score_one(self, query: ScoreQuery) -> RowBlock | DistillError:
-        parts = []
+        blocks = []
         uniforms = uniforms_of(query)
         for first in range(query.start, len(query.token_ids), _CHUNK_ROWS):
             last = min(first + _CHUNK_ROWS, len(query.token_ids))
-            logits = self._logits(query.token_ids, first, last) / query.temperature
+            logits = self._compute_logits(query.token_ids, first, last) / query.temperature
             logits = logits[:, : query.vocab_size]
-            bad = np.flatnonzero(np.isnan(logits).any(axis=1))
-            if bad.size:
-                position = first + int(bad[0])
+            invalid_rows = np.flatnonzero(np.isnan(logits).any(axis=1))
+            if invalid_rows.size:
+                position = first + int(invalid_rows[0])
                 return Corrupt(f"the teacher's logits for position {position} are not finite")
             heads = None
             if query.head_ids is not None:
@@ -121,11 +122,17 @@ class FakeEngine:
             draws = None
             if query.draw_ids is not None:
                 draws = query.draw_ids[first - query.start : last - query.start]
-            levels = uniforms[first - query.start : last - query.start]
-            parts.append(_rows(logits, heads, query.k, query.token_ids[first:last], levels, draws))
-        return concatenate(parts)
+            row_uniforms = uniforms[first - query.start : last - query.start]
+            blocks.append(
+                _compute_rows(
+                    logits, heads, query.k, query.token_ids[first:last], row_uniforms, draws
+                )
+            )
+        return concatenate(blocks)
 
-    def _logits(self, token_ids: NDArray[np.int32], first: int, last: int) -> NDArray[np.float64]:
+    def _compute_logits(
+        self, token_ids: NDArray[np.int32], first: int, last: int
+    ) -> NDArray[np.float64]:
         """Return logits [last - first, V], uniform in [0, 16): a hash of (seed, prefix, id)."""
         hasher = xxhash.xxh3_64(seed=self._settings.seed)
         hasher.update(token_ids[: first - 1].astype("<i4").tobytes())
@@ -134,14 +141,16 @@ class FakeEngine:
             hasher.update(token.tobytes())
             prefixes[row] = hasher.intdigest()
         ids = np.arange(self._settings.vocab, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = splitmix64(prefixes[:, None] + ids[None, :])
-        logits = (mixed >> np.uint64(11)).astype(np.float64) * (16 / 2**53)
-        seen = np.cumsum(token_ids == self._settings.nan_token)[first - 1 : last - 1] > 0
-        logits[seen] = np.nan
+        hashes = splitmix64(prefixes[:, None] + ids[None, :])
+        logits = (hashes >> np.uint64(11)).astype(np.float64) * (16 / 2**53)
+        follows_nan_token = (
+            np.cumsum(token_ids == self._settings.nan_token)[first - 1 : last - 1] > 0
+        )
+        logits[follows_nan_token] = np.nan
         return logits
 
 
-def _rows(
+def _compute_rows(
     logits: NDArray[np.float64],
     heads: NDArray[np.int32] | None,
     k: int,
@@ -152,31 +161,39 @@ def _rows(
     if heads is None:
         heads = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
     logprobs = logits - _logsumexp(logits)[:, None]
-    head = np.take_along_axis(logprobs, heads, axis=1)
-    token = np.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
-    of_draws = None if draws is None else np.take_along_axis(logprobs, draws, axis=1)
+    head_logprobs = np.take_along_axis(logprobs, heads, axis=1)
+    token_logprobs = np.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
+    draw_logprobs = None if draws is None else np.take_along_axis(logprobs, draws, axis=1)
     np.put_along_axis(logprobs, heads, -np.inf, axis=1)
-    tail = _logsumexp(logprobs)
+    tail_logmass = _logsumexp(logprobs)
     rows = RowBlock(
-        heads, head.astype(np.float32), tail.astype(np.float32), token.astype(np.float32)
+        heads,
+        head_logprobs.astype(np.float32),
+        tail_logmass.astype(np.float32),
+        token_logprobs.astype(np.float32),
     )
-    if of_draws is not None:
-        rows = replace(rows, draw_logprobs=of_draws.astype(np.float32))
+    if draw_logprobs is not None:
+        rows = replace(rows, draw_logprobs=draw_logprobs.astype(np.float32))
     if not uniforms.shape[1]:
         return rows
-    drawn = _drawn(np.exp(logprobs), uniforms)
-    mean = np.take_along_axis(logprobs, drawn, axis=1).mean(axis=1).astype(np.float32)
-    return replace(rows, tail_sample_ids=drawn, tail_sample_logprob=mean)
+    sample_ids = _draw_samples(np.exp(logprobs), uniforms)
+    sample_logprob = (
+        np.take_along_axis(logprobs, sample_ids, axis=1).mean(axis=1).astype(np.float32)
+    )
+    return replace(rows, tail_sample_ids=sample_ids, tail_sample_logprob=sample_logprob)
 
 
-def _drawn(weights: NDArray[np.float64], uniforms: NDArray[np.float64]) -> NDArray[np.int32]:
+def _draw_samples(weights: NDArray[np.float64], uniforms: NDArray[np.float64]) -> NDArray[np.int32]:
     """Return what `tail_samples.draw` returns, computed with numpy instead of torch."""
-    running = weights.cumsum(axis=1)
-    levels = np.minimum(uniforms * running[:, -1:], np.nextafter(running[:, -1:], 0))
-    found = [
-        row.searchsorted(level, side="right") for row, level in zip(running, levels, strict=True)
+    cumulative_weights = weights.cumsum(axis=1)
+    levels = np.minimum(
+        uniforms * cumulative_weights[:, -1:], np.nextafter(cumulative_weights[:, -1:], 0)
+    )
+    positions = [
+        row.searchsorted(level, side="right")
+        for row, level in zip(cumulative_weights, levels, strict=True)
     ]
-    return np.stack(found).clip(max=weights.shape[1] - 1).astype(np.int32)
+    return np.stack(positions).clip(max=weights.shape[1] - 1).astype(np.int32)
 
 
 def _logsumexp(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The hf engine: a transformers body for the hidden states, our scoring head for the rows."""
+"""The hf engine: a transformers body for the hidden states, the scoring head for the rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from teacher_service.engines.base import (
     EngineInfo,
     TensorSpec,
     WeightUpdate,
-    fingerprint_of,
+    compute_fingerprint,
     with_adapters,
 )
 from teacher_service.engines.hf_adapters import HfAdapters
 from teacher_service.engines.hf_weights import ModelWeights
-from teacher_service.engines.images import ExpandedQuery, expanded_query, image_inputs, sees
+from teacher_service.engines.images import (
+    ExpandedQuery,
+    build_image_inputs,
+    expand_query,
+    reads_images,
+)
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import is_linear, probe_head
 from teacher_service.head.stored_head import require_plain_weight
@@ -76,18 +81,20 @@ class HfEngine:
         """
         progress = progress or LoadProgress()
         path = model_directory(model)
-        self._device = _device(device)
+        self._device = _find_device(device)
         digests = FileDigests(weight_files(path))
         progress.begin("reading its weights")
         with progress.of_transformers():
-            loaded = load_model(path, dtype=dtype, with_images=True, memory=memory)
+            model_on_cpu = load_model(path, dtype=dtype, with_images=True, memory=memory)
         self._divided = memory is not None
-        self._model = (loaded if self._divided else loaded.to(self._device)).eval()
+        self._model = (model_on_cpu if self._divided else model_on_cpu.to(self._device)).eval()
         if self._divided:
             tell_places(self._model)
         reader = load_image_reader(path, self._model.config)
-        seeing = reader is not None and sees(body_of(self._model), reader, self._device)
-        self._reader = reader if seeing else None
+        has_image_input = reader is not None and reads_images(
+            body_of(self._model), reader, self._device
+        )
+        self._reader = reader if has_image_input else None
         progress.begin("probing its head")
         head = self._model.get_output_embeddings()
         quantised = getattr(self._model, "hf_quantizer", None) is not None
@@ -134,16 +141,16 @@ class HfEngine:
         Raises WrongState for an EMA update if an earlier update failed partway.
         """
         self._weights.apply(update)
-        self.info = self.info.after(update)
+        self.info = self.info.with_update(update)
 
-    def expanded(self, query: ScoreQuery) -> ScoreQuery:
+    def expand_images(self, query: ScoreQuery) -> ScoreQuery:
         """Return a query with images, decoded and with all tokens that the model reads.
 
         Any thread may call it. Raises InvalidInput if an image cannot be used, or if the sequence
         becomes too long.
         """
         assert self._reader is not None, "info.placeholder is None"
-        return expanded_query(query, self._reader, self._max_length())
+        return expand_query(query, self._reader, self._max_length())
 
     @torch.inference_mode()
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
@@ -159,26 +166,26 @@ class HfEngine:
         # A model that gets images takes every placeholder of the batch for one of them.
         kinds = [(query.adapter, isinstance(query, ExpandedQuery)) for query in queries]
         for kind in sorted(set(kinds)):
-            places = [place for place, one in enumerate(kinds) if one == kind]
-            found = self._score_together([queries[place] for place in places])
-            answers |= zip(places, found, strict=True)
-        return [answers[place] for place in range(len(queries))]
+            indices = [index for index, query_kind in enumerate(kinds) if query_kind == kind]
+            rows = self._score_together([queries[index] for index in indices])
+            answers |= zip(indices, rows, strict=True)
+        return [answers[index] for index in range(len(queries))]
 
     def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         """Score queries of one adapter in one batch, all with images or all without."""
         self._adapters.use(queries[0].adapter)
-        hidden = self._hidden(queries)
-        # Row t comes from the state that has seen tokens 0..t-1.
+        hidden_states = self._compute_hidden_states(queries)
+        # Row t is computed from the state after tokens 0..t-1.
         states = [
-            of_one[query.start - 1 : len(query.token_ids) - 1].to(self._head.weight.device)
-            for query, of_one in zip(queries, hidden, strict=True)
+            query_states[query.start - 1 : len(query.token_ids) - 1].to(self._head.weight.device)
+            for query, query_states in zip(queries, hidden_states, strict=True)
         ]
         return [*self._head.score(queries, states)]
 
-    def _hidden(self, queries: Sequence[ScoreQuery]) -> Tensor:
+    def _compute_hidden_states(self, queries: Sequence[ScoreQuery]) -> Tensor:
         """Return the final hidden states [B, L - 1, H] of a padded batch; L is the longest length.
 
-        State i has seen tokens 0..i. The last token is left out, because it predicts nothing.
+        State i is the one after tokens 0..i. The last token is left out: it predicts nothing.
         """
         lengths = [len(query.token_ids) - 1 for query in queries]
         padded = np.zeros((len(queries), max(lengths)), dtype=np.int64)
@@ -187,13 +194,13 @@ class HfEngine:
         # No mask without padding: attention then takes a faster path.
         mask = None
         if min(lengths) != max(lengths):
-            seen = np.arange(max(lengths)) < np.array(lengths)[:, None]
-            mask = torch.from_numpy(seen.astype(np.int64)).to(self._device)
-        ids = torch.from_numpy(padded).to(self._device)
-        base = body_of(self._model)
-        images = image_inputs(queries, ids, self._reader)
-        found = base(input_ids=ids, attention_mask=mask, use_cache=False, **images)
-        states: Tensor = found.last_hidden_state
+            is_token = np.arange(max(lengths)) < np.array(lengths)[:, None]
+            mask = torch.from_numpy(is_token.astype(np.int64)).to(self._device)
+        token_ids = torch.from_numpy(padded).to(self._device)
+        body = body_of(self._model)
+        images = build_image_inputs(queries, token_ids, self._reader)
+        output = body(input_ids=token_ids, attention_mask=mask, use_cache=False, **images)
+        states: Tensor = output.last_hidden_state
         return states
 
     def _max_length(self) -> int:
@@ -216,7 +223,7 @@ class HfEngine:
         }
         return EngineInfo(
             model=model,
-            fingerprint=fingerprint_of(facts),
+            fingerprint=compute_fingerprint(facts),
             tokenizer_fingerprint=tokenizer_fingerprint(tokens),
             vocabulary=tokens,
             vocab_size=len(self._head.weight),
@@ -228,7 +235,7 @@ class HfEngine:
         )
 
 
-def _device(name: str) -> torch.device:
+def _find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -32,7 +32,7 @@ class HfAdapters:
         from peft.tuners.lora import LoraLayer
 
         for adapter in adapters:
-            _add(model, adapter)
+            _add_adapter(model, adapter)
         self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         model.eval()  # the new layers have dropout
         self.use("")
@@ -42,42 +42,42 @@ class HfAdapters:
         for layer in self._layers:
             layer.enable_adapters(bool(name))
             if name:
-                layer.set_adapter(_key(name), inference_mode=True)
+                layer.set_adapter(_adapter_key(name), inference_mode=True)
 
 
-def _key(name: str) -> str:
-    # Not the name itself: peft keeps adapters in a ModuleDict, which has no room for "keys".
+def _adapter_key(name: str) -> str:
+    # Not the name itself: peft stores adapters in a ModuleDict, which rejects names like "keys".
     return f"adapter_{name}"
 
 
 @torch.no_grad()
-def _add(model: Any, adapter: Adapter) -> None:
+def _add_adapter(model: Any, adapter: Adapter) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    key = _key(adapter.name)
+    key = _adapter_key(adapter.name)
     config = LoraConfig.from_pretrained(str(adapter.path))
     config.inference_mode = True
-    config.init_lora_weights = True  # the values that are loaded take the place of these
-    saved = load_file(adapter.path / WEIGHTS)
+    config.init_lora_weights = True  # overwritten by the loaded values
+    stored_tensors = load_file(adapter.path / WEIGHTS)
     try:
-        with warnings.catch_warnings(action="ignore"):  # that there are several
+        with warnings.catch_warnings(action="ignore"):  # it warns of several adapters
             inject_adapter_in_model(config, model, key)
-    except ValueError as error:  # it has none of the layers
-        raise _another_models(adapter, str(error)) from error
-    ours = {
+    except ValueError as error:  # the model has none of the layers
+        raise _mismatch_error(adapter, str(error)) from error
+    parameters = {
         _PREFIX + name.replace(f".{key}.", "."): parameter
         for name, parameter in model.named_parameters()
         if f".{key}." in name
     }
-    for name in sorted(ours.keys() ^ saved.keys()):
-        raise _another_models(adapter, f"only one of them has {name}")
-    for name, parameter in ours.items():
-        if parameter.shape != saved[name].shape:
-            raise _another_models(adapter, f"{name} has another shape")
-        parameter.data = saved[name].to(parameter.device, torch.float32)
+    for name in sorted(parameters.keys() ^ stored_tensors.keys()):
+        raise _mismatch_error(adapter, f"only one of them has {name}")
+    for name, parameter in parameters.items():
+        if parameter.shape != stored_tensors[name].shape:
+            raise _mismatch_error(adapter, f"{name} has another shape")
+        parameter.data = stored_tensors[name].to(parameter.device, torch.float32)
 
 
-def _another_models(adapter: Adapter, reason: str) -> InvalidInput:
+def _mismatch_error(adapter: Adapter, reason: str) -> InvalidInput:
     return InvalidInput(
         f"the adapter {adapter.path} is not one of this model: {' '.join(reason.split())[:200]}",
         field=OPTION,

@@ -57,16 +57,16 @@ class ModelWeights:
         self._intact = False
         for name, parameter in self._parameters.items():
             spec, data = update.tensors[name]
-            pushed = torch.from_numpy(data).view(getattr(torch, spec.dtype)).view(spec.shape)
-            pushed = pushed.to(parameter.device)
+            pushed_tensor = torch.from_numpy(data).view(getattr(torch, spec.dtype)).view(spec.shape)
+            pushed_tensor = pushed_tensor.to(parameter.device)
             if update.tau is not None:
-                pushed = self._averaged(name, parameter, pushed, update.tau)
+                pushed_tensor = self._update_average(name, parameter, pushed_tensor, update.tau)
             elif name in self._masters:
-                self._masters[name].copy_(pushed)
-            parameter.copy_(pushed)
+                self._masters[name].copy_(pushed_tensor)
+            parameter.copy_(pushed_tensor)
         self._intact = True
 
-    def _averaged(self, name: str, parameter: Tensor, theta: Tensor, tau: float) -> Tensor:
+    def _update_average(self, name: str, parameter: Tensor, theta: Tensor, tau: float) -> Tensor:
         phi = parameter.data
         if phi.dtype is not torch.float32:
             if name not in self._masters:

@@ -28,34 +28,36 @@ class ExpandedQuery(ScoreQuery):
     pixels: Pixels = field(kw_only=True)
 
 
-def expanded_query(query: ScoreQuery, reader: ImageReader, max_length: int) -> ExpandedQuery:
+def expand_query(query: ScoreQuery, reader: ImageReader, max_length: int) -> ExpandedQuery:
     """Return a query with images as the model reads it. Decodes the images.
 
     Raises InvalidInput if an image cannot be used, or if the sequence would have more than
     `max_length` tokens.
     """
-    others = len(query.token_ids) - len(query.images)
-    pixels = reader.read(query.images, most_tokens=max_length - others)
+    text_tokens = len(query.token_ids) - len(query.images)
+    pixels = reader.read(query.images, most_tokens=max_length - text_tokens)
     token_ids = expanded_ids(query.token_ids, reader.placeholder, pixels.tokens)
-    values: dict[str, Any] = {one.name: getattr(query, one.name) for one in fields(ScoreQuery)}
-    more = len(token_ids) - len(query.token_ids)
-    values |= {"token_ids": token_ids, "start": query.start + more, "images": ()}
-    return ExpandedQuery(**values, pixels=pixels)
+    query_fields: dict[str, Any] = {
+        field_info.name: getattr(query, field_info.name) for field_info in fields(ScoreQuery)
+    }
+    extra_tokens = len(token_ids) - len(query.token_ids)
+    query_fields |= {"token_ids": token_ids, "start": query.start + extra_tokens, "images": ()}
+    return ExpandedQuery(**query_fields, pixels=pixels)
 
 
-def image_inputs(
+def build_image_inputs(
     queries: Sequence[ScoreQuery], ids: Tensor, reader: ImageReader | None
 ) -> dict[str, Tensor]:
     """Return the model's inputs for the images of a batch; {} if no query has one.
 
-    `ids` [B, T]: the token ids of the queries, padded, on the device of the model. `reader`: has
-    read the images.
+    `ids` [B, T]: the token ids of the queries, padded, on the device of the model. `reader`: the
+    one that read the images.
     """
     pixels = [query.pixels for query in queries if isinstance(query, ExpandedQuery)]
     if not pixels or reader is None:
         return {}
-    values = np.concatenate([one.values for one in pixels])
-    grid = np.concatenate([one.grid for one in pixels])
+    values = np.concatenate([query_pixels.values for query_pixels in pixels])
+    grid = np.concatenate([query_pixels.grid for query_pixels in pixels])
     return {
         "pixel_values": torch.from_numpy(values).to(ids.device),
         "image_grid_thw": torch.from_numpy(grid).to(ids.device),
@@ -64,20 +66,20 @@ def image_inputs(
 
 
 @torch.inference_mode()
-def sees(body: Any, reader: ImageReader, device: torch.device) -> bool:
+def reads_images(body: Any, reader: ImageReader, device: torch.device) -> bool:
     """Return whether images change the last hidden states of a model.
 
-    `body`: the module that gives them. A model may need other inputs, or ignore those that it is
-    given; the reason is logged.
+    `body`: the module that returns them. A model may need other inputs, or ignore its image
+    inputs; the reason is logged.
     """
     states = []
     for grey in (0, 255):
         tokens = np.array([0, reader.placeholder, 0, 0], np.int32)
         query = ScoreQuery(tokens, 3, top_k=1, images=(plain_image(grey),))
-        expanded = expanded_query(query, reader, 1 << 20)
+        expanded = expand_query(query, reader, 1 << 20)
         ids = torch.from_numpy(expanded.token_ids).long()[None].to(device)
         try:
-            inputs = image_inputs([expanded], ids, reader)
+            inputs = build_image_inputs([expanded], ids, reader)
             states.append(body(input_ids=ids, use_cache=False, **inputs).last_hidden_state[0, -1])
         except Exception as error:  # a model raises anything for inputs that it does not know
             log.warning("the teacher reads no images: %s", " ".join(str(error).split())[:300])

@@ -1,4 +1,4 @@
-"""The vllm engine: hidden states from vLLM's pooling runner, rows from our head in its worker.
+"""The vllm engine: vLLM's pooling runner computes hidden states, the head in its worker the rows.
 
 vLLM batches, pages and splits long prompts, and skips tokens that are in its prefix cache. A cached
 token has no hidden state, so the first request returns no rows that need one. If rows are missing,
@@ -21,14 +21,19 @@ from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
 from protos.vllm_processes import executor, require_vllm
-from teacher_service.engines.base import EngineInfo, Turn, fingerprint_of, with_adapters
+from teacher_service.engines.base import (
+    EngineInfo,
+    QuerySchedule,
+    compute_fingerprint,
+    with_adapters,
+)
 from teacher_service.engines.vllm_process import (
     OWN_OPTIONS,
     VllmProcess,
-    facts_of,
     read_options,
+    select_changing_options,
 )
-from teacher_service.engines.vllm_wire import PACE, decode_answer, encode_query, part_of
+from teacher_service.engines.vllm_wire import PACE, decode_answer, encode_query, slice_query
 from teacher_service.head.linear_head import HeadTensors, find_head
 from teacher_service.models.adapters import OPTION, Adapter
 from teacher_service.models.digests import FileDigests
@@ -44,8 +49,8 @@ from teacher_service.models.quantisation import quantisation_of
 
 _SCHEDULER = "teacher_service.engines.vllm_scheduler.SharingScheduler"
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
-# Arguments of vLLM that are no `--engine-option`, beside those that every teacher sets.
-_SOMETIMES_OURS = frozenset(
+# Arguments of vLLM that some teachers set, so that they cannot be an `--engine-option`.
+_CONDITIONAL_OPTIONS = frozenset(
     [
         *("distributed_executor_backend", "hf_overrides", "enable_lora", "max_loras"),
         *("max_lora_rank", "lora_target_modules"),
@@ -54,7 +59,7 @@ _SOMETIMES_OURS = frozenset(
 # vLLM's sizes of the memory for adapters, by largest rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
-NOW = Turn()
+DEFAULT_SCHEDULE = QuerySchedule()
 
 
 class VllmEngine:
@@ -84,7 +89,7 @@ class VllmEngine:
     ) -> None:
         """Start vLLM; `progress` follows it. Queries may name one of `adapters`.
 
-        `options`: further ones of vLLM, each NAME=VALUE; see `read_options`.
+        `options`: further options of vLLM, each NAME=VALUE; see `read_options`.
         """
         progress = progress or LoadProgress()
         require_vllm()
@@ -96,12 +101,12 @@ class VllmEngine:
         arguments = {
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_share,
-            **_arguments(path, skeleton, head, max_batch_tokens),
-            **_lora_options(adapters),
+            **_build_arguments(path, skeleton, head, max_batch_tokens),
+            **_build_lora_options(adapters),
         }
-        further = read_options(options, OWN_OPTIONS | _SOMETIMES_OURS | arguments.keys())
-        arguments |= further
-        if not further:  # otherwise one process may not be enough: vLLM decides
+        extra_options = read_options(options, OWN_OPTIONS | _CONDITIONAL_OPTIONS | arguments.keys())
+        arguments |= extra_options
+        if not extra_options:  # otherwise one process may not be enough: vLLM decides
             arguments["distributed_executor_backend"] = executor(tensor_parallel_size)
         progress.begin("starting vLLM and reading its weights")
         with progress.of_another_process() as file:
@@ -109,14 +114,14 @@ class VllmEngine:
             try:
                 self._vllm = VllmProcess(arguments)
             except (ValueError, RuntimeError) as error:
-                raise _not_started(path, read_failure(file) or str(error)) from error
+                raise _startup_error(path, read_failure(file) or str(error)) from error
         for number, adapter in enumerate(adapters, 1):
             progress.begin(f"reading the adapter {adapter.name}")
-            self._load(adapter, number)
+            self._load_adapter(adapter, number)
         progress.begin("computing the digests of its files")
         cache = self._vllm.config.cache_config
-        self._block = cache.block_size if cache.enable_prefix_caching else None
-        info = self._describe(model, path, head, tokens, digests, further)
+        self._block_tokens = cache.block_size if cache.enable_prefix_caching else None
+        info = self._describe(model, path, head, tokens, digests, extra_options)
         self.info = with_adapters(info, adapters)
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
@@ -125,15 +130,15 @@ class VllmEngine:
         A query whose logits are not finite gets Corrupt. If a process of vLLM dies, this process
         exits with code 1.
         """
-        return self._vllm.run(self._score(queries))
+        return self._vllm.run(self._score_all(queries))
 
-    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, schedule: QuerySchedule) -> RowBlock:
         """Return the rows of a query, from any event loop; see ContinuousEngine.
 
         Raises Corrupt if its logits are not finite. If a process of vLLM dies, this process exits
         with code 1.
         """
-        return await asyncio.wrap_future(self._vllm.begin(self._rows(query, turn)))
+        return await asyncio.wrap_future(self._vllm.begin(self._compute_rows(query, schedule)))
 
     @property
     def step_tokens(self) -> int:
@@ -156,53 +161,59 @@ class VllmEngine:
         """Stop vLLM's processes. Calling it twice is safe."""
         self._vllm.close()
 
-    async def _score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+    async def _score_all(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         answers = await asyncio.gather(
-            *(self._rows(query) for query in queries), return_exceptions=True
+            *(self._compute_rows(query) for query in queries), return_exceptions=True
         )
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, DistillError):
                 raise answer
-        return [a for a in answers if isinstance(a, RowBlock | DistillError)]
+        return [answer for answer in answers if isinstance(answer, RowBlock | DistillError)]
 
-    async def _rows(self, query: ScoreQuery, turn: Turn = NOW) -> RowBlock:
+    async def _compute_rows(
+        self, query: ScoreQuery, schedule: QuerySchedule = DEFAULT_SCHEDULE
+    ) -> RowBlock:
         # A prefix shorter than a block is never in the cache.
-        if self._block is None or query.start <= self._block:
-            return await self._ask(query, turn, read_cache=False)
+        if self._block_tokens is None or query.start <= self._block_tokens:
+            return await self._request_rows(query, schedule, read_cache=False)
         try:
-            block = await self._ask(query, turn, read_cache=True)
+            block = await self._request_rows(query, schedule, read_cache=True)
         except Corrupt:
             # The NaN may come from a cached block that another sequence computed: try without it.
-            return await self._ask(query, turn, read_cache=False)
-        missing = query.rows - len(block)
-        if not missing:
+            return await self._request_rows(query, schedule, read_cache=False)
+        missing_rows = query.rows - len(block)
+        if not missing_rows:
             return block
-        first = part_of(query, query.start, query.start + missing)
-        return concatenate([await self._ask(first, turn, read_cache=False), block])
+        first_part = slice_query(query, query.start, query.start + missing_rows)
+        return concatenate(
+            [await self._request_rows(first_part, schedule, read_cache=False), block]
+        )
 
-    async def _ask(self, query: ScoreQuery, turn: Turn, *, read_cache: bool) -> RowBlock:
+    async def _request_rows(
+        self, query: ScoreQuery, schedule: QuerySchedule, *, read_cache: bool
+    ) -> RowBlock:
         """Return the last rows of `query`: those that need no hidden state of a cached token.
 
-        Raises the error of the query.
+        Raises the DistillError of the query.
         """
         # The last token is left out, because it predicts nothing.
         prompt = query.token_ids[:-1].tolist()
-        fields = {**encode_query(query), PACE: (turn.step_tokens, turn.single)}
-        pooled = await self._vllm.pool(
-            prompt, fields, turn.number, read_cache=read_cache, adapter=query.adapter
+        fields = {**encode_query(query), PACE: (schedule.step_tokens, schedule.single)}
+        encoded_answer = await self._vllm.pool(
+            prompt, fields, schedule.number, read_cache=read_cache, adapter=query.adapter
         )
-        answer = decode_answer(pooled)
+        answer = decode_answer(encoded_answer)
         if isinstance(answer, DistillError):
             raise answer
         if query.head_ids is not None:
             answer = replace(answer, head_ids=query.head_ids[-len(answer) :])
         return answer
 
-    def _load(self, adapter: Adapter, number: int) -> None:
-        """Load an adapter into vLLM's processes. Raises InvalidInput if it is not of the model."""
+    def _load_adapter(self, adapter: Adapter, number: int) -> None:
+        """Load an adapter into vLLM's processes. Raises InvalidInput if it fits another model."""
         try:
             self._vllm.add_adapter(adapter.name, number, adapter.path)
-        except Exception as error:  # of vLLM's process; it has no class for it
+        except Exception as error:  # vLLM has no class of its own for this error
             self._vllm.close()
             raise InvalidInput(
                 f"vLLM cannot use the adapter {adapter.path}: {' '.join(str(error).split())[:300]}",
@@ -217,7 +228,7 @@ class VllmEngine:
         head: HeadTensors,
         tokens: tuple[str, ...],
         digests: FileDigests,
-        further: Mapping[str, Any],
+        extra_options: Mapping[str, Any],
     ) -> EngineInfo:
         config = self._vllm.config
         dtype = str(config.model_config.dtype).removeprefix("torch.")
@@ -232,11 +243,11 @@ class VllmEngine:
             "prefix_caching": config.cache_config.enable_prefix_caching,
             "vllm": release_of(self._vllm.version),
             "torch": release_of(torch.__version__),
-            **facts_of(further),
+            **select_changing_options(extra_options),
         }
         return EngineInfo(
             model=model,
-            fingerprint=fingerprint_of(facts),
+            fingerprint=compute_fingerprint(facts),
             tokenizer_fingerprint=tokenizer_fingerprint(tokens),
             vocabulary=tokens,
             vocab_size=head.vocab_size,
@@ -247,7 +258,7 @@ class VllmEngine:
         )
 
 
-def _arguments(
+def _build_arguments(
     path: Path, skeleton: Any, head: HeadTensors, max_batch_tokens: int
 ) -> dict[str, Any]:
     """Return arguments of vLLM's AsyncEngineArgs for a model and its head."""
@@ -258,8 +269,8 @@ def _arguments(
         "max_num_seqs": min(256, max_batch_tokens),
         "scheduling_policy": "priority",
         "scheduler_cls": _SCHEDULER,
-        "async_scheduling": False,  # as vLLM does for pooling; the scheduler is made for that
-        "long_prefill_token_threshold": _share_of_step(skeleton, max_batch_tokens),
+        "async_scheduling": False,  # as vLLM does for pooling; the scheduler requires it
+        "long_prefill_token_threshold": _compute_prefill_threshold(skeleton, max_batch_tokens),
         "long_prefill_token_threshold_adaptive": True,
         "worker_cls": _WORKER,
         # By default vLLM accepts a quantised model that lacks some of its weights.
@@ -272,11 +283,11 @@ def _arguments(
         },
     }
     if head.weight.scales is not None:
-        arguments["hf_overrides"] = _without_head(path)
+        arguments["hf_overrides"] = _exclude_head(path)
     return arguments
 
 
-def _lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
+def _build_lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
     if not adapters:
         return {}
     rank = max(adapter.rank for adapter in adapters)
@@ -292,33 +303,33 @@ def _lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
         # empty there.
         "max_loras": len(adapters) + (not torch.cuda.is_available()),
         "max_lora_rank": next(size for size in _LORA_RANKS if size >= rank),
-        # Not the head: ours takes its place.
-        "lora_target_modules": sorted(frozenset().union(*(one.layers for one in adapters))),
+        # Not the head: the scoring head takes its place.
+        "lora_target_modules": sorted(frozenset().union(*(adapter.layers for adapter in adapters))),
     }
 
 
-def _share_of_step(skeleton: Any, step_tokens: int) -> int:
-    """Return how many tokens of a step a long query gets at least, however many wait.
+def _compute_prefill_threshold(skeleton: Any, step_tokens: int) -> int:
+    """Return the minimum number of tokens per step of a long query, however many queries wait.
 
-    vLLM gives it an equal share if that is more. It refuses a number above the longest context,
-    which only vLLM knows exactly: 2,048 is below that of any but the smallest models.
+    vLLM raises it to an equal share of the step. vLLM rejects a threshold above the longest
+    context, which it alone knows exactly: 2,048 is below that of all but the smallest models.
     """
     return min(max(1, step_tokens // 4), 2048, max_length_of(skeleton))
 
 
-def _without_head(path: Path) -> dict[str, Any]:
-    """Return the changes of the configuration that keep vLLM from making a quantised head.
+def _exclude_head(path: Path) -> dict[str, Any]:
+    """Return the config overrides that keep vLLM from building a quantised head.
 
-    Our own head takes its place, but some platforms have no kernel for it.
+    The scoring head takes its place, but some platforms have no kernel for it.
     """
-    said = dict(quantisation_of(path) or {})
-    if said.get("quant_method") == "compressed-tensors":
-        said["ignore"] = [*(said.get("ignore") or []), "re:.*lm_head"]
-    return {"quantization_config": said}
+    quantisation = dict(quantisation_of(path) or {})
+    if quantisation.get("quant_method") == "compressed-tensors":
+        quantisation["ignore"] = [*(quantisation.get("ignore") or []), "re:.*lm_head"]
+    return {"quantization_config": quantisation}
 
 
-def _not_started(path: Path, reason: str) -> InvalidInput:
-    # Errors of options: what pydantic puts around the message is left out.
+def _startup_error(path: Path, reason: str) -> InvalidInput:
+    # Strip what pydantic puts around the message of an option error.
     reason = reason.partition("Value error, ")[2].partition(" [type=")[0] or reason
     reason = " ".join(reason.split())[:300]
     return InvalidInput(

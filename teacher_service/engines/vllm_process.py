@@ -1,4 +1,4 @@
-"""Starts, calls, watches and stops the processes of vLLM; reads further options of it."""
+"""Starts, calls, monitors and stops the processes of vLLM; parses `--engine-option`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from protos.vllm_processes import (
 _T = TypeVar("_T")
 
 OPTION = "--engine-option"
-# They divide the work over processes, and change the rows by rounding only.
-_DIVIDES = "parallel"
+# Options with this word divide the work over processes; they change rows by rounding only.
+_PARALLELISM = "parallel"
 
 _TASK = "token_embed"
 # Arguments of vLLM that are set here, for every teacher.
@@ -61,7 +61,7 @@ class VllmProcess:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         with stdout_on_stderr():
-            self._llm = self.run(_start(options))
+            self._llm = self.run(_start_llm(options))
         self.config = self._llm.vllm_config
         self.version: str = sys.modules["vllm"].__version__
         atexit.register(self.close)
@@ -82,17 +82,17 @@ class VllmProcess:
         self,
         token_ids: Sequence[int],
         extra: Mapping[str, Any],
-        turn: int,
+        priority: int,
         *,
         read_cache: bool,
         adapter: str = "",
     ) -> Tensor:
         """Return the output of the worker's pooler for `token_ids`, uint8 [n].
 
-        `extra` are the extra arguments that the pooler receives. vLLM begins the request of the
-        lowest `turn` first, if its options say so. With `read_cache` False the request does not
-        read vLLM's prefix cache. `adapter`: of `add_adapter`; "": none. Raises Unavailable if vLLM
-        was stopped.
+        `extra` are the extra arguments that the pooler receives. Under the policy "priority", vLLM
+        begins the request of the lowest `priority` first. With `read_cache` False the request does
+        not read vLLM's prefix cache. `adapter`: of `add_adapter`; "": none. Raises Unavailable if
+        vLLM was stopped.
         """
         from vllm import PoolingParams
         from vllm.inputs import tokens_input
@@ -106,7 +106,7 @@ class VllmProcess:
             params,
             str(next(self._ids)),
             lora_request=self._adapters.get(adapter),
-            priority=turn,
+            priority=priority,
         )
         try:
             async for output in stream:
@@ -134,17 +134,17 @@ class VllmProcess:
         if not self._closing:
             self._closing = True
             self._watch.close()
-            self.run(self._end())
+            self.run(self._shut_down())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         cancelled = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*cancelled, return_exceptions=True)
 
 
-async def _start(options: Mapping[str, Any]) -> Any:
+async def _start_llm(options: Mapping[str, Any]) -> Any:
     from vllm.config import PoolerConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -171,46 +171,48 @@ async def _start(options: Mapping[str, Any]) -> Any:
     return AsyncLLM.from_engine_args(arguments)
 
 
-def read_options(given: Sequence[str], own: Collection[str]) -> dict[str, Any]:
-    """Return the options `given`, each NAME=VALUE, for vLLM's AsyncEngineArgs.
+def read_options(option_texts: Sequence[str], reserved_names: Collection[str]) -> dict[str, Any]:
+    """Parse options, each NAME=VALUE, for vLLM's AsyncEngineArgs.
 
-    A value is JSON, such as 2, true or {"a": 1}, or else text. `own`: names of the options that the
-    engine sets itself. Raises InvalidInput (--engine-option) for one of those, for a name that vLLM
-    does not have, and for a name that is given twice.
+    A value is JSON, such as 2, true or {"a": 1}, or else text. `reserved_names`: the options that
+    the engine sets itself. Raises InvalidInput (--engine-option) for one of those, for a name that
+    vLLM does not have, and for a repeated name.
     """
-    if not given:
+    if not option_texts:
         return {}
     set_environment()
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    known = {field.name for field in fields(AsyncEngineArgs)}
-    found: dict[str, Any] = {}
-    for option in given:
+    option_names = {field.name for field in fields(AsyncEngineArgs)}
+    options: dict[str, Any] = {}
+    for option in option_texts:
         name, equals, value = option.partition("=")
         if not equals or not name:
-            raise _refused(f"{option!r} is not NAME=VALUE", "write pipeline_parallel_size=2")
-        if name not in known:
-            raise _refused(f"vLLM has no option {name!r}", "names are those of AsyncEngineArgs")
-        if name in own:
-            raise _refused(f"the teacher sets {name} itself", "leave it out")
-        if name in found:
-            raise _refused(f"{name} is given twice", "give it once")
-        found[name] = _value(value)
-    return found
+            raise _option_error(f"{option!r} is not NAME=VALUE", "write pipeline_parallel_size=2")
+        if name not in option_names:
+            raise _option_error(
+                f"vLLM has no option {name!r}", "names are those of AsyncEngineArgs"
+            )
+        if name in reserved_names:
+            raise _option_error(f"the teacher sets {name} itself", "leave it out")
+        if name in options:
+            raise _option_error(f"{name} is given twice", "give it once")
+        options[name] = _parse_value(value)
+    return options
 
 
-def facts_of(options: Mapping[str, Any]) -> dict[str, Any]:
+def select_changing_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that may change rows, for the fingerprint; {} if there is none."""
-    changing = {name: value for name, value in options.items() if _DIVIDES not in name}
-    return {"options": changing} if changing else {}
+    changing_options = {name: value for name, value in options.items() if _PARALLELISM not in name}
+    return {"options": changing_options} if changing_options else {}
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def _refused(message: str, hint: str) -> InvalidInput:
+def _option_error(message: str, hint: str) -> InvalidInput:
     return InvalidInput(message, field=OPTION, hint=hint)

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with steps that may be shorter, for the queries of clients that wait for one."""
+"""vLLM's scheduler with shorter steps, for clients that send one query at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from teacher_service.engines.vllm_wire import PACE
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]
-    """Limits the tokens of a step as the newest request says: short steps.
+    """Limits the tokens of a step to the limit that the newest request names: short steps.
 
-    A single request that arrives waits for the step that runs, so a short step without one has only
-    half of the tokens. vLLM gives tokens to requests that are partly computed before others: single
-    ones are the first of them, and the others pause for the step that begins single ones, but for
-    no two steps in a row, so that a long request ends also where single ones always wait.
+    A new single request (its client waits for it alone) waits for the running step, so a short
+    step without one has only half of the tokens. vLLM serves partly computed requests before new
+    ones: single requests come first among them, and the others pause for the step that begins a
+    single request, but never for two steps in a row, so that a long request ends even if single
+    ones always wait.
     """
 
     max_num_scheduled_tokens: int
@@ -23,43 +24,47 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._whole = self.max_num_scheduled_tokens
-        self._short = 0
-        self._paused = False
+        self._full_step_tokens = self.max_num_scheduled_tokens
+        self._short_step_tokens = 0
+        self._has_paused = False
 
     def add_request(self, request: Any) -> None:
-        """Add a request, and take over the limit that it names."""
-        self._short, _ = _pace_of(request)
+        """Add a request, and apply the step limit that it names."""
+        self._short_step_tokens, _ = _read_pace(request)
         super().add_request(request)
 
     def schedule(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the next step computes."""
-        paused: list[Any] = []
-        if self._short:
-            paused = self._prepare()
+        """Return vLLM's SchedulerOutput of the next step."""
+        paused_requests: list[Any] = []
+        if self._short_step_tokens:
+            paused_requests = self._prepare_short_step()
         else:
-            self.max_num_scheduled_tokens = self._whole
+            self.max_num_scheduled_tokens = self._full_step_tokens
         try:
             return super().schedule(*arguments, **options)
         finally:
-            self.running = [*paused, *self.running]
+            self.running = [*paused_requests, *self.running]
 
-    def _prepare(self) -> list[Any]:
-        """Prepare a short step; return the requests that pause, which are no longer running."""
-        begun = [request for request in self.running if _is_single(request)]
-        others = [request for request in self.running if not _is_single(request)]
-        waits = any(_is_single(request) for request in self.waiting)
-        self.max_num_scheduled_tokens = self._short if waits or begun else max(1, self._short // 2)
-        self._paused = waits and not self._paused
-        self.running = begun if self._paused else [*begun, *others]
-        return others if self._paused else []
+    def _prepare_short_step(self) -> list[Any]:
+        """Prepare a short step; return the requests that pause, removed from `running`."""
+        single_requests = [request for request in self.running if _is_single(request)]
+        other_requests = [request for request in self.running if not _is_single(request)]
+        is_single_waiting = any(_is_single(request) for request in self.waiting)
+        self.max_num_scheduled_tokens = (
+            self._short_step_tokens
+            if is_single_waiting or single_requests
+            else max(1, self._short_step_tokens // 2)
+        )
+        self._has_paused = is_single_waiting and not self._has_paused
+        self.running = single_requests if self._has_paused else [*single_requests, *other_requests]
+        return other_requests if self._has_paused else []
 
 
-def _pace_of(request: Any) -> tuple[int, bool]:
+def _read_pace(request: Any) -> tuple[int, bool]:
     params = request.pooling_params
     tokens, single = (params.extra_kwargs or {}).get(PACE, (0, False)) if params else (0, False)
     return tokens, single
 
 
 def _is_single(request: Any) -> bool:
-    return _pace_of(request)[1]
+    return _read_pace(request)[1]

@@ -16,11 +16,11 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, error_of
 from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
-# What a request has beside its query, for the scheduler: the most tokens of a step (0: the engine's
-# own limit), and whether its sender waits for this query alone; see Turn.
+# The request field for the scheduler: the maximum tokens of a step (0: the engine's own limit), and
+# whether the sender waits for this query alone; see QuerySchedule.
 PACE = "pace"
-# The ids of a query that the student chose, per row.
-_CHOSEN = ("head_ids", "draw_ids")
+# The fields of a query with ids that the student chose, per row.
+_CHOSEN_ID_FIELDS = ("head_ids", "draw_ids")
 
 
 def encode_query(query: ScoreQuery) -> dict[str, Any]:
@@ -29,8 +29,8 @@ def encode_query(query: ScoreQuery) -> dict[str, Any]:
         "token_ids": query.token_ids.astype("<i4").tobytes(),
         "start": query.start,
         "top_k": query.top_k,
-        "head_ids": _encoded(query.head_ids),
-        "draw_ids": _encoded(query.draw_ids),
+        "head_ids": _encode_ids(query.head_ids),
+        "draw_ids": _encode_ids(query.draw_ids),
         "temperature": query.temperature,
         "tail_samples": query.tail_samples,
         "seed": query.seed,
@@ -43,23 +43,27 @@ def decode_query(fields: Mapping[str, Any]) -> ScoreQuery:
     """Return the query that `encode_query` encoded."""
     token_ids = np.frombuffer(fields["token_ids"], "<i4")
     rows = len(token_ids) - fields["start"]
-    chosen: dict[str, Any] = {
+    chosen_ids: dict[str, Any] = {
         name: np.frombuffer(fields[name], "<i4").reshape(rows, -1)
-        for name in _CHOSEN
+        for name in _CHOSEN_ID_FIELDS
         if fields[name] is not None
     }
-    others = {name: fields[name] for name in fields.keys() - {"token_ids", PACE, *_CHOSEN}}
-    return ScoreQuery(token_ids, **chosen, **others)
+    other_fields = {
+        name: fields[name] for name in fields.keys() - {"token_ids", PACE, *_CHOSEN_ID_FIELDS}
+    }
+    return ScoreQuery(token_ids, **chosen_ids, **other_fields)
 
 
-def part_of(query: ScoreQuery, first: int, end: int) -> ScoreQuery:
+def slice_query(query: ScoreQuery, first: int, end: int) -> ScoreQuery:
     """Return a query for rows [first, end) of `query`; both are positions in the sequence."""
     rows = slice(first - query.start, end - query.start)
-    chosen = {name: ids[rows] for name in _CHOSEN if (ids := getattr(query, name)) is not None}
-    return replace(query, token_ids=query.token_ids[:end], start=first, **chosen)
+    chosen_ids = {
+        name: ids[rows] for name in _CHOSEN_ID_FIELDS if (ids := getattr(query, name)) is not None
+    }
+    return replace(query, token_ids=query.token_ids[:end], start=first, **chosen_ids)
 
 
-def _encoded(ids: NDArray[np.int32] | None) -> bytes | None:
+def _encode_ids(ids: NDArray[np.int32] | None) -> bytes | None:
     return None if ids is None else ids.astype("<i4").tobytes()
 
 

@@ -28,7 +28,7 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock, concatenate
 from protos.vllm_processes import die_with
-from teacher_service.engines.vllm_wire import decode_query, encode_answer, part_of
+from teacher_service.engines.vllm_wire import decode_query, encode_answer, slice_query
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import ScaleAndCap
 from teacher_service.head.stored_head import StoredWeight, read_tensor, read_weight
@@ -42,7 +42,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 
 TASK = "token_embed"
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class ScoringWorker(_Worker):  # type: ignore[misc]
@@ -53,31 +53,31 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
     """
 
     def load_model(self, **options: Any) -> None:
-        """Load the model as vLLM does, tell the share, and replace its pooler by RowPooler.
+        """Load the model as vLLM does, report the progress, and replace its pooler by RowPooler.
 
         Also starts a thread that ends this process when the teacher process ends.
         """
-        ours = self.vllm_config.additional_config
-        die_with(ours["teacher_pid"])
+        engine_config = self.vllm_config.additional_config
+        die_with(engine_config["teacher_pid"])
         if self.rank == 0:
-            _tell_share(Path(self.model_config.model), Path(ours["progress_file"]))
+            _report_share(Path(self.model_config.model), Path(engine_config["progress_file"]))
         if current_platform.is_cpu():
             _refuse_inexact_kernels()
         try:
             super().load_model(**options)
         except Exception as error:
-            write_failure(Path(ours["progress_file"]), str(error))
+            write_failure(Path(engine_config["progress_file"]), str(error))
             raise
-        weight, scales, bias = ours["head"]
+        weight, scales, bias = engine_config["head"]
         head = self._load_head(
             StoredWeight(weight, scales),
             bias,
-            ScaleAndCap(*ours["scale_and_cap"]),
-            _shard(ours["vocab_size"]),
+            ScaleAndCap(*engine_config["scale_and_cap"]),
+            _make_shard(engine_config["vocab_size"]),
         )
         # vLLM reads only the output of the first rank of the last stage of a pipeline.
-        answers = get_pp_group().is_last_rank and get_tp_group().is_first_rank
-        self.model_runner.get_model().pooler = RowPooler(head, answers=answers)
+        returns_rows = get_pp_group().is_last_rank and get_tp_group().is_first_rank
+        self.model_runner.get_model().pooler = RowPooler(head, returns_rows=returns_rows)
 
     def _load_head(
         self,
@@ -88,10 +88,10 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
     ) -> Head:
         path, dtype = Path(self.model_config.model), self.model_config.dtype
         ids = None if shard is None else shard.ids
-        weight = _padded(read_weight(path, stored, ids).to(self.device, dtype), shard)
+        weight = _pad_rows(read_weight(path, stored, ids).to(self.device, dtype), shard)
         bias = None
         if bias_name is not None:
-            bias = _padded(read_tensor(path, bias_name, ids).to(self.device, dtype), shard)
+            bias = _pad_rows(read_tensor(path, bias_name, ids).to(self.device, dtype), shard)
         product = None if weight.is_cuda else cpu_product(weight)
         return Head(weight, bias, product, scale_and_cap, shard)
 
@@ -109,23 +109,23 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         return pooler.steps, pooler.tokens
 
 
-def _shard(vocab_size: int) -> VocabularyShard | None:
-    """Return the part of the vocabulary of this process; None if it has the whole."""
+def _make_shard(vocab_size: int) -> VocabularyShard | None:
+    """Return the part of the vocabulary of this process; None if it has all ids."""
     group = get_tp_group()
     if group.world_size == 1:
         return None
     return VocabularyShard(vocab_size, group.rank_in_group, group.world_size, group.device_group)
 
 
-def _padded(rows: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """Return `rows` [n, ...] with zeros behind them, for as many columns as every rank has."""
+def _pad_rows(rows: Tensor, shard: VocabularyShard | None) -> Tensor:
+    """Return `rows` [n, ...] padded with zeros to the shard width, which all ranks share."""
     if shard is None or len(rows) == shard.width:
         return rows
     return torch.cat([rows, rows.new_zeros(shard.width - len(rows), *rows.shape[1:])])
 
 
 def _refuse_inexact_kernels() -> None:
-    """Have vLLM's CPU build refuse kernels that would fail or compute other rows.
+    """Make vLLM's CPU build reject kernels that would fail or compute wrong rows.
 
     - 4 bits: vLLM takes the kernel also where its build for this processor lacks it (AVX2), and
       its process dies with the first query.
@@ -133,23 +133,23 @@ def _refuse_inexact_kernels() -> None:
       median; rounding alone makes 0.14.
     - Experts of 4 bits: their inputs are rounded to 8 bits, which the model does not ask for.
     """
-    CPUExpertsInt4.__init__ = _refused(
+    CPUExpertsInt4.__init__ = _make_refusal(
         "on a CPU, vLLM rounds the inputs of experts of 4 bits to 8 bits, which this model does not"
         " ask for; use a GPU"
     )
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        CPUWNA16LinearKernel.can_implement = _refused(
+        CPUWNA16LinearKernel.can_implement = _make_refusal(
             "vLLM computes layers of 4 bits on processors with AVX-512 only; use a GPU"
         )
     x86 = current_platform.get_cpu_architecture() == CpuArchEnum.X86
     if x86 and not torch.cpu._is_vnni_supported():
-        CPUInt8ScaledMMLinearKernel.can_implement = _refused(
+        CPUInt8ScaledMMLinearKernel.can_implement = _make_refusal(
             "vLLM computes int8 layers exactly on processors with AVX-512 VNNI only; use a GPU"
         )
 
 
-def _refused(reason: str) -> Callable[..., Any]:
-    """Return what takes the place of a function, and raises ValueError. vLLM asks these last."""
+def _make_refusal(reason: str) -> Callable[..., Any]:
+    """Return a replacement for a function of vLLM that raises ValueError(`reason`)."""
 
     def refuse(*_: object, **__: object) -> None:
         raise ValueError(reason)
@@ -168,22 +168,22 @@ def cpu_product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda states: layer.cpu_linear(states, weight, None)
 
 
-def _tell_share(model: Path, file: Path) -> None:
-    """Make vLLM's loader write into `file` the share of the weights' bytes that it has read."""
-    total = sum(one.stat().st_size for one in weight_files(model))
-    weights_of = DefaultModelLoader.get_all_weights
+def _report_share(model: Path, file: Path) -> None:
+    """Make vLLM's loader write the share of the weights' bytes that it has read into `file`."""
+    total = sum(weight_file.stat().st_size for weight_file in weight_files(model))
+    get_all_weights = DefaultModelLoader.get_all_weights
 
-    def counted(loader: Any, *args: Any) -> Iterator[tuple[str, Tensor]]:
-        read = 0
-        for name, weight in weights_of(loader, *args):
+    def count_bytes(loader: Any, *args: Any) -> Iterator[tuple[str, Tensor]]:
+        read_bytes = 0
+        for name, weight in get_all_weights(loader, *args):
             yield name, weight
-            read += weight.nbytes
-            write_share(file, min(1.0, read / total))
+            read_bytes += weight.nbytes
+            write_share(file, min(1.0, read_bytes / total))
 
-    DefaultModelLoader.get_all_weights = counted
+    DefaultModelLoader.get_all_weights = count_bytes
 
 
-class _Progress:
+class _RequestRows:
     """The rows of a request so far; vLLM computes a long prompt in several steps."""
 
     def __init__(self, query: ScoreQuery) -> None:
@@ -195,28 +195,28 @@ class _Progress:
         """Add the rows from position `first` on.
 
         vLLM may preempt a request and compute it again; repeated rows replace the earlier ones. The
-        first Corrupt is kept.
+        first Corrupt is final.
         """
-        kept = self.answer
-        if isinstance(answer, Corrupt) or isinstance(kept, Corrupt):
-            self.answer = kept if isinstance(kept, Corrupt) else answer
-        elif kept is None or not self.first < first <= self.first + len(kept):
+        earlier = self.answer
+        if isinstance(answer, Corrupt) or isinstance(earlier, Corrupt):
+            self.answer = earlier if isinstance(earlier, Corrupt) else answer
+        elif earlier is None or not self.first < first <= self.first + len(earlier):
             self.first, self.answer = first, answer
         else:
-            self.answer = concatenate([kept.slice(0, first - self.first), answer])
+            self.answer = concatenate([earlier.slice(0, first - self.first), answer])
 
 
 class RowPooler(torch.nn.Module):
     """A pooler of vLLM that turns hidden states into encoded rows.
 
-    `answers`: False on the ranks whose output vLLM does not read; they compute their part of rows
-    all the same. `steps` and `tokens` count what has been computed.
+    `returns_rows`: False on the ranks whose output vLLM does not read; they still compute their
+    part of the rows. `steps` and `tokens` count the computed steps and their tokens.
     """
 
-    def __init__(self, head: Head, *, answers: bool = True) -> None:
+    def __init__(self, head: Head, *, returns_rows: bool = True) -> None:
         super().__init__()
         self._head = head
-        self._answers = answers
+        self._returns_rows = returns_rows
         self.steps = self.tokens = 0
 
     def get_supported_tasks(self) -> set[str]:
@@ -239,7 +239,7 @@ class RowPooler(torch.nn.Module):
         finished = cursor.get_finished_mask()
         counts = cursor.num_scheduled_tokens_cpu.tolist()
         requests = [
-            _progress(state, params, count)
+            _get_request_rows(state, params, count)
             for state, params, count in zip(
                 pooling_metadata.pooling_states,
                 pooling_metadata.pooling_params,
@@ -248,48 +248,50 @@ class RowPooler(torch.nn.Module):
             )
         ]
         chunks = torch.split(hidden_states, counts)
-        self._add(requests, chunks, cursor.seq_lens_cpu.tolist())
-        if not self._answers:
-            return [_NOTHING if ends else None for ends in finished]
+        self._add_rows(requests, chunks, cursor.seq_lens_cpu.tolist())
+        if not self._returns_rows:
+            return [_EMPTY if ends else None for ends in finished]
         return [
-            _encoded(request) if ends else None
+            _encode_request(request) if ends else None
             for request, ends in zip(requests, finished, strict=True)
         ]
 
-    def _add(
+    def _add_rows(
         self,
-        requests: Sequence[_Progress],
+        requests: Sequence[_RequestRows],
         chunks: Sequence[Tensor],
-        seen: Sequence[int],
+        token_counts: Sequence[int],
     ) -> None:
         """Score each request's chunk of states and add the rows to the request.
 
-        `seen` [requests]: the number of tokens that the last state of each chunk has seen.
+        `token_counts` [requests]: the number of tokens up to the last state of each chunk.
         """
-        due, parts, states = [], [], []
-        for request, chunk, end in zip(requests, chunks, seen, strict=True):
+        due_requests, parts, states = [], [], []
+        for request, chunk, end in zip(requests, chunks, token_counts, strict=True):
             first = max(request.query.start, end - len(chunk) + 1)
             if first <= end:
-                due.append(request)
-                parts.append(part_of(request.query, first, end + 1))
+                due_requests.append(request)
+                parts.append(slice_query(request.query, first, end + 1))
                 states.append(chunk[len(chunk) - (end + 1 - first) :])
-        for request, part, answer in zip(due, parts, self._head.score(parts, states), strict=True):
+        for request, part, answer in zip(
+            due_requests, parts, self._head.score(parts, states), strict=True
+        ):
             request.add(part.start, answer)
 
 
-def _progress(state: Any, params: Any, count: int) -> _Progress:
+def _get_request_rows(state: Any, params: Any, count: int) -> _RequestRows:
     if not hasattr(state, "progress"):
         fields = params.extra_kwargs
         # vLLM measures memory with a trial run that carries no query.
-        nothing = np.zeros(count + 1, np.int32)
-        state.progress = _Progress(
-            decode_query(fields) if fields else ScoreQuery(nothing, 1, top_k=1)
+        placeholder_ids = np.zeros(count + 1, np.int32)
+        state.progress = _RequestRows(
+            decode_query(fields) if fields else ScoreQuery(placeholder_ids, 1, top_k=1)
         )
-    progress: _Progress = state.progress
+    progress: _RequestRows = state.progress
     return progress
 
 
-def _encoded(request: _Progress) -> Tensor:
+def _encode_request(request: _RequestRows) -> Tensor:
     answer = request.answer
     assert answer is not None, "the last token's state is always computed"
     if isinstance(answer, RowBlock) and request.query.head_ids is not None:

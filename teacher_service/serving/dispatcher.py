@@ -12,7 +12,7 @@ import numpy as np
 
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, Unavailable
-from teacher_service.engines.base import Engine, EngineInfo, ReadsImages
+from teacher_service.engines.base import Engine, EngineInfo, ImageEngine
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.fair_queue import MAX_QUEUED_BYTES, FairQueue, Scored, Sender
 
@@ -84,9 +84,9 @@ class Dispatcher(ABC):
         """
         if not query.images:
             return await self._answered(query, sender)
-        assert isinstance(self._engine, ReadsImages), "validation refuses images otherwise"
+        assert isinstance(self._engine, ImageEngine), "validation refuses images otherwise"
         async with self._decoded:
-            expanded = await asyncio.to_thread(self._engine.expanded, query)
+            expanded = await asyncio.to_thread(self._engine.expand_images, query)
             return await self._answered(expanded, sender)
 
     async def _answered(self, query: ScoreQuery, sender: Sender | None) -> Scored:

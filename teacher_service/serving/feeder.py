@@ -10,7 +10,7 @@ from typing import Any
 
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError
-from teacher_service.engines.base import ContinuousEngine, Turn
+from teacher_service.engines.base import ContinuousEngine, QuerySchedule
 from teacher_service.serving.dispatcher import Dispatcher, is_defect, probe, stopping
 from teacher_service.serving.fair_queue import Scored, Waiting
 
@@ -80,7 +80,7 @@ class Feeder(Dispatcher):
         # A turn as much earlier as such queries are long: no other one comes between in the step
         # that it waits for, and the shares stay as they are.
         number = _number_of(waiting) - (self._short_tokens if single else 0)
-        turn = Turn(number, step_tokens, single > 0)
+        turn = QuerySchedule(number, step_tokens, single > 0)
         task = asyncio.create_task(self._answer(waiting, turn))
         self._tasks.add(task)
 
@@ -112,7 +112,7 @@ class Feeder(Dispatcher):
         full = self._continuous.step_tokens
         return min(full, max(self._short_tokens, ceil(_LEAST_STEP * full)))
 
-    async def _answer(self, waiting: Waiting, turn: Turn) -> None:
+    async def _answer(self, waiting: Waiting, turn: QuerySchedule) -> None:
         found: Scored | Exception
         try:
             found = await self._scored(waiting.query, turn)
@@ -132,7 +132,7 @@ class Feeder(Dispatcher):
             if not waiting.answer.done():
                 waiting.answer.set_exception(stopping() if self.broken else found)
 
-    async def _scored(self, query: ScoreQuery, turn: Turn) -> Scored:
+    async def _scored(self, query: ScoreQuery, turn: QuerySchedule) -> Scored:
         """Return the rows of a query. A query that fails gets a second try, in case of chance."""
         by, began = self._engine.info, time.perf_counter()
         try:
@@ -152,7 +152,7 @@ class Feeder(Dispatcher):
     async def _fault_of_probe(self) -> Exception | None:
         """Return the error of the engine for a short query; None if it has none."""
         try:
-            await self._continuous.score_one(probe(self._engine.info), Turn())
+            await self._continuous.score_one(probe(self._engine.info), QuerySchedule())
         except Exception as error:
             return error if is_defect(error) else None
         return None

@@ -21,8 +21,8 @@ from protos.rpc.transport import MAX_CHUNK_BYTES
 from teacher_service.engines.base import (
     Engine,
     EngineInfo,
-    TakesWeights,
     TensorSpec,
+    UpdatableEngine,
     WeightUpdate,
 )
 from teacher_service.serving.batcher import Batcher
@@ -60,7 +60,7 @@ class Weights:
         in progress, and TimedOut if no part arrives for 60 seconds.
         """
         engine, batcher = self._engine, self._dispatcher
-        if not isinstance(engine, TakesWeights) or not isinstance(batcher, Batcher):
+        if not isinstance(engine, UpdatableEngine) or not isinstance(batcher, Batcher):
             raise WrongState(
                 f"the engine {engine.info.name} cannot take weights",
                 hint="serve the model with --engine hf",

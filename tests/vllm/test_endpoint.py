@@ -130,7 +130,7 @@ def test_chosen_ids(engine: Any, model: Path) -> None:
 def assert_same(engine: Any, model: Path, asked: list[ScoreQuery]) -> None:
     from teacher_service.engines.hf import HfEngine
 
-    before = engine.tokens_asked
+    before = engine.requested_tokens
     found, expected = engine.score(asked), HfEngine(str(model), dtype="float32").score(asked)
     for mine, theirs in zip(found, expected, strict=True):
         assert isinstance(mine, RowBlock)
@@ -143,7 +143,7 @@ def assert_same(engine: Any, model: Path, asked: list[ScoreQuery]) -> None:
                 )
         tail, true_tail = np.exp(mine.tail_logmass), np.exp(theirs.tail_logmass)
         np.testing.assert_allclose(tail, true_tail, rtol=0, atol=1e-4)
-    assert engine.tokens_asked - before == sum(len(query.token_ids) for query in asked)
+    assert engine.requested_tokens - before == sum(len(query.token_ids) for query in asked)
 
 
 @pytest.mark.parametrize(

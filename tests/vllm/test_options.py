@@ -11,7 +11,7 @@ import pytest
 from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput
 from teacher_service.engines.vllm import VllmEngine
-from teacher_service.engines.vllm_process import facts_of, read_options
+from teacher_service.engines.vllm_process import read_options, select_changing_options
 from tests.vllm.model import VOCAB_SIZE, save_model
 
 pytestmark = [
@@ -49,8 +49,8 @@ def test_values_and_what_the_fingerprint_has_of_them() -> None:
         "enable_expert_parallel": True,
         "quantization": "fp8",
     }
-    assert facts_of(found) == {"options": {"quantization": "fp8"}}
-    assert facts_of({}) == {}
+    assert select_changing_options(found) == {"options": {"quantization": "fp8"}}
+    assert select_changing_options({}) == {}
 
 
 def test_two_processes_that_divide_the_queries(model: Path) -> None:

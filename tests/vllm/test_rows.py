@@ -15,7 +15,7 @@ import pytest
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import Engine, Turn
+from teacher_service.engines.base import Engine, QuerySchedule
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm import VllmEngine
 from teacher_service.serving.self_test import run_self_test
@@ -175,7 +175,7 @@ def test_single_queries_go_past_long_ones_in_short_steps(vllm: VllmEngine, hf: H
     ended: list[int] = []
 
     async def ask(number: int, query: ScoreQuery) -> RowBlock:
-        turn = Turn(number, 32, single=number >= len(long))
+        turn = QuerySchedule(number, 32, single=number >= len(long))
         block = await vllm.score_one(query, turn)
         ended.append(number)
         return block

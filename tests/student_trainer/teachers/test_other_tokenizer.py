@@ -194,11 +194,11 @@ def test_the_end_of_an_answer() -> None:
 
 
 def connected(model: str, words: Any) -> dict[str, Any]:
-    info = SimpleNamespace(model=model, tokenizer_fingerprint=fingerprint_of(words))
+    info = SimpleNamespace(model=model, tokenizer_fingerprint=compute_fingerprint(words))
     return {"": SimpleNamespace(info=info, label="teacher")}
 
 
-def fingerprint_of(words: Any) -> str:
+def compute_fingerprint(words: Any) -> str:
     return tokenizer_fingerprint(vocabulary(words))
 
 

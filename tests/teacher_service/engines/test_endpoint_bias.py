@@ -25,7 +25,7 @@ from teacher_service.engines.endpoint_wire import (
     SGLANG,
     VLLM,
     LikeliestWire,
-    rows_of_chosen_ids,
+    read_chosen_ids_rows,
 )
 
 V, K = 60, 8
@@ -127,7 +127,7 @@ def assert_unbiased(found: Tensor, exact: Tensor) -> None:
 )
 def test_the_likeliest_ids(wire: LikeliestWire, answer: Any) -> None:
     """Forward with a bucket; and reverse, with the sampled token for what is outside the head."""
-    blocks = [wire.rows(ScoreQuery(sequence(y), 1, top_k=K), answer(y)) for y in range(V)]
+    blocks = [wire.read_rows(ScoreQuery(sequence(y), 1, top_k=K), answer(y)) for y in range(V)]
     assert_unbiased(expected_gradient(blocks, "bucket", "forward"), exact_forward())
     assert_unbiased(expected_gradient(blocks, "bucket+sampled"), exact_reverse())
 
@@ -139,7 +139,7 @@ def test_the_sampled_token_in_the_head_is_a_bias() -> None:
         [row] = listed(y)["choices"][0]["prompt_logprobs"][1:]
         ids = np.array([[int(one) for one in row]], np.int32)
         query = ScoreQuery(sequence(y), 1, head_ids=ids)
-        blocks.append(rows_of_chosen_ids(query, array(query)))
+        blocks.append(read_chosen_ids_rows(query, array(query)))
     exact = exact_reverse()
     bias = (expected_gradient(blocks, "bucket+sampled") - exact).norm() / exact.norm()
     assert bias > 0.2
@@ -150,7 +150,7 @@ def test_the_students_ids() -> None:
     blocks = []
     for y in range(V):
         query = ScoreQuery(sequence(y), 1, head_ids=heads)
-        blocks.append(rows_of_chosen_ids(query, array(query)))
+        blocks.append(read_chosen_ids_rows(query, array(query)))
     assert_unbiased(expected_gradient(blocks, "bucket+sampled"), exact_reverse())
 
 
@@ -166,7 +166,7 @@ def test_draws_of_the_student() -> None:
             head_ids=heads.numpy().astype(np.int32)[None],
             draw_ids=np.array([[z]], np.int32),
         )
-        block = rows_of_chosen_ids(query, array(query))
+        block = read_chosen_ids_rows(query, array(query))
         teacher = Rows(*(torch.from_numpy(one).double() for one in (*columns(block), drawn(block))))
         student = rows_from_logits(
             STUDENT[None], heads[None], torch.tensor([0]), sample_ids=torch.tensor([[z]])

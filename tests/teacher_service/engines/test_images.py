@@ -48,7 +48,7 @@ def query(prompt: str, answer: str, *images: bytes, **options: Any) -> ScoreQuer
 
 
 def rows(engine: HfEngine, queries: list[ScoreQuery]) -> list[RowBlock]:
-    answers = engine.score([engine.expanded(one) if one.images else one for one in queries])
+    answers = engine.score([engine.expand_images(one) if one.images else one for one in queries])
     assert all(isinstance(answer, RowBlock) for answer in answers), answers
     return [answer for answer in answers if isinstance(answer, RowBlock)]
 
@@ -110,7 +110,7 @@ def test_a_text_after_images_is_scored_as_before(engine: HfEngine) -> None:
 
 def test_an_expanded_query_has_the_rows_of_the_short_one(engine: HfEngine) -> None:
     one = CASES[0]
-    found = engine.expanded(one)
+    found = engine.expand_images(one)
     assert found.rows == one.rows
     assert len(found.token_ids) - len(one.token_ids) == found.start - one.start == 5
     assert found.images == ()
@@ -127,7 +127,7 @@ def test_a_sequence_may_become_too_long(engine: HfEngine) -> None:
     large = tiny_vision.image(0, 64, 64)  # of 64 tokens
     long = query(IMAGE * 8 + "1=", "2", *[large] * 8)
     with pytest.raises(InvalidInput, match=r"have more than \d+ tokens") as error:
-        engine.expanded(long)
+        engine.expand_images(long)
     assert error.value.field == "images"
 
 

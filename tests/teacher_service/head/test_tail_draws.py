@@ -18,7 +18,7 @@ from protos.rpc.transport import MAX_MESSAGE_BYTES
 from teacher_service.engines.base import Engine
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.engines.hf import HfEngine
-from teacher_service.engines.vllm_wire import decode_query, encode_query, part_of
+from teacher_service.engines.vllm_wire import decode_query, encode_query, slice_query
 from teacher_service.head.scoring import score_hidden
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.request_parts import RequestParts
@@ -202,6 +202,6 @@ def test_the_way_to_the_process_of_vllm(by_teacher: bool) -> None:
     query = a_query(by_teacher=by_teacher)
     there = decode_query(encode_query(query))
     assert row_key("f", 0, there) == row_key("f", 0, query)
-    part = part_of(query, 4, 7)
+    part = slice_query(query, 4, 7)
     assert query.draw_ids is not None
     np.testing.assert_array_equal(part.draw_ids, query.draw_ids[1:4])

@@ -78,15 +78,15 @@ def test_the_rows_of_the_model(
 
 def test_an_answer_in_sglangs_form_that_is_no_rows(site: Site) -> None:
     query = ScoreQuery(np.arange(9, dtype=np.int32), 3, top_k=4)
-    body = SGLANG.ask(query, "")
+    body = SGLANG.build_body(query, "")
     answer = site.ask(SGLANG.path, body).json()
-    assert SGLANG.rows(query, answer).k == 4
+    assert SGLANG.read_rows(query, answer).k == 4
 
     def refused(said: str, change: Callable[[dict[str, Any]], object]) -> None:
         changed = copy.deepcopy(answer)
         change(changed["meta_info"])
         with pytest.raises(Corrupt, match=said):
-            SGLANG.rows(query, changed)
+            SGLANG.read_rows(query, changed)
 
     refused("has no log-probs of the input", lambda found: found.pop("input_top_logprobs"))
     refused("has log-probs of other tokens", lambda found: found["input_token_logprobs"].pop())

@@ -12,7 +12,7 @@ import pytest
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError, Unavailable
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import ContinuousEngine, Turn
+from teacher_service.engines.base import ContinuousEngine, QuerySchedule
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.fair_queue import Scored, Sender
 from teacher_service.serving.feeder import Feeder
@@ -30,13 +30,13 @@ class ScriptedEngine(FakeEngine):
         self.running: dict[int, asyncio.Event] = {}
         self.begun: list[int] = []  # first token of each query
         self.turns: list[int] = []
-        self.given: list[Turn] = []
+        self.given: list[QuerySchedule] = []
         self.cancelled: list[int] = []
         self.most_tokens = 0
         self._tokens = 0
         self.hold = True
 
-    async def score_one(self, query: ScoreQuery, turn: Turn) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: QuerySchedule) -> RowBlock:
         number, name = len(self.begun), int(query.token_ids[0])
         self.begun.append(name)
         self.turns.append(turn.number)
@@ -158,7 +158,7 @@ def test_steps_are_short_beside_a_client_that_asks_singly() -> None:
             await asked
         engine.end_first()
         await until(lambda: engine.begun[-1] == 1)
-        assert engine.given[-1] == Turn(engine.turns[-1], 3, single=False)
+        assert engine.given[-1] == QuerySchedule(engine.turns[-1], 3, single=False)
         two = [begin(feeder, light, 3, 3) for _ in range(2)]
         await until(lambda: engine.begun[-1] == 3)
         assert not engine.given[-1].single, "two at the same time"
