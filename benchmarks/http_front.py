@@ -38,8 +38,8 @@ from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2_grpc
 from protos.auth.tls import TlsFiles
 from protos.rpc.server import ServerEndpoint, serve
-from teacher_service.http.app import Teacher
-from teacher_service.http.callers import Callers
+from teacher_service.http.app import HttpTeacher
+from teacher_service.http.clients import HttpClients
 from teacher_service.http.front import HttpFront, LoadingApp
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.models.load_progress import LoadProgress
@@ -87,7 +87,7 @@ async def serve_rows(k: int) -> None:
             scorer, batcher, Weights(engine, batcher), limits, metrics, budget
         )
         app = LoadingApp(LoadProgress())
-        app.loaded(Teacher(scorer, batcher, limits, metrics, Callers(budget)))
+        app.set_teacher(HttpTeacher(scorer, batcher, limits, metrics, HttpClients(budget)))
         async with HttpFront(0, TlsFiles()).serving(app, ServerEndpoint()) as (url, stop):
 
             def register(server: grpc.aio.Server) -> str:

@@ -21,8 +21,8 @@ from protos.rpc.metrics_page import MetricsPage, metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import ContinuousEngine, Engine, RemoteEngine
-from teacher_service.http.app import Teacher
-from teacher_service.http.callers import Callers
+from teacher_service.http.app import HttpTeacher
+from teacher_service.http.clients import HttpClients
 from teacher_service.http.front import HttpFront, LoadingApp
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.models.adapters import read_adapters
@@ -308,8 +308,8 @@ class _Program:
         await stack.enter_async_context(front.pop_all())
         self._enders = [stop_http, servicer.drain]
         self._dispatcher = dispatcher
-        self._servicer.loaded(servicer)
-        app.loaded(Teacher(scorer, dispatcher, limits, metrics, Callers(budget)))
+        self._servicer.set_teacher(servicer)
+        app.set_teacher(HttpTeacher(scorer, dispatcher, limits, metrics, HttpClients(budget)))
 
     def _tested_engine(self) -> Engine:
         engine = make_engine(self._settings.engine, self._progress)

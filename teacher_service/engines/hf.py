@@ -103,7 +103,7 @@ class HfEngine:
             raise not_linear(model)
         parameters = self._model.named_parameters(remove_duplicate=False)
         require_plain_weight(path, [name for name, value in parameters if value is head.weight])
-        scale_and_cap = probe_head(self._model, device=self._device, most_tokens=self._max_length())
+        scale_and_cap = probe_head(self._model, device=self._device, max_tokens=self._max_length())
         if scale_and_cap is None:
             raise not_linear(model)
         self._head = Head(*resident_head(head), scale_and_cap=scale_and_cap)

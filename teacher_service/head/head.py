@@ -30,7 +30,7 @@ class Head:
 
     `product` is an optional faster hidden @ weight.T, as in `score_hidden`. `scale_and_cap`: how
     the products become logits. `shard`: the part of the vocabulary that weight and bias are of, if
-    several processes share the head; `score` is then collective.
+    several processes share the head; `score` is then a collective call.
     """
 
     def __init__(
@@ -52,68 +52,70 @@ class Head:
     ) -> list[RowBlock | Corrupt]:
         """Return the rows of each query, in order; Corrupt if its logits are not finite.
 
-        `states` has one tensor [rows, H] per query. The state that has seen tokens 0..t-1 gives
-        row t.
+        `states` has one tensor [rows, H] per query. Row t is computed from the state after
+        tokens 0..t-1.
         """
         answers: dict[int, RowBlock | Corrupt] = {}
-        for group in _alike(queries):
-            answers |= self._answers(group, queries, states)
+        for group in _group_by_settings(queries):
+            answers |= self._score_group(group, queries, states)
         return [answers[index] for index in range(len(queries))]
 
-    def _answers(
+    def _score_group(
         self, group: Sequence[int], queries: Sequence[ScoreQuery], states: Sequence[Tensor]
     ) -> dict[int, RowBlock | Corrupt]:
         """Score the group in one call, because call overhead dominates for short sequences."""
         try:
-            block = self._rows([queries[i] for i in group], [states[i] for i in group])
+            block = self._compute_rows([queries[i] for i in group], [states[i] for i in group])
         except Corrupt as error:
             if len(group) == 1:
                 return {group[0]: error}
             # Score each query alone: the error then names the query and its own position.
-            alone = [self._answers([index], queries, states) for index in group]
-            return {index: answer for found in alone for index, answer in found.items()}
+            single_answers = [self._score_group([index], queries, states) for index in group]
+            return {
+                index: answer for answers in single_answers for index, answer in answers.items()
+            }
         ends = itertools.accumulate(queries[index].rows for index in group)
         return {
             index: block.slice(end - queries[index].rows, end)
             for index, end in zip(group, ends, strict=True)
         }
 
-    def _rows(self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]) -> RowBlock:
+    def _compute_rows(self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]) -> RowBlock:
         """Return the concatenated rows of queries with the same settings."""
-        targets = np.concatenate([query.token_ids[query.start :] for query in queries])
-        chosen = [query.head_ids for query in queries if query.head_ids is not None]
-        draws = [query.draw_ids for query in queries if query.draw_ids is not None]
+        target_ids = np.concatenate([query.token_ids[query.start :] for query in queries])
+        head_ids = [query.head_ids for query in queries if query.head_ids is not None]
+        draw_ids = [query.draw_ids for query in queries if query.draw_ids is not None]
         uniforms = None
         if queries[0].tail_samples:
-            drawn = np.concatenate([uniforms_of(query) for query in queries])
-            uniforms = torch.from_numpy(drawn).to(self.weight.device)
-        weight, bias, product, vocabulary = self._narrowed(queries[0].vocab_size)
-        scored = score_hidden(
+            uniform_values = np.concatenate([uniforms_of(query) for query in queries])
+            uniforms = torch.from_numpy(uniform_values).to(self.weight.device)
+        weight, bias, product, vocabulary = self._narrow_head(queries[0].vocab_size)
+        scored_rows = score_hidden(
             torch.cat(list(states)),
             weight,
             bias=bias,
             product=product,
             scale_and_cap=self._scale_and_cap,
-            token_ids=self._long(targets),
+            token_ids=self._to_device(target_ids),
             top_k=queries[0].top_k,
-            head_ids=self._long(np.concatenate(chosen)) if chosen else None,
+            head_ids=self._to_device(np.concatenate(head_ids)) if head_ids else None,
             temperature=queries[0].temperature,
             uniforms=uniforms,
-            draw_ids=self._long(np.concatenate(draws)) if draws else None,
+            draw_ids=self._to_device(np.concatenate(draw_ids)) if draw_ids else None,
             first_position=queries[0].start,
             vocabulary=vocabulary,
         )
         return RowBlock(
-            head_ids=scored.head_ids.to(torch.int32).cpu().numpy(),
-            head_logprobs=scored.head_logprobs.cpu().numpy(),
-            tail_logmass=scored.tail_logmass.cpu().numpy(),
-            token_logprobs=scored.token_logprobs.cpu().numpy(),
-            tail_sample_ids=_numpy(scored.sample_ids, torch.int32),
-            tail_sample_logprob=_numpy(scored.sample_logprob, torch.float32),
-            draw_logprobs=_numpy(scored.draw_logprobs, torch.float32),
+            head_ids=scored_rows.head_ids.to(torch.int32).cpu().numpy(),
+            head_logprobs=scored_rows.head_logprobs.cpu().numpy(),
+            tail_logmass=scored_rows.tail_logmass.cpu().numpy(),
+            token_logprobs=scored_rows.token_logprobs.cpu().numpy(),
+            tail_sample_ids=_to_numpy(scored_rows.sample_ids, torch.int32),
+            tail_sample_logprob=_to_numpy(scored_rows.sample_logprob, torch.float32),
+            draw_logprobs=_to_numpy(scored_rows.draw_logprobs, torch.float32),
         )
 
-    def _narrowed(
+    def _narrow_head(
         self, vocab_size: int | None
     ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None, Vocabulary]:
         """Return weight, bias and product of the first `vocab_size` ids, as views; and the ids.
@@ -121,30 +123,32 @@ class Head:
         A shard keeps all its weights, so that the ranks have the same shapes.
         """
         if self._shard is not None:
-            return self.weight, self.bias, self._product, self._shard.narrowed(vocab_size)
+            return self.weight, self.bias, self._product, self._shard.narrow(vocab_size)
         product = self._product
         if product is not None and vocab_size is not None:
-            product = partial(_first_columns, product, vocab_size)
+            product = partial(_compute_first_columns, product, vocab_size)
         bias = None if self.bias is None else self.bias[:vocab_size]
         return self.weight[:vocab_size], bias, product, WHOLE
 
-    def _long(self, ids: np.ndarray[Any, Any]) -> Tensor:
+    def _to_device(self, ids: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.weight.device)
 
 
-def _first_columns(product: Callable[[Tensor], Tensor], count: int, states: Tensor) -> Tensor:
+def _compute_first_columns(
+    product: Callable[[Tensor], Tensor], count: int, states: Tensor
+) -> Tensor:
     return product(states)[:, :count]
 
 
-def _numpy(column: Tensor | None, dtype: torch.dtype) -> NDArray[Any] | None:
+def _to_numpy(column: Tensor | None, dtype: torch.dtype) -> NDArray[Any] | None:
     return None if column is None else column.to(dtype).cpu().numpy()
 
 
-def _alike(queries: Sequence[ScoreQuery]) -> list[list[int]]:
+def _group_by_settings(queries: Sequence[ScoreQuery]) -> list[list[int]]:
     """Group the indices of queries that differ only in tokens, chosen ids and seeds."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, query in enumerate(queries):
-        ids = (query.k, query.head_ids is None, query.tail_draws)
-        kind = (*ids, query.temperature, query.tail_samples, query.vocab_size)
-        groups.setdefault(kind, []).append(index)
+        id_settings = (query.k, query.head_ids is None, query.tail_draws)
+        settings = (*id_settings, query.temperature, query.tail_samples, query.vocab_size)
+        groups.setdefault(settings, []).append(index)
     return list(groups.values())

@@ -14,13 +14,13 @@ from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap, is_linear, pr
 from teacher_service.head.stored_head import StoredWeight, find_bias, find_weight
 from teacher_service.models.loading import body_of, not_linear, not_loaded
 
-_TOKENS = 8
-_VOCABULARY = 32
+_PROBE_TOKENS = 8
+_PROBE_VOCABULARY = 32
 
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """Where the weight files have the head's weight and bias, and the weight's number of rows.
+    """Names of the tensors of the head's weight and bias, and the weight's number of rows.
 
     scale_and_cap: how their products become logits.
     """
@@ -43,42 +43,44 @@ def find_head(model: Any, path: Path) -> HeadTensors:
     if not is_linear(head):
         raise not_linear(path)
     tensors = HeadTensors(
-        weight=find_weight(path, _names(model, head.weight)),
-        bias=None if head.bias is None else find_bias(path, _names(model, head.bias)),
+        weight=find_weight(path, _list_names(model, head.weight)),
+        bias=None if head.bias is None else find_bias(path, _list_names(model, head.bias)),
         vocab_size=len(head.weight),
     )
-    return replace(tensors, scale_and_cap=_probe(model, path))
+    return replace(tensors, scale_and_cap=_probe_scale_and_cap(model, path))
 
 
-def _names(model: Any, parameter: Tensor) -> list[str]:
+def _list_names(model: Any, parameter: Tensor) -> list[str]:
     """Return the names of `parameter`; a tied head has those of the embedding too."""
     parameters = model.named_parameters(remove_duplicate=False)
     return [name for name, candidate in parameters if candidate is parameter]
 
 
-class _States(BaseModelOutputWithPast):  # type: ignore[misc]
+class _BodyOutput(BaseModelOutputWithPast):  # type: ignore[misc]
     """The output of a body; every other field (router logits, ...) is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
-def _probe(model: Any, path: Path) -> ScaleAndCap:
+def _probe_scale_and_cap(model: Any, path: Path) -> ScaleAndCap:
     """Return how `model` scales and caps the products of its head.
 
-    Runs the model's own code from given hidden states on, with a small random head in place of the
-    real one. Modifies `model`. Raises InvalidInput if the logits are anything else.
+    Runs the model's own code after its body on fixed hidden states, with a small random head in
+    place of the real one. Modifies `model`. Raises InvalidInput if the logits are anything else.
     """
-    old = model.get_output_embeddings()
-    random = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(old.in_features, _VOCABULARY, bias=old.bias is not None)
-    states = torch.randn(1, _TOKENS, old.in_features, generator=random)
-    body_of(model).forward = lambda *_, **__: _States(last_hidden_state=states)
+    original_head = model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(
+        original_head.in_features, _PROBE_VOCABULARY, bias=original_head.bias is not None
+    )
+    states = torch.randn(1, _PROBE_TOKENS, original_head.in_features, generator=generator)
+    body_of(model).forward = lambda *_, **__: _BodyOutput(last_hidden_state=states)
     model.set_output_embeddings(head)
     try:
-        found = probe_head(model)
+        scale_and_cap = probe_head(model)
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         raise not_loaded(path, f"its head cannot be checked: {error}") from error
-    if found is None:
+    if scale_and_cap is None:
         raise not_linear(path)
-    return found
+    return scale_and_cap

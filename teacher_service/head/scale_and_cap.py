@@ -12,7 +12,7 @@ from torch import Tensor
 from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
 from teacher_service.models.loading import body_of
 
-_TOKENS = 8
+_PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -44,43 +44,43 @@ def is_linear(head: Any) -> bool:
 
 @torch.inference_mode()
 def probe_head(
-    model: Any, *, device: torch.device | None = None, most_tokens: int = _TOKENS
+    model: Any, *, device: torch.device | None = None, max_tokens: int = _PROBE_TOKENS
 ) -> ScaleAndCap | None:
     """Return how `model` makes its logits from the products of its head and its last states.
 
-    Runs the model on up to `most_tokens` tokens, with values in place of the output of its head: a
+    Runs the model on up to `max_tokens` tokens, with values in place of the output of its head: a
     comparison of real logits would miss a cap that only affects large ones. None if the model does
     anything else than scale and cap its products, or scale its states. `device`: of the token ids,
     if it is not that of the head.
     """
     head = model.get_output_embeddings()
-    count = min(_TOKENS, most_tokens)
+    count = min(_PROBE_TOKENS, max_tokens)
     values = np.resize(PROBE, (1, count, head.out_features))
     products = torch.from_numpy(values)
-    seen: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
-    def replace(_: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        seen.append(inputs[0])
+    def replace_output(_: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        head_inputs.append(inputs[0])
         # float32 also for a model in half precision, so that what follows is not rounded.
         return products.to(output.device, copy=True)  # some models scale it in place
 
     ids = (torch.arange(count, device=device or head.weight.device) * 7 % head.out_features)[None]
-    handle = head.register_forward_hook(replace)
+    handle = head.register_forward_hook(replace_output)
     try:
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
         handle.remove()
-    if not seen or logits.shape != products.shape:
+    if not head_inputs or logits.shape != products.shape:
         return None  # the model does not call its head
     states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-    scaled = _ratio_of(seen[0], states)
-    if scaled is None or (scaled != 1 and head.bias is not None):
+    state_scale = _fit_ratio(head_inputs[0], states)
+    if state_scale is None or (state_scale != 1 and head.bias is not None):
         return None
-    found = fit_scale_and_cap(values, logits.float().cpu().numpy())
-    return None if found is None else ScaleAndCap(scaled * found[0], found[1])
+    fit = fit_scale_and_cap(values, logits.float().cpu().numpy())
+    return None if fit is None else ScaleAndCap(state_scale * fit[0], fit[1])
 
 
-def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:
+def _fit_ratio(scaled: Tensor, states: Tensor) -> float | None:
     """Return the number > 0 that makes `states` equal to `scaled`; None if there is none.
 
     NaN is equal to NaN here: scoring reports it for the sequences that it affects.
@@ -90,7 +90,9 @@ def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:
     tolerance = 1e-4 if scaled.dtype == torch.float32 else 2e-2
     if torch.allclose(scaled, states, rtol=tolerance, atol=tolerance, equal_nan=True):
         return 1.0
-    one, other = scaled.double(), states.double()
-    ratio = float((one * other).sum() / other.square().sum())
-    near = bool((one - ratio * other).norm() <= tolerance * one.norm())
-    return ratio if near and ratio > 0 else None
+    scaled_values, state_values = scaled.double(), states.double()
+    ratio = float((scaled_values * state_values).sum() / state_values.square().sum())
+    is_close = bool(
+        (scaled_values - ratio * state_values).norm() <= tolerance * scaled_values.norm()
+    )
+    return ratio if is_close and ratio > 0 else None

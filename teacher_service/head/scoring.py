@@ -73,55 +73,59 @@ def score_hidden(
     96 MiB for weights in half precision) and a block of 4 MiB. Tail samples add 8 M + 4 bytes per
     row and another such block.
     """
-    product = product or (lambda states: _times(states, weight))
+    product = product or (lambda states: _multiply(states, weight))
     size = chunk_rows or max(1, _CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
     # Allocate the results first: small tensors that stay between large ones that are freed would
     # fragment the memory.
     k = top_k if head_ids is None else head_ids.shape[1]
-    samples, draws = (0 if one is None else one.shape[1] for one in (uniforms, draw_ids))
-    rows, normalisers = _empty(hidden, k, samples, draws)
-    at = 0
+    samples, draws = (0 if tensor is None else tensor.shape[1] for tensor in (uniforms, draw_ids))
+    rows, normalisers = _allocate_rows(hidden, k, samples, draws)
+    next_row = 0
     for first in range(0, len(hidden), size):
-        these = slice(first, first + size)
-        chosen = (_cut(one, these) for one in (head_ids, uniforms, draw_ids))
-        # The logits have no name here: a variable would keep them while the next chunk is computed.
+        chunk = slice(first, first + size)
+        chunk_inputs = (_slice_rows(tensor, chunk) for tensor in (head_ids, uniforms, draw_ids))
+        # The logits are not assigned: a variable would keep them alive during the next chunk.
         for block, lse in select(
-            _products(product(hidden[these]), bias),
+            _add_bias(product(hidden[chunk]), bias),
             lambda products: vocabulary.mask_(scale_and_cap.apply_(products, temperature)),
-            token_ids[these],
+            token_ids[chunk],
             vocabulary,
             top_k,
-            *chosen,
+            *chunk_inputs,
         ):
-            into = slice(at, at + len(lse))
-            _write(rows, block, into)
-            normalisers[into] = lse
-            at = into.stop
+            target_rows = slice(next_row, next_row + len(lse))
+            _write_rows(rows, block, target_rows)
+            normalisers[target_rows] = lse
+            next_row = target_rows.stop
     # One check at the end: a check in every chunk would synchronize the GPU each time.
     _require_finite(normalisers, first_position)
     return rows
 
 
-def _write(rows: ScoredRows, block: ScoredRows, into: slice) -> None:
+def _write_rows(rows: ScoredRows, block: ScoredRows, target_rows: slice) -> None:
     for column in fields(ScoredRows):
         if (values := getattr(block, column.name)) is not None:
-            getattr(rows, column.name)[into] = values
+            getattr(rows, column.name)[target_rows] = values
 
 
-def _empty(hidden: Tensor, k: int | None, samples: int, draws: int) -> tuple[ScoredRows, Tensor]:
+def _allocate_rows(
+    hidden: Tensor, k: int | None, samples: int, draws: int
+) -> tuple[ScoredRows, Tensor]:
     """Allocate the rows of `hidden` and their normalisers [N]."""
     assert k is not None, "a query has either top_k or head_ids"
     n, device = len(hidden), hidden.device
-    ids = torch.empty(n, k, dtype=torch.int64, device=device)
-    logprobs = torch.empty(n, k, dtype=torch.float32, device=device)
-    tail, token, normalisers = torch.empty(3, n, dtype=torch.float32, device=device)
-    rows = ScoredRows(ids, logprobs, tail, token)
+    head_ids = torch.empty(n, k, dtype=torch.int64, device=device)
+    head_logprobs = torch.empty(n, k, dtype=torch.float32, device=device)
+    tail_logmass, token_logprobs, normalisers = torch.empty(
+        3, n, dtype=torch.float32, device=device
+    )
+    rows = ScoredRows(head_ids, head_logprobs, tail_logmass, token_logprobs)
     if samples:
-        drawn = torch.empty(n, samples, dtype=torch.int64, device=device)
-        rows = replace(rows, sample_ids=drawn, sample_logprob=torch.empty_like(tail))
+        sample_ids = torch.empty(n, samples, dtype=torch.int64, device=device)
+        rows = replace(rows, sample_ids=sample_ids, sample_logprob=torch.empty_like(tail_logmass))
     if draws:
-        of_draws = torch.empty(n, draws, dtype=torch.float32, device=device)
-        rows = replace(rows, draw_logprobs=of_draws)
+        draw_logprobs = torch.empty(n, draws, dtype=torch.float32, device=device)
+        rows = replace(rows, draw_logprobs=draw_logprobs)
     return rows, normalisers
 
 
@@ -142,40 +146,40 @@ def select(
     int64 [N, D]. The normaliser of a row is the logsumexp of its logits; it is not finite if the
     logits are invalid.
     """
-    at = 0
-    for products in torch.split(chunk, _block_rows(chunk)):
+    next_row = 0
+    for products in torch.split(chunk, _count_block_rows(chunk)):
         logits = to_logits(products)
-        rows = slice(at, at + len(logits))
-        heads = _top(vocabulary, logits, top_k) if head_ids is None else head_ids[rows]
-        chosen = _cut(uniforms, rows), _cut(draw_ids, rows)
-        yield _score_block(logits, heads, token_ids[rows], *chosen, vocabulary)
-        at = rows.stop
+        rows = slice(next_row, next_row + len(logits))
+        heads = _find_top_ids(vocabulary, logits, top_k) if head_ids is None else head_ids[rows]
+        block_inputs = _slice_rows(uniforms, rows), _slice_rows(draw_ids, rows)
+        yield _score_block(logits, heads, token_ids[rows], *block_inputs, vocabulary)
+        next_row = rows.stop
 
 
-def _cut(values: Tensor | None, rows: slice) -> Tensor | None:
+def _slice_rows(values: Tensor | None, rows: slice) -> Tensor | None:
     return None if values is None else values[rows]
 
 
-def _block_rows(chunk: Tensor) -> int:
+def _count_block_rows(chunk: Tensor) -> int:
     """Return the number of rows per block: on a CPU, as many as fit in its cache."""
     if chunk.is_cuda:
         return len(chunk)
     return max(1, _CACHE_BYTES // (4 * chunk.shape[1]))
 
 
-def _times(hidden: Tensor, weight: Tensor) -> Tensor:
+def _multiply(hidden: Tensor, weight: Tensor) -> Tensor:
     if weight.is_cuda and weight.dtype is not torch.float32:
         # The GEMM accumulates in float32; rounding the result to bf16 would lose 3 digits.
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden @ weight.t()
 
 
-def _products(product: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     product = product.float()
     return product if bias is None else product.add_(bias)
 
 
-def _top(vocabulary: Vocabulary, logits: Tensor, top_k: int | None) -> Tensor:
+def _find_top_ids(vocabulary: Vocabulary, logits: Tensor, top_k: int | None) -> Tensor:
     assert top_k is not None, "a query has either top_k or head_ids"
     return vocabulary.top(logits, top_k)
 
@@ -193,29 +197,29 @@ def _score_block(
     The exponentials of the tail are computed once, in place, so that 4 bytes per logit suffice.
     """
     k = heads.shape[1]
-    asked = [heads, token_ids[:, None]] + ([] if draw_ids is None else [draw_ids])
-    values, largest = vocabulary.take_(logits, torch.cat(asked, dim=1), removed=k)
+    scored_ids = [heads, token_ids[:, None]] + ([] if draw_ids is None else [draw_ids])
+    values, max_logits = vocabulary.take_(logits, torch.cat(scored_ids, dim=1), removed=k)
     # The clamp avoids inf - inf in a row where every logit is -inf.
-    largest = largest.clamp_(min=torch.finfo(logits.dtype).min)
-    weights = logits.sub_(largest[:, None]).exp_()
+    max_logits = max_logits.clamp_(min=torch.finfo(logits.dtype).min)
+    weights = logits.sub_(max_logits[:, None]).exp_()
     # Not log(1 - sum of the head): for a small tail, all digits would cancel.
-    tail = vocabulary.sum(weights).log_().add_(largest)
+    tail = vocabulary.sum(weights).log_().add_(max_logits)
     lse = torch.logaddexp(torch.logsumexp(values[:, :k], dim=-1), tail)
     logprobs = values - lse[:, None]
     rows = ScoredRows(heads, logprobs[:, :k], tail - lse, logprobs[:, k])
     if draw_ids is not None:
         rows = replace(rows, draw_logprobs=logprobs[:, k + 1 :])
     if uniforms is not None:
-        drawn, of_drawn = vocabulary.draw(weights, uniforms)
-        mean = of_drawn.log_().mean(-1).add_(largest - lse)
-        rows = replace(rows, sample_ids=drawn, sample_logprob=mean)
+        sample_ids, sample_weights = vocabulary.draw(weights, uniforms)
+        sample_logprob = sample_weights.log_().mean(-1).add_(max_logits - lse)
+        rows = replace(rows, sample_ids=sample_ids, sample_logprob=sample_logprob)
     return rows, lse
 
 
 def _require_finite(normalisers: Tensor, first_position: int) -> None:
-    bad = torch.nonzero(~torch.isfinite(normalisers))
-    if len(bad):
-        position = first_position + int(bad[0])
+    invalid_rows = torch.nonzero(~torch.isfinite(normalisers))
+    if len(invalid_rows):
+        position = first_position + int(invalid_rows[0])
         raise Corrupt(
             f"the teacher's logits for position {position} of the sequence are not finite",
             field=f"token_ids[{position}]",

@@ -1,4 +1,4 @@
-"""The head's weight in the files of a model: found by its name, read, and dequantised.
+"""The head's weight in the files of a model: finding it by name, reading, dequantising.
 
 Shapes: H hidden size, V vocabulary size.
 """
@@ -26,7 +26,7 @@ _SCALED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # a factor in both cases
 _SCALE_DTYPES = (*_PLAIN_DTYPES, "F8_E8M0")
 _METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt")
-_OF_ACTIVATIONS = "input_scale"  # rounds what the head multiplies; its weight is the same
+_ACTIVATION_SCALE = "input_scale"  # rounds what the head multiplies; its weight is the same
 
 
 @dataclass(frozen=True)
@@ -38,77 +38,79 @@ class StoredWeight:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _TensorInfo:
     dtype: str
     shape: tuple[int, ...]
 
 
 def find_weight(path: Path, names: Sequence[str]) -> StoredWeight:
-    """Return where the files have the head's weight, under the first of `names` that they have.
+    """Return the tensors of the head's weight: the first of `names` that the files contain.
 
     Raises InvalidInput if they have none, or if the weight is quantised in a way whose exact values
     are not known.
     """
-    stored = _beside(path, names)
-    weight = next((name for name in names if name in stored), None)
-    if weight is None and stored:
-        raise _refused(path, stored, min(stored))
+    tensors = _list_layer_tensors(path, names)
+    weight = next((name for name in names if name in tensors), None)
+    if weight is None and tensors:
+        raise _quantised_head_error(path, tensors, min(tensors))
     if weight is None:
-        raise _absent(path, names)
+        raise _missing_tensor_error(path, names)
     layer = weight.rpartition(".")[0] + "."
-    stored = {name: one for name, one in stored.items() if name.startswith(layer)}
-    strange = _strange(stored, weight)
-    if strange is None:
+    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(layer)}
+    quantised_tensor = _find_quantised_tensor(tensors, weight)
+    if quantised_tensor is None:
         return StoredWeight(weight)
-    scales = [name for name in stored if name.removeprefix(layer) in _SCALE_NAMES]
-    ours = {weight, *scales, layer + "bias", layer + _OF_ACTIVATIONS}
+    scales = [name for name in tensors if name.removeprefix(layer) in _SCALE_NAMES]
+    expected_tensors = {weight, *scales, layer + "bias", layer + _ACTIVATION_SCALE}
     quantisation = quantisation_of(path) or {}
-    known = (
+    is_supported = (
         quantisation.get("quant_method") in _METHODS
-        and stored[weight].dtype in _SCALED_DTYPES
+        and tensors[weight].dtype in _SCALED_DTYPES
         and len(scales) == 1
-        and stored[scales[0]].dtype in _SCALE_DTYPES
-        and stored.keys() <= ours
-        and _spread(stored[weight].shape, stored[scales[0]].shape, block_of(quantisation))
+        and tensors[scales[0]].dtype in _SCALE_DTYPES
+        and tensors.keys() <= expected_tensors
+        and _classify_scales(
+            tensors[weight].shape, tensors[scales[0]].shape, block_of(quantisation)
+        )
     )
-    if not known:
-        raise _refused(path, stored, strange)
+    if not is_supported:
+        raise _quantised_head_error(path, tensors, quantised_tensor)
     return StoredWeight(weight, scales[0])
 
 
 def find_bias(path: Path, names: Sequence[str]) -> str:
     """Return the first of `names` that the files have. Raises InvalidInput if they have none."""
-    stored = _beside(path, names)
+    tensors = _list_layer_tensors(path, names)
     for name in names:
-        if name in stored:
+        if name in tensors:
             return name
-    raise _absent(path, names)
+    raise _missing_tensor_error(path, names)
 
 
 def read_weight(path: Path, stored: StoredWeight, ids: range | None = None) -> Tensor:
     """Return the rows `ids` [n, H] of the head's weight, all if None, on the CPU.
 
-    They are as they are stored, or dequantised in float32. No other rows are read, but for those of
-    a block that the rows share.
+    They have the stored dtype, or are dequantised to float32. No other rows are read, except those
+    that share a block of scales with `ids`.
     """
     if stored.scales is None:
         return read_tensor(path, stored.weight, ids)
     scales, block = read_tensor(path, stored.scales), block_of(quantisation_of(path) or {})
-    before = 0
+    skipped_rows = 0
     if ids is not None:
-        shape = _beside(path, [stored.weight])[stored.weight].shape
-        match _spread(shape, tuple(scales.shape), block):
+        shape = _list_layer_tensors(path, [stored.weight])[stored.weight].shape
+        match _classify_scales(shape, tuple(scales.shape), block):
             case "row":
                 scales = scales[ids.start : ids.stop]
             case "block" if block:
-                first = ids.start // block[0]
-                scales = scales[first : math.ceil(ids.stop / block[0])]
-                before = ids.start - first * block[0]
-                ids = range(first * block[0], ids.stop)
-    return dequantised(read_tensor(path, stored.weight, ids), scales, block)[before:]
+                first_block = ids.start // block[0]
+                scales = scales[first_block : math.ceil(ids.stop / block[0])]
+                skipped_rows = ids.start - first_block * block[0]
+                ids = range(first_block * block[0], ids.stop)
+    return dequantise(read_tensor(path, stored.weight, ids), scales, block)[skipped_rows:]
 
 
-def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+def dequantise(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Return values [V, H] times their scales, float32.
 
     `scales` has one number, one for each row ([V] or [V, 1]), or one for each `block` of rows and
@@ -116,17 +118,17 @@ def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -
     """
     weight, factors = values.to(torch.float32), scales.to(torch.float32)
     rows, columns = weight.shape
-    spread = _spread((rows, columns), tuple(factors.shape), block)
-    match spread:
+    scale_kind = _classify_scales((rows, columns), tuple(factors.shape), block)
+    match scale_kind:
         case "tensor":
             return weight.mul_(factors.reshape(()))
         case "row":
             return weight.mul_(factors.reshape(rows, 1))
-    if spread != "block" or block is None:
+    if scale_kind != "block" or block is None:
         raise ValueError(f"scales of shape {tuple(factors.shape)} for {rows} x {columns} values")
-    for number, line in enumerate(factors):
-        part = weight[number * block[0] : (number + 1) * block[0]]
-        part.mul_(line.repeat_interleave(block[1])[:columns])
+    for block_row, block_factors in enumerate(factors):
+        weight_block = weight[block_row * block[0] : (block_row + 1) * block[0]]
+        weight_block.mul_(block_factors.repeat_interleave(block[1])[:columns])
     return weight
 
 
@@ -135,10 +137,10 @@ def require_plain_weight(path: Path, names: Sequence[str]) -> None:
 
     Its values alone are wrong, and no self-test would notice: it compares the rows with each other.
     """
-    stored = _beside(path, names)
+    tensors = _list_layer_tensors(path, names)
     for name in names:
-        if (strange := _strange(stored, name)) is not None:
-            raise _refused(path, stored, strange)
+        if (quantised_tensor := _find_quantised_tensor(tensors, name)) is not None:
+            raise _quantised_head_error(path, tensors, quantised_tensor)
 
 
 def read_tensor(path: Path, name: str, rows: range | None = None) -> Tensor:
@@ -158,32 +160,34 @@ def read_tensor(path: Path, name: str, rows: range | None = None) -> Tensor:
     raise KeyError(name)
 
 
-def _beside(path: Path, names: Sequence[str]) -> dict[str, _Stored]:
+def _list_layer_tensors(path: Path, names: Sequence[str]) -> dict[str, _TensorInfo]:
     """Return the tensors that the files have for the layers of `names`."""
     layers = tuple({name.rpartition(".")[0] + "." for name in names})
-    found: dict[str, _Stored] = {}
+    tensor_infos: dict[str, _TensorInfo] = {}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                 if name.startswith(layers):
-                    one: Any = tensors.get_slice(name)
-                    found[name] = _Stored(one.get_dtype(), tuple(one.get_shape()))
-    return found
+                    tensor: Any = tensors.get_slice(name)
+                    tensor_infos[name] = _TensorInfo(tensor.get_dtype(), tuple(tensor.get_shape()))
+    return tensor_infos
 
 
-def _strange(stored: Mapping[str, _Stored], weight: str) -> str | None:
-    """Return a tensor of the weight's layer that a layer without quantisation has not."""
+def _find_quantised_tensor(tensors: Mapping[str, _TensorInfo], weight: str) -> str | None:
+    """Return a tensor of the weight's layer that unquantised layers lack; None: there is none."""
     layer = weight.rpartition(".")[0] + "."
     plain = (layer + "weight", layer + "bias")
-    of_layer = {name: one for name, one in stored.items() if name.startswith(layer)}
-    for name, one in of_layer.items():
-        if name not in plain or one.dtype not in _PLAIN_DTYPES:
+    layer_tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(layer)}
+    for name, tensor in layer_tensors.items():
+        if name not in plain or tensor.dtype not in _PLAIN_DTYPES:
             return name
     return None
 
 
-def _spread(weight: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None) -> str:
-    """Return how much of the weight a scale is for: "tensor", "row" or "block"; "": not known."""
+def _classify_scales(
+    weight: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
+) -> str:
+    """Return what one scale covers: "tensor", "row" or "block"; "": unknown."""
     if math.prod(scales) == 1:
         return "tensor"
     if scales in ((weight[0],), (weight[0], 1)):
@@ -192,13 +196,15 @@ def _spread(weight: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, 
     return "block" if scales == blocks else ""
 
 
-def _absent(path: Path, names: Sequence[str]) -> InvalidInput:
+def _missing_tensor_error(path: Path, names: Sequence[str]) -> InvalidInput:
     return not_loaded(path, f"its weight files have no tensor {' or '.join(names)}")
 
 
-def _refused(path: Path, stored: Mapping[str, _Stored], name: str) -> InvalidInput:
+def _quantised_head_error(
+    path: Path, tensors: Mapping[str, _TensorInfo], name: str
+) -> InvalidInput:
     return InvalidInput(
-        f"the head of {path} is quantised: its weight files have {name} ({stored[name].dtype})",
+        f"the head of {path} is quantised: its weight files have {name} ({tensors[name].dtype})",
         field="--model",
         hint="give a checkpoint whose lm_head is not quantised; --engine vllm also takes one in"
         " float8 or int8 with scales",

@@ -14,7 +14,7 @@ from torch import Tensor
 _GROUP = 64
 # Temporary memory for one group of weights, and for one draw.
 _SUM_BYTES, _DRAW_BYTES = 32, 48 * _GROUP
-_MOST_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+_MAX_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     weights [n, V] float32, finite and >= 0, not normalised; uniforms [n, M] float64 in [0, 1). An
     id of weight 0 is never drawn, unless every weight of the row is 0: then the last id is drawn.
     """
-    parts = zip(*_parts(weights, uniforms), strict=True)
+    parts = zip(*_split_rows(weights, uniforms), strict=True)
     return torch.cat([_draw(part, levels) for part, levels in parts])
 
 
@@ -37,32 +37,32 @@ def draw_at(weights: Tensor, running: Tensor, levels: Tensor) -> Tensor:
 
     `running`: of `running_sums`. Each level, float64, is at least 0 and less than the last sum.
     """
-    parts = zip(*_parts(weights, running, levels), strict=True)
+    parts = zip(*_split_rows(weights, running, levels), strict=True)
     return torch.cat([_draw_at(*part) for part in parts])
 
 
-def _parts(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+def _split_rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """Split the rows of `tensors`, weights first and levels last, so that temporaries are small."""
     weights, levels = tensors[0], tensors[-1]
-    a_row = _SUM_BYTES * weights.shape[1] // _GROUP + _DRAW_BYTES * levels.shape[1]
-    size = max(1, _MOST_BYTES[weights.device.type] // a_row)
-    return [torch.split(one, size) for one in tensors]
+    row_bytes = _SUM_BYTES * weights.shape[1] // _GROUP + _DRAW_BYTES * levels.shape[1]
+    split_rows = max(1, _MAX_BYTES[weights.device.type] // row_bytes)
+    return [torch.split(tensor, split_rows) for tensor in tensors]
 
 
 def _draw_at(weights: Tensor, running: Tensor, levels: Tensor) -> Tensor:
     vocab_size = weights.shape[1]
-    groups, rest = _find(running, levels)
+    groups, fractions = _find_entries(running, levels)
     ids = groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=weights.device)
-    beyond = ids >= vocab_size
-    found = weights.gather(1, ids.clamp_(max=vocab_size - 1).flatten(1)).view(ids.shape)
-    within = _running(found.double().masked_fill_(beyond, 0).flatten(0, 1))
-    places, _ = _find(within, levels_of(rest.view(-1, 1), within[:, -1:]))
-    return (groups * _GROUP + places.view(groups.shape)).clamp_(max=vocab_size - 1)
+    is_padding = ids >= vocab_size
+    group_weights = weights.gather(1, ids.clamp_(max=vocab_size - 1).flatten(1)).view(ids.shape)
+    group_sums = _accumulate(group_weights.double().masked_fill_(is_padding, 0).flatten(0, 1))
+    offsets, _ = _find_entries(group_sums, levels_of(fractions.view(-1, 1), group_sums[:, -1:]))
+    return (groups * _GROUP + offsets.view(groups.shape)).clamp_(max=vocab_size - 1)
 
 
 def running_sums(weights: Tensor) -> Tensor:
     """Return the running sums, float64 [n, G], of the groups of weights [n, V]."""
-    return _running(_group_sums(weights).double())
+    return _accumulate(_sum_groups(weights).double())
 
 
 def levels_of(shares: Tensor, total: Tensor) -> Tensor:
@@ -78,27 +78,27 @@ def level_below(levels: Tensor, total: Tensor) -> Tensor:
     return torch.minimum(levels, total.nextafter(torch.zeros_like(total)))
 
 
-def _group_sums(weights: Tensor) -> Tensor:
+def _sum_groups(weights: Tensor) -> Tensor:
     count = weights.shape[1] // _GROUP
-    whole = count * _GROUP
-    sums = weights[:, :whole].view(len(weights), count, _GROUP).sum(-1)
-    if whole == weights.shape[1]:
+    grouped_ids = count * _GROUP
+    sums = weights[:, :grouped_ids].view(len(weights), count, _GROUP).sum(-1)
+    if grouped_ids == weights.shape[1]:
         return sums
-    return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    return torch.cat([sums, weights[:, grouped_ids:].sum(-1, keepdim=True)], 1)
 
 
-def _running(weights: Tensor) -> Tensor:
+def _accumulate(weights: Tensor) -> Tensor:
     # An entry of weight 0 must end exactly where the one before it ends. A parallel sum may round
     # differently, so take the running maximum instead.
     return weights.cumsum(1).masked_fill_(weights == 0, 0).cummax(1).values
 
 
-def _find(running: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+def _find_entries(running: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entries [n, M] of the running sums [n, G] (float64) in which `levels` fall.
 
     Also returns the relative position of each level within its entry, in [0, 1].
     """
     index = torch.searchsorted(running, levels, right=True).clamp_(max=running.shape[1] - 1)
-    before = torch.where(index > 0, running.gather(1, (index - 1).clamp_(min=0)), 0)
-    width = running.gather(1, index) - before
-    return index, torch.where(width > 0, (levels - before) / width, 0)
+    entry_start = torch.where(index > 0, running.gather(1, (index - 1).clamp_(min=0)), 0)
+    width = running.gather(1, index) - entry_start
+    return index, torch.where(width > 0, (levels - entry_start) / width, 0)

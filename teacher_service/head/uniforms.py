@@ -16,10 +16,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def uniforms_of(query: ScoreQuery) -> NDArray[np.float64]:
     """Return the uniforms of each row of `query`, float64 [rows, tail_samples] in [0, 1)."""
     seed = splitmix64(np.array([query.seed], np.uint64))
-    before = query.token_ids[:-1].astype(np.uint64)
+    preceding_ids = query.token_ids[:-1].astype(np.uint64)
     # The hash of a prefix is the sum of one hash per (place, token): all prefixes in one pass.
-    placed = np.arange(len(before), dtype=np.uint64) << np.uint64(32) | before
-    prefixes = splitmix64(seed + np.cumsum(splitmix64(seed + placed)))[query.start - 1 :]
+    positioned_ids = np.arange(len(preceding_ids), dtype=np.uint64) << np.uint64(32) | preceding_ids
+    prefixes = splitmix64(seed + np.cumsum(splitmix64(seed + positioned_ids)))[query.start - 1 :]
     numbers = np.arange(1, query.tail_samples + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     bits = splitmix64(prefixes[:, None] + numbers)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,4 +1,4 @@
-"""What scoring asks of the logits of all ids: the largest, chosen ones, the rest's mass, draws.
+"""Operations on the logits of all ids: top-k, gathering, the mass of the rest, draws.
 
 Shapes: n rows, V ids, M draws per row.
 """
@@ -20,7 +20,7 @@ class Vocabulary:
     """
 
     def mask_(self, logits: Tensor) -> Tensor:
-        """Set logits [n, V] of ids that no row is about to -inf, and return them."""
+        """Set logits [n, V] of ids outside the rows' vocabulary to -inf, and return them."""
         return logits
 
     def top(self, logits: Tensor, count: int) -> Tensor:
@@ -41,8 +41,8 @@ class Vocabulary:
 
     def draw(self, weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids [n, M] that `uniforms` select, see `draw`, and their weights [n, M]."""
-        drawn = draw(weights, uniforms)
-        return drawn, weights.gather(-1, drawn)
+        sample_ids = draw(weights, uniforms)
+        return sample_ids, weights.gather(-1, sample_ids)
 
 
 WHOLE = Vocabulary()
@@ -59,9 +59,11 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
     # The largest logits lie in the groups with the largest maxima, as many groups as logits. The
     # ids after the last complete group are always candidates.
     maxima = logits[:, : groups * _GROUP].view(rows, groups, _GROUP).amax(-1)
-    chosen = maxima.topk(count, dim=-1, sorted=False).indices
-    within = torch.arange(_GROUP, device=logits.device)
-    rest = torch.arange(groups * _GROUP, vocab_size, device=logits.device).expand(rows, -1)
-    candidates = torch.cat([(chosen[:, :, None] * _GROUP + within).flatten(1), rest], dim=1)
-    best = logits.gather(-1, candidates).topk(count, dim=-1).indices
-    return candidates.gather(-1, best)
+    top_groups = maxima.topk(count, dim=-1, sorted=False).indices
+    offsets = torch.arange(_GROUP, device=logits.device)
+    trailing_ids = torch.arange(groups * _GROUP, vocab_size, device=logits.device).expand(rows, -1)
+    candidates = torch.cat(
+        [(top_groups[:, :, None] * _GROUP + offsets).flatten(1), trailing_ids], dim=1
+    )
+    top_places = logits.gather(-1, candidates).topk(count, dim=-1).indices
+    return candidates.gather(-1, top_places)

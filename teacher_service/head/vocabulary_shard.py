@@ -37,7 +37,7 @@ class VocabularyShard(Vocabulary):
     rank: int
     ranks: int
     group: Any = field(default=None, repr=False)
-    asked: int | None = None
+    requested_size: int | None = None
 
     @property
     def width(self) -> int:
@@ -50,46 +50,50 @@ class VocabularyShard(Vocabulary):
         first = self.rank * self.width
         return range(min(first, self.size), min(first + self.width, self.size))
 
-    def narrowed(self, vocab_size: int | None) -> VocabularyShard:
+    def narrow(self, vocab_size: int | None) -> VocabularyShard:
         """Return the shard for rows about the first `vocab_size` ids; None: about all."""
-        return replace(self, asked=vocab_size)
+        return replace(self, requested_size=vocab_size)
 
     def mask_(self, logits: Tensor) -> Tensor:
-        """Set logits [n, W] of ids that no row is about to -inf, and return them."""
-        logits[:, self._count(self.rank) :] = -torch.inf
+        """Set logits [n, W] of ids outside the rows' vocabulary to -inf, and return them."""
+        logits[:, self._count_ids(self.rank) :] = -torch.inf
         return logits
 
     def top(self, logits: Tensor, count: int) -> Tensor:
         """Return the ids of the `count` largest logits of each row over all ranks."""
         if count == 0:
             return top_ids(logits, 0)
-        most, here = min(count, self.width), self._count(self.rank)
-        mine = min(count, here)
-        places = top_ids(logits[:, :here], mine)
+        max_count, local_ids = min(count, self.width), self._count_ids(self.rank)
+        local_count = min(count, local_ids)
+        places = top_ids(logits[:, :local_ids], local_count)
         # float64 has every float32 and every id.
-        found = logits.new_zeros(len(logits), 2, most, dtype=torch.float64)
-        found[:, 0, :mine] = logits.gather(-1, places)
-        found[:, 1, :mine] = places + self.rank * self.width
-        every = self._of_all(found)
-        kept = [every[rank, :, :, : min(count, self._count(rank))] for rank in range(self.ranks)]
-        values, ids = torch.cat(kept, dim=-1).unbind(1)
+        candidates = logits.new_zeros(len(logits), 2, max_count, dtype=torch.float64)
+        candidates[:, 0, :local_count] = logits.gather(-1, places)
+        candidates[:, 1, :local_count] = places + self.rank * self.width
+        gathered = self._all_gather(candidates)
+        rank_candidates = [
+            gathered[rank, :, :, : min(count, self._count_ids(rank))] for rank in range(self.ranks)
+        ]
+        values, ids = torch.cat(rank_candidates, dim=-1).unbind(1)
         return ids.gather(-1, values.topk(count, dim=-1).indices).long()
 
     def take_(self, logits: Tensor, ids: Tensor, removed: int) -> tuple[Tensor, Tensor]:
         """Return the logits of `ids` [n, c], and the largest of the others; see Vocabulary."""
         places = ids - self.rank * self.width
-        here = (places >= 0) & (places < self.width)
+        is_local = (places >= 0) & (places < self.width)
         places = places.clamp_(0, self.width - 1)
         # The other ranks add 0, and a NaN stays one.
-        values = logits.gather(-1, places).masked_fill_(~here, 0)
-        minus = torch.zeros_like(values[:, :removed]).masked_fill_(here[:, :removed], -torch.inf)
-        logits.scatter_add_(-1, places[:, :removed], minus)
-        every = self._of_all(torch.cat([values, logits.amax(-1, keepdim=True)], dim=1))
-        return every[:, :, :-1].sum(0), every[:, :, -1].amax(0)
+        values = logits.gather(-1, places).masked_fill_(~is_local, 0)
+        minus_infinity = torch.zeros_like(values[:, :removed]).masked_fill_(
+            is_local[:, :removed], -torch.inf
+        )
+        logits.scatter_add_(-1, places[:, :removed], minus_infinity)
+        gathered = self._all_gather(torch.cat([values, logits.amax(-1, keepdim=True)], dim=1))
+        return gathered[:, :, :-1].sum(0), gathered[:, :, -1].amax(0)
 
     def sum(self, weights: Tensor) -> Tensor:
         """Return the sum [n] of the weights of all ids."""
-        return self._of_all(weights.sum(-1)).sum(0)
+        return self._all_gather(weights.sum(-1)).sum(0)
 
     def draw(self, weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids [n, M] that `uniforms` select, and their weights [n, M].
@@ -99,25 +103,27 @@ class VocabularyShard(Vocabulary):
         """
         running = running_sums(weights)
         mass = running[:, -1:]
-        ends = self._of_all(mass).cumsum(0)
+        ends = self._all_gather(mass).cumsum(0)
         end = ends[self.rank]
         start = ends[self.rank - 1] if self.rank else torch.zeros_like(end)
         levels = levels_of(uniforms, ends[-1])
-        here = (start <= levels) & (levels < end)
-        mine = level_below((levels - start).clamp_(min=0), mass)
-        places = draw_at(weights, running, mine)
+        is_local = (start <= levels) & (levels < end)
+        local_levels = level_below((levels - start).clamp_(min=0), mass)
+        places = draw_at(weights, running, local_levels)
         ids = places + self.rank * self.width
-        chosen = torch.stack([ids.double(), weights.gather(-1, places).double()])
-        drawn, of_drawn = self._of_all(chosen.masked_fill_(~here, 0)).sum(0)
-        return drawn.long(), of_drawn.float()
+        local_draws = torch.stack([ids.double(), weights.gather(-1, places).double()])
+        sample_ids, sample_weights = self._all_gather(local_draws.masked_fill_(~is_local, 0)).sum(0)
+        return sample_ids.long(), sample_weights.float()
 
-    def _count(self, rank: int) -> int:
+    def _count_ids(self, rank: int) -> int:
         """Return the number of a rank's ids that rows are about."""
-        asked = self.size if self.asked is None else min(self.asked, self.size)
-        return min(max(asked - rank * self.width, 0), self.width)
+        vocab_size = (
+            self.size if self.requested_size is None else min(self.requested_size, self.size)
+        )
+        return min(max(vocab_size - rank * self.width, 0), self.width)
 
-    def _of_all(self, values: Tensor) -> Tensor:
+    def _all_gather(self, values: Tensor) -> Tensor:
         """Return the values of every rank, [R, *shape]."""
-        every = values.new_empty(self.ranks * len(values), *values.shape[1:])
-        dist.all_gather_into_tensor(every, values.contiguous(), group=self.group)
-        return every.view(self.ranks, *values.shape)
+        gathered = values.new_empty(self.ranks * len(values), *values.shape[1:])
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=self.group)
+        return gathered.view(self.ranks, *values.shape)

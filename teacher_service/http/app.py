@@ -1,4 +1,4 @@
-"""The HTTP application: its pages, and how a request is read, scored and answered."""
+"""The HTTP application: its pages, and the reading, scoring and answering of requests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, InvalidInput, Unavailable
 from protos.rpc.metrics_page import CONTENT_TYPE
-from teacher_service.http.asked import Asked, refuse
-from teacher_service.http.callers import Caller, Callers
 from teacher_service.http.chosen_ids import read_chosen_ids
+from teacher_service.http.clients import HttpClient, HttpClients
 from teacher_service.http.completions import read_completions
 from teacher_service.http.faults import fault_answer, on_error, on_http_error
 from teacher_service.http.gate import HEALTH
 from teacher_service.http.generate import read_generation
+from teacher_service.http.scoring_request import ScoringRequest, refuse
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.answer_budget import MAX_ANSWER_BYTES
 from teacher_service.serving.dispatcher import Dispatcher, stopping
@@ -40,18 +40,18 @@ _THREAD_BYTES = 64 << 10  # a longer body is parsed in a thread
 _PIECE_BYTES = 64 << 10
 # Memory of an answer's rows, encoded and decoded.
 _HEAD_ID_BYTES, _ROW_BYTES = 18, 24
-_JSON = [(b"content-type", b"application/json")]
+_JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
 @dataclass
-class Teacher:
-    """What the pages need of the teacher service; `created` is its start, in Unix seconds."""
+class HttpTeacher:
+    """The parts of the teacher service that the pages need; `created`: its start, Unix seconds."""
 
     scorer: RowScorer
     dispatcher: Dispatcher
     limits: RequestLimits
     metrics: TeacherMetrics
-    callers: Callers
+    clients: HttpClients
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def models(self, request: Request) -> Response:
@@ -80,66 +80,66 @@ class Teacher:
         text = generate_latest(self.metrics.registry)
         return Response(text, media_type=CONTENT_TYPE)
 
-    def completions(self, body: bytes) -> Asked:
+    def completions(self, body: bytes) -> ScoringRequest:
         """POST /v1/completions."""
         return read_completions(body, self.limits, self.dispatcher.info)
 
-    def chosen_ids(self, body: bytes) -> Asked:
+    def chosen_ids(self, body: bytes) -> ScoringRequest:
         """POST /inference/v1/generate."""
         return read_chosen_ids(body, self.limits, self.dispatcher.info)
 
-    def generate(self, body: bytes) -> Asked:
+    def generate(self, body: bytes) -> ScoringRequest:
         """POST /generate."""
         return read_generation(body, self.limits)
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoringPage:
     """A page that scores the sequences that `read` finds in the body of a request (ASGI)."""
 
-    teacher: Teacher
-    read: Callable[[bytes], Asked]
+    teacher: HttpTeacher
+    read: Callable[[bytes], ScoringRequest]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; if the client disconnects, its queries leave the queue."""
-        size = _body_bytes(Headers(scope=scope))
+        size = _read_content_length(Headers(scope=scope))
         if size > MAX_BODY_BYTES:
-            await _too_large(size)(scope, receive, send)
+            await _build_too_large_answer(size)(scope, receive, send)
             return
         if self.teacher.dispatcher.broken:
             raise stopping()
-        with self.teacher.callers.enter(scope, size) as caller:
-            body = await _body(receive)
+        with self.teacher.clients.enter(scope, size) as client:
+            body = await _receive_body(receive)
             if body is None:
                 return
-            answering = asyncio.create_task(self._answer(body, caller, send))
-            gone = asyncio.create_task(_disconnect(receive))
+            answering = asyncio.create_task(self._answer(body, client, send))
+            disconnection = asyncio.create_task(_wait_for_disconnect(receive))
             try:
-                await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((answering, disconnection), return_when=asyncio.FIRST_COMPLETED)
                 if answering.done():
                     answering.result()
             finally:
-                for task in (answering, gone):
+                for task in (answering, disconnection):
                     task.cancel()
-                await asyncio.gather(answering, gone, return_exceptions=True)
+                await asyncio.gather(answering, disconnection, return_exceptions=True)
 
-    async def _answer(self, body: bytes, caller: Caller, send: Send) -> None:
-        asked = await self._asked(body)
-        async with caller.room(_memory(asked.queries)):
-            answers = await self._scored(asked.queries, caller.sender)
+    async def _answer(self, body: bytes, client: HttpClient, send: Send) -> None:
+        request = await self._read_request(body)
+        async with client.reserve_memory(_estimate_bytes(request.queries)):
+            answers = await self._score_all(request.queries, client.sender)
             info = self.teacher.dispatcher.info
             if any(answer.version != info.version for answer in answers):
                 raise Unavailable(
                     "the weights of this teacher have changed", hint="send the request again"
                 )
-            pieces = asked.text([answer.scored.block for answer in answers], info)
-            await send({"type": "http.response.start", "status": 200, "headers": _JSON})
-            more = True
-            while more:
-                text, more = await asyncio.to_thread(_next_piece, pieces)
-                await send({"type": "http.response.body", "body": text, "more_body": more})
+            pieces = request.text([answer.scored.block for answer in answers], info)
+            await send({"type": "http.response.start", "status": 200, "headers": _JSON_HEADERS})
+            has_more = True
+            while has_more:
+                text, has_more = await asyncio.to_thread(_next_piece, pieces)
+                await send({"type": "http.response.body", "body": text, "more_body": has_more})
 
-    async def _asked(self, body: bytes) -> Asked:
+    async def _read_request(self, body: bytes) -> ScoringRequest:
         try:
             if len(body) > _THREAD_BYTES:
                 return await asyncio.to_thread(self.read, body)
@@ -148,7 +148,7 @@ class Scoring:
             self.teacher.metrics.refused(fault)
             raise
 
-    async def _scored(self, queries: Sequence[ScoreQuery], sender: Sender) -> list[RowAnswer]:
+    async def _score_all(self, queries: Sequence[ScoreQuery], sender: Sender) -> list[RowAnswer]:
         """Return the rows of all queries; the first error cancels the others."""
         tasks = [asyncio.create_task(self._score(query, sender)) for query in queries]
         try:
@@ -164,15 +164,15 @@ class Scoring:
             return answer
 
 
-def make_app(teacher: Teacher) -> ASGIApp:
+def make_app(teacher: HttpTeacher) -> ASGIApp:
     """Build the application, without its access control."""
     routes = [
         Route("/v1/models", teacher.models),
         Route(HEALTH, teacher.health),
         Route("/metrics", teacher.exposition),
-        Route("/v1/completions", Scoring(teacher, teacher.completions), methods=["POST"]),
-        Route("/inference/v1/generate", Scoring(teacher, teacher.chosen_ids), methods=["POST"]),
-        Route("/generate", Scoring(teacher, teacher.generate), methods=["POST"]),
+        Route("/v1/completions", ScoringPage(teacher, teacher.completions), methods=["POST"]),
+        Route("/inference/v1/generate", ScoringPage(teacher, teacher.chosen_ids), methods=["POST"]),
+        Route("/generate", ScoringPage(teacher, teacher.generate), methods=["POST"]),
     ]
     faults: Mapping[Any, Any] = {
         DistillError: on_error,
@@ -182,7 +182,7 @@ def make_app(teacher: Teacher) -> ASGIApp:
     return Starlette(routes=routes, exception_handlers=faults)
 
 
-def _body_bytes(headers: Headers) -> int:
+def _read_content_length(headers: Headers) -> int:
     length = headers.get("content-length")
     if length is None:
         refuse("Content-Length", "the header is missing", "send the body in one piece")
@@ -191,7 +191,7 @@ def _body_bytes(headers: Headers) -> int:
     return int(length)
 
 
-def _too_large(size: int) -> Response:
+def _build_too_large_answer(size: int) -> Response:
     fault = InvalidInput(
         f"the request has {size} bytes, at most {MAX_BODY_BYTES} are read",
         field="body",
@@ -200,7 +200,7 @@ def _too_large(size: int) -> Response:
     return fault_answer(fault, 413)
 
 
-async def _body(receive: Receive) -> bytes | None:
+async def _receive_body(receive: Receive) -> bytes | None:
     """Return the body of a request, or None if the client disconnects before its end."""
     parts = []
     while (message := await receive())["type"] == "http.request":
@@ -210,15 +210,15 @@ async def _body(receive: Receive) -> bytes | None:
     return None
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _memory(queries: Sequence[ScoreQuery]) -> int:
-    """Return the estimated bytes of the rows. Raises InvalidInput for more than one may have."""
-    numbers = sum(query.rows * (query.k + query.tail_draws) for query in queries)
-    size = _HEAD_ID_BYTES * numbers + _ROW_BYTES * sum(query.rows for query in queries)
+def _estimate_bytes(queries: Sequence[ScoreQuery]) -> int:
+    """Return the estimated bytes of the rows. Raises InvalidInput above the limit."""
+    id_count = sum(query.rows * (query.k + query.tail_draws) for query in queries)
+    size = _HEAD_ID_BYTES * id_count + _ROW_BYTES * sum(query.rows for query in queries)
     if size > MAX_ANSWER_BYTES // 2:
         raise InvalidInput(
             f"the rows of this request take {size >> 20} MiB, at most {MAX_ANSWER_BYTES >> 21}",

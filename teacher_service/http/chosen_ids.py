@@ -23,16 +23,16 @@ from pydantic import Field
 from clients.teacher.query import MAX_TAIL_DRAWS, ScoreQuery
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
-from teacher_service.http.asked import (
+from teacher_service.http.scoring_request import (
     Fields,
-    adapter_of,
-    query_of,
+    build_query,
+    find_adapter,
     read_fields,
+    read_token_list,
     refuse,
     require,
     require_start,
     require_temperature,
-    token_list,
 )
 from teacher_service.serving.validation import RequestLimits
 
@@ -41,7 +41,7 @@ _NAMES = {"token_ids": "token_ids", "head_ids": _IDS, "draw_ids": _IDS}
 _PIECE_BYTES = 3 << 16  # three bytes are four characters
 
 
-class _Sampling(Fields):
+class _ChosenIdsSampling(Fields):
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int = Field(0, ge=0, lt=2**31)
     max_tokens: int | None = None
@@ -49,9 +49,9 @@ class _Sampling(Fields):
     detokenize: bool = True  # of generated tokens, and there are none
 
 
-class _Fields(Fields):
+class _ChosenIdsFields(Fields):
     token_ids: Any
-    sampling_params: _Sampling
+    sampling_params: _ChosenIdsSampling
     model: str | None = None
     request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     stream: bool = False
@@ -68,23 +68,23 @@ class ChosenIds:
     queries: Sequence[ScoreQuery]
     request_id: str
 
-    def text(self, blocks: Sequence[RowBlock], by: EngineInfo) -> Iterator[bytes]:
+    def text(self, blocks: Sequence[RowBlock], info: EngineInfo) -> Iterator[bytes]:
         """Yield the answer."""
         (query,), (block,) = self.queries, blocks
         tokens = len(query.token_ids)
-        opening = {
+        header = {
             "request_id": self.request_id,
             "created": int(time.time()),
-            "model": query.adapter or by.model,
+            "model": query.adapter or info.model,
             "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
             "choices": [{"index": 0, "logprobs": None, "finish_reason": "length", "token_ids": []}],
             "output_mode": "tokens",
         }
-        yield json.dumps(opening)[:-1].encode() + b', "prompt_token_id_logprobs": "'
+        yield json.dumps(header)[:-1].encode() + b', "prompt_token_id_logprobs": "'
         parts = [block.head_logprobs]
         if block.draw_logprobs is not None:
             parts.append(block.draw_logprobs)
-        data = _in_numpys_format(np.concatenate(parts, axis=1).astype("<f4"))
+        data = _encode_npy(np.concatenate(parts, axis=1).astype("<f4"))
         for first in range(0, len(data), _PIECE_BYTES):
             yield base64.b64encode(data[first : first + _PIECE_BYTES])
         yield b'"}'
@@ -95,34 +95,34 @@ def read_chosen_ids(body: bytes, limits: RequestLimits, info: EngineInfo) -> Cho
 
     Raises InvalidInput, and NotFound for another model's name.
     """
-    asked = read_fields(body, _Fields)
-    sampling = asked.sampling_params
-    adapter = adapter_of(asked.model, info)
+    fields = read_fields(body, _ChosenIdsFields)
+    sampling = fields.sampling_params
+    adapter = find_adapter(fields.model, info)
     require(sampling.max_tokens, (1, 0), "sampling_params.max_tokens")
     require_temperature(sampling.temperature, "sampling_params.temperature")
-    require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
-    tokens = token_list(asked.token_ids, "token_ids")
-    first = "sampling_params.prompt_logprob_start"
-    require_start(sampling.prompt_logprob_start, tokens, first)
+    require(fields.stream, (False,), "stream", "the answer is sent when all rows are there")
+    tokens = read_token_list(fields.token_ids, "token_ids")
+    start_field = "sampling_params.prompt_logprob_start"
+    require_start(sampling.prompt_logprob_start, tokens, start_field)
     start = sampling.prompt_logprob_start + 1
-    ids = _rows(sampling.prompt_logprob_token_ids, max(1, len(tokens) - start))
-    most = min(limits.max_top_k, 1 + MAX_TAIL_DRAWS)
-    if ids.shape[1] > most:
-        refuse(_IDS, f"a row has 1 to {most} ids, got {ids.shape[1]}", "ask for fewer")
-    draws = ids[:, 1:] if ids.shape[1] > 1 else None
-    query = query_of(
+    ids = _read_id_rows(sampling.prompt_logprob_token_ids, max(1, len(tokens) - start))
+    max_ids = min(limits.max_top_k, 1 + MAX_TAIL_DRAWS)
+    if ids.shape[1] > max_ids:
+        refuse(_IDS, f"a row has 1 to {max_ids} ids, got {ids.shape[1]}", "ask for fewer")
+    draw_ids = ids[:, 1:] if ids.shape[1] > 1 else None
+    query = build_query(
         tokens,
         limits,
         names=_NAMES,
         start=start,
         head_ids=ids[:, :1],
-        draw_ids=draws,
+        draw_ids=draw_ids,
         adapter=adapter,
     )
-    return ChosenIds([query], asked.request_id)
+    return ChosenIds([query], fields.request_id)
 
 
-def _rows(value: Any, rows: int) -> NDArray[np.int32]:
+def _read_id_rows(value: Any, rows: int) -> NDArray[np.int32]:
     """Return the ids [rows, m] of a field. Raises InvalidInput if it is something else."""
     try:
         ids = np.array(value)
@@ -133,7 +133,7 @@ def _rows(value: Any, rows: int) -> NDArray[np.int32]:
     return ids.clip(-1, 2**31 - 1).astype("<i4")
 
 
-def _in_numpys_format(values: NDArray[np.float32]) -> bytes:
+def _encode_npy(values: NDArray[np.float32]) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array(file, values, allow_pickle=False)
     return file.getvalue()

@@ -1,8 +1,8 @@
-"""`POST /v1/completions` with `prompt_logprobs`, as vLLM answers it: TRL and ms-swift ask it.
+"""`POST /v1/completions` with `prompt_logprobs`, in the format of vLLM, for TRL and ms-swift.
 
 Each position of a prompt after the first has an object of its token and of the teacher's k
 likeliest ids, {"ID": {"logprob": NATS, "rank": R}}. The rank of a token that is not among the k is
-k + 1, the least that it can be: rows do not have it.
+k + 1, its lower bound: rows do not contain it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ from numpy.typing import NDArray
 from clients.teacher.query import ScoreQuery, identity_of
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
-from teacher_service.http.asked import (
+from teacher_service.http.json_text import (
+    format_integers,
+    format_literal,
+    format_logprobs,
+    join_parts,
+)
+from teacher_service.http.scoring_request import (
     Fields,
-    adapter_of,
-    query_of,
+    build_query,
+    find_adapter,
     read_fields,
+    read_token_lists,
     refuse,
     require,
     require_temperature,
-    token_lists,
 )
-from teacher_service.http.json_text import integers, joined, literal, logprobs
 from teacher_service.serving.validation import RequestLimits
 
 _PIECE_ENTRIES = 8192
 
 
-class _Fields(Fields):
+class _CompletionFields(Fields):
     prompt: Any
     model: str | None = None
     prompt_logprobs: int | None = None
@@ -45,7 +50,7 @@ class _Fields(Fields):
     n: int = 1
     echo: bool = False
     stream: bool = False
-    # They say how tokens are sampled, and none is.
+    # Sampling options, accepted and ignored: nothing is sampled.
     seed: int | None = None
     skip_special_tokens: bool = True
 
@@ -57,17 +62,17 @@ class Completions:
     queries: Sequence[ScoreQuery]
     k: int
 
-    def text(self, blocks: Sequence[RowBlock], by: EngineInfo) -> Iterator[bytes]:
+    def text(self, blocks: Sequence[RowBlock], info: EngineInfo) -> Iterator[bytes]:
         """Yield the answer; a choice for each prompt, with no generated token."""
         adapter = self.queries[0].adapter
-        opening = {
+        header = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": adapter or by.model,
-            "system_fingerprint": identity_of(by.fingerprint_for(adapter), by.version),
+            "model": adapter or info.model,
+            "system_fingerprint": identity_of(info.fingerprint_for(adapter), info.version),
         }
-        yield json.dumps(opening)[:-1].encode() + b', "choices": ['
+        yield json.dumps(header)[:-1].encode() + b', "choices": ['
         for index, (query, block) in enumerate(zip(self.queries, blocks, strict=True)):
             choice = {
                 "index": index,
@@ -82,7 +87,7 @@ class Completions:
             for first in range(0, query.rows, step):
                 last = min(first + step, query.rows)
                 ids = query.token_ids[query.start + first : query.start + last]
-                yield prompt_logprobs(block.slice(first, last), ids, self.k)
+                yield write_prompt_logprobs(block.slice(first, last), ids, self.k)
             yield b"]}"
         tokens = sum(len(query.token_ids) for query in self.queries)
         usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
@@ -94,14 +99,14 @@ def read_completions(body: bytes, limits: RequestLimits, info: EngineInfo) -> Co
 
     Raises InvalidInput, and NotFound for another model's name.
     """
-    asked = read_fields(body, _Fields)
-    adapter = adapter_of(asked.model, info)
-    require(asked.max_tokens, (1, 0), "max_tokens")
-    require(asked.n, (1,), "n")
-    require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
-    require(asked.echo, (False,), "echo", "prompt_logprobs has the log-probs of the prompt")
-    require_temperature(asked.temperature, "temperature")
-    k = asked.prompt_logprobs
+    fields = read_fields(body, _CompletionFields)
+    adapter = find_adapter(fields.model, info)
+    require(fields.max_tokens, (1, 0), "max_tokens")
+    require(fields.n, (1,), "n")
+    require(fields.stream, (False,), "stream", "the answer is sent when all rows are there")
+    require(fields.echo, (False,), "echo", "prompt_logprobs has the log-probs of the prompt")
+    require_temperature(fields.temperature, "temperature")
+    k = fields.prompt_logprobs
     if k is None or not 0 <= k <= limits.max_top_k:
         refuse(
             "prompt_logprobs",
@@ -110,13 +115,13 @@ def read_completions(body: bytes, limits: RequestLimits, info: EngineInfo) -> Co
         )
     queries = [
         # A row has at least one head id.
-        query_of(ids, limits, top_k=max(k, 1), names={"token_ids": field}, adapter=adapter)
-        for field, ids in token_lists(asked.prompt, "prompt")
+        build_query(ids, limits, top_k=max(k, 1), names={"token_ids": field}, adapter=adapter)
+        for field, ids in read_token_lists(fields.prompt, "prompt")
     ]
     return Completions(queries, k)
 
 
-def prompt_logprobs(block: RowBlock, token_ids: NDArray[np.int32], k: int) -> bytes:
+def write_prompt_logprobs(block: RowBlock, token_ids: NDArray[np.int32], k: int) -> bytes:
     """Return `,{...}` for each row: its token first, then the other ones of the k head ids."""
     assert block.head_ids is not None
     is_token = block.head_ids == token_ids[:, None]
@@ -124,20 +129,20 @@ def prompt_logprobs(block: RowBlock, token_ids: NDArray[np.int32], k: int) -> by
     values = np.concatenate([block.token_logprobs[:, None], block.head_logprobs[:, :k]], axis=1)
     ranks = np.broadcast_to(np.arange(k + 1), ids.shape).copy()
     ranks[:, 0] = np.where(is_token.any(1), is_token.argmax(1), block.k) + 1
-    first, shown = np.zeros(ids.shape, bool), np.ones(ids.shape, bool)
-    first[:, 0] = True
-    shown[:, 1:] = ~is_token[:, :k]
-    opens = first[shown]
+    is_first, is_written = np.zeros(ids.shape, bool), np.ones(ids.shape, bool)
+    is_first[:, 0] = True
+    is_written[:, 1:] = ~is_token[:, :k]
+    is_opening = is_first[is_written]
     parts = [
-        literal(b"},{", opens),
-        literal(b",", ~opens),
-        literal(b'"'),
-        integers(ids[shown]),
-        literal(b'":{"logprob":'),
-        *logprobs(values[shown]),
-        literal(b',"rank":'),
-        integers(ranks[shown]),
-        literal(b"}"),
+        format_literal(b"},{", is_opening),
+        format_literal(b",", ~is_opening),
+        format_literal(b'"'),
+        format_integers(ids[is_written]),
+        format_literal(b'":{"logprob":'),
+        *format_logprobs(values[is_written]),
+        format_literal(b',"rank":'),
+        format_integers(ranks[is_written]),
+        format_literal(b"}"),
     ]
-    # The first row ends none before it.
-    return b"," + joined(opens.shape, parts)[2:] + b"}"
+    # No row precedes the first one.
+    return b"," + join_parts(is_opening.shape, parts)[2:] + b"}"

@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from protos.auth.tls import TlsFiles
 from protos.rpc.http_server import HttpLimits, bind, listening
 from protos.rpc.server import ServerEndpoint, require_free_port
-from teacher_service.http.app import Teacher, make_app
+from teacher_service.http.app import HttpTeacher, make_app
 from teacher_service.http.faults import fault_answer
-from teacher_service.http.gate import Gate
+from teacher_service.http.gate import TokenGate
 from teacher_service.models.load_progress import LoadProgress
 from teacher_service.serving.loading import still_loading
 
@@ -28,15 +28,15 @@ LIMITS = HttpLimits(connections=_CONNECTIONS, patience=60.0, idle=75.0, grace=30
 class LoadingApp:
     """The application from the start of the process on (ASGI).
 
-    Until `loaded` is called, every request gets status 503 with the progress of the load, `/health`
-    too.
+    Until `set_teacher` is called, every request gets status 503 with the progress of the load,
+    `/health` too.
     """
 
     def __init__(self, progress: LoadProgress) -> None:
         self._progress = progress
         self._app: ASGIApp | None = None
 
-    def loaded(self, teacher: Teacher) -> None:
+    def set_teacher(self, teacher: HttpTeacher) -> None:
         """Answer from `teacher` from now on."""
         self._app = make_app(teacher)
 
@@ -71,7 +71,7 @@ class HttpFront:
         Leaving the block gives running requests `limits.grace` seconds. Raises InvalidInput if the
         port is taken.
         """
-        gate = Gate(app, endpoint.tokens, endpoint.host)
+        gate = TokenGate(app, endpoint.tokens, endpoint.host)
         with bind(endpoint.host, self.port, HTTP_PORT_OPTION) as sock:
             async with listening(gate, sock, self.tls, self.limits) as stop:
                 host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host

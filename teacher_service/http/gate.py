@@ -22,7 +22,7 @@ HEALTH = "/health"  # health probes send no token; the answer only says if the t
 _BASIC = "basic "
 
 
-class Gate:
+class TokenGate:
     """ASGI middleware: every path but HEALTH needs a token of any role, if there are tokens.
 
     A job's scoped token for teachers is accepted as well.
@@ -48,9 +48,9 @@ class Gate:
         require_our_name(headers.get("host", ""), self._host, f"use http://{self._host}:PORT")
         if not self._tokens or path == HEALTH:
             return
-        found = [(name, _as_bearer(value)) for name, value in headers.items()]
-        role = self._tokens.role_in(found)
-        if role is None and self._tokens.scope_in(found) is not None:
+        headers_with_tokens = [(name, _convert_to_bearer(value)) for name, value in headers.items()]
+        role = self._tokens.role_in(headers_with_tokens)
+        if role is None and self._tokens.scope_in(headers_with_tokens) is not None:
             role = Role.READ
         if role is None:
             raise Unauthenticated(
@@ -60,7 +60,7 @@ class Gate:
             )
 
 
-def _as_bearer(value: str) -> str:
+def _convert_to_bearer(value: str) -> str:
     """Return the Bearer form of Basic credentials whose password is the token."""
     if not value.lower().startswith(_BASIC):
         return value

@@ -1,4 +1,4 @@
-"""`POST /generate` with `return_logprob`, as SGLang answers it: slime asks it.
+"""`POST /generate` with `return_logprob`, in the format of SGLang, for slime.
 
 A log-prob is [NATS, ID, null]. The first scored token of the answer has null for its log-prob, as
 in SGLang: `logprob_start_len` counts the tokens before it.
@@ -19,16 +19,21 @@ from pydantic import Field
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
-from teacher_service.http.asked import (
+from teacher_service.http.json_text import (
+    format_integers,
+    format_literal,
+    format_logprobs,
+    join_parts,
+)
+from teacher_service.http.scoring_request import (
     Fields,
-    query_of,
+    build_query,
     read_fields,
+    read_token_lists,
     require,
     require_start,
     require_temperature,
-    token_lists,
 )
-from teacher_service.http.json_text import integers, joined, literal, logprobs
 from teacher_service.serving.validation import RequestLimits
 
 _PIECE_ENTRIES = 8192
@@ -42,15 +47,15 @@ _NAMES = {
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Sampling(Fields):
+class _GenerationSampling(Fields):
     max_new_tokens: int | None = None
     temperature: float | None = None
     skip_special_tokens: bool = True  # of generated text, and there is none
 
 
-class _Fields(Fields):
+class _GenerationFields(Fields):
     input_ids: Any
-    sampling_params: _Sampling = _Sampling()
+    sampling_params: _GenerationSampling = _GenerationSampling()
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: _Id = 0
@@ -60,7 +65,7 @@ class _Fields(Fields):
 
 
 @dataclass(frozen=True)
-class _Sequence:
+class _ScoredSequence:
     """One sequence of a request; the queries that it needs are in `heads`, by the answer's name."""
 
     token_ids: NDArray[np.int32]
@@ -70,115 +75,127 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Generation:
-    """A request to /generate that generates nothing. `several`: it has a list of sequences."""
+    """A request to /generate that generates nothing. `is_list`: it has a list of sequences."""
 
-    sequences: Sequence[_Sequence]
-    several: bool
+    sequences: Sequence[_ScoredSequence]
+    is_list: bool
 
     @property
     def queries(self) -> Sequence[ScoreQuery]:
         """The sequences to score, one with top_logprobs_num and token_ids_logprob twice."""
-        return [query for one in self.sequences for query in one.heads.values()]
+        return [query for sequence in self.sequences for query in sequence.heads.values()]
 
-    def text(self, blocks: Sequence[RowBlock], by: EngineInfo) -> Iterator[bytes]:
+    def text(self, blocks: Sequence[RowBlock], info: EngineInfo) -> Iterator[bytes]:
         """Yield the answer: an object for each sequence, in a list if the request has a list."""
-        rest = iter(blocks)
-        yield b"[" * self.several
+        block_iterator = iter(blocks)
+        yield b"[" * self.is_list
         for index, sequence in enumerate(self.sequences):
             yield b"," * (index > 0)
-            yield from _object(sequence, {name: next(rest) for name in sequence.heads}, by)
-        yield b"]" * self.several
+            yield from _write_object(
+                sequence, {name: next(block_iterator) for name in sequence.heads}, info
+            )
+        yield b"]" * self.is_list
 
 
-def _object(sequence: _Sequence, blocks: dict[str, RowBlock], by: EngineInfo) -> Iterator[bytes]:
+def _write_object(
+    sequence: _ScoredSequence, blocks: dict[str, RowBlock], info: EngineInfo
+) -> Iterator[bytes]:
     tokens = len(sequence.token_ids)
-    about = {
+    meta_info = {
         "id": uuid.uuid4().hex,
         "finish_reason": {"type": "length", "length": 0},
         "prompt_tokens": tokens,
         "completion_tokens": 0,
         "cached_tokens": 0,
-        "weight_version": str(by.version),
+        "weight_version": str(info.version),
     }
-    yield b'{"text":"","output_ids":[],"meta_info":' + json.dumps(about)[:-1].encode()
+    yield b'{"text":"","output_ids":[],"meta_info":' + json.dumps(meta_info)[:-1].encode()
     first_block = next(iter(blocks.values()))
-    scored = sequence.token_ids[sequence.start :]
+    scored_ids = sequence.token_ids[sequence.start :]
     yield b',"input_token_logprobs":[[null,%d,null]' % sequence.token_ids[sequence.start - 1]
-    for rows in _pieces(len(scored), 1):
-        yield _triples(scored[rows], first_block.token_logprobs[rows])
+    for rows in _split_rows(len(scored_ids), 1):
+        yield _write_triples(scored_ids[rows], first_block.token_logprobs[rows])
     yield b'],"output_token_logprobs":[]'
     for name, block in blocks.items():
         if not name:
             continue  # only the tokens were asked for
-        chosen = sequence.heads[name].head_ids
-        ids = block.head_ids if chosen is None else chosen
+        given_ids = sequence.heads[name].head_ids
+        ids = block.head_ids if given_ids is None else given_ids
         assert ids is not None
         yield b',"output_%s":[],"input_%s":[null' % (name.encode(), name.encode())
-        for rows in _pieces(len(scored), block.k):
-            yield _lists(ids[rows], block.head_logprobs[rows])
+        for rows in _split_rows(len(scored_ids), block.k):
+            yield _write_lists(ids[rows], block.head_logprobs[rows])
         yield b"]"
     yield b"}}"
 
 
-def _pieces(rows: int, entries: int) -> Iterator[slice]:
+def _split_rows(rows: int, entries: int) -> Iterator[slice]:
     step = max(1, _PIECE_ENTRIES // entries)
     return (slice(first, first + step) for first in range(0, rows, step))
 
 
-def _triples(ids: NDArray[np.int32], values: NDArray[np.float32]) -> bytes:
+def _write_triples(ids: NDArray[np.int32], values: NDArray[np.float32]) -> bytes:
     """Return `,[NATS,ID,null]` for each row."""
-    parts = [literal(b",["), *logprobs(values), literal(b","), integers(ids), literal(b",null]")]
-    return joined(ids.shape, parts)
-
-
-def _lists(ids: NDArray[np.int32], values: NDArray[np.floating[Any]]) -> bytes:
-    """Return `,[[NATS,ID,null],...]` for each row."""
-    opens = np.zeros(ids.shape, bool)
-    opens[:, 0] = True
     parts = [
-        literal(b"],[[", opens),
-        literal(b",[", ~opens),
-        *logprobs(values),
-        literal(b","),
-        integers(ids),
-        literal(b",null]"),
+        format_literal(b",["),
+        *format_logprobs(values),
+        format_literal(b","),
+        format_integers(ids),
+        format_literal(b",null]"),
     ]
-    # The first row ends none before it.
-    return b"," + joined(ids.shape, parts)[2:] + b"]"
+    return join_parts(ids.shape, parts)
+
+
+def _write_lists(ids: NDArray[np.int32], values: NDArray[np.floating[Any]]) -> bytes:
+    """Return `,[[NATS,ID,null],...]` for each row."""
+    is_opening = np.zeros(ids.shape, bool)
+    is_opening[:, 0] = True
+    parts = [
+        format_literal(b"],[[", is_opening),
+        format_literal(b",[", ~is_opening),
+        *format_logprobs(values),
+        format_literal(b","),
+        format_integers(ids),
+        format_literal(b",null]"),
+    ]
+    # No row precedes the first one.
+    return b"," + join_parts(ids.shape, parts)[2:] + b"]"
 
 
 def read_generation(body: bytes, limits: RequestLimits) -> Generation:
     """Parse and check a request to /generate. Raises InvalidInput."""
-    asked = read_fields(body, _Fields)
-    sampling = asked.sampling_params
+    fields = read_fields(body, _GenerationFields)
+    sampling = fields.sampling_params
     require(sampling.max_new_tokens, (0,), "sampling_params.max_new_tokens")
     require_temperature(sampling.temperature, "sampling_params.temperature")
-    require(asked.return_logprob, (True,), "return_logprob", "this teacher answers log-probs only")
-    require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
+    require(fields.return_logprob, (True,), "return_logprob", "this teacher answers log-probs only")
+    require(fields.stream, (False,), "stream", "the answer is sent when all rows are there")
     require(
-        asked.return_text_in_logprobs, (False,), "return_text_in_logprobs", "tokens are ids here"
+        fields.return_text_in_logprobs, (False,), "return_text_in_logprobs", "tokens are ids here"
     )
     sequences = [
-        _Sequence(ids, asked.logprob_start_len + 1, _heads(ids, field, asked, limits))
-        for field, ids in token_lists(asked.input_ids, "input_ids")
-    ]
-    return Generation(sequences, isinstance(asked.input_ids[0], list))
-
-
-def _heads(
-    ids: NDArray[np.int32], field: str, asked: _Fields, limits: RequestLimits
-) -> dict[str, ScoreQuery]:
-    require_start(asked.logprob_start_len, ids, "logprob_start_len")
-    names = {**_NAMES, "token_ids": field}
-    start = asked.logprob_start_len + 1
-    heads = {}
-    if asked.top_logprobs_num:
-        top_k = asked.top_logprobs_num
-        heads["top_logprobs"] = query_of(ids, limits, names=names, start=start, top_k=top_k)
-    if asked.token_ids_logprob is not None:
-        rows = max(1, len(ids) - start)
-        chosen = np.tile(np.array(asked.token_ids_logprob, "<i4"), (rows, 1))
-        heads["token_ids_logprobs"] = query_of(
-            ids, limits, names=names, start=start, head_ids=chosen
+        _ScoredSequence(
+            ids, fields.logprob_start_len + 1, _build_head_queries(ids, field, fields, limits)
         )
-    return heads or {"": query_of(ids, limits, names=names, start=start, top_k=1)}
+        for field, ids in read_token_lists(fields.input_ids, "input_ids")
+    ]
+    return Generation(sequences, isinstance(fields.input_ids[0], list))
+
+
+def _build_head_queries(
+    ids: NDArray[np.int32], field: str, fields: _GenerationFields, limits: RequestLimits
+) -> dict[str, ScoreQuery]:
+    require_start(fields.logprob_start_len, ids, "logprob_start_len")
+    names = {**_NAMES, "token_ids": field}
+    start = fields.logprob_start_len + 1
+    queries = {}
+    if fields.top_logprobs_num:
+        top_k = fields.top_logprobs_num
+        queries["top_logprobs"] = build_query(ids, limits, names=names, start=start, top_k=top_k)
+    if fields.token_ids_logprob is not None:
+        rows = max(1, len(ids) - start)
+        head_ids = np.tile(np.array(fields.token_ids_logprob, "<i4"), (rows, 1))
+        queries["token_ids_logprobs"] = build_query(
+            ids, limits, names=names, start=start, head_ids=head_ids
+        )
+    return queries or {"": build_query(ids, limits, names=names, start=start, top_k=1)}

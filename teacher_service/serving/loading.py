@@ -25,15 +25,15 @@ _T = TypeVar("_T")
 class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
     """The service distill.v1.Teacher from the start of the process on.
 
-    Until `loaded` is called, every method raises Unavailable with the progress of the load. After
-    it, every method is that of the loaded teacher.
+    Until `set_teacher` is called, every method raises Unavailable with the progress of the load.
+    After it, every method is that of the loaded teacher.
     """
 
     def __init__(self, progress: LoadProgress) -> None:
         self._progress = progress
         self._teacher: TeacherServicer | None = None
 
-    def loaded(self, teacher: TeacherServicer) -> None:
+    def set_teacher(self, teacher: TeacherServicer) -> None:
         """Answer with `teacher` from now on."""
         self._teacher = teacher
 

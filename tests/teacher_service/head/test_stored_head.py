@@ -15,7 +15,7 @@ from torch import Tensor
 from protos.errors import InvalidInput, WrongState
 from teacher_service.engines.hf import HfEngine
 from teacher_service.head.linear_head import find_head
-from teacher_service.head.stored_head import StoredWeight, dequantised, read_weight
+from teacher_service.head.stored_head import StoredWeight, dequantise, read_weight
 from teacher_service.models.loading import load_skeleton
 from tests.teacher_service.tiny_model import VOCAB_SIZE, save_tiny_model
 
@@ -116,7 +116,7 @@ def test_a_head_whose_values_are_not_known_is_refused(
 
 def test_scales_of_another_shape() -> None:
     with pytest.raises(ValueError, match="scales of shape"):
-        dequantised(torch.ones(8, 4), torch.ones(3, 2), None)
+        dequantise(torch.ones(8, 4), torch.ones(3, 2), None)
 
 
 def quantised_layer(path: Path, quantisation: dict[str, Any] | None) -> Path:

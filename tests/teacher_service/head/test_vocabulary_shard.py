@@ -42,7 +42,7 @@ def both(logits: Tensor, vocab_size: int = V, **options: Any) -> tuple[ScoredRow
         logits,
         torch.empty(shard.width, V),
         product=lambda states: torch.nn.functional.pad(states[:, ours], (0, behind)),
-        vocabulary=shard.narrowed(vocab_size),
+        vocabulary=shard.narrow(vocab_size),
         **common,
     )
     whole = torch.empty(vocab_size, V)

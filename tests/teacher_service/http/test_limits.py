@@ -18,7 +18,7 @@ import pytest
 
 from protos.errors import Overloaded
 from teacher_service.http.app import MAX_BODY_BYTES
-from teacher_service.http.callers import MAX_BODIES_BYTES, Callers
+from teacher_service.http.clients import MAX_BODIES_BYTES, HttpClients
 from teacher_service.serving.answer_budget import AnswerBudget
 from tests.teacher_service.conftest import StartTeacher
 from tests.teacher_service.http.asking import FAKE, Site, tokens
@@ -257,7 +257,7 @@ def scope(host: str, token: str = "") -> dict[str, Any]:
 
 
 def test_the_connections_of_a_client_share_its_turn() -> None:
-    callers = Callers(AnswerBudget())
+    callers = HttpClients(AnswerBudget())
     with callers.enter(scope("10.0.0.1", "a"), 0) as first:
         with (
             callers.enter(scope("10.0.0.1", "a"), 0) as same,
@@ -272,7 +272,7 @@ def test_the_connections_of_a_client_share_its_turn() -> None:
 
 
 def test_bodies_are_bounded() -> None:
-    callers = Callers(AnswerBudget())
+    callers = HttpClients(AnswerBudget())
     with callers.enter(scope("a"), MAX_BODIES_BYTES - 10):
         with pytest.raises(Overloaded, match="MiB"), callers.enter(scope("b"), 11):
             pass
@@ -285,10 +285,10 @@ def test_bodies_are_bounded() -> None:
 def test_an_answer_waits_for_the_memory_of_the_ones_before() -> None:
     async def run() -> list[str]:
         order: list[str] = []
-        with Callers(AnswerBudget(100)).enter(scope("a"), 0) as caller:
+        with HttpClients(AnswerBudget(100)).enter(scope("a"), 0) as caller:
 
             async def answer(name: str, size: int) -> None:
-                async with caller.room(size):
+                async with caller.reserve_memory(size):
                     order.append(f"{name} has room")
                     await asyncio.sleep(0.01)
                     order.append(f"{name} ends")

@@ -1,4 +1,4 @@
-"""What an HTTP request asks: its fields, checked, and the sequences to score."""
+"""The fields of an HTTP request, checked, and the sequences to score."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
 from teacher_service.serving.validation import RequestLimits, parse_request
 
-# Most sequences of one request: each is a task of its own.
+# Maximum sequences of one request: each is a task of its own.
 MAX_SEQUENCES = 1024
 _SCORES_ONLY = "this teacher scores the tokens that it is sent, and generates none"
 _INT32 = np.iinfo(np.int32)
 
 
 class Fields(BaseModel):
-    """The fields of a request; a field that is not among them is refused."""
+    """The fields of a request; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Asked(Protocol):
-    """A request that was understood."""
+class ScoringRequest(Protocol):
+    """A parsed and checked request."""
 
     @property
     def queries(self) -> Sequence[ScoreQuery]:
         """The sequences to score."""
         ...
 
-    def text(self, blocks: Sequence[RowBlock], by: EngineInfo) -> Iterator[bytes]:
+    def text(self, blocks: Sequence[RowBlock], info: EngineInfo) -> Iterator[bytes]:
         """Yield the pieces of the JSON answer; `blocks` are the rows of the queries.
 
-        Each piece is made when it is asked for, in some milliseconds.
+        The pieces are built lazily, in some milliseconds each.
         """
         ...
 
@@ -47,30 +47,37 @@ class Asked(Protocol):
 _F = TypeVar("_F", bound=Fields)
 
 
-def read_fields(body: bytes, kind: type[_F]) -> _F:
+def read_fields(body: bytes, model: type[_F]) -> _F:
     """Parse a JSON object. Raises InvalidInput, naming the first wrong field."""
     try:
-        return kind.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
+        first_error = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first_error["loc"])
+        if first_error["type"] == "extra_forbidden":
             raise InvalidInput(
                 "this teacher does not have the field", field=field, hint="leave it out"
             ) from error
-        raise InvalidInput(first["msg"], field=field or "body") from error
+        raise InvalidInput(first_error["msg"], field=field or "body") from error
 
 
-def require(value: object, allowed: Sequence[object], field: str, why: str = _SCORES_ONLY) -> None:
-    """Raise InvalidInput unless the value of a field is one of those that leave rows as they are.
+def require(
+    value: object, allowed: Sequence[object], field: str, reason: str = _SCORES_ONLY
+) -> None:
+    """Raise InvalidInput unless the value of a field is one of `allowed`.
 
     Numbers are equal if their values are: 1 is 1.0, but not True.
     """
-    if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+    if any(
+        value == allowed_value and isinstance(value, bool) == isinstance(allowed_value, bool)
+        for allowed_value in allowed
+    ):
         return
-    names = " or ".join(str(one).lower() for one in allowed if one is not None)
-    given = "it is absent" if value is None else f"got {str(value).lower()}"
-    refuse(field, f"must be {names}, {given}: {why}", f"send {names.partition(' ')[0]}")
+    names = " or ".join(
+        str(allowed_value).lower() for allowed_value in allowed if allowed_value is not None
+    )
+    actual = "it is absent" if value is None else f"got {str(value).lower()}"
+    refuse(field, f"must be {names}, {actual}: {reason}", f"send {names.partition(' ')[0]}")
 
 
 def require_temperature(value: float | None, field: str) -> None:
@@ -81,7 +88,7 @@ def require_temperature(value: float | None, field: str) -> None:
     require(value, (1, 0, None), field, "log-probs here are those of temperature 1")
 
 
-def adapter_of(name: str | None, info: EngineInfo) -> str:
+def find_adapter(name: str | None, info: EngineInfo) -> str:
     """Return the adapter that a request names as its model; "": the model itself, or none named.
 
     Raises NotFound for the name of another model.
@@ -90,9 +97,9 @@ def adapter_of(name: str | None, info: EngineInfo) -> str:
         return ""
     if name in info.adapters:
         return str(name)
-    known = " or ".join(repr(one) for one in (info.model, *info.adapters))
+    served_names = " or ".join(repr(served_name) for served_name in (info.model, *info.adapters))
     raise NotFound(
-        f"this teacher serves {known}, not {name!r}",
+        f"this teacher serves {served_names}, not {name!r}",
         field="model",
         hint="ask /v1/models for the names",
     )
@@ -103,29 +110,32 @@ def refuse(field: str, message: str, hint: str = "") -> NoReturn:
     raise InvalidInput(message, field=field, hint=hint)
 
 
-def token_lists(value: Any, field: str) -> list[tuple[str, NDArray[np.int32]]]:
+def read_token_lists(value: Any, field: str) -> list[tuple[str, NDArray[np.int32]]]:
     """Return the sequences of a field that is a list of token ids, or a list of such lists.
 
     Each comes with its name for errors. Raises InvalidInput for text, for more than MAX_SEQUENCES
-    and for what is not an integer; `query_of` checks the range of the ids.
+    and for what is not an integer; `build_query` checks the range of the ids.
     """
     if not isinstance(value, list) or not value or isinstance(value[0], str):
         refuse(field, "must be a list of token ids, or a list of such lists", "send token ids")
-    several = isinstance(value[0], list)
-    if several and len(value) > MAX_SEQUENCES:
+    is_nested = isinstance(value[0], list)
+    if is_nested and len(value) > MAX_SEQUENCES:
         refuse(
             field,
             f"a request has at most {MAX_SEQUENCES} sequences, got {len(value)}",
             "send several requests",
         )
-    if not several:
-        return [(field, token_list(value, field))]
+    if not is_nested:
+        return [(field, read_token_list(value, field))]
     names = (f"{field}[{index}]" for index in range(len(value)))
-    return [(name, token_list(one, name)) for name, one in zip(names, value, strict=True)]
+    return [
+        (name, read_token_list(token_ids, name))
+        for name, token_ids in zip(names, value, strict=True)
+    ]
 
 
-def token_list(value: Any, field: str) -> NDArray[np.int32]:
-    """Return the sequence of a field that is a list of token ids; see `token_lists`."""
+def read_token_list(value: Any, field: str) -> NDArray[np.int32]:
+    """Return the sequence of a field that is a list of token ids; see `read_token_lists`."""
     try:
         ids = np.array(value if isinstance(value, list) else None)
     except ValueError:  # lists of different lengths
@@ -136,7 +146,7 @@ def token_list(value: Any, field: str) -> NDArray[np.int32]:
 
 
 def require_start(start: int, token_ids: NDArray[np.int32], field: str) -> None:
-    """Raise InvalidInput unless a token is left after the first `start` + 1, to be scored."""
+    """Raise InvalidInput unless at least one token follows the first `start` + 1 tokens."""
     length = len(token_ids)
     if length >= 2 and not 0 <= start < length - 1:
         refuse(
@@ -146,7 +156,7 @@ def require_start(start: int, token_ids: NDArray[np.int32], field: str) -> None:
         )
 
 
-def query_of(
+def build_query(
     token_ids: NDArray[np.int32],
     limits: RequestLimits,
     *,

@@ -1,4 +1,4 @@
-"""The clients of the HTTP front: their turns at the engine, and the memory that they may use."""
+"""The clients of the HTTP front: their share of the engine and of the answer budget."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MAX_BODIES_BYTES = 256 << 20
 
 
 @dataclass
-class Caller:
-    """The requests of one client that are in progress: one turn at the engine, one share."""
+class HttpClient:
+    """The requests of one client in progress: one place in the queue, one share of the budget."""
 
     share: BudgetShare
     sender: Sender = field(default_factory=Sender)
     requests: int = 0
 
     @asynccontextmanager
-    async def room(self, size: int) -> AsyncIterator[None]:
-        """Wait until the client's share has room for an answer of `size` bytes; hold it inside."""
+    async def reserve_memory(self, size: int) -> AsyncIterator[None]:
+        """Wait until the share has room for `size` bytes; hold that room in the block."""
         while not self.share.has_room:
             await self.share.change()
         self.share.take(size)
@@ -38,26 +38,26 @@ class Caller:
             self.share.give_back(size)
 
 
-class Callers:
+class HttpClients:
     """The clients that have requests in progress.
 
-    A client is a machine with a token: its connections share one turn at the engine, because an
-    HTTP client opens one for each request at a time. Use it from one event loop.
+    A client is a machine with a token: its connections share one place in the queue, because an
+    HTTP client opens a connection for each concurrent request. Use it from one event loop.
     """
 
     def __init__(self, budget: AnswerBudget) -> None:
         self._budget = budget
-        self._callers: dict[tuple[str, bytes], Caller] = {}
+        self._clients: dict[tuple[str, bytes], HttpClient] = {}
         self._bodies = 0
 
     @property
     def requests(self) -> int:
         """Number of requests in progress."""
-        return sum(caller.requests for caller in self._callers.values())
+        return sum(client.requests for client in self._clients.values())
 
     @contextmanager
-    def enter(self, scope: Scope, body_bytes: int) -> Iterator[Caller]:
-        """Give the client of a request inside the block; `body_bytes` is the size of its body.
+    def enter(self, scope: Scope, body_bytes: int) -> Iterator[HttpClient]:
+        """Yield the client of a request; `body_bytes` is the size of its body.
 
         Raises Overloaded if the bodies of all requests take too much memory.
         """
@@ -68,14 +68,14 @@ class Callers:
             )
         token = Headers(scope=scope).get("authorization", "")
         key = (scope["client"] or ("",))[0], hashlib.sha256(token.encode()).digest()
-        caller = self._callers.get(key) or Caller(self._budget.share())
-        self._callers[key] = caller
-        caller.requests += 1
+        client = self._clients.get(key) or HttpClient(self._budget.share())
+        self._clients[key] = client
+        client.requests += 1
         self._bodies += body_bytes
         try:
-            yield caller
+            yield client
         finally:
             self._bodies -= body_bytes
-            caller.requests -= 1
-            if not caller.requests:
-                del self._callers[key]
+            client.requests -= 1
+            if not client.requests:
+                del self._clients[key]
