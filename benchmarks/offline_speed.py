@@ -37,10 +37,10 @@ from student_trainer.methods.offline import StoredSteps
 from student_trainer.model.loading import load_tokenizer
 from student_trainer.teachers.source import PendingRows
 from teacher_service.capture.filling import fill
-from teacher_service.capture.plan import Plan, make_plan
+from teacher_service.capture.plan import CapturePlan, make_plan
 from teacher_service.capture.recorder import Recorder
 from teacher_service.capture.sequences import SequenceReader
-from teacher_service.capture.sources import Ask, EngineSource, batches
+from teacher_service.capture.sources import EngineSource, QuerySettings, batches
 from teacher_service.capture.teacher import load_engine
 from teacher_service.engines.base import Engine
 
@@ -101,7 +101,7 @@ def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any
     settings = capture_settings(material, part, sizes, sizes.top_k, sizes.tail_samples)
     job = load_job(JOBS / "gsm8k_capture.toml", as_options(settings)[1::2]).config
     assert isinstance(job, CaptureJob)
-    engine, ask = load_engine(job.teacher), Ask.of(job)
+    engine, ask = load_engine(job.teacher), QuerySettings.from_job(job)
     tokenizer = load_tokenizer(StudentConfig(model=str(material.teacher)))
     reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
     plan = make_plan(
@@ -125,14 +125,16 @@ def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any
     return {**rates, "ratio": statistics.median(ratios), "ratios": ratios, "rows": plan.rows}
 
 
-def _score(engine: Engine, ask: Ask, plan: Plan, most: int) -> None:
+def _score(engine: Engine, ask: QuerySettings, plan: CapturePlan, most: int) -> None:
     for number in range(len(plan.files) - 1):
         sequences = [plan[index] for index in plan.file(number)]
         for batch in batches([len(one.token_ids) for one in sequences], most):
             engine.score([ask.query(sequences[index]) for index in batch])
 
 
-def _capture(engine: Engine, ask: Ask, plan: Plan, most: int, job: CaptureJob, home: Path) -> None:
+def _capture(
+    engine: Engine, ask: QuerySettings, plan: CapturePlan, most: int, job: CaptureJob, home: Path
+) -> None:
     run = RunDirectory.create(home, job)
     files = range(len(plan.files) - 1)
     counts = [len(plan.file(number)) for number in files]

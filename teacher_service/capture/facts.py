@@ -8,12 +8,12 @@ import xxhash
 
 from clients.config.capture import CaptureData, CaptureJob
 from clients.store.facts import PART, SEQUENCES
-from teacher_service.capture.plan import Plan
+from teacher_service.capture.plan import CapturePlan
 from teacher_service.capture.teacher import TeacherFacts
 
 
-def facts_of(
-    job: CaptureJob, teacher: TeacherFacts, plan: Plan, data_fingerprint: str
+def build_metadata(
+    job: CaptureJob, teacher: TeacherFacts, plan: CapturePlan, data_fingerprint: str
 ) -> dict[str, str]:
     """Return the metadata of the store. `data_fingerprint`: of the job's data set.
 
@@ -24,7 +24,7 @@ def facts_of(
     files = plan.files_of(*method.part)
     facts = {
         "teacher": teacher.name,
-        "tokenizer": _tokenizer_of(job),
+        "tokenizer": _find_tokenizer_name(job),
         "data": data.path,
         "teacher_fingerprint": teacher.fingerprint,
         "teacher_version": teacher.version,
@@ -37,11 +37,11 @@ def facts_of(
         "tail_samples": method.tail_samples,
         "seed": job.seed,
         "form": data.form,
-        "columns": ",".join(_columns(data)),
+        "columns": ",".join(_list_columns(data)),
         "template": json.dumps(data.template),
         "max_tokens": method.max_tokens,
         "data_fingerprint": data_fingerprint,
-        "sequences_fingerprint": _digest(plan),
+        "sequences_fingerprint": _digest_sequences(plan),
         "too_long": plan.too_long,
         "empty": plan.empty,
         PART: method.shard,
@@ -53,12 +53,12 @@ def facts_of(
     return {name: str(value) for name, value in facts.items()}
 
 
-def _tokenizer_of(job: CaptureJob) -> str:
+def _find_tokenizer_name(job: CaptureJob) -> str:
     student = job.student.model if job.student else None
     return job.data.tokenizer or student or job.teacher.model or ""
 
 
-def _columns(data: CaptureData) -> tuple[str, ...]:
+def _list_columns(data: CaptureData) -> tuple[str, ...]:
     match data.form:
         case "completion":
             return data.prompt_column, data.answer_column
@@ -68,11 +68,11 @@ def _columns(data: CaptureData) -> tuple[str, ...]:
             return (data.text_column,)
 
 
-def _digest(plan: Plan) -> str:
+def _digest_sequences(plan: CapturePlan) -> str:
     """Return the xxh3-128 hex digest of all token ids, ends, starts, images and prompts."""
     hasher = xxhash.xxh3_128()
-    of_images = (plan.images, plan.image_ends) if len(plan.images) else ()
-    of_prompts = (plan.prompts, plan.prompt_ends) if len(plan.prompts) else ()
-    for numbers in (plan.token_ids, plan.offsets, plan.starts, *of_images, *of_prompts):
-        hasher.update(numbers.data.cast("B"))
+    image_arrays = (plan.images, plan.image_ends) if len(plan.images) else ()
+    prompt_arrays = (plan.prompts, plan.prompt_ends) if len(plan.prompts) else ()
+    for array in (plan.token_ids, plan.offsets, plan.starts, *image_arrays, *prompt_arrays):
+        hasher.update(array.data.cast("B"))
     return hasher.hexdigest()

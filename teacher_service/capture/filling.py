@@ -11,8 +11,8 @@ from clients.store.shards import StoredRows
 from clients.store.writer import StoreWriter
 from protos.errors import DistillError, InternalFault
 from protos.rows.codec import RowBlock
-from teacher_service.capture.plan import Plan
-from teacher_service.capture.recorder import Recorder, Stopped
+from teacher_service.capture.plan import CapturePlan
+from teacher_service.capture.recorder import CaptureStopped, Recorder
 from teacher_service.capture.sources import RowSource
 
 Encode = Callable[[RowBlock], bytes]
@@ -21,7 +21,7 @@ Encode = Callable[[RowBlock], bytes]
 def fill(
     writer: StoreWriter,
     source: RowSource,
-    plan: Plan,
+    plan: CapturePlan,
     missing: range,
     recorder: Recorder,
     encode: Encode,
@@ -32,32 +32,36 @@ def fill(
     every case. `encode` encodes rows that the source returns decoded. Raises InternalFault if the
     disk cannot be written, and the errors of `source`, `encode` and `writer`.
     """
-    with ThreadPoolExecutor(1, "writer") as thread:
-        written = thread.submit(lambda: None)
+    with ThreadPoolExecutor(1, "writer") as writer_thread:
+        pending_write = writer_thread.submit(lambda: None)
         try:
-            for number, rows in zip(missing, source.files(missing, recorder.scored), strict=True):
-                written.result()
-                written = thread.submit(_write, writer, plan, plan.file(number), rows, encode)
-        except Stopped:
+            for number, file_rows in zip(
+                missing, source.files(missing, recorder.count_sequence), strict=True
+            ):
+                pending_write.result()
+                pending_write = writer_thread.submit(
+                    _write, writer, plan, plan.file(number), file_rows, encode
+                )
+        except CaptureStopped:
             return "cancelled"
-        written.result()
-    recorder.tell()
+        pending_write.result()
+    recorder.write_line()
     return "succeeded"
 
 
 def _write(
     writer: StoreWriter,
-    plan: Plan,
+    plan: CapturePlan,
     indices: range,
     rows: Sequence[RowBlock | bytes],
     encode: Encode,
 ) -> None:
     entries = []
-    for index, block in zip(indices, rows, strict=True):
+    for index, sequence_rows in zip(indices, rows, strict=True):
         sequence = plan[index]
         token_ids = sequence.token_ids.astype("<i4").tobytes()
-        data = block if isinstance(block, bytes) else encode(block)
-        entry = StoredRows(key_of(index), token_ids, sequence.start, data, sequence.images)
+        encoded_rows = sequence_rows if isinstance(sequence_rows, bytes) else encode(sequence_rows)
+        entry = StoredRows(key_of(index), token_ids, sequence.start, encoded_rows, sequence.images)
         entries.append(entry)
     try:
         writer.append(entries)

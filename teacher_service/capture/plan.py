@@ -21,7 +21,7 @@ _HEADER_BYTES = 64  # of an entry besides its rows, the codec's header included
 # A small capture has as many files, if it has as many sequences: with fewer, a capture that is
 # divided into parts would have parts without work.
 _FEWEST_FILES = 16
-_SEQUENCES_BETWEEN_LOOKS = 1000
+_SEQUENCES_BETWEEN_POLLS = 1000
 _FACTS = "plan.json"
 _DTYPES = {
     "token_ids": "<i4",
@@ -36,14 +36,14 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapturePlan:
     """All sequences of a capture and their division into files.
 
     Sequence i has the token ids token_ids[offsets[i]:offsets[i + 1]] and is scored from position
-    starts[i] on; its images are in images[image_ends[i]:image_ends[i + 1]], and what its teacher
-    reads as the prompt in `prompts`, likewise. File j of the store holds the sequences files[j] to
+    starts[i] on; its images are in images[image_ends[i]:image_ends[i + 1]], and the prompt that
+    its teacher reads in `prompts`, likewise. File j of the store holds the sequences files[j] to
     files[j + 1] - 1. The arrays are memory maps of files.
-    `too_long`, `empty`: what the reader left out.
+    `too_long`, `empty`: the numbers of omitted sequences and records; see SequenceReader.
 
     The plan depends only on the data and the job, not on earlier attempts or on the number of
     machines.
@@ -75,8 +75,8 @@ class Plan:
         return int(self.offsets[-1]) - int(self.starts.sum(dtype=np.int64))
 
     @property
-    def left_out(self) -> str:
-        """The records that are not captured, by reason; "" if there are none."""
+    def omissions(self) -> str:
+        """A sentence about the records that are not captured, by reason; "" if there are none."""
         if not self.too_long and not self.empty:
             return ""
         return f"left out: {self.too_long} too long, {self.empty} with nothing to score"
@@ -98,16 +98,16 @@ def make_plan(
     row_bytes: float,
     file_bytes: int,
     key: str = "",
-    on_look: Callable[[], None] = lambda: None,
-) -> Plan:
+    on_poll: Callable[[], None] = lambda: None,
+) -> CapturePlan:
     """Read all sequences and divide them into files of at most about `file_bytes` bytes.
 
     The plan is written to `directory`, which is replaced; `read_plan` returns it with the same
     `key`. The memory that this takes does not grow with the number of sequences. `row_bytes` is the
     size of one row before compression. A file ends with the sequence that brings it to
     `file_bytes`. If that makes fewer than 16 files, the sequences are also cut into 16 parts of
-    equal numbers of sequences (or as many as there are sequences). `on_look` is called now and
-    then; what it raises ends the reading.
+    equal numbers of sequences (or as many as there are sequences). `on_poll` is called every
+    1,000 sequences; an exception that it raises ends the reading.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -115,11 +115,11 @@ def make_plan(
     ends = {0}
     size = 0.0
     with ExitStack() as stack:
-        token_ids, offsets, starts, images, image_ends, prompts, prompt_ends, files = opened = [
+        token_ids, offsets, starts, images, image_ends, prompts, prompt_ends, files = plan_files = [
             stack.enter_context((directory / name).open("wb")) for name in _DTYPES
         ]
-        for ends_of in (offsets, image_ends, prompt_ends):
-            ends_of.write(np.int64(0).tobytes())
+        for ends_file in (offsets, image_ends, prompt_ends):
+            ends_file.write(np.int64(0).tobytes())
         for sequence in sequences:
             count, offset = count + 1, offset + len(sequence.token_ids)
             image_end += len(sequence.images)
@@ -135,39 +135,39 @@ def make_plan(
             if size >= file_bytes:
                 ends.add(count)
                 size = 0.0
-            if count % _SEQUENCES_BETWEEN_LOOKS == 0:
-                on_look()
+            if count % _SEQUENCES_BETWEEN_POLLS == 0:
+                on_poll()
         ends.add(count)
         if len(ends) <= _FEWEST_FILES:
             ends.update(count * part // _FEWEST_FILES for part in range(1, _FEWEST_FILES))
         files.write(np.array(sorted(ends), "<i8").tobytes())
-        for file in opened:
+        for file in plan_files:
             file.flush()
             os.fsync(file.fileno())
     facts = {"key": key, "too_long": sequences.too_long, "empty": sequences.empty}
     # Written last: a plan without it is not complete.
     replace_file(directory / _FACTS, json.dumps(facts))
-    found = read_plan(directory, key)
-    assert found is not None
-    return found
+    plan = read_plan(directory, key)
+    assert plan is not None
+    return plan
 
 
-def read_plan(directory: Path, key: str) -> Plan | None:
-    """Return the plan in `directory`; None if there is none whole, or one of another key."""
+def read_plan(directory: Path, key: str) -> CapturePlan | None:
+    """Return the plan in `directory`; None if it is missing, incomplete or has another key."""
     try:
         facts = json.loads((directory / _FACTS).read_text())
         if facts["key"] != key:
             return None
-        arrays = {name: _mapped(directory / name, dtype) for name, dtype in _DTYPES.items()}
-        plan = Plan(**arrays, too_long=facts["too_long"], empty=facts["empty"])
+        arrays = {name: _map_array(directory / name, dtype) for name, dtype in _DTYPES.items()}
+        plan = CapturePlan(**arrays, too_long=facts["too_long"], empty=facts["empty"])
         ends = (plan.offsets[-1], plan.image_ends[-1], plan.prompt_ends[-1], plan.files[-1])
         sizes = (len(plan.token_ids), len(plan.images), len(plan.prompts), len(plan))
-        whole = ends == sizes and len(plan.offsets) == len(plan) + 1
-        return plan if whole else None
+        is_complete = ends == sizes and len(plan.offsets) == len(plan) + 1
+        return plan if is_complete else None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
 
 
-def _mapped(path: Path, dtype: str) -> NDArray[Any]:
+def _map_array(path: Path, dtype: str) -> NDArray[Any]:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)

@@ -31,21 +31,21 @@ from clients.store.objects import ObjectFolder
 from clients.store.writer import StoreWriter
 from clients.teacher.client import TeacherClient
 from protos.errors import DistillError, InvalidInput, Unavailable
-from teacher_service.capture.facts import facts_of
+from teacher_service.capture.facts import build_metadata
 from teacher_service.capture.filling import fill
-from teacher_service.capture.plan import Plan, make_plan, read_plan
-from teacher_service.capture.recorder import PHASE, Recorder, Stopped
+from teacher_service.capture.plan import CapturePlan, make_plan, read_plan
+from teacher_service.capture.recorder import PHASE, CaptureStopped, Recorder
 from teacher_service.capture.sequences import SequenceReader
-from teacher_service.capture.sources import Ask, EngineSource, RowSource, ServiceSource
+from teacher_service.capture.sources import EngineSource, QuerySettings, RowSource, ServiceSource
 from teacher_service.capture.teacher import TeacherFacts, load_engine
 
 log = logging.getLogger(__name__)
 
-_PREFLIGHT_SECONDS = 20.0  # of waiting for a storage before anything else
-_PLAN = "plan"  # a directory of the run, which an attempt that resumes reads
-_SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_NUMBERS = 1.0, 30.0
+_PREFLIGHT_SECONDS = 20.0  # of waiting for the storage before other work
+_PLAN = "plan"  # a directory of the run; resumed attempts read it
+_SECONDS_BETWEEN_POLLS, _SECONDS_BETWEEN_REPORTS = 1.0, 30.0
 
-MakeSource = Callable[[Plan, Ask], RowSource]
+MakeSource = Callable[[CapturePlan, QuerySettings], RowSource]
 
 
 def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
@@ -57,33 +57,38 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
     try:
         return _capture(run, job, progress, attempt)
     except Unavailable:
-        if progress.stop_asked():  # while it waited for what is away
+        if progress.stop_asked():  # while it waited for an unavailable service
             return "cancelled"
         raise
 
 
 def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
     progress.say("preflight", 0)
-    named, job = job, files_on_disk(job)
+    original_job, job = job, files_on_disk(job)
     check_here(job, run.path)
-    place = job.method.store_in(run.path)
-    if is_object_url(place):
-        _check_storage(place, progress.stop_asked)
+    store_path = job.method.store_in(run.path)
+    if is_object_url(store_path):
+        _check_storage(store_path, progress.stop_asked)
     _check_hub(job)
     tokenizer = _load_tokenizer(job)
-    ask = Ask.of(job)
-    with _teacher(job) as (teacher, make_source):
+    query_settings = QuerySettings.from_job(job)
+    with _open_teacher(job) as (teacher, make_source):
         teacher.require_same_tokens(tokenizer)
         if job.student is not None:
-            narrowed = teacher.narrowed(_student_width(job.student), tokenizer)
-            if narrowed.vocab_size < teacher.vocab_size:
-                teacher, ask = narrowed, replace(ask, vocab_size=narrowed.vocab_size)
+            narrowed_teacher = teacher.narrow(_student_width(job.student), tokenizer)
+            if narrowed_teacher.vocab_size < teacher.vocab_size:
+                teacher, query_settings = (
+                    narrowed_teacher,
+                    replace(query_settings, vocab_size=narrowed_teacher.vocab_size),
+                )
         check_capture(teacher, job)
         progress.say("reading data", 0)
         digest = DataSet(job.data.path, job.data.name, job.data.split).fingerprint()
         try:
-            plan = _plan(job, ask, tokenizer, digest, run.path / _PLAN, progress)
-        except Stopped:
+            plan = _load_or_make_plan(
+                job, query_settings, tokenizer, digest, run.path / _PLAN, progress
+            )
+        except CaptureStopped:
             return "cancelled"
         if not teacher.batch_invariant:
             log.warning(
@@ -92,28 +97,41 @@ def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: in
             )
         files = plan.files_of(*job.method.part)
         counts = [len(plan.file(number)) for number in files]
-        metadata = facts_of(named, teacher, plan, digest)
+        metadata = build_metadata(original_job, teacher, plan, digest)
         progress.expect(sum(counts))
-        with StoreWriter(place, metadata, counts, stopped=progress.stop_asked) as writer:
-            done = sum(counts[: writer.files])
-            phase = f"{PHASE} ({plan.left_out})" if plan.left_out else PHASE
-            progress.say(phase if files else _idle(job, plan), done)
-            with closing(MetricsLog(run, attempt=attempt, last_step=done or None)) as metrics:
-                recorder = Recorder(progress, metrics, lambda: writer.bytes, step=done, phase=phase)
-                missing = files[writer.files :]
-                verdict = fill(writer, make_source(plan, ask), plan, missing, recorder, ask.encode)
+        with StoreWriter(store_path, metadata, counts, stopped=progress.stop_asked) as writer:
+            stored_sequences = sum(counts[: writer.files])
+            phase = f"{PHASE} ({plan.omissions})" if plan.omissions else PHASE
+            progress.say(phase if files else _report_idle_part(job, plan), stored_sequences)
+            with closing(
+                MetricsLog(run, attempt=attempt, last_step=stored_sequences or None)
+            ) as metrics:
+                recorder = Recorder(
+                    progress, metrics, lambda: writer.bytes, step=stored_sequences, phase=phase
+                )
+                missing_files = files[writer.files :]
+                verdict = fill(
+                    writer,
+                    make_source(plan, query_settings),
+                    plan,
+                    missing_files,
+                    recorder,
+                    query_settings.encode,
+                )
         if verdict == "succeeded":
             shutil.rmtree(run.path / _PLAN, ignore_errors=True)
         return verdict
 
 
-def _idle(job: CaptureJob, plan: Plan) -> str:
+def _report_idle_part(job: CaptureJob, plan: CapturePlan) -> str:
     """Log and return a sentence about a part of the data that has no files."""
     _, parts = job.method.part
     count = f"{len(plan)} sequences in {len(plan.files) - 1} files"
-    said = f"shard {job.method.shard} has nothing to do: {count} are divided among {parts} shards"
-    log.warning("%s", said)
-    return said
+    message = (
+        f"shard {job.method.shard} has nothing to do: {count} are divided among {parts} shards"
+    )
+    log.warning("%s", message)
+    return message
 
 
 def _check_storage(url: str, stopped: Callable[[], bool]) -> None:
@@ -135,12 +153,12 @@ def _check_hub(job: CaptureJob) -> None:
 def _load_tokenizer(job: CaptureJob) -> Any:
     from transformers import AutoTokenizer
 
-    named = {
+    candidates = {
         "data.tokenizer": (job.data.tokenizer, None),
         "student.model": (job.student.model, job.student.revision) if job.student else ("", None),
         "teacher.model": (job.teacher.model, None),
     }
-    for field, (name, revision) in named.items():
+    for field, (name, revision) in candidates.items():
         if not name:
             continue
         try:
@@ -177,98 +195,111 @@ def _student_width(student: StudentConfig) -> int:
 
 
 @contextmanager
-def _teacher(job: CaptureJob) -> Iterator[tuple[TeacherFacts, MakeSource]]:
+def _open_teacher(job: CaptureJob) -> Iterator[tuple[TeacherFacts, MakeSource]]:
     """Yield the facts about the teacher, and a function that makes the row source of a plan."""
     if job.method.ray is not None:
         from teacher_service.capture.ray_source import RaySource
 
         source = RaySource(job)
-        yield TeacherFacts.of_engine(source.info()), source.of
+        yield TeacherFacts.from_engine(source.info()), source.for_plan
         return
     if job.teacher.model is None:
-        patience, ahead = job.teacher.patience_seconds, job.teacher.prefetch_mib << 20
+        patience, prefetch_bytes = job.teacher.patience_seconds, job.teacher.prefetch_mib << 20
         with TeacherClient(
             job.teacher.address,
             patience_seconds=patience,
-            max_prefetch_bytes=ahead,
+            max_prefetch_bytes=prefetch_bytes,
             background=True,
             adapter=job.teacher.adapter or "",
         ) as client:
-            facts = TeacherFacts.of_service(client)
-            yield facts, lambda plan, ask: ServiceSource(client, plan, ask, ahead)
+            facts = TeacherFacts.from_service(client)
+            yield (
+                facts,
+                lambda plan, query_settings: ServiceSource(
+                    client, plan, query_settings, prefetch_bytes
+                ),
+            )
         return
     engine = load_engine(job.teacher)
-    most = job.teacher.max_batch_tokens
-    facts = TeacherFacts.of_engine(engine.info)
-    yield facts, lambda plan, ask: EngineSource(engine, plan, ask, most)
+    max_batch_tokens = job.teacher.max_batch_tokens
+    facts = TeacherFacts.from_engine(engine.info)
+    yield (
+        facts,
+        lambda plan, query_settings: EngineSource(engine, plan, query_settings, max_batch_tokens),
+    )
 
 
-def _plan(
-    job: CaptureJob, ask: Ask, tokenizer: Any, digest: str, directory: Path, progress: Progress
-) -> Plan:
+def _load_or_make_plan(
+    job: CaptureJob,
+    query_settings: QuerySettings,
+    tokenizer: Any,
+    digest: str,
+    directory: Path,
+    progress: Progress,
+) -> CapturePlan:
     """Return the plan of an earlier attempt, or read the data and make it.
 
-    `digest`: of the data. Raises Stopped if the job is asked to stop meanwhile.
+    `digest`: of the data. Raises CaptureStopped if the job is stopped meanwhile.
     """
-    row_bytes, file_bytes = ask.row_bytes, job.method.shard_bytes
+    row_bytes, file_bytes = query_settings.row_bytes, job.method.shard_bytes
     key = _plan_key(job, tokenizer, [digest, row_bytes, file_bytes])
     plan = read_plan(directory, key)
     if plan is None:
-        context, most = job.teacher.context, job.method.max_tokens
-        reader = SequenceReader(job.data, tokenizer, most, context=context)
+        context, max_tokens = job.teacher.context, job.method.max_tokens
+        reader = SequenceReader(job.data, tokenizer, max_tokens, context=context)
         plan = make_plan(
             reader,
             directory,
             row_bytes=row_bytes,
             file_bytes=file_bytes,
             key=key,
-            on_look=_Look(progress, reader),
+            on_poll=_ReadingMonitor(progress, reader),
         )
     if not len(plan):
         raise InvalidInput(
             f"{job.data.path} has no sequence of at most {job.method.max_tokens} tokens"
-            f" ({plan.left_out or 'no record'})",
+            f" ({plan.omissions or 'no record'})",
             field="data.path",
             hint="give more data, or a larger method.max_tokens",
         )
     log.info(
         "%d sequences with %d rows in %d files%s",
-        *(len(plan), plan.rows, len(plan.files) - 1, plan.left_out and f"; {plan.left_out}"),
+        *(len(plan), plan.rows, len(plan.files) - 1, plan.omissions and f"; {plan.omissions}"),
     )
     return plan
 
 
-def _plan_key(job: CaptureJob, tokenizer: Any, others: Sequence[object]) -> str:
-    """Return a digest of all that a plan depends on."""
-    of_data = job.data.model_dump(mode="json"), job.teacher.context
-    facts = [*of_data, job.method.max_tokens, *others]
+def _plan_key(job: CaptureJob, tokenizer: Any, other_facts: Sequence[object]) -> str:
+    """Return a digest of everything that a plan depends on."""
+    data_facts = job.data.model_dump(mode="json"), job.teacher.context
+    facts = [*data_facts, job.method.max_tokens, *other_facts]
     hasher = hashlib.sha256(json.dumps(facts).encode())
-    hasher.update(json.dumps(_facts_of(tokenizer)).encode())
+    hasher.update(json.dumps(_list_tokenizer_facts(tokenizer)).encode())
     return hasher.hexdigest()
 
 
-def _facts_of(tokenizer: Any) -> list[str]:
-    """Return texts that change with what the tokenizer makes of a record."""
+def _list_tokenizer_facts(tokenizer: Any) -> list[str]:
+    """Return texts that change whenever the tokenizer would encode a record differently."""
     backend = getattr(tokenizer, "backend_tokenizer", None)  # older kinds have none
     rules = [backend.to_str()] if backend is not None else tokens_of(tokenizer)
     return [repr(tokenizer), template_text(tokenizer.chat_template) or "", *rules]
 
 
-class _Look:
-    """Tells how many records were read, and looks for a request to stop, about once a second."""
+class _ReadingMonitor:
+    """Polls for a stop request about once a second, and reports the number of records read."""
 
     def __init__(self, progress: Progress, reader: SequenceReader) -> None:
         self._progress = progress
         self._reader = reader
-        self._looked = self._told = time.monotonic()
+        self._last_poll = self._last_report = time.monotonic()
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now - self._looked < _SECONDS_BETWEEN_LOOKS:
+        if now - self._last_poll < _SECONDS_BETWEEN_POLLS:
             return
-        self._looked = now
+        self._last_poll = now
         if self._progress.stop_wanted():
-            raise Stopped
-        if now - self._told >= _SECONDS_BETWEEN_NUMBERS:
-            self._told = now
+            raise CaptureStopped
+        if now - self._last_report >= _SECONDS_BETWEEN_REPORTS:
+            self._last_report = now
             self._progress.say(f"reading data: {self._reader.records:,} records", 0)

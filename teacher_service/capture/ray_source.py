@@ -19,9 +19,9 @@ import numpy as np
 from clients.config.capture import CaptureJob, RayConfig
 from protos.errors import DistillError, InvalidInput, Unavailable, error_of
 from protos.extras import install_command
-from teacher_service.capture.plan import Plan
+from teacher_service.capture.plan import CapturePlan
 from teacher_service.capture.sequences import CaptureSequence
-from teacher_service.capture.sources import Ask, Told, score_file
+from teacher_service.capture.sources import OnScored, QuerySettings, score_file
 from teacher_service.capture.teacher import load_engine
 from teacher_service.engines.base import EngineInfo
 
@@ -35,31 +35,31 @@ class RaySource:
 
     def __init__(self, job: CaptureJob) -> None:
         self._job = job
-        self._ray = _connected()
-        self._plan: Plan | None = None
-        self._ask: Ask | None = None
-        self._resources, self._actors = _shares(
+        self._ray = _connect_ray()
+        self._plan: CapturePlan | None = None
+        self._query_settings: QuerySettings | None = None
+        self._resources, self._actors = _compute_shares(
             job.method.ray or RayConfig(), job.teacher.gpus_of_model, self._ray
         )
 
     def info(self) -> EngineInfo:
         """Load an engine on the cluster and return its info; raises the error of loading it."""
         remote = self._ray.remote(**self._resources)(_info_or_fault)
-        found, fault = self._ray.get(remote.remote(self._job))
+        engine_info, fault = self._ray.get(remote.remote(self._job))
         if fault is not None:
-            raise _fault_of(fault)
-        assert isinstance(found, EngineInfo)
-        return found
+            raise _decode_error(fault)
+        assert isinstance(engine_info, EngineInfo)
+        return engine_info
 
-    def of(self, plan: Plan, ask: Ask) -> RaySource:
+    def for_plan(self, plan: CapturePlan, query_settings: QuerySettings) -> RaySource:
         """Set the plan whose files are scored and the settings of queries; return this source."""
-        self._plan, self._ask = plan, ask
+        self._plan, self._query_settings = plan, query_settings
         return self
 
-    def files(self, numbers: range, told: Told) -> Iterator[Sequence[bytes]]:
-        """Yield the encoded rows of each file in `numbers`; `of` must have been called before.
+    def files(self, numbers: range, on_scored: OnScored) -> Iterator[Sequence[bytes]]:
+        """Yield the encoded rows of each file in `numbers`; call `for_plan` first.
 
-        `told` is called for the sequences of a file when the whole file is scored.
+        `on_scored` is called for the sequences of a file when the whole file is scored.
         """
         assert self._plan is not None
         if not numbers:
@@ -69,10 +69,10 @@ class RaySource:
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
         scored = data.from_items(
-            [_packed(self._plan, number) for number in numbers], override_num_blocks=len(numbers)
+            [_pack_file(self._plan, number) for number in numbers], override_num_blocks=len(numbers)
         ).map_batches(
             FileScorer,
-            fn_constructor_args=(self._job, self._ask),
+            fn_constructor_args=(self._job, self._query_settings),
             batch_size=1,
             batch_format="pyarrow",
             compute=data.ActorPoolStrategy(size=self._actors),
@@ -80,9 +80,9 @@ class RaySource:
         )
         for number, row in zip(numbers, scored.iter_rows(), strict=True):
             if row["fault"]:
-                raise _fault_of(row["fault"])
+                raise _decode_error(row["fault"])
             for index in self._plan.file(number):
-                told(self._plan[index].rows)
+                on_scored(self._plan[index].rows)
             yield row["rows"]
 
 
@@ -93,9 +93,9 @@ class FileScorer:
     sequence) and `fault` (an error as JSON, or "").
     """
 
-    def __init__(self, job: CaptureJob, ask: Ask) -> None:
+    def __init__(self, job: CaptureJob, query_settings: QuerySettings) -> None:
         self._engine = load_engine(job.teacher)
-        self._ask = ask
+        self._query_settings = query_settings
         self._max_batch_tokens = job.teacher.max_batch_tokens
 
     def __call__(self, batch: Any) -> Any:
@@ -108,20 +108,20 @@ class FileScorer:
             try:
                 blocks = score_file(
                     self._engine,
-                    self._ask,
-                    _unpacked(packed),
+                    self._query_settings,
+                    _unpack_file(packed),
                     packed["first"],
                     self._max_batch_tokens,
                 )
-                rows.append([self._ask.encode(block) for block in blocks])
+                rows.append([self._query_settings.encode(block) for block in blocks])
                 faults.append("")
             except DistillError as error:
                 rows.append([])
-                faults.append(_as_text(error))
+                faults.append(_encode_error(error))
         return pa.table({"rows": pa.array(rows, pa.list_(pa.large_binary())), "fault": faults})
 
 
-def _connected() -> Any:
+def _connect_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -143,34 +143,34 @@ def _connected() -> Any:
     return ray
 
 
-def _shares(config: RayConfig, each: int, ray: Any) -> tuple[dict[str, int], int]:
+def _compute_shares(config: RayConfig, gpus_per_actor: int, ray: Any) -> tuple[dict[str, int], int]:
     """Return the resources of each actor, and the number of actors.
 
-    `each`: GPUs of an actor, if the cluster has GPUs.
+    `gpus_per_actor`: GPUs of an actor, if the cluster has GPUs.
     """
-    there = ray.cluster_resources()
-    cpus, gpus = math.floor(there.get("CPU", 0)), math.floor(there.get("GPU", 0))
-    each = each if gpus else 0
-    actors = config.actors or (gpus // each if each else 1) or 1
+    resources = ray.cluster_resources()
+    cpus, gpus = math.floor(resources.get("CPU", 0)), math.floor(resources.get("GPU", 0))
+    gpus_per_actor = gpus_per_actor if gpus else 0
+    actors = config.actors or (gpus // gpus_per_actor if gpus_per_actor else 1) or 1
     # Ray's own tasks need one CPU; without it, no task would ever start.
-    if actors * config.cpus_per_actor + 1 > cpus or actors * each > gpus:
+    if actors * config.cpus_per_actor + 1 > cpus or actors * gpus_per_actor > gpus:
         raise InvalidInput(
             f"{actors} engines with {config.cpus_per_actor} CPUs each do not fit into a cluster of"
             f" {cpus} CPUs and {gpus} GPUs; one CPU must stay free for Ray",
             field="method.ray.actors",
             hint="use fewer actors, fewer CPUs per actor or fewer teacher.gpus, or add machines",
         )
-    return {"num_cpus": config.cpus_per_actor, "num_gpus": each}, actors
+    return {"num_cpus": config.cpus_per_actor, "num_gpus": gpus_per_actor}, actors
 
 
 def _info_or_fault(job: CaptureJob) -> tuple[EngineInfo | None, str | None]:
     try:
         return load_engine(job.teacher).info, None
     except DistillError as error:
-        return None, _as_text(error)
+        return None, _encode_error(error)
 
 
-def _packed(plan: Plan, number: int) -> dict[str, Any]:
+def _pack_file(plan: CapturePlan, number: int) -> dict[str, Any]:
     indices = plan.file(number)
     tokens = slice(plan.offsets[indices.start], plan.offsets[indices.stop])
     lengths = np.diff(plan.offsets[indices.start : indices.stop + 1])
@@ -183,7 +183,7 @@ def _packed(plan: Plan, number: int) -> dict[str, Any]:
     }
 
 
-def _unpacked(packed: dict[str, Any]) -> list[CaptureSequence]:
+def _unpack_file(packed: dict[str, Any]) -> list[CaptureSequence]:
     token_ids = np.frombuffer(packed["token_ids"], "<i4")
     ends = accumulate(packed["lengths"])
     columns = zip(ends, packed["lengths"], packed["starts"], packed["prompts"], strict=True)
@@ -195,10 +195,10 @@ def _unpacked(packed: dict[str, Any]) -> list[CaptureSequence]:
     ]
 
 
-def _as_text(error: DistillError) -> str:
+def _encode_error(error: DistillError) -> str:
     return json.dumps([error.code, error.message, error.field, error.hint])
 
 
-def _fault_of(text: str) -> DistillError:
+def _decode_error(text: str) -> DistillError:
     code, message, field, hint = json.loads(text)
     return error_of(code, message, field=field, hint=hint)

@@ -10,15 +10,15 @@ from clients.runs.progress import Progress
 
 PHASE = "capturing"
 _SECONDS_BETWEEN_LINES = 1.0
-_SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_BETWEEN_POLLS = 0.2
 
 
-class Stopped(Exception):
+class CaptureStopped(Exception):
     """The job was asked to stop. Rows that are not in a complete file are lost."""
 
 
 class Recorder:
-    """Counts scored sequences as steps, and writes a line of metrics about once a second.
+    """Counts count_sequence sequences as steps, and writes a line of metrics about once a second.
 
     `phase` is what the progress says meanwhile. `step` starts at the number of sequences in
     complete files.
@@ -28,7 +28,7 @@ class Recorder:
         self,
         progress: Progress,
         metrics: MetricsLog,
-        stored: Callable[[], int],
+        get_stored_bytes: Callable[[], int],
         *,
         step: int,
         phase: str = PHASE,
@@ -36,35 +36,35 @@ class Recorder:
         """`stored` returns the size of the complete files in bytes."""
         self._progress = progress
         self._metrics = metrics
-        self._stored = stored
+        self._get_stored_bytes = get_stored_bytes
         self._step = step
         self._phase = phase
         self._rows = 0  # since the last line of metrics
-        self._printed = self._looked = time.monotonic()
+        self._last_line_time = self._last_poll = time.monotonic()
 
-    def scored(self, rows: int) -> None:
-        """Count one sequence with `rows` rows. Raises Stopped if the job was asked to stop."""
+    def count_sequence(self, rows: int) -> None:
+        """Count one sequence with `rows` rows. Raises CaptureStopped at a stop request."""
         self._step += 1
         self._rows += rows
         now = time.monotonic()
-        if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
-            self._looked = now
+        if now - self._last_poll >= _SECONDS_BETWEEN_POLLS:
+            self._last_poll = now
             self._progress.say(self._phase, self._step)
             if self._progress.stop_wanted():
-                raise Stopped
-        if now - self._printed >= _SECONDS_BETWEEN_LINES:
-            self.tell()
+                raise CaptureStopped
+        if now - self._last_line_time >= _SECONDS_BETWEEN_LINES:
+            self.write_line()
 
-    def tell(self) -> None:
+    def write_line(self) -> None:
         """Write a line of metrics for the rows since the last line; nothing if there are none."""
         if not self._rows:
             return
         now = time.monotonic()
         values = {
             "tokens": self._rows,
-            "tokens_per_sec": self._rows / max(now - self._printed, 1e-9),
-            "bytes": self._stored(),
+            "tokens_per_sec": self._rows / max(now - self._last_line_time, 1e-9),
+            "bytes": self._get_stored_bytes(),
         }
         self._metrics.write(self._step, values)
         self._progress.say(self._phase, self._step)
-        self._rows, self._printed = 0, now
+        self._rows, self._last_line_time = 0, now

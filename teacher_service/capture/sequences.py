@@ -13,7 +13,7 @@ from clients.config.capture import CaptureData
 from clients.data.prompt_format import check_chat_template, template_text
 from clients.data.records import DataSet
 from protos.errors import InvalidInput
-from teacher_service.capture.tokenizing import Placed, RecordEncoder, encode_all
+from teacher_service.capture.tokenizing import LocatedRecord, RecordEncoder, encode_records
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +36,8 @@ class CaptureSequence:
         return len(self.token_ids) - self.start
 
     @property
-    def read(self) -> tuple[NDArray[np.int32], int]:
-        """What the teacher reads: token ids, and the position of the first one that is scored."""
+    def teacher_input(self) -> tuple[NDArray[np.int32], int]:
+        """The token ids that the teacher reads, and the position of the first scored one."""
         prompt = self.teacher_prompt
         if not len(prompt):
             return self.token_ids, self.start
@@ -60,7 +60,7 @@ class SequenceReader:
         processes: int | None = None,
         context: str | None = None,
     ) -> None:
-        """`processes`: see `encode_all`. `context`: text that only the teacher reads."""
+        """`processes`: see `encode_records`. `context`: text that only the teacher reads."""
         self._context = context
         self._data = data
         self._source = DataSet(data.path, data.name, data.split)
@@ -74,45 +74,49 @@ class SequenceReader:
     def __iter__(self) -> Iterator[CaptureSequence]:
         """Yield the sequences. Raises InvalidInput at a record that does not fit `data.form`."""
         if self._data.form == "text":
-            yield from self._packed()
+            yield from self._pack_documents()
             return
         check_chat_template(self._data.prompt_format, template_text(self._tokenizer.chat_template))
-        for ids, start, images, prompt in self._encoded():
-            found = CaptureSequence(ids, start, images, prompt)
+        for ids, start, images, prompt in self._encode_records():
+            sequence = CaptureSequence(ids, start, images, prompt)
             if not len(ids):
                 self.empty += 1
-            elif max(len(ids), len(found.read[0])) > self._max_tokens:
+            elif max(len(ids), len(sequence.teacher_input[0])) > self._max_tokens:
                 self.too_long += 1
             else:
-                yield found
+                yield sequence
 
-    def _encoded(self) -> Iterator[tuple[NDArray[np.int32], int, bytes, NDArray[np.int32]]]:
+    def _encode_records(self) -> Iterator[tuple[NDArray[np.int32], int, bytes, NDArray[np.int32]]]:
         encoder = RecordEncoder(self._data, self._tokenizer, self._context)
-        for chunk in encode_all(self._placed(encoder.columns), encoder, self._processes):
+        for chunk in encode_records(
+            self._locate_records(encoder.columns), encoder, self._processes
+        ):
             self.records += len(chunk.lengths)
             yield from chunk.records()
 
-    def _placed(self, columns: tuple[str, ...]) -> Iterator[Placed]:
+    def _locate_records(self, columns: tuple[str, ...]) -> Iterator[LocatedRecord]:
         for number, record in enumerate(self._source.records(columns), 1):
             yield f"row {number} of {self._data.path}", record
 
-    def _packed(self) -> Iterator[CaptureSequence]:
+    def _pack_documents(self) -> Iterator[CaptureSequence]:
         """Yield pieces of `max_tokens` tokens of the joined documents, each with an end token."""
-        end = self._tokenizer.eos_token_id
-        if end is None:
+        end_id = self._tokenizer.eos_token_id
+        if end_id is None:
             raise InvalidInput(
                 "the tokenizer has no end-of-text token to put between documents",
                 field="data.form",
                 hint="use another tokenizer, or another form",
             )
-        waiting = np.empty(0, np.int32)
-        for ids, *_ in self._encoded():
+        buffered_ids = np.empty(0, np.int32)
+        for ids, *_ in self._encode_records():
             self.empty += not len(ids)
             # Some tokenizers start texts with the end token, so a document is never cut at one.
-            ended = not len(ids) or ids[-1] == end
-            waiting = np.concatenate([waiting, ids, np.array([] if ended else [end], np.int32)])
-            while len(waiting) >= self._max_tokens:
-                yield CaptureSequence(waiting[: self._max_tokens], 1)
-                waiting = waiting[self._max_tokens :]
-        if len(waiting) > 1:
-            yield CaptureSequence(waiting, 1)
+            has_end_token = not len(ids) or ids[-1] == end_id
+            buffered_ids = np.concatenate(
+                [buffered_ids, ids, np.array([] if has_end_token else [end_id], np.int32)]
+            )
+            while len(buffered_ids) >= self._max_tokens:
+                yield CaptureSequence(buffered_ids[: self._max_tokens], 1)
+                buffered_ids = buffered_ids[self._max_tokens :]
+        if len(buffered_ids) > 1:
+            yield CaptureSequence(buffered_ids, 1)

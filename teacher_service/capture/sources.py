@@ -15,16 +15,16 @@ from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery, answer_bytes
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, compress_rows, encode_rows
-from teacher_service.capture.plan import Plan
+from teacher_service.capture.plan import CapturePlan
 from teacher_service.capture.sequences import CaptureSequence
 from teacher_service.engines.base import ContinuousEngine, Engine
 
 # Called with the number of rows of each sequence as soon as it is scored.
-Told = Callable[[int], None]
+OnScored = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Ask:
+class QuerySettings:
     """The settings of the query for every sequence, and of the encoding of its rows."""
 
     top_k: int
@@ -37,7 +37,7 @@ class Ask:
     folder: Path = Path()  # of the data; images are named from there
 
     @classmethod
-    def of(cls, job: CaptureJob) -> Ask:
+    def from_job(cls, job: CaptureJob) -> QuerySettings:
         """Return the settings of `job`.
 
         Raises InvalidInput if both teacher.top_k and method.tail_samples are 0.
@@ -58,10 +58,10 @@ class Ask:
             folder=Path(job.data.path).parent,
         )
 
-    def query(self, sequence: CaptureSequence) -> ScoreQuery:
+    def build_query(self, sequence: CaptureSequence) -> ScoreQuery:
         """Return the query for the rows of `sequence`. Raises Corrupt if an image has changed."""
         return ScoreQuery(
-            *sequence.read,
+            *sequence.teacher_input,
             top_k=self.top_k,
             temperature=self.temperature,
             f32=self.f32,
@@ -98,12 +98,12 @@ class Ask:
 class RowSource(Protocol):
     """Anything that returns the rows of the files of a plan."""
 
-    def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock | bytes]]:
+    def files(self, numbers: range, on_scored: OnScored) -> Iterator[Sequence[RowBlock | bytes]]:
         """Yield the rows of each file in `numbers`, one entry per sequence, in order.
 
-        An entry is bytes if the source encodes the rows itself. `told` is called with the number of
-        rows of each sequence as soon as it is scored. Raises a DistillError; if it concerns one
-        sequence, the message names the sequence.
+        An entry is bytes if the source encodes the rows itself. `on_scored` is called with the
+        number of rows of each sequence as soon as it is scored. Raises a DistillError; if it
+        concerns one sequence, the message names the sequence.
         """
         ...
 
@@ -111,82 +111,106 @@ class RowSource(Protocol):
 class EngineSource:
     """A row source that scores with an engine in this process."""
 
-    def __init__(self, engine: Engine, plan: Plan, ask: Ask, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        plan: CapturePlan,
+        query_settings: QuerySettings,
+        max_batch_tokens: int,
+    ) -> None:
         self._engine = engine
         self._plan = plan
-        self._ask = ask
+        self._query_settings = query_settings
         self._max_batch_tokens = max_batch_tokens
 
-    def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock]]:
+    def files(self, numbers: range, on_scored: OnScored) -> Iterator[Sequence[RowBlock]]:
         """Yield the rows of each file in `numbers`; see RowSource."""
         for number in numbers:
             indices = self._plan.file(number)
             sequences = [self._plan[index] for index in indices]
-            most = self._max_batch_tokens
-            yield score_file(self._engine, self._ask, sequences, indices.start, most, told)
+            max_batch_tokens = self._max_batch_tokens
+            yield score_file(
+                self._engine,
+                self._query_settings,
+                sequences,
+                indices.start,
+                max_batch_tokens,
+                on_scored,
+            )
 
 
 class ServiceSource:
     """A row source that scores with a teacher service, with `ahead` bytes of requests in flight."""
 
-    def __init__(self, client: TeacherClient, plan: Plan, ask: Ask, ahead: int) -> None:
+    def __init__(
+        self,
+        client: TeacherClient,
+        plan: CapturePlan,
+        query_settings: QuerySettings,
+        prefetch_bytes: int,
+    ) -> None:
         self._client = client
-        self._ahead = ahead
+        self._prefetch_bytes = prefetch_bytes
         self._plan = plan
-        self._ask = ask
+        self._query_settings = query_settings
 
-    def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock]]:
+    def files(self, numbers: range, on_scored: OnScored) -> Iterator[Sequence[RowBlock]]:
         """Yield the rows of each file in `numbers`; see RowSource."""
-        asked: deque[tuple[int, Future[RowBlock]]] = deque()
-        ahead = 0  # bytes of the rows that were requested and not yet taken, and of their images
-        queries = (self._query(index) for number in numbers for index in self._plan.file(number))
+        pending_answers: deque[tuple[int, Future[RowBlock]]] = deque()
+        # Of the rows that were requested and not yet yielded, and of their images.
+        requested_bytes = 0
+        queries = (
+            self._build_query(index) for number in numbers for index in self._plan.file(number)
+        )
         for number in numbers:
             rows: list[RowBlock] = []
             for index in self._plan.file(number):
-                while (not asked or ahead < self._ahead) and (query := next(queries, None)):
+                while (not pending_answers or requested_bytes < self._prefetch_bytes) and (
+                    query := next(queries, None)
+                ):
                     # Images wait in memory, too, until their rows are there.
-                    size = answer_bytes(query) + sum(map(len, query.images))
-                    asked.append((size, self._client.submit(query)))
-                    ahead += asked[-1][0]
-                size, answer = asked.popleft()
+                    answer_size = answer_bytes(query) + sum(map(len, query.images))
+                    pending_answers.append((answer_size, self._client.submit(query)))
+                    requested_bytes += pending_answers[-1][0]
+                answer_size, answer = pending_answers.popleft()
                 try:
                     rows.append(answer.result())
                 except (Corrupt, InvalidInput) as error:
-                    raise _about(error, index) from error
-                ahead -= size
-                told(len(rows[-1]))
+                    raise _name_sequence(error, index) from error
+                requested_bytes -= answer_size
+                on_scored(len(rows[-1]))
             yield rows
 
-    def _query(self, index: int) -> ScoreQuery:
-        return self._ask.query(self._plan[index])
+    def _build_query(self, index: int) -> ScoreQuery:
+        return self._query_settings.build_query(self._plan[index])
 
 
 def score_file(
     engine: Engine,
-    ask: Ask,
+    query_settings: QuerySettings,
     sequences: Sequence[CaptureSequence],
     first: int,
     max_batch_tokens: int,
-    told: Told = lambda rows: None,
+    on_scored: OnScored = lambda rows: None,
 ) -> list[RowBlock]:
     """Return the rows of the sequences of one file, in order.
 
     Batches never span files, so they are the same whatever was scored before. An engine that
     batches by itself gets the whole file. `first` is the number of the first sequence, for error
-    messages. `told` is called with the number of rows of each
+    messages. `on_scored` is called with the number of rows of each
     sequence. Raises the error of the first sequence that fails.
     """
     rows: dict[int, RowBlock] = {}
-    whole = [[*range(len(sequences))]]
-    lengths = [len(sequence.read[0]) for sequence in sequences]
-    continuous = isinstance(engine, ContinuousEngine)
-    for batch in whole if continuous else batches(lengths, max_batch_tokens):
-        answers = engine.score([ask.query(sequences[index]) for index in batch])
+    single_batch = [[*range(len(sequences))]]
+    lengths = [len(sequence.teacher_input[0]) for sequence in sequences]
+    is_continuous = isinstance(engine, ContinuousEngine)
+    for batch in single_batch if is_continuous else batches(lengths, max_batch_tokens):
+        answers = engine.score([query_settings.build_query(sequences[index]) for index in batch])
         for index, answer in zip(batch, answers, strict=True):
             if isinstance(answer, DistillError):
-                raise _about(answer, first + index)
+                raise _name_sequence(answer, first + index)
             rows[index] = answer
-            told(len(answer))
+            on_scored(len(answer))
     return [rows[index] for index in range(len(sequences))]
 
 
@@ -206,7 +230,7 @@ def batches(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]
         yield batch
 
 
-def _about(error: DistillError, index: int) -> DistillError:
+def _name_sequence(error: DistillError, index: int) -> DistillError:
     """Return the same error with the number of the sequence in its message."""
     return type(error)(
         f"sequence {index} of the data: {error.message}", field=error.field, hint=error.hint

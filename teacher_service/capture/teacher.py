@@ -41,7 +41,7 @@ class TeacherFacts:
     vocabulary: Callable[[], Sequence[str]]
 
     @classmethod
-    def of_service(cls, client: TeacherClient) -> TeacherFacts:
+    def from_service(cls, client: TeacherClient) -> TeacherFacts:
         """Return the facts of a teacher service. Raises Unavailable if it does not respond."""
         info = client.info()
         return cls(
@@ -61,7 +61,7 @@ class TeacherFacts:
         )
 
     @classmethod
-    def of_engine(cls, info: EngineInfo) -> TeacherFacts:
+    def from_engine(cls, info: EngineInfo) -> TeacherFacts:
         """Return the facts of an engine that scores for this capture alone."""
         return cls(
             info.model,
@@ -79,15 +79,15 @@ class TeacherFacts:
             lambda: info.vocabulary,
         )
 
-    def narrowed(self, width: int, tokenizer: Any) -> TeacherFacts:
+    def narrow(self, width: int, tokenizer: Any) -> TeacherFacts:
         """Return the facts of this teacher for a student with `width` logits.
 
         Its rows are then about the ids that both have. Raises WrongState if other ids have tokens.
         """
-        common = common_ids(width, self.vocab_size, "teacher", tokens_of(tokenizer))
-        require_narrowing(self, common, "teacher", "student.model")
-        most = min(self.max_top_k, common)
-        return replace(self, vocab_size=common, max_top_k=most)
+        common_size = common_ids(width, self.vocab_size, "teacher", tokens_of(tokenizer))
+        require_narrowing(self, common_size, "teacher", "student.model")
+        max_top_k = min(self.max_top_k, common_size)
+        return replace(self, vocab_size=common_size, max_top_k=max_top_k)
 
     def require_same_tokens(self, tokenizer: Any) -> None:
         """Raise WrongState if `tokenizer` differs from the teacher's.

@@ -25,17 +25,17 @@ from clients.data.images import digest_of, read_image, stored_images
 from clients.data.records import images_of, text_of
 from protos.errors import InternalFault, InvalidInput
 
-# A record with its place in the data, for messages.
-Placed = tuple[str, Mapping[str, Any]]
+# The location of a record in the data, for messages, and the record.
+LocatedRecord = tuple[str, Mapping[str, Any]]
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _CHUNK_RECORDS = 512
-# So many records are tokenized before processes start, which takes seconds.
+# Chunks that are tokenized before worker processes start, which takes seconds.
 _CHUNKS_BEFORE_PROCESSES = 8
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedRecords:
     """The token ids of consecutive records.
 
     token_ids int32 [n]: of all records, one after the other. lengths, starts int32 [records]: a
@@ -84,85 +84,102 @@ class RecordEncoder:
             case "text":
                 return (self._data.text_column,)
 
-    def encode(self, records: Sequence[Placed]) -> Encoded:
+    def encode(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
         """Return the token ids of records. Raises InvalidInput at one that does not fit the form.
 
         A record of form `text` is one document, without an end token.
         """
-        of_record: Callable[[str, Mapping[str, Any]], tuple[list[int], list[int]]]
+        encode_record: Callable[[str, Mapping[str, Any]], tuple[list[int], list[int]]]
         match self._data.form:
             case "completion":
-                of_record = self._completion
+                encode_record = self._encode_completion
             case "messages":
-                of_record = self._conversation
+                encode_record = self._encode_conversation
             case "text":
-                of_record = self._document
+                encode_record = self._encode_document
         ids: list[int] = []
-        lengths, starts, images, others = [], [], [], []
-        for where, record in records:
-            prompt, scored = of_record(where, record)
+        lengths, starts, images, teacher_prompts = [], [], [], []
+        for location, record in records:
+            prompt, scored = encode_record(location, record)
             lengths.append(len(prompt) + len(scored) if scored else 0)
             starts.append(len(prompt))
-            images.append(self._images(where, record))
-            others.append(np.array(self._teacher_prompt(where, record), np.int32))
+            images.append(self._encode_images(location, record))
+            teacher_prompts.append(
+                np.array(self._encode_teacher_prompt(location, record), np.int32)
+            )
             if scored:
                 ids += prompt
                 ids += scored
-        found, sizes, firsts = (np.array(numbers, np.int32) for numbers in (ids, lengths, starts))
-        return Encoded(found, sizes, firsts, tuple(images), tuple(others))
+        token_ids, length_array, start_array = (
+            np.array(integers, np.int32) for integers in (ids, lengths, starts)
+        )
+        return EncodedRecords(
+            token_ids, length_array, start_array, tuple(images), tuple(teacher_prompts)
+        )
 
-    def _completion(self, where: str, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        asked = self._form.conversation(record, where)
-        answer = text_of(record, self._data.answer_column, "data.answer_column", where)
-        ids = self._form.ids(self._tokenizer, asked, where)
-        _require_tokens(ids, where)
+    def _encode_completion(
+        self, location: str, record: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        conversation = self._form.conversation(record, location)
+        answer = text_of(record, self._data.answer_column, "data.answer_column", location)
+        ids = self._form.ids(self._tokenizer, conversation, location)
+        _require_tokens(ids, location)
         return ids, completion_ids(self._tokenizer, answer)
 
-    def _conversation(self, where: str, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        conversation = self._form.conversation(record, where)
-        ids, answer = answered_ids(self._form, self._tokenizer, conversation, where)
+    def _encode_conversation(
+        self, location: str, record: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        conversation = self._form.conversation(record, location)
+        ids, answer = answered_ids(self._form, self._tokenizer, conversation, location)
         if answer:
-            _require_tokens(ids, where)
+            _require_tokens(ids, location)
         return ids, answer
 
-    def _teacher_prompt(self, where: str, record: Mapping[str, Any]) -> list[int]:
+    def _encode_teacher_prompt(self, location: str, record: Mapping[str, Any]) -> list[int]:
         """Return the ids of the prompt with the context; none without a context."""
         if self._context is None:
             return []
-        asked = self._form.conversation(record, where)
-        answer = asked.answer
+        conversation = self._form.conversation(record, location)
+        answer = conversation.answer
         if self._data.form == "completion":
-            answer = text_of(record, self._data.answer_column, "data.answer_column", where)
-        elif not (asked := asked.up_to_answer()).messages:
+            answer = text_of(record, self._data.answer_column, "data.answer_column", location)
+        elif not (conversation := conversation.up_to_answer()).messages:
             return []
-        columns = {**record, "prompt": self._form.text(record, asked), "answer": answer}
-        asked = with_context(asked.unanswered(), self._context, columns, "teacher.context")
-        return self._form.ids(self._tokenizer, asked, where)
+        columns = {**record, "prompt": self._form.text(record, conversation), "answer": answer}
+        conversation = with_context(
+            conversation.unanswered(), self._context, columns, "teacher.context"
+        )
+        return self._form.ids(self._tokenizer, conversation, location)
 
-    def _images(self, where: str, record: Mapping[str, Any]) -> bytes:
+    def _encode_images(self, location: str, record: Mapping[str, Any]) -> bytes:
         """Return the names and digests of a record's images. Raises InvalidInput without a file."""
         column = self._data.image_column
         if column is None:
             return b""
-        found: list[tuple[str, str]] = []
-        for name in images_of(record, column, where):
+        named_digests: list[tuple[str, str]] = []
+        for name in images_of(record, column, location):
             if isinstance(name, bytes):
                 raise InvalidInput(
-                    f"{where} has an image itself in column {column!r}, which a store cannot name",
+                    f"{location} has an image itself in column {column!r}, which a store cannot"
+                    " name",
                     field="data.image_column",
                     hint="write each image to a file, and its path into the column",
                 )
-            found.append((name, digest_of(read_image(Path(self._data.path).parent / name, where))))
-        return stored_images(found)
+            named_digests.append(
+                (name, digest_of(read_image(Path(self._data.path).parent / name, location)))
+            )
+        return stored_images(named_digests)
 
-    def _document(self, where: str, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        text = text_of(record, self._data.text_column, "data.text_column", where)
+    def _encode_document(
+        self, location: str, record: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        text = text_of(record, self._data.text_column, "data.text_column", location)
         return [], self._tokenizer(text)["input_ids"] if text else []
 
 
-def encode_all(
-    records: Iterator[Placed], encoder: RecordEncoder, processes: int | None = None
-) -> Iterator[Encoded]:
+def encode_records(
+    records: Iterator[LocatedRecord], encoder: RecordEncoder, processes: int | None = None
+) -> Iterator[EncodedRecords]:
     """Yield the token ids of all records, in their order, some hundred records at a time.
 
     `processes`: how many tokenize once there are thousands of records; default: one a core of this
@@ -174,25 +191,27 @@ def encode_all(
     chunks = iter(lambda: list(islice(records, _CHUNK_RECORDS)), [])
     for chunk in chunks if count == 1 else islice(chunks, _CHUNKS_BEFORE_PROCESSES):
         yield encoder.encode(chunk)
-    following = next(chunks, None)
-    if following is not None:
-        yield from _in_processes(chain([following], chunks), encoder, count)
+    next_chunk = next(chunks, None)
+    if next_chunk is not None:
+        yield from _encode_in_processes(chain([next_chunk], chunks), encoder, count)
 
 
-def _in_processes(
-    chunks: Iterator[list[Placed]], encoder: RecordEncoder, count: int
-) -> Iterator[Encoded]:
-    waiting: deque[Future[Encoded]] = deque()
+def _encode_in_processes(
+    chunks: Iterator[list[LocatedRecord]], encoder: RecordEncoder, count: int
+) -> Iterator[EncodedRecords]:
+    pending_chunks: deque[Future[EncodedRecords]] = deque()
     # A fork of a process with threads, or with a GPU, may hang.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, context, initializer=_take, initargs=(encoder, os.getpid()))
+    pool = ProcessPoolExecutor(
+        count, context, initializer=_start_worker, initargs=(encoder, os.getpid())
+    )
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk))
-            if len(waiting) > 2 * count:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending_chunks.append(pool.submit(_encode_chunk, chunk))
+            if len(pending_chunks) > 2 * count:
+                yield pending_chunks.popleft().result()
+        while pending_chunks:
+            yield pending_chunks.popleft().result()
     except BrokenProcessPool as error:
         raise InternalFault(
             "a process that tokenizes was killed",
@@ -202,27 +221,27 @@ def _in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-_encoder: RecordEncoder  # of a process that tokenizes
+_encoder: RecordEncoder  # of a worker process
 
 
-def _take(encoder: RecordEncoder, parent: int) -> None:
-    """Begin a process that tokenizes. SIGTERM, which its group gets, is for the parent alone."""
+def _start_worker(encoder: RecordEncoder, parent: int) -> None:
+    """Initialise a worker process. It ignores SIGTERM to its group: the parent handles that."""
     global _encoder
     _encoder = encoder
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before
+    if os.getppid() != parent:  # the parent was killed before prctl
         os._exit(1)
 
 
-def _encode(chunk: list[Placed]) -> Encoded:
+def _encode_chunk(chunk: list[LocatedRecord]) -> EncodedRecords:
     return _encoder.encode(chunk)
 
 
-def _require_tokens(prompt: list[int], where: str) -> None:
+def _require_tokens(prompt: list[int], location: str) -> None:
     if not prompt:
         raise InvalidInput(
-            f"the prompt of {where} has no tokens",
+            f"the prompt of {location} has no tokens",
             field="data.path",
             hint="give every record a prompt; a completion is scored given the tokens before it",
         )

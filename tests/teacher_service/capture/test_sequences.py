@@ -14,7 +14,7 @@ import pytest
 from clients.config.capture import CaptureData
 from protos.errors import InvalidInput
 from teacher_service.capture.plan import make_plan, read_plan
-from teacher_service.capture.recorder import Stopped
+from teacher_service.capture.recorder import CaptureStopped
 from teacher_service.capture.sequences import SequenceReader
 from tests.teacher_service.capture.material import END, pairs, text, write_lines, write_pairs
 
@@ -252,10 +252,10 @@ def test_reading_can_be_stopped(tokenizer: Any, tmp_path: Path) -> None:
     reader = SequenceReader(CaptureData(path=str(path)), tokenizer, 64)
 
     def stop() -> None:
-        raise Stopped
+        raise CaptureStopped
 
-    with pytest.raises(Stopped):
-        make_plan(reader, tmp_path / "plan", row_bytes=1.0, file_bytes=1, key="a", on_look=stop)
+    with pytest.raises(CaptureStopped):
+        make_plan(reader, tmp_path / "plan", row_bytes=1.0, file_bytes=1, key="a", on_poll=stop)
     assert reader.records < 2000
     assert read_plan(tmp_path / "plan", "a") is None
 
