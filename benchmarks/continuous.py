@@ -47,7 +47,7 @@ from teacher_service.serving.feeder import Feeder
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.service import TeacherServicer
 from teacher_service.serving.validation import RequestLimits
-from teacher_service.serving.weights import Weights
+from teacher_service.serving.weights import WeightUpdater
 
 # Tokens of a question and its answer: 32 quantiles of the 7,473 in GSM8K's train.jsonl.
 # fmt: off
@@ -186,7 +186,7 @@ def served(engine: VllmEngine, dispatcher: Dispatcher) -> Iterator[str]:
         await dispatcher.__aenter__()
         limits = RequestLimits(info.vocab_size, info.max_length, HEAD)
         metrics = TeacherMetrics()
-        weights = Weights(engine, dispatcher)
+        weights = WeightUpdater(engine, dispatcher)
         scorer = RowScorer(dispatcher, None)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics)

@@ -48,7 +48,7 @@ from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.service import TeacherServicer
 from teacher_service.serving.validation import RequestLimits
-from teacher_service.serving.weights import Weights
+from teacher_service.serving.weights import WeightUpdater
 
 HEADS, TOKENS, MAX_LENGTH = (8, 64), 512, 8192
 Ask = Callable[[list[int]], int]
@@ -84,7 +84,7 @@ async def serve_rows(k: int) -> None:
     async with Batcher(engine, max_batch_tokens=1 << 16, metrics=metrics) as batcher:
         scorer = RowScorer(batcher, None)
         servicer = TeacherServicer(
-            scorer, batcher, Weights(engine, batcher), limits, metrics, budget
+            scorer, batcher, WeightUpdater(engine, batcher), limits, metrics, budget
         )
         app = LoadingApp(LoadProgress())
         app.set_teacher(HttpTeacher(scorer, batcher, limits, metrics, HttpClients(budget)))

@@ -129,7 +129,7 @@ def _score(engine: Engine, ask: QuerySettings, plan: CapturePlan, most: int) -> 
     for number in range(len(plan.files) - 1):
         sequences = [plan[index] for index in plan.file(number)]
         for batch in batches([len(one.token_ids) for one in sequences], most):
-            engine.score([ask.query(sequences[index]) for index in batch])
+            engine.score([ask.build_query(sequences[index]) for index in batch])
 
 
 def _capture(

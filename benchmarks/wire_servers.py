@@ -30,7 +30,7 @@ from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.service import TeacherServicer
 from teacher_service.serving.validation import RequestLimits
-from teacher_service.serving.weights import Weights
+from teacher_service.serving.weights import WeightUpdater
 
 MAX_LENGTH = 8192
 
@@ -60,7 +60,7 @@ async def serve_grpc(k: int) -> None:
     metrics = TeacherMetrics()
     async with Batcher(engine, max_batch_tokens=1 << 16, metrics=metrics) as batcher:
         limits = RequestLimits(VOCAB, MAX_LENGTH, 1024)
-        weights = Weights(engine, batcher)
+        weights = WeightUpdater(engine, batcher)
         servicer = TeacherServicer(RowScorer(batcher, None), batcher, weights, limits, metrics)
 
         def register(server: grpc.aio.Server) -> str:

@@ -33,12 +33,12 @@ from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher
 from teacher_service.serving.feeder import Feeder
-from teacher_service.serving.loading import LoadingServicer, in_thread, tell_progress
+from teacher_service.serving.loading import LoadingServicer, log_progress, run_in_thread
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.self_test import run_self_test
 from teacher_service.serving.service import TeacherServicer
 from teacher_service.serving.validation import RequestLimits
-from teacher_service.serving.weights import Weights
+from teacher_service.serving.weights import WeightUpdater
 
 log = logging.getLogger(__name__)
 
@@ -279,11 +279,11 @@ class _Program:
         app, front = LoadingApp(self._progress), AsyncExitStack()
         await stack.enter_async_context(front)
         self._http_url, stop_http = await front.enter_async_context(_http(settings, app))
-        telling = asyncio.create_task(tell_progress(self._progress))
+        progress_logger = asyncio.create_task(log_progress(self._progress))
         try:
-            engine = await in_thread(self._tested_engine, self._stop)
+            engine = await run_in_thread(self._tested_engine, self._stop)
         finally:
-            telling.cancel()
+            progress_logger.cancel()
         if engine is None:
             return
         info = engine.info
@@ -302,7 +302,7 @@ class _Program:
             info.placeholder,
         )
         scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
-        weights = Weights(engine, dispatcher)
+        weights = WeightUpdater(engine, dispatcher)
         servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics, budget)
         # The requests of HTTP end before what answers them.
         await stack.enter_async_context(front.pop_all())

@@ -140,7 +140,7 @@ class ContinuousEngine(Engine, Protocol):
         """Maximum number of tokens of one step of the engine."""
         ...
 
-    async def score_one(self, query: ScoreQuery, turn: QuerySchedule) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, schedule: QuerySchedule) -> RowBlock:
         """Return the rows of a query. Many calls may run at the same time, in one event loop.
 
         Cancelling the call takes the query out of the engine. Raises the DistillError that concerns

@@ -29,7 +29,7 @@ from teacher_service.http.generate import read_generation
 from teacher_service.http.scoring_request import ScoringRequest, refuse
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.answer_budget import MAX_ANSWER_BYTES
-from teacher_service.serving.dispatcher import Dispatcher, stopping
+from teacher_service.serving.dispatcher import Dispatcher, build_stopping_error
 from teacher_service.serving.fair_queue import Sender
 from teacher_service.serving.scorer import RowAnswer, RowScorer
 from teacher_service.serving.validation import RequestLimits
@@ -107,7 +107,7 @@ class ScoringPage:
             await _build_too_large_answer(size)(scope, receive, send)
             return
         if self.teacher.dispatcher.broken:
-            raise stopping()
+            raise build_stopping_error()
         with self.teacher.clients.enter(scope, size) as client:
             body = await _receive_body(receive)
             if body is None:
@@ -132,7 +132,7 @@ class ScoringPage:
                 raise Unavailable(
                     "the weights of this teacher have changed", hint="send the request again"
                 )
-            pieces = request.text([answer.scored.block for answer in answers], info)
+            pieces = request.text([answer.rows.block for answer in answers], info)
             await send({"type": "http.response.start", "status": 200, "headers": _JSON_HEADERS})
             has_more = True
             while has_more:

@@ -30,7 +30,7 @@ class HttpClient:
     async def reserve_memory(self, size: int) -> AsyncIterator[None]:
         """Wait until the share has room for `size` bytes; hold that room in the block."""
         while not self.share.has_room:
-            await self.share.change()
+            await self.share.wait_for_release()
         self.share.take(size)
         try:
             yield

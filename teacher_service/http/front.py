@@ -16,7 +16,7 @@ from teacher_service.http.app import HttpTeacher, make_app
 from teacher_service.http.faults import fault_answer
 from teacher_service.http.gate import TokenGate
 from teacher_service.models.load_progress import LoadProgress
-from teacher_service.serving.loading import still_loading
+from teacher_service.serving.loading import build_loading_error
 
 HTTP_PORT_OPTION = "--http-port"
 # An eighth of the file descriptors: gRPC may take three quarters, see protos/rpc/server.py.
@@ -42,7 +42,7 @@ class LoadingApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        app = self._app or fault_answer(still_loading(self._progress))
+        app = self._app or fault_answer(build_loading_error(self._progress))
         await app(scope, receive, send)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-# A stream that is alone gets half of it.
+# A single stream gets half of it.
 MAX_ANSWER_BYTES = 512 << 20
 
 
@@ -22,7 +22,7 @@ class AnswerBudget:
         """Create a budget of `max_bytes`; None: MAX_ANSWER_BYTES."""
         self._max_bytes = MAX_ANSWER_BYTES if max_bytes is None else max_bytes
         self._used = 0
-        self._freed: set[asyncio.Event] = set()
+        self._release_events: set[asyncio.Event] = set()
 
     def share(self) -> BudgetShare:
         """Return the empty share of a new stream."""
@@ -34,7 +34,7 @@ class BudgetShare:
 
     def __init__(self, budget: AnswerBudget) -> None:
         self._budget = budget
-        self._freed = asyncio.Event()
+        self._release_event = asyncio.Event()
         self._closed = False
         self.bytes = 0
 
@@ -55,20 +55,20 @@ class BudgetShare:
             return
         self.bytes -= size
         self._budget._used -= size
-        self._freed.set()
-        for freed in self._budget._freed:
-            freed.set()
+        self._release_event.set()
+        for event in self._budget._release_events:
+            event.set()
 
     def close(self) -> None:
         """Give back all bytes; further calls of `give_back` do nothing."""
         self.give_back(self.bytes)
         self._closed = True
 
-    async def change(self) -> None:
+    async def wait_for_release(self) -> None:
         """Wait until bytes are given back, by this stream or another one."""
-        self._freed.clear()
-        self._budget._freed.add(self._freed)
+        self._release_event.clear()
+        self._budget._release_events.add(self._release_event)
         try:
-            await self._freed.wait()
+            await self._release_event.wait()
         finally:
-            self._budget._freed.discard(self._freed)
+            self._budget._release_events.discard(self._release_event)

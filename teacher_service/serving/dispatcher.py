@@ -1,4 +1,4 @@
-"""The base of the two ways to an engine: batches, or one query after the other without a pause."""
+"""The base class of the two schedulers: the Batcher, and the Feeder for continuous batching."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, Unavailable
 from teacher_service.engines.base import Engine, EngineInfo, ImageEngine
 from teacher_service.metrics import TeacherMetrics
-from teacher_service.serving.fair_queue import MAX_QUEUED_BYTES, FairQueue, Scored, Sender
+from teacher_service.serving.fair_queue import MAX_QUEUED_BYTES, EngineAnswer, FairQueue, Sender
 
 log = logging.getLogger(__name__)
 
-# An engine that fails so often in a row is broken; see Dispatcher.
+# Consecutive failures after which an engine is broken; see Dispatcher.
 MAX_FAILURES = 3
 _PROBE_TOKENS = 8
-# Queries whose images are decoded, and wait or are computed: a pixel takes 24 bytes, so an image of
-# a megapixel takes 24 MB.
+# Maximum queries with decoded images, waiting or in the engine: a pixel takes 24 bytes, so an image
+# of a megapixel takes 24 MB.
 _MAX_DECODED = 16
 
 
@@ -30,8 +30,8 @@ class Dispatcher(ABC):
     """Takes queries in the order of a FairQueue and gives them to the engine.
 
     The engine is broken if it has failed `max_failures` times in a row; the subclass says what a
-    failure is. Waiting and further queries then get Unavailable, `broken` is True, and `on_broken`
-    is called.
+    failure is. Waiting and further queries then get Unavailable, `broken` is True, and
+    `on_broken` is called.
 
     It is an async context manager: entering starts a task, leaving stops it and cancels waiting
     queries. Use it from one event loop.
@@ -54,7 +54,7 @@ class Dispatcher(ABC):
         self.broken = False
         self._queue = FairQueue(max_queued_bytes)
         self._wake = asyncio.Event()
-        self._decoded = asyncio.Semaphore(_MAX_DECODED)
+        self._image_slots = asyncio.Semaphore(_MAX_DECODED)
 
     async def __aenter__(self) -> Self:
         self._loop_task = asyncio.create_task(self._run())
@@ -75,7 +75,7 @@ class Dispatcher(ABC):
         """Number of tokens in waiting queries; any thread may read it."""
         return self._queue.tokens
 
-    async def score(self, query: ScoreQuery, sender: Sender | None = None) -> Scored:
+    async def score(self, query: ScoreQuery, sender: Sender | None = None) -> EngineAnswer:
         """Return the rows of a validated query. Cancelling the call drops the query.
 
         Without a `sender`, the query is of a sender of its own. Raises Overloaded if waiting
@@ -83,25 +83,25 @@ class Dispatcher(ABC):
         error of the engine for this query. Images are decoded first; at most 16 such queries wait.
         """
         if not query.images:
-            return await self._answered(query, sender)
+            return await self._enqueue(query, sender)
         assert isinstance(self._engine, ImageEngine), "validation refuses images otherwise"
-        async with self._decoded:
-            expanded = await asyncio.to_thread(self._engine.expand_images, query)
-            return await self._answered(expanded, sender)
+        async with self._image_slots:
+            expanded_query = await asyncio.to_thread(self._engine.expand_images, query)
+            return await self._enqueue(expanded_query, sender)
 
-    async def _answered(self, query: ScoreQuery, sender: Sender | None) -> Scored:
+    async def _enqueue(self, query: ScoreQuery, sender: Sender | None) -> EngineAnswer:
         if self.broken:
-            raise stopping()
-        waiting = self._queue.add(query, sender or Sender())
+            raise build_stopping_error()
+        entry = self._queue.add(query, sender or Sender())
         try:
             self._wake.set()
-            return await waiting.answer
+            return await entry.answer
         finally:
-            self._queue.release(waiting)
+            self._queue.release(entry)
 
     @abstractmethod
     async def _run(self) -> None:
-        """Give queries to the engine, for ever."""
+        """Give queries to the engine until cancelled."""
 
     def _count_failure(self, error: Exception) -> None:
         """Count a failure; the engine is broken after `max_failures` of them in a row."""
@@ -113,10 +113,10 @@ class Dispatcher(ABC):
         )
         self.broken = True
         self._on_broken()
-        self._queue.fail(stopping())
+        self._queue.fail(build_stopping_error())
 
 
-def probe(info: EngineInfo) -> ScoreQuery:
+def build_probe_query(info: EngineInfo) -> ScoreQuery:
     """Return a query of a few tokens, which every engine with this info can score."""
     tokens = np.arange(min(_PROBE_TOKENS, info.max_length), dtype=np.int32) % info.vocab_size
     return ScoreQuery(tokens, 1, top_k=1)
@@ -127,7 +127,7 @@ def is_defect(answer: object) -> bool:
     return isinstance(answer, Exception) and not isinstance(answer, DistillError)
 
 
-def stopping() -> Unavailable:
+def build_stopping_error() -> Unavailable:
     """Return the error for requests to a teacher whose engine is broken."""
     return Unavailable(
         "this teacher stops, because its engine fails every query",

@@ -16,55 +16,55 @@ _ENTRY_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class Scored:
+class EngineAnswer:
     """The rows of one query, and the info of the engine with the weights that computed them."""
 
     block: RowBlock
-    by: EngineInfo
+    info: EngineInfo
 
 
 class Sender:
     """One client's stream of queries; senders take turns, see FairQueue.
 
-    The queries of a sender that is `last` wait until no other query waits. `in_engine`: number of
-    its queries that the engine has. `asks_singly`: it had no other query beside its last one, nor
-    beside the present one.
+    The queries of a background sender wait until no other query waits. `queries_in_engine`: number
+    of its queries that the engine has. `sends_singly`: neither its previous query nor its current
+    one was in flight together with another of its queries.
     """
 
-    def __init__(self, *, last: bool = False) -> None:
-        self.last = last
+    def __init__(self, *, is_background: bool = False) -> None:
+        self.is_background = is_background
         self.turn = 0.0  # of its newest query, in tokens
-        self.in_engine = 0
+        self.queries_in_engine = 0
         self._unanswered = 0
-        self._several = False  # at the same time, since it last had none
-        self.asks_singly = False
+        self._had_several = False  # at the same time, since it last had none
+        self.sends_singly = False
 
-    def ask(self) -> None:
-        """Note that it sends a query."""
+    def add_query(self) -> None:
+        """Count a query that it sends."""
         if self._unanswered:
-            self._several, self.asks_singly = True, False
+            self._had_several, self.sends_singly = True, False
         self._unanswered += 1
 
-    def get(self) -> None:
-        """Note that it gets an answer, or has given up a query."""
+    def remove_query(self) -> None:
+        """Remove a query that was answered or cancelled."""
         self._unanswered -= 1
         if not self._unanswered:
-            self._several, self.asks_singly = False, not self._several
+            self._had_several, self.sends_singly = False, not self._had_several
 
 
 @dataclass(frozen=True, order=True)
-class Waiting:
-    """A query that waits, ordered by its turn; `answer` is cancelled if nobody wants it any more.
+class QueuedQuery:
+    """A query in the queue, ordered by its turn; `answer` is cancelled if its caller gives up.
 
-    `last`: of its sender. `turn`: in tokens. `number`: of its arrival. `sender`: of the query.
+    `is_background`: of its sender. `turn`: in tokens. `number`: in order of arrival.
     """
 
-    last: bool
+    is_background: bool
     turn: float
     number: int
     sender: Sender = field(compare=False)
     query: ScoreQuery = field(compare=False)
-    answer: asyncio.Future[Scored] = field(compare=False)
+    answer: asyncio.Future[EngineAnswer] = field(compare=False)
 
     @property
     def tokens(self) -> int:
@@ -76,29 +76,29 @@ class FairQueue:
     """Orders queries by start-time fair queueing, by tokens (Goyal et al. 1996).
 
     A query waits for those of its own sender, and for as many tokens of each other sender, not for
-    all that came before it. Of senders with the same turn, as all have at first, the first to come
-    is the first, and its query is computed whole, however long. Use it from one event loop; any
+    all earlier queries. Senders with the same turn, as all have at first, are served in order of
+    arrival, and a query is computed completely, however long it is. Use it from one event loop; any
     thread may read `tokens`.
     """
 
     def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._arrived = 0
+        self._arrivals = 0
         self._turn = 0.0  # that the engine has reached
-        self._heap: list[Waiting] = []
+        self._heap: list[QueuedQuery] = []
 
     @property
-    def arrived(self) -> int:
+    def arrival_count(self) -> int:
         """Number of queries that have ever been added."""
-        return self._arrived
+        return self._arrivals
 
     @property
     def tokens(self) -> int:
         """Number of tokens in the queries that wait."""
-        return sum(one.tokens for one in tuple(self._heap) if not one.answer.done())
+        return sum(entry.tokens for entry in tuple(self._heap) if not entry.answer.done())
 
-    def add(self, query: ScoreQuery, sender: Sender) -> Waiting:
+    def add(self, query: ScoreQuery, sender: Sender) -> QueuedQuery:
         """Add a query. `release` it when its answer has arrived.
 
         Raises Overloaded if the queries take too much memory.
@@ -112,52 +112,52 @@ class FairQueue:
         self._bytes += size
         turn = max(self._turn, sender.turn)
         sender.turn = turn + len(query.token_ids)
-        sender.ask()
-        self._arrived += 1
-        answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
-        waiting = Waiting(sender.last, turn, self._arrived, sender, query, answer)
-        heapq.heappush(self._heap, waiting)
-        return waiting
+        sender.add_query()
+        self._arrivals += 1
+        answer: asyncio.Future[EngineAnswer] = asyncio.get_running_loop().create_future()
+        entry = QueuedQuery(sender.is_background, turn, self._arrivals, sender, query, answer)
+        heapq.heappush(self._heap, entry)
+        return entry
 
-    def release(self, waiting: Waiting) -> None:
+    def release(self, entry: QueuedQuery) -> None:
         """Give back the memory of a query, answered or not."""
-        self._bytes -= waiting.query.nbytes + _ENTRY_BYTES
-        waiting.sender.get()
+        self._bytes -= entry.query.nbytes + _ENTRY_BYTES
+        entry.sender.remove_query()
 
-    def first(self) -> Waiting | None:
+    def peek(self) -> QueuedQuery | None:
         """Return the query whose turn is next, without taking it; None if none waits."""
         while self._heap and self._heap[0].answer.done():
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
-    def take(self, tokens: int) -> list[Waiting]:
+    def take(self, tokens: int) -> list[QueuedQuery]:
         """Take queries in the order of their turns until they have so many tokens.
 
-        Takes at least one if any waits. `give_back` those that the engine does not get.
+        Takes at least one if any waits. `put_back` those that the engine does not get.
         """
-        taken: list[Waiting] = []
+        entries: list[QueuedQuery] = []
         while self._heap and tokens > 0:
-            waiting = heapq.heappop(self._heap)
-            if not waiting.answer.done():
-                taken.append(waiting)
-                tokens -= waiting.tokens
-        return taken
+            entry = heapq.heappop(self._heap)
+            if not entry.answer.done():
+                entries.append(entry)
+                tokens -= entry.tokens
+        return entries
 
-    def reach(self, waiting: Waiting) -> None:
-        """Note that the engine computes a query that was taken. Turns of new queries follow."""
-        self._turn = max(self._turn, waiting.turn)
+    def advance_to(self, entry: QueuedQuery) -> None:
+        """Advance the current turn to a query that the engine computes; new queries follow it."""
+        self._turn = max(self._turn, entry.turn)
 
-    def give_back(self, waiting: Waiting) -> None:
-        """Let a query that was taken wait again, with the turn that it had."""
-        heapq.heappush(self._heap, waiting)
+    def put_back(self, entry: QueuedQuery) -> None:
+        """Return a taken query to the queue, with its original turn."""
+        heapq.heappush(self._heap, entry)
 
     def fail(self, error: Exception) -> None:
         """Answer all queries that wait with an error."""
-        for waiting in self._heap:
-            if not waiting.answer.done():
-                waiting.answer.set_exception(error)
+        for entry in self._heap:
+            if not entry.answer.done():
+                entry.answer.set_exception(error)
 
     def cancel(self) -> None:
         """Cancel all queries that wait."""
-        for waiting in self._heap:
-            waiting.answer.cancel()
+        for entry in self._heap:
+            entry.answer.cancel()

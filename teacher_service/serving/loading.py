@@ -1,4 +1,4 @@
-"""The service of a teacher that is still loading its model: it listens, and says how far it is."""
+"""The service of a teacher that is loading its model: it listens, and reports the progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from teacher_service.serving.service import TeacherServicer
 
 log = logging.getLogger(__name__)
 
-_TELL_SECONDS = 2.0
+_LOG_SECONDS = 2.0
 
 _T = TypeVar("_T")
 
@@ -65,60 +65,60 @@ class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
 
     def _loaded_teacher(self) -> TeacherServicer:
         if self._teacher is None:
-            raise still_loading(self._progress)
+            raise build_loading_error(self._progress)
         return self._teacher
 
 
-def still_loading(progress: LoadProgress) -> Unavailable:
-    """Return the error for who calls during the load, for the caller to raise."""
+def build_loading_error(progress: LoadProgress) -> Unavailable:
+    """Return the error for calls during the load."""
     return Unavailable(f"it is loading its model ({progress})", hint="wait for it")
 
 
-async def tell_progress(progress: LoadProgress) -> None:
+async def log_progress(progress: LoadProgress) -> None:
     """Log the progress every two seconds, if it has changed, until cancelled.
 
     A job server reads these lines, see PROGRESS in clients/runs/launch.py.
     """
-    told = ""
+    last_stage = ""
     while True:
-        await asyncio.sleep(_TELL_SECONDS)
-        if (stage := str(progress)) != told:
+        await asyncio.sleep(_LOG_SECONDS)
+        if (stage := str(progress)) != last_stage:
             log.info(PROGRESS, extra=fields(stage=stage))
-            told = stage
+            last_stage = stage
 
 
-async def in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | None:
+async def run_in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | None:
     """Run `work` in a thread and return its result; None if `stop` is set before or as it ends.
 
     The thread is a daemon: a program that is stopped does not wait for it. An error of `work` is
     raised here.
     """
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[_T] = loop.create_future()
+    outcome: asyncio.Future[_T] = loop.create_future()
 
-    def tell(result: _T | None, error: BaseException | None) -> None:
-        if found.cancelled():
+    def set_outcome(result: _T | None, error: BaseException | None) -> None:
+        if outcome.cancelled():
             return
         if error is not None:
-            found.set_exception(error)
+            outcome.set_exception(error)
         else:
-            found.set_result(result)  # type: ignore[arg-type]
+            outcome.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
         result, error = None, None
         try:
             result = work()
-        except BaseException as raised:
-            error = raised
-        loop.call_soon_threadsafe(tell, result, error)
+        except BaseException as work_error:
+            error = work_error
+        loop.call_soon_threadsafe(set_outcome, result, error)
 
     threading.Thread(target=run, name="load", daemon=True).start()
-    stopped = asyncio.create_task(stop.wait())
-    either: list[asyncio.Future[Any]] = [found, stopped]
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+    stop_waiter = asyncio.create_task(stop.wait())
+    futures: list[asyncio.Future[Any]] = [outcome, stop_waiter]
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    stop_waiter.cancel()
     await asyncio.sleep(0)  # a signal that came first is handled one step of the loop later
     if stop.is_set():
-        found.cancel()
+        outcome.cancel()
         return None
-    return found.result()
+    return outcome.result()

@@ -31,37 +31,37 @@ class RequestParts:
 
     def add(self, message: teacher_pb2.ScoreRequest) -> list[Request]:
         """Return the requests that `message` completes, each with its error or None."""
-        found: list[Request] = []
+        requests: list[Request] = []
         if self._first is not None and message.request_id != self._first.request_id:
-            found += self.rest()
+            requests += self.take_unfinished()
         if self._first is None:
             if not message.more:
-                return [*found, (message, None)]
+                return [*requests, (message, None)]
             self._first = message
         for name in _FIELDS:
-            self._keep(name, getattr(message, name))
+            self._store_part(name, getattr(message, name))
         if not message.more:
-            found.append(self._joined())
-        return found
+            requests.append(self._join_parts())
+        return requests
 
-    def rest(self) -> list[Request]:
+    def take_unfinished(self) -> list[Request]:
         """Return the unfinished request with an error, if there is one."""
         if self._first is None:
             return []
-        request, _ = self._joined()
-        return [(request, _refused("the messages with the rest of it are missing"))]
+        request, _ = self._join_parts()
+        return [(request, _size_error("the messages with the rest of it are missing"))]
 
-    def _keep(self, name: str, ids: bytes) -> None:
+    def _store_part(self, name: str, ids: bytes) -> None:
         self._bytes += len(ids)
         if ids and self._bytes <= MAX_REQUEST_BYTES:
             self._ids[name].append(ids)
             self._share.take(len(ids))
 
-    def _joined(self) -> Request:
+    def _join_parts(self) -> Request:
         assert self._first is not None
-        request, size, found = self._first, self._bytes, self._ids
+        request, size, parts_by_name = self._first, self._bytes, self._ids
         request.more = False
-        for name, ids in found.items():
+        for name, ids in parts_by_name.items():
             self._share.give_back(sum(map(len, ids)))
             if ids:
                 setattr(request, name, b"".join(ids))
@@ -70,10 +70,10 @@ class RequestParts:
             return request, None
         for name in _FIELDS:
             request.ClearField(name)
-        return request, _refused(f"{size} bytes, but a request holds {MAX_REQUEST_BYTES}")
+        return request, _size_error(f"{size} bytes, but a request holds {MAX_REQUEST_BYTES}")
 
 
-def _refused(message: str) -> InvalidInput:
+def _size_error(message: str) -> InvalidInput:
     return InvalidInput(
         message, field="head_ids", hint="use fewer head ids per position, or smaller images"
     )

@@ -24,7 +24,7 @@ _HEAD_ID_BYTES, _ROW_BYTES, _SAMPLE_BYTES = 14, 24, 7
 
 
 @dataclass(frozen=True)
-class _Answered:
+class _AnswerEnd:
     """A marker in the queue after the last chunk of an answer whose rows take `size` bytes."""
 
     size: int
@@ -51,7 +51,7 @@ class ScoreStream:
         self._in_flight = 0
         self._share = (budget or AnswerBudget()).share()
         self._fault: DistillError | None = None
-        self._outgoing: asyncio.Queue[teacher_pb2.ScoreChunk | _Answered | None] = asyncio.Queue(
+        self._outgoing: asyncio.Queue[teacher_pb2.ScoreChunk | _AnswerEnd | None] = asyncio.Queue(
             _MAX_WAITING_CHUNKS
         )
         self._answers: set[asyncio.Task[None]] = set()
@@ -65,14 +65,14 @@ class ScoreStream:
         InvalidInput after the earlier requests are answered. After `fail` it raises that error.
         """
         try:
-            while (item := await self._outgoing.get()) is not None:
-                if isinstance(item, _Answered):
-                    self._release(item.size)
+            while (entry := await self._outgoing.get()) is not None:
+                if isinstance(entry, _AnswerEnd):
+                    self._release(entry.size)
                 else:
                     if self._fault:
                         break
                     # Code after this line runs once gRPC has taken the chunk and wants the next.
-                    yield item
+                    yield entry
             if self._fault:
                 raise self._fault
             self._raise_unreadable()
@@ -90,7 +90,7 @@ class ScoreStream:
             task.cancel()
 
     def cancel(self) -> None:
-        """Cancel all tasks, because the client has gone."""
+        """Cancel all tasks, because the client has disconnected."""
         for task in (self._reader, self._closer, *self._answers):
             task.cancel()
         self._share.close()
@@ -103,11 +103,11 @@ class ScoreStream:
             for request, error in parts.add(message):
                 self._start(request, error)
             await self._wait_for_room()
-        for request, error in parts.rest():
+        for request, error in parts.take_unfinished():
             self._start(request, error)
 
     def _start(self, request: teacher_pb2.ScoreRequest, error: DistillError | None) -> None:
-        size = 0 if error else _answer_bytes(request)
+        size = 0 if error else _estimate_answer_bytes(request)
         self._in_flight += 1
         self._share.take(size)
         task = asyncio.create_task(self._answer_one(request, size, error))
@@ -123,7 +123,7 @@ class ScoreStream:
     async def _wait_for_room(self) -> None:
         # Without a request in flight, the share has parts of one, which must be completed.
         while self._in_flight and (self._in_flight >= MAX_IN_FLIGHT or not self._share.has_room):
-            await self._share.change()
+            await self._share.wait_for_release()
 
     def _release(self, size: int) -> None:
         self._in_flight -= 1
@@ -146,11 +146,11 @@ class ScoreStream:
             async for chunk in self._answer(request):
                 await self._outgoing.put(chunk)
         except Exception as error:
-            await self._outgoing.put(_refusal(request, error))
-        await self._outgoing.put(_Answered(size))
+            await self._outgoing.put(_build_error_chunk(request, error))
+        await self._outgoing.put(_AnswerEnd(size))
 
 
-def _answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
+def _estimate_answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
     """Return the estimated memory of the answer, and of its images, in bytes; not validated yet."""
     rows = max(0, len(request.token_ids) // 4 - request.start)
     ids = len(request.head_ids) // 4 or rows * request.top_k
@@ -159,9 +159,11 @@ def _answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
     return answer + len(request.images)
 
 
-def _refusal(request: teacher_pb2.ScoreRequest, error: Exception) -> teacher_pb2.ScoreChunk:
+def _build_error_chunk(
+    request: teacher_pb2.ScoreRequest, error: Exception
+) -> teacher_pb2.ScoreChunk:
     fault = public_error(error, "Score")
-    pause = fault.retry_after_ms if isinstance(fault, Overloaded) else 0
+    retry_after_ms = fault.retry_after_ms if isinstance(fault, Overloaded) else 0
     return teacher_pb2.ScoreChunk(
         request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
         last=True,
@@ -170,6 +172,6 @@ def _refusal(request: teacher_pb2.ScoreRequest, error: Exception) -> teacher_pb2
             message=fault.message,
             field=fault.field,
             hint=fault.hint,
-            retry_after_ms=pause,
+            retry_after_ms=retry_after_ms,
         ),
     )

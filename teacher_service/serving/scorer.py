@@ -24,7 +24,7 @@ _ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
 class RowAnswer:
     """The rows of one query, all computed with the weights of `version`."""
 
-    scored: EncodedRows
+    rows: EncodedRows
     version: int
 
 
@@ -60,8 +60,8 @@ class RowScorer:
         If a weight update is applied before the query is scored, the rows are from the new version.
         Raises Overloaded if the queue is full, or the error of the engine.
         """
-        by = self._dispatcher.info
-        key = _key(query, by), sender is not None and sender.last
+        info = self._dispatcher.info
+        key = _compute_key(query, info), sender is not None and sender.is_background
         flight = self._flights.get(key)
         if flight is None:
             flight = _Flight(asyncio.create_task(self._find_or_score(query, sender)))
@@ -79,39 +79,39 @@ class RowScorer:
                 del self._flights[key]
 
     async def _find_or_score(self, query: ScoreQuery, sender: Sender | None) -> RowAnswer:
-        found = await self._find(query)
-        if found is not None:
-            return found
-        rows = await self._dispatcher.score(query, sender)
-        scored = _encoded(rows.block, query)
+        cached_answer = await self._find_cached(query)
+        if cached_answer is not None:
+            return cached_answer
+        answer = await self._dispatcher.score(query, sender)
+        encoded_rows = _encode_rows(answer.block, query)
         if self._cache:
             # Use the weights that computed the rows: they may be newer than the request.
-            scored = self._cache.put(_key(query, rows.by), query, scored)
-        return RowAnswer(scored, rows.by.version)
+            encoded_rows = self._cache.put(_compute_key(query, answer.info), query, encoded_rows)
+        return RowAnswer(encoded_rows, answer.info.version)
 
-    async def _find(self, query: ScoreQuery) -> RowAnswer | None:
+    async def _find_cached(self, query: ScoreQuery) -> RowAnswer | None:
         """Return cached rows of the current weights; retry if the weights change meanwhile."""
         while self._cache is not None:
-            by = self._dispatcher.info
-            key = _key(query, by)
-            found = await self._cache.get(key, query)
-            if key == _key(query, self._dispatcher.info):
-                return RowAnswer(found, by.version) if found else None
+            info = self._dispatcher.info
+            key = _compute_key(query, info)
+            cached_rows = await self._cache.get(key, query)
+            if key == _compute_key(query, self._dispatcher.info):
+                return RowAnswer(cached_rows, info.version) if cached_rows else None
         return None
 
 
-def _key(query: ScoreQuery, by: EngineInfo) -> bytes:
-    return row_key(by.fingerprint_for(query.adapter), by.version, query)
+def _compute_key(query: ScoreQuery, info: EngineInfo) -> bytes:
+    return row_key(info.fingerprint_for(query.adapter), info.version, query)
 
 
-def _encoded(block: RowBlock, query: ScoreQuery) -> EncodedRows:
+def _encode_rows(block: RowBlock, query: ScoreQuery) -> EncodedRows:
     if query.head_ids is not None:
         # A client that sent head ids already has them.
         block = replace(block, head_ids=None)
     return EncodedRows(encode_rows(block, f32=query.f32), block)
 
 
-def chunks_of(
+def split_into_chunks(
     answer: RowAnswer, query: ScoreQuery, request_id: str, next_position: int
 ) -> Iterator[teacher_pb2.ScoreChunk]:
     """Yield the rows from `next_position` on (0: all), in order, in chunks of MAX_CHUNK_BYTES.
@@ -119,20 +119,20 @@ def chunks_of(
     Every chunk has the digest of all rows of the sequence, so that a client which resumes notices a
     different scoring.
     """
-    scored = answer.scored
-    row_bytes = max(1, (len(scored.encoded) - HEADER_BYTES) // query.rows + 1)
+    encoded_rows = answer.rows
+    row_bytes = max(1, (len(encoded_rows.encoded) - HEADER_BYTES) // query.rows + 1)
     step = max(1, (MAX_CHUNK_BYTES - HEADER_BYTES - _ENVELOPE_BYTES) // row_bytes)
-    digest = xxhash.xxh3_64_intdigest(scored.encoded)
+    digest = xxhash.xxh3_64_intdigest(encoded_rows.encoded)
     first = max(next_position, query.start) - query.start
-    for at in range(first, query.rows, step):
-        last = min(at + step, query.rows)
-        whole = (at, last) == (0, query.rows)
-        block = scored.block.slice(at, last)
+    for first_row in range(first, query.rows, step):
+        last = min(first_row + step, query.rows)
+        is_whole = (first_row, last) == (0, query.rows)
+        block = encoded_rows.block.slice(first_row, last)
         yield teacher_pb2.ScoreChunk(
             request_id=request_id,
-            first_position=query.start + at,
-            count=last - at,
-            payload=scored.encoded if whole else encode_rows(block, f32=query.f32),
+            first_position=query.start + first_row,
+            count=last - first_row,
+            payload=encoded_rows.encoded if is_whole else encode_rows(block, f32=query.f32),
             last=last == query.rows,
             scoring_digest=digest,
             version=answer.version,

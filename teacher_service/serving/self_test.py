@@ -34,35 +34,47 @@ def run_self_test(engine: Engine) -> float:
     """
     info = engine.info
     rng = np.random.default_rng(0)
-    short, long = (min(length, info.max_length) for length in (_LENGTH, 3 * _LENGTH))
-    tokens = rng.integers(0, info.vocab_size, long).astype(np.int32)
+    short_length, long_length = (min(length, info.max_length) for length in (_LENGTH, 3 * _LENGTH))
+    tokens = rng.integers(0, info.vocab_size, long_length).astype(np.int32)
     k = min(_TOP_K, info.vocab_size, info.limits.max_top_k or info.vocab_size)
-    other = ScoreQuery(tokens[::-1].copy(), 1, top_k=k)
-    query = ScoreQuery(tokens[:short], 1, top_k=k)
-    at_tokens = ScoreQuery(tokens[:short], 1, head_ids=tokens[1:short, None])
+    reversed_query = ScoreQuery(tokens[::-1].copy(), 1, top_k=k)
+    query = ScoreQuery(tokens[:short_length], 1, top_k=k)
+    gather_query = ScoreQuery(tokens[:short_length], 1, head_ids=tokens[1:short_length, None])
 
-    alone = _score(engine, [query])[0]
-    again = _score(engine, [query])[0]
-    chosen = info.limits.max_chosen_ids
-    at_tokens_too = [at_tokens] if chosen is None or chosen else []
+    single_rows = _score(engine, [query])[0]
+    repeated_rows = _score(engine, [query])[0]
+    max_chosen_ids = info.limits.max_chosen_ids
+    gather_queries = [gather_query] if max_chosen_ids is None or max_chosen_ids else []
     longer = ScoreQuery(tokens, 1, top_k=k)  # begins with the short one
-    beside, _, begun, *gathered = _score(engine, [query, other, longer, *at_tokens_too])
+    batched_rows, _, prefix_rows, *gathered_blocks = _score(
+        engine, [query, reversed_query, longer, *gather_queries]
+    )
     rounding = _TOLERANCES.get(info.dtype, _HALF_TOLERANCE)
     tolerance = 0.0 if info.batch_invariant else rounding
     differences = [
-        _require_close("scored twice", alone.token_logprobs, again.token_logprobs, tolerance),
-        _require_close("scored in a batch", alone.token_logprobs, beside.token_logprobs, tolerance),
+        _require_close(
+            "scored twice", single_rows.token_logprobs, repeated_rows.token_logprobs, tolerance
+        ),
+        _require_close(
+            "scored in a batch", single_rows.token_logprobs, batched_rows.token_logprobs, tolerance
+        ),
     ]
-    for block in gathered:
-        found = block.head_logprobs[:, 0]
-        _require_close("gathered as a head id", block.token_logprobs, found, _GATHER_TOLERANCE)
+    for block in gathered_blocks:
+        head_logprobs = block.head_logprobs[:, 0]
+        _require_close(
+            "gathered as a head id", block.token_logprobs, head_logprobs, _GATHER_TOLERANCE
+        )
         tolerance = max(tolerance, _GATHER_TOLERANCE)
-        _require_close("scored at given head ids", beside.token_logprobs, found, tolerance)
-    for block in (alone, *gathered):
+        _require_close(
+            "scored at given head ids", batched_rows.token_logprobs, head_logprobs, tolerance
+        )
+    for block in (single_rows, *gathered_blocks):
         mass = np.exp(block.head_logprobs).sum(1) + np.exp(block.tail_logmass)
         _require_close("summed over a row", np.log(mass), np.zeros(len(mass)), _MASS_TOLERANCE)
-    first = begun.token_logprobs[: short - 1]
-    _require_close("scored with other tokens after it", alone.token_logprobs, first, rounding)
+    prefix_logprobs = prefix_rows.token_logprobs[: short_length - 1]
+    _require_close(
+        "scored with other tokens after it", single_rows.token_logprobs, prefix_logprobs, rounding
+    )
     return max(differences)
 
 
@@ -75,12 +87,12 @@ def _score(engine: Engine, queries: list[ScoreQuery]) -> list[RowBlock]:
 
 
 def _require_close(
-    how: str, first: NDArray[np.float32], second: NDArray[np.floating[Any]], tolerance: float
+    case: str, first: NDArray[np.float32], second: NDArray[np.floating[Any]], tolerance: float
 ) -> float:
     difference = float(np.max(np.abs(first - second)))
     if not difference <= tolerance:
         raise WrongState(
-            f"self-test failed: log-probs differ by {difference:.3g} nats when {how}; at most"
+            f"self-test failed: log-probs differ by {difference:.3g} nats when {case}; at most"
             f" {tolerance:.3g} is allowed",
             field="--model",
             hint="try --dtype float32, or --device cpu",

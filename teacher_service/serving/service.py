@@ -21,12 +21,12 @@ from protos.rpc.failpoints import failpoint
 from protos.rpc.transport import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.answer_budget import AnswerBudget
-from teacher_service.serving.dispatcher import Dispatcher, stopping
+from teacher_service.serving.dispatcher import Dispatcher, build_stopping_error
 from teacher_service.serving.fair_queue import Sender
 from teacher_service.serving.score_stream import ScoreStream
-from teacher_service.serving.scorer import RowScorer, chunks_of
+from teacher_service.serving.scorer import RowScorer, split_into_chunks
 from teacher_service.serving.validation import RequestLimits, parse_request
-from teacher_service.serving.weights import Weights
+from teacher_service.serving.weights import WeightUpdater
 
 _TOKENS_PER_CHUNK = 2048
 
@@ -38,7 +38,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self,
         scorer: RowScorer,
         dispatcher: Dispatcher,
-        weights: Weights,
+        weights: WeightUpdater,
         limits: RequestLimits,
         metrics: TeacherMetrics,
         budget: AnswerBudget | None = None,
@@ -51,10 +51,13 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self._metrics = metrics
         self._budget = budget or AnswerBudget()
         self._streams: set[ScoreStream] = set()
-        queued, version = "Tokens waiting for the model.", "Weight updates since the start."
+        queued_help, version_help = (
+            "Tokens waiting for the model.",
+            "Weight updates since the start.",
+        )
         metrics.gauge("active_streams", "Open Score streams.", lambda: len(self._streams))
-        metrics.gauge("queued_tokens", queued, lambda: dispatcher.queued_tokens)
-        metrics.gauge("weights_version", version, lambda: dispatcher.info.version)
+        metrics.gauge("queued_tokens", queued_help, lambda: dispatcher.queued_tokens)
+        metrics.gauge("weights_version", version_help, lambda: dispatcher.info.version)
         metrics.cache(scorer.tiers)
 
     async def GetInfo(
@@ -73,7 +76,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             dtype=info.dtype,
             engine=info.name,
             batch_invariant=info.batch_invariant,
-            load=self._load(),
+            load=self._build_load(),
             max_tail_samples=MAX_TAIL_SAMPLES if info.limits.tail_samples else 0,
             max_tail_draws=MAX_TAIL_DRAWS,
             max_request_bytes=MAX_REQUEST_BYTES,
@@ -107,10 +110,10 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         broken.
         """
         if self._dispatcher.broken:
-            raise stopping()
+            raise build_stopping_error()
         metadata = dict(context.invocation_metadata() or ())
-        version = self._version_asked_for(metadata)
-        sender = Sender(last=metadata.get(TURN_KEY) == LAST_TURN)
+        version = self._read_expected_version(metadata)
+        sender = Sender(is_background=metadata.get(TURN_KEY) == LAST_TURN)
         stream = ScoreStream(request_iterator, partial(self._answer, sender=sender), self._budget)
         self._streams.add(stream)
         context.add_done_callback(lambda _: stream.cancel())
@@ -140,11 +143,11 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         for stream in self._streams:
             if self._dispatcher.broken:
                 # Clients send the requests of a broken connection to another teacher.
-                stream.fail(stopping())
+                stream.fail(build_stopping_error())
             else:
                 stream.drain()
 
-    def _version_asked_for(self, metadata: Mapping[str, Any]) -> int | None:
+    def _read_expected_version(self, metadata: Mapping[str, Any]) -> int | None:
         """Return the version that the client expects, or None if it names no teacher.
 
         A client that reconnects may reach another teacher on the same port. Rows of two teachers
@@ -154,13 +157,13 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         if expected is None:
             return None
         info = self._dispatcher.info
-        actual, *adapted = (
+        own_identity, *adapter_identities = (
             identity_of(fingerprint, info.version)
             for fingerprint in (info.fingerprint, *info.adapters.values())
         )
-        if expected not in (actual, *adapted):
+        if expected not in (own_identity, *adapter_identities):
             raise WrongState(
-                f"this teacher has fingerprint {actual}, but the requests are for {expected}",
+                f"this teacher has fingerprint {own_identity}, but the requests are for {expected}",
                 field="teacher.address",
                 hint="start the teacher with the weights that the job began with, or start a new"
                 " job",
@@ -178,10 +181,12 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
                 query = parse_request(request, self._limits)
             answer = await self._scorer.score(query, sender)
             measured.answered(query.rows)
-            for chunk in chunks_of(answer, query, request.request_id, request.next_position):
+            for chunk in split_into_chunks(
+                answer, query, request.request_id, request.next_position
+            ):
                 yield chunk
 
-    def _load(self) -> teacher_pb2.TeacherLoad:
+    def _build_load(self) -> teacher_pb2.TeacherLoad:
         metrics = self._metrics
         return teacher_pb2.TeacherLoad(
             queued_tokens=self._dispatcher.queued_tokens,

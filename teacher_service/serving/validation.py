@@ -47,8 +47,8 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
         )
     if request.adapter and request.adapter not in limits.adapters:
         refuse_adapter(request.adapter, limits.adapters)
-    limits, vocab_size = _narrowed(request, limits)
-    token_ids = _ids(request.token_ids, "token_ids", limits)
+    limits, vocab_size = _narrow_limits(request, limits)
+    token_ids = _parse_ids(request.token_ids, "token_ids", limits)
     length, start = len(token_ids), request.start
     if not 2 <= length <= limits.max_length:
         _refuse(
@@ -75,7 +75,7 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
             "use fewer; the standard deviation falls only with the square root of their number",
         )
     f32 = request.logprob_format == teacher_pb2.LOGPROB_FORMAT_F32
-    top_k, head_ids = _head(request, length - start, limits)
+    top_k, head_ids = _parse_head(request, length - start, limits)
     return ScoreQuery(
         token_ids,
         start,
@@ -85,16 +85,16 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
         f32,
         request.tail_samples,
         request.sample_seed,
-        _draws(request, length - start, limits),
+        _parse_draws(request, length - start, limits),
         vocab_size,
         request.adapter,
-        _images(request, token_ids, limits),
+        _parse_images(request, token_ids, limits),
     )
 
 
-def refuse_adapter(name: str, known: Iterable[str]) -> NoReturn:
+def refuse_adapter(name: str, adapter_names: Iterable[str]) -> NoReturn:
     """Raise the InvalidInput for an adapter that this teacher does not have."""
-    names = ", ".join(sorted(known))
+    names = ", ".join(sorted(adapter_names))
     _refuse(
         "adapter",
         f"this teacher has no adapter {name!r}" + (f"; it has {names}" if names else ""),
@@ -102,7 +102,7 @@ def refuse_adapter(name: str, known: Iterable[str]) -> NoReturn:
     )
 
 
-def _narrowed(
+def _narrow_limits(
     request: teacher_pb2.ScoreRequest, limits: RequestLimits
 ) -> tuple[RequestLimits, int | None]:
     """Return the limits for the ids of the request, and the query's `vocab_size`.
@@ -117,11 +117,11 @@ def _narrowed(
             f"must be at most {limits.vocab_size}, the number of logits, got {size}",
             "leave it out, or name the number of logits that teacher and student have in common",
         )
-    narrowed = replace(limits, vocab_size=size, max_top_k=min(limits.max_top_k, size))
-    return narrowed, None if size == limits.vocab_size else size
+    narrowed_limits = replace(limits, vocab_size=size, max_top_k=min(limits.max_top_k, size))
+    return narrowed_limits, None if size == limits.vocab_size else size
 
 
-def _head(
+def _parse_head(
     request: teacher_pb2.ScoreRequest, rows: int, limits: RequestLimits
 ) -> tuple[int | None, NDArray[np.int32] | None]:
     match request.WhichOneof("head"):
@@ -130,7 +130,7 @@ def _head(
                 _require_k(request.top_k, "top_k", limits)
             return request.top_k, None
         case "head_ids":
-            flat = _ids(request.head_ids, "head_ids", limits)
+            flat = _parse_ids(request.head_ids, "head_ids", limits)
             if flat.size == 0 or flat.size % rows:
                 _refuse(
                     "head_ids",
@@ -145,12 +145,12 @@ def _head(
             _refuse("top_k", "neither top_k nor head_ids is given", "set one of them")
 
 
-def _draws(
+def _parse_draws(
     request: teacher_pb2.ScoreRequest, rows: int, limits: RequestLimits
 ) -> NDArray[np.int32] | None:
     if not request.draw_ids:
         return None
-    flat = _ids(request.draw_ids, "draw_ids", limits)
+    flat = _parse_ids(request.draw_ids, "draw_ids", limits)
     if flat.size % rows or not 1 <= flat.size // rows <= MAX_TAIL_DRAWS:
         _refuse(
             "draw_ids",
@@ -160,7 +160,7 @@ def _draws(
     return flat.reshape(rows, -1)
 
 
-def _images(
+def _parse_images(
     request: teacher_pb2.ScoreRequest, token_ids: NDArray[np.int32], limits: RequestLimits
 ) -> tuple[bytes, ...]:
     """Return the images of the request; each has one placeholder, in the tokens before `start`."""
@@ -179,24 +179,24 @@ def _images(
             f"{len(sizes)} sizes with the sum {sum(sizes)} for {len(data)} bytes",
             "send the length of each image in bytes",
         )
-    places = np.flatnonzero(token_ids == limits.placeholder)
-    before = places[places < request.start]
-    if len(before) != len(sizes):
+    placeholders = np.flatnonzero(token_ids == limits.placeholder)
+    prompt_placeholders = placeholders[placeholders < request.start]
+    if len(prompt_placeholders) != len(sizes):
         _refuse(
             "images",
-            f"the tokens before `start` have {len(before)} image placeholders (id"
+            f"the tokens before `start` have {len(prompt_placeholders)} image placeholders (id"
             f" {limits.placeholder}), but the request has {len(sizes)} images",
             "send each image, and one placeholder token for each",
         )
-    if (np.diff(before) == 1).any():
+    if (np.diff(prompt_placeholders) == 1).any():
         _refuse(
             "token_ids",
             "has two image placeholders in a row, which the model would read as one image",
             "put other tokens between two images, as the chat template does",
         )
-    if sizes and len(before) != len(places):
+    if sizes and len(prompt_placeholders) != len(placeholders):
         _refuse(
-            f"token_ids[{places[len(before)]}]",
+            f"token_ids[{placeholders[len(prompt_placeholders)]}]",
             "is an image placeholder at or after `start`, but rows are of text only",
             "put images before the scored tokens",
         )
@@ -204,17 +204,17 @@ def _images(
     return tuple(data[first:end] for first, end in pairwise(ends.tolist()))
 
 
-def _ids(data: bytes, field: str, limits: RequestLimits) -> NDArray[np.int32]:
+def _parse_ids(data: bytes, field: str, limits: RequestLimits) -> NDArray[np.int32]:
     if len(data) % 4:
         _refuse(
             field, f"{len(data)} bytes is not a multiple of 4", "send little-endian int32 values"
         )
     ids = np.frombuffer(data, "<i4")
-    bad = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))
-    if bad.size:
+    invalid_places = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))
+    if invalid_places.size:
         _refuse(
-            f"{field}[{bad[0]}]",
-            f"must be 0 to {limits.vocab_size - 1}, got {ids[bad[0]]}",
+            f"{field}[{invalid_places[0]}]",
+            f"must be 0 to {limits.vocab_size - 1}, got {ids[invalid_places[0]]}",
             "use a student and a teacher with the same vocabulary",
         )
     return ids
@@ -230,11 +230,11 @@ def _require_k(k: int, field: str, limits: RequestLimits) -> None:
 
 
 def _require_distinct(head_ids: NDArray[np.int32]) -> None:
-    ordered = np.sort(head_ids, axis=1)
-    repeated = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
-    if repeated.size:
+    sorted_ids = np.sort(head_ids, axis=1)
+    repeated_rows = np.flatnonzero((sorted_ids[:, 1:] == sorted_ids[:, :-1]).any(axis=1))
+    if repeated_rows.size:
         _refuse(
-            f"head_ids[{repeated[0]}]",
+            f"head_ids[{repeated_rows[0]}]",
             "this row has the same id twice",
             "send distinct head ids in each row",
         )

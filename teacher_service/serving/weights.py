@@ -43,7 +43,7 @@ _LARGEST = {
 Parts = AsyncIterator[teacher_pb2.WeightsPart]
 
 
-class Weights:
+class WeightUpdater:
     """Applies weight updates to an engine: one push at a time, all or nothing."""
 
     def __init__(self, engine: Engine, dispatcher: Dispatcher) -> None:
@@ -69,19 +69,19 @@ class Weights:
             raise Overloaded("another push of weights is in progress", hint="retry later")
         self._pushing = True
         try:
-            began, base = time.perf_counter(), engine.info.version
+            start, base_version = time.perf_counter(), engine.info.version
 
             def apply(update: WeightUpdate) -> None:
                 # Check again: an earlier push, abandoned by its client, may have been applied
                 # since this one started.
-                _require_follows(base, engine.info.version)
+                _require_follows(base_version, engine.info.version)
                 engine.update(update)
 
-            update = await _receive(parts, engine.parameters(), base)
+            update = await _receive(parts, engine.parameters(), base_version)
             failpoint("weights-received")
-            await batcher.between_batches(lambda: apply(update))
+            await batcher.run_between_batches(lambda: apply(update))
             failpoint("weights-applied")
-            seconds = round(time.perf_counter() - began, 3)
+            seconds = round(time.perf_counter() - start, 3)
             version = engine.info.version
             log.info("weights", extra=fields(version=version, tau=update.tau, seconds=seconds))
             return engine.info
@@ -90,30 +90,30 @@ class Weights:
 
 
 async def _receive(parts: Parts, expected: Mapping[str, TensorSpec], version: int) -> WeightUpdate:
-    header = (await _next(parts)).header
-    tau = _tau(header)
+    header = (await _receive_part(parts)).header
+    tau = _parse_tau(header)
     _require_follows(header.base_version, version)
-    specs = _specs(header, expected)
+    specs = _parse_specs(header, expected)
     hasher = xxhash.xxh3_128()
     tensors: dict[str, tuple[TensorSpec, NDArray[Any]]] = {}
     for index, (name, spec) in enumerate(specs.items()):
-        data = np.empty(_size(spec), np.uint8)
-        largest = min(_LARGEST[spec.dtype], _LARGEST[expected[name].dtype])
-        at = 0
-        while at < data.size:
-            chunk = (await _next(parts)).chunk
-            _require_next(chunk, name, index, at, data.size, _ITEM_BYTES[spec.dtype])
-            arrived = np.frombuffer(chunk.data, np.uint8)
-            _require_finite(arrived, spec.dtype, largest, name)
-            data[at : at + arrived.size] = arrived
+        data = np.empty(_count_bytes(spec), np.uint8)
+        limit = min(_LARGEST[spec.dtype], _LARGEST[expected[name].dtype])
+        offset = 0
+        while offset < data.size:
+            chunk = (await _receive_part(parts)).chunk
+            _require_next_chunk(chunk, name, index, offset, data.size, _ITEM_BYTES[spec.dtype])
+            chunk_bytes = np.frombuffer(chunk.data, np.uint8)
+            _require_finite(chunk_bytes, spec.dtype, limit, name)
+            data[offset : offset + chunk_bytes.size] = chunk_bytes
             hasher.update(chunk.data)
-            at += arrived.size
+            offset += chunk_bytes.size
         hasher.update(repr((name, spec)).encode())
         tensors[name] = spec, data
     return WeightUpdate(tensors, tau, hasher.hexdigest())
 
 
-async def _next(parts: Parts) -> teacher_pb2.WeightsPart:
+async def _receive_part(parts: Parts) -> teacher_pb2.WeightsPart:
     try:
         async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
             return await anext(parts)
@@ -132,7 +132,7 @@ def _require_follows(base: int, version: int) -> None:
         )
 
 
-def _tau(header: teacher_pb2.WeightsHeader) -> float | None:
+def _parse_tau(header: teacher_pb2.WeightsHeader) -> float | None:
     match header.mode:
         case teacher_pb2.WEIGHTS_MODE_REPLACE:
             return None
@@ -144,7 +144,7 @@ def _tau(header: teacher_pb2.WeightsHeader) -> float | None:
             _refuse("mode", "must be replace or EMA", "start the push with a header that sets it")
 
 
-def _specs(
+def _parse_specs(
     header: teacher_pb2.WeightsHeader, expected: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
     """Return the specs of the tensors that follow, in order; they must match the model exactly."""
@@ -155,24 +155,24 @@ def _specs(
             _refuse(name, "the model has no such parameter", "push model.named_parameters()")
         if name in specs:
             _refuse(name, "is listed twice in the header", "push model.named_parameters()")
-        served = expected[name]
-        if spec.shape != served.shape:
+        served_spec = expected[name]
+        if spec.shape != served_spec.shape:
             _refuse(
                 name,
-                f"has shape {list(spec.shape)}, but the model's has {list(served.shape)}",
+                f"has shape {list(spec.shape)}, but the model's has {list(served_spec.shape)}",
                 "push the weights of the same model",
             )
-        if spec.dtype not in ("float32", served.dtype):
+        if spec.dtype not in ("float32", served_spec.dtype):
             _refuse(
                 name,
-                f"has dtype {spec.dtype or 'none'}, but the model is served in {served.dtype}",
-                f"push float32 or {served.dtype}",
+                f"has dtype {spec.dtype or 'none'}, but the model is served in {served_spec.dtype}",
+                f"push float32 or {served_spec.dtype}",
             )
         specs[name] = spec
-    missing = next((name for name in expected if name not in specs), None)
-    if missing is not None:
-        _refuse(missing, "is missing", "push all of model.named_parameters()")
-    total = sum(map(_size, specs.values()))
+    missing_name = next((name for name in expected if name not in specs), None)
+    if missing_name is not None:
+        _refuse(missing_name, "is missing", "push all of model.named_parameters()")
+    total = sum(map(_count_bytes, specs.values()))
     if header.total_bytes != total:
         _refuse(
             "total_bytes", f"is {header.total_bytes}, but the tensors have {total}", "push again"
@@ -180,36 +180,40 @@ def _specs(
     return specs
 
 
-def _size(spec: TensorSpec) -> int:
+def _count_bytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * _ITEM_BYTES[spec.dtype]
 
 
-def _require_next(
-    chunk: teacher_pb2.WeightsChunk, name: str, index: int, at: int, size: int, item: int
+def _require_next_chunk(
+    chunk: teacher_pb2.WeightsChunk, name: str, index: int, start: int, size: int, item_bytes: int
 ) -> None:
-    if (chunk.tensor, chunk.offset) != (index, at):
+    if (chunk.tensor, chunk.offset) != (index, start):
         _refuse(
             name,
-            f"expected its chunk at byte {at}, got tensor {chunk.tensor} at byte {chunk.offset}",
+            f"expected its chunk at byte {start}, got tensor {chunk.tensor} at byte {chunk.offset}",
             "send the tensors in the order of the header, without gaps",
         )
-    count = len(chunk.data)
-    if not 0 < count <= min(size - at, MAX_CHUNK_BYTES) or count % item:
-        _refuse(name, f"has a chunk of {count} bytes", "send at most 1 MiB, and only whole values")
+    byte_count = len(chunk.data)
+    if not 0 < byte_count <= min(size - start, MAX_CHUNK_BYTES) or byte_count % item_bytes:
+        _refuse(
+            name, f"has a chunk of {byte_count} bytes", "send at most 1 MiB, and only whole values"
+        )
     if xxhash.xxh3_64_intdigest(chunk.data) != chunk.xxh3:
         raise Corrupt(
-            f"the checksum of the chunk at byte {at} does not match", field=name, hint="push again"
+            f"the checksum of the chunk at byte {start} does not match",
+            field=name,
+            hint="push again",
         )
 
 
-def _require_finite(data: NDArray[Any], dtype: str, largest: float, name: str) -> None:
+def _require_finite(data: NDArray[Any], dtype: str, limit: float, name: str) -> None:
     if dtype == "bfloat16":
         # A bfloat16 is the upper half of a float32.
         numbers = (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
     else:
         numbers = data.view("<f4" if dtype == "float32" else "<f2")
     # A NaN fails both comparisons.
-    if not (numbers.min() >= -largest and numbers.max() <= largest):
+    if not (numbers.min() >= -limit and numbers.max() <= limit):
         _refuse(
             name,
             "has a value that is not finite in the dtype that is served",

@@ -73,7 +73,7 @@ def life(
                 if number == at:
                     await asyncio.to_thread(fault)
                 began = time.perf_counter()
-                rows.append((await scorer.score(query)).scored.encoded)
+                rows.append((await scorer.score(query)).rows.encoded)
                 seconds.append(time.perf_counter() - began)
         return Life(rows, seconds, dict(cache.counters()))
 

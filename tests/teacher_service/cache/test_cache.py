@@ -49,7 +49,7 @@ def score_all(engine: CountingEngine, cache: RowCache | None) -> list[bytes]:
     async def main() -> list[bytes]:
         async with cache or nullcontext(), Batcher(engine, max_batch_tokens=100) as batcher:
             scorer = RowScorer(batcher, cache)
-            return [(await scorer.score(query)).scored.encoded for query in QUERIES * 2]
+            return [(await scorer.score(query)).rows.encoded for query in QUERIES * 2]
 
     return asyncio.run(main())
 
@@ -150,11 +150,11 @@ def test_the_first_write_wins() -> None:
 
     async def main() -> tuple[Any, Any]:
         async with Batcher(FakeEngine(FakeSettings(vocab=64)), max_batch_tokens=99) as batcher:
-            first = (await RowScorer(batcher, None).score(QUERIES[0])).scored
+            first = (await RowScorer(batcher, None).score(QUERIES[0])).rows
         async with Batcher(
             FakeEngine(FakeSettings(vocab=64, seed=1)), max_batch_tokens=99
         ) as batcher:
-            second = (await RowScorer(batcher, None).score(QUERIES[0])).scored
+            second = (await RowScorer(batcher, None).score(QUERIES[0])).rows
             return first, second
 
     first, second = asyncio.run(main())

@@ -86,7 +86,7 @@ def test_two_teachers_share_rows(server: RedisServer, zstd: bool) -> None:
         async with cache, Batcher(engine, max_batch_tokens=999) as batcher:
             scorer = RowScorer(batcher, cache)
             answers = [await scorer.score(query) for query in queries]
-        return [answer.scored.encoded for answer in answers], dict(cache.counters())
+        return [answer.rows.encoded for answer in answers], dict(cache.counters())
 
     first, counters = asyncio.run(life())
     assert (counters["hits"], counters["misses"]) == (0, 5)

@@ -23,7 +23,7 @@ from teacher_service.engines.hf import HfEngine
 from teacher_service.head.scoring import ScoredRows, score_hidden
 from teacher_service.head.tail_samples import draw
 from teacher_service.head.uniforms import uniforms_of
-from teacher_service.serving.scorer import RowAnswer, chunks_of
+from teacher_service.serving.scorer import RowAnswer, split_into_chunks
 from tests.teacher_service.tiny_model import VOCAB_SIZE
 
 
@@ -348,15 +348,15 @@ def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
     """Half of it comes from one life of the teacher, half from the next."""
     asked = replace(query(3000, 9, samples=MAX_TAIL_SAMPLES), f32=True)
     assembly = RowAssembly(asked)
-    first, *lost = chunks_of(answer(asked), asked, "1", 0)
+    first, *lost = split_into_chunks(answer(asked), asked, "1", 0)
     assert lost
     assert assembly.add(first) is None
     assert assembly.resume_position == 9 + first.count
     whole = None
-    for chunk in chunks_of(answer(asked), asked, "2", assembly.resume_position):
+    for chunk in split_into_chunks(answer(asked), asked, "2", assembly.resume_position):
         assert assembly.continues(chunk)
         whole = assembly.add(chunk)
-    undisturbed = answer(asked).scored.block
+    undisturbed = answer(asked).rows.block
     assert whole is not None
     for column in fields(RowBlock):
         found, expected = getattr(whole, column.name), getattr(undisturbed, column.name)
@@ -367,7 +367,7 @@ def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
 @pytest.mark.parametrize(("asked", "sent"), [(12, 0), (12, 11), (0, 12)])
 def test_another_number_of_samples_than_asked_for_is_refused(asked: int, sent: int) -> None:
     """As a teacher of an earlier version sends them: it does not know the field."""
-    chunks = chunks_of(answer(query(samples=sent)), query(samples=sent), "1", 0)
+    chunks = split_into_chunks(answer(query(samples=sent)), query(samples=sent), "1", 0)
     with pytest.raises(Corrupt, match=f"sent {sent} tail samples .* but {asked} and 0"):
         RowAssembly(query(samples=asked)).add(next(chunks))
 

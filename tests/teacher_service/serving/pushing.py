@@ -16,7 +16,7 @@ from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
 from teacher_service.engines.hf import HfEngine
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.weights import Weights
+from teacher_service.serving.weights import WeightUpdater
 
 Arrays = dict[str, NDArray[Any]]
 Parts = Iterable[teacher_pb2.WeightsPart]
@@ -47,6 +47,6 @@ def push(engine: Any, parts: Parts) -> EngineInfo:
 
     async def main() -> EngineInfo:
         async with Batcher(engine, max_batch_tokens=1000) as batcher:
-            return await Weights(engine, batcher).push(send())
+            return await WeightUpdater(engine, batcher).push(send())
 
     return asyncio.run(main())

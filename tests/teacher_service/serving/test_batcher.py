@@ -15,7 +15,7 @@ from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving import batcher as module
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.fair_queue import Scored, Sender
+from teacher_service.serving.fair_queue import EngineAnswer, Sender
 
 
 class ScriptedEngine(FakeEngine):
@@ -38,14 +38,14 @@ def query(*ids: int) -> ScoreQuery:
 
 
 def test_one_bad_query_fails_alone() -> None:
-    async def main() -> list[Scored | BaseException]:
+    async def main() -> list[EngineAnswer | BaseException]:
         async with Batcher(ScriptedEngine(), max_batch_tokens=1000) as batcher:
             queries = [query(1, 2, 3), query(1, 9, 3), query(4, 5), query(8, 1, 2)]
             return await asyncio.gather(*map(batcher.score, queries), return_exceptions=True)
 
     fine, crashed, also_fine, refused = asyncio.run(main())
-    assert isinstance(fine, Scored)
-    assert isinstance(also_fine, Scored)
+    assert isinstance(fine, EngineAnswer)
+    assert isinstance(also_fine, EngineAnswer)
     assert isinstance(crashed, RuntimeError)
     assert isinstance(refused, Corrupt)
 
@@ -60,7 +60,7 @@ def test_chance_gets_a_second_try() -> None:
 
     engine = Unlucky()
 
-    async def main() -> Scored:
+    async def main() -> EngineAnswer:
         async with Batcher(engine, max_batch_tokens=1000) as batcher:
             return await batcher.score(query(1, 2, 3))
 
@@ -190,7 +190,7 @@ def test_senders_take_turns_and_captures_come_last() -> None:
     async def main() -> list[int]:
         async with Batcher(engine, max_batch_tokens=8) as batcher:
             engine.gate.clear()
-            heavy, capture, light = Sender(), Sender(last=True), Sender()
+            heavy, capture, light = Sender(), Sender(is_background=True), Sender()
             answers = [
                 asyncio.create_task(batcher.score(query(2, 2, 2), capture)) for _ in range(4)
             ]

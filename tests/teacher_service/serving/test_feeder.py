@@ -14,7 +14,7 @@ from protos.errors import Corrupt, DistillError, Unavailable
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import ContinuousEngine, QuerySchedule
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.serving.fair_queue import Scored, Sender
+from teacher_service.serving.fair_queue import EngineAnswer, Sender
 from teacher_service.serving.feeder import Feeder
 
 STEP = 10
@@ -82,7 +82,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def begin(feeder: Feeder, sender: Sender, *ids: int) -> asyncio.Task[Scored]:
+def begin(feeder: Feeder, sender: Sender, *ids: int) -> asyncio.Task[EngineAnswer]:
     return asyncio.create_task(feeder.score(query(*ids), sender))
 
 
@@ -119,7 +119,7 @@ def test_a_long_query_leaves_no_step_half_empty() -> None:
 
 def test_a_light_client_is_next_whatever_waits() -> None:
     async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
-        heavy, capture, light = Sender(), Sender(last=True), Sender()
+        heavy, capture, light = Sender(), Sender(is_background=True), Sender()
         answers = [begin(feeder, capture, 2, 2, 2, 2) for _ in range(3)]
         answers += [begin(feeder, heavy, 1, 1, 1, 1) for _ in range(128)]
         await until(lambda: len(engine.running) == 10)
@@ -213,7 +213,7 @@ def test_a_query_fails_alone_and_the_engine_goes_on() -> None:
             fine, crashed, refused = await asyncio.gather(
                 *map(feeder.score, queries), return_exceptions=True
             )
-            assert isinstance(fine, Scored)
+            assert isinstance(fine, EngineAnswer)
             assert isinstance(crashed, RuntimeError)
             assert isinstance(refused, Corrupt)
         assert not feeder.broken

@@ -19,7 +19,7 @@ from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.service import TeacherServicer
 from teacher_service.serving.validation import RequestLimits
-from teacher_service.serving.weights import Weights
+from teacher_service.serving.weights import WeightUpdater
 
 POISONED, POSITION = 42, 7
 
@@ -54,7 +54,7 @@ def test_one_position_fails_its_sequence_only(tiny_model: Path) -> None:
         async with Batcher(engine, max_batch_tokens=1000, metrics=metrics) as batcher:
             limits = RequestLimits(engine.info.vocab_size, 100, 90)
             scorer = RowScorer(batcher, cache)
-            weights = Weights(engine, batcher)
+            weights = WeightUpdater(engine, batcher)
             servicer = TeacherServicer(scorer, batcher, weights, limits, metrics)
 
             async def ask(request: teacher_pb2.ScoreRequest) -> int | DistillError:

@@ -19,7 +19,7 @@ from teacher_service.engines.hf import HfEngine
 from teacher_service.serving import weights as weights_module
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer
-from teacher_service.serving.weights import Weights
+from teacher_service.serving.weights import WeightUpdater
 from tests.teacher_service.serving.pushing import NAME, QUERY, arrays, parameters, push, rows
 
 
@@ -36,7 +36,7 @@ def test_one_push_at_a_time_and_a_silent_one_ends(
 
     async def main() -> None:
         async with Batcher(engine, max_batch_tokens=1000) as batcher:
-            weights = Weights(engine, batcher)
+            weights = WeightUpdater(engine, batcher)
             first = asyncio.create_task(weights.push(silent()))
             await stalled.wait()
             with pytest.raises(Overloaded):
@@ -74,7 +74,7 @@ def test_a_push_that_is_given_up_while_it_is_applied_counts(
 
     async def main() -> None:
         async with Batcher(engine, max_batch_tokens=1000) as batcher:
-            weights = Weights(engine, batcher)
+            weights = WeightUpdater(engine, batcher)
             first = asyncio.create_task(weights.push(send()))
             assert await asyncio.to_thread(began.wait, 20)
             first.cancel()
@@ -124,7 +124,7 @@ def test_rows_are_of_the_version_that_they_say(tiny_model: Path, other_model: Pa
     async def main() -> list[int]:
         async with Batcher(engine, max_batch_tokens=300) as batcher:
             scorers = [RowScorer(batcher, cache), RowScorer(batcher, None)]
-            weights, seen = Weights(engine, batcher), []
+            weights, seen = WeightUpdater(engine, batcher), []
 
             enough = asyncio.Event()
 
@@ -132,7 +132,7 @@ def test_rows_are_of_the_version_that_they_say(tiny_model: Path, other_model: Pa
                 while not enough.is_set():
                     answer = await scorers[number % 2].score(QUERY)
                     seen.append(answer.version)
-                    found, block = answer.scored.block, expected[answer.version % 2]
+                    found, block = answer.rows.block, expected[answer.version % 2]
                     assert found.head_logprobs.tobytes() == block.head_logprobs.tobytes()
                     await asyncio.sleep(0)  # an answer of the cache waits for nothing
 

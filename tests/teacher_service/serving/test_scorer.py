@@ -60,7 +60,7 @@ def test_equal_queries_make_one_forward(cached: bool) -> None:
         engine.gate.set()
         first, *more = await asyncio.gather(*tasks)
         assert all(scored is first for scored in more)
-        assert (await other).scored.encoded != first.scored.encoded
+        assert (await other).rows.encoded != first.rows.encoded
         assert engine.forwards == 2
         await scorer.score(query(1, 2, 3))
         assert engine.forwards == (2 if cached else 3)
@@ -78,7 +78,7 @@ def test_the_others_go_on_when_one_gives_up() -> None:
             task.cancel()
         await asyncio.sleep(0)
         engine.gate.set()
-        assert len((await tasks[2]).scored.block) == 2
+        assert len((await tasks[2]).rows.block) == 2
         assert tasks[0].cancelled()
         assert engine.forwards == 1
 
@@ -154,7 +154,7 @@ def test_rows_of_weights_that_change_meanwhile_are_not_given_out() -> None:
             assert new.version == engine.info.version == 3
             assert cache.counters()["hits"] == 2, "the old rows were found, and not given out"
             # What was scored is kept under the weights that made it.
-            assert (await scorer.score(query(1, 2, 3))).scored.encoded == new.scored.encoded
+            assert (await scorer.score(query(1, 2, 3))).rows.encoded == new.rows.encoded
             assert cache.counters()["hits"] == 3
 
     asyncio.run(main())
