@@ -86,7 +86,7 @@ class RedisStore:
         for number, one in enumerate(rows):
             self._tier.put(StoredRows(self._key(number), b"", 1, one))
             if number % BATCH == BATCH - 1 or number == len(rows) - 1:
-                await self._tier.written()
+                await self._tier.wait_until_written()
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
         return self._loop.run_until_complete(self._read(numbers))

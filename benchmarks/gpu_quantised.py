@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.gpu import machine, options_of, write
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import ScoringEngine
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm import VllmEngine
 from tests.vllm.float64 import Differences, Exact, queries
@@ -74,7 +74,7 @@ def started(path: Path, **options: Any) -> Iterator[VllmEngine]:
         engine.close()
 
 
-def differences(engine: Engine, exact: Exact) -> Differences:
+def differences(engine: ScoringEngine, exact: Exact) -> Differences:
     """Of sequences of several lengths, and at two temperatures: the largest of each number."""
     asked = queries(VOCAB_SIZE)
     found = []

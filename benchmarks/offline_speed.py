@@ -42,7 +42,7 @@ from teacher_service.capture.recorder import Recorder
 from teacher_service.capture.sequences import SequenceReader
 from teacher_service.capture.sources import EngineSource, QuerySettings, batches
 from teacher_service.capture.teacher import load_engine
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import ScoringEngine
 
 
 class InMemorySteps(StoredSteps):
@@ -125,7 +125,7 @@ def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any
     return {**rates, "ratio": statistics.median(ratios), "ratios": ratios, "rows": plan.rows}
 
 
-def _score(engine: Engine, ask: QuerySettings, plan: CapturePlan, most: int) -> None:
+def _score(engine: ScoringEngine, ask: QuerySettings, plan: CapturePlan, most: int) -> None:
     for number in range(len(plan.files) - 1):
         sequences = [plan[index] for index in plan.file(number)]
         for batch in batches([len(one.token_ids) for one in sequences], most):
@@ -133,7 +133,12 @@ def _score(engine: Engine, ask: QuerySettings, plan: CapturePlan, most: int) -> 
 
 
 def _capture(
-    engine: Engine, ask: QuerySettings, plan: CapturePlan, most: int, job: CaptureJob, home: Path
+    engine: ScoringEngine,
+    ask: QuerySettings,
+    plan: CapturePlan,
+    most: int,
+    job: CaptureJob,
+    home: Path,
 ) -> None:
     run = RunDirectory.create(home, job)
     files = range(len(plan.files) - 1)

@@ -94,21 +94,29 @@ def teacher(
     from teacher_service.http.front import HttpFront
 
     sizes = cache_memory_mib << 20, cache_disk_gib << 30
-    common = engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k
-    vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share, engine_option or ())
-    other = program.EndpointSettings(tokenizer or "", served_model or "")
-    chosen = program.EngineSettings(*common, vllm, other, adapter or (), device_map or "")
+    common_arguments = engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k
+    vllm_settings = program.VllmEngineSettings(
+        tensor_parallel_size, gpu_memory_share, engine_option or ()
+    )
+    endpoint_settings = program.EndpointSettings(tokenizer or "", served_model or "")
+    engine_settings = program.ScoringEngineSettings(
+        *common_arguments, vllm_settings, endpoint_settings, adapter or (), device_map or ""
+    )
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-        place = read_endpoint(host, port, token_file, tls, insecure=insecure)
-        cache = _kept_cache(no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours)
+        endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
+        cache = _read_cache_settings(
+            no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours
+        )
         http = None if http_port is None else HttpFront(http_port, tls)
-        page = metrics_host, metrics_port
-        program.run(program.TeacherSettings(chosen, place, cache, page, http))
+        metrics_page_address = metrics_host, metrics_port
+        program.run(
+            program.TeacherSettings(engine_settings, endpoint, cache, metrics_page_address, http)
+        )
 
 
-def _kept_cache(
+def _read_cache_settings(
     no_cache: bool,
     directory: Path | None,
     sizes: tuple[int, int],
@@ -125,11 +133,11 @@ def _kept_cache(
             field="--redis-url",
             hint="remove one of the two options",
         )
-    directory, seconds = directory or _default_cache(), redis_ttl_hours * 3600
-    found = CacheSettings(directory, *sizes, zstd, redis_url, seconds)
-    return None if no_cache else found
+    directory, seconds = directory or _default_cache_directory(), redis_ttl_hours * 3600
+    settings = CacheSettings(directory, *sizes, zstd, redis_url, seconds)
+    return None if no_cache else settings
 
 
-def _default_cache() -> Path:
+def _default_cache_directory() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "distill-service" / "rows"

@@ -37,21 +37,25 @@ class TeacherMetrics:
         )
         for code in ("OK", "CANCELLED", *ErrorCode):
             self._requests.labels(code)
-        self._tokens = Counter(
+        self._scored_tokens = Counter(
             _PREFIX + "scored_tokens", "Rows computed by the model.", registry=registry
         )
-        self._fill = Histogram(
+        self._batch_fill = Histogram(
             _PREFIX + "batch_fill_ratio",
             "Tokens of a batch, without padding, divided by --max-batch-tokens; vLLM: in flight.",
             buckets=_FILL_BUCKETS,
             registry=registry,
         )
-        self._forward = seconds("forward_seconds", "Time in the model of a batch; vLLM: a query.")
-        self._first = seconds("first_chunk_seconds", "Time from a request to its first rows.")
-        self._whole = seconds("request_seconds", "Time from a request to its last rows.")
+        self._forward_seconds = seconds(
+            "forward_seconds", "Time in the model of a batch; vLLM: a query."
+        )
+        self._first_chunk_seconds = seconds(
+            "first_chunk_seconds", "Time from a request to its first rows."
+        )
+        self._request_seconds = seconds("request_seconds", "Time from a request to its last rows.")
 
     @contextmanager
-    def request(self) -> Iterator[MeasuredRequest]:
+    def measure_request(self) -> Iterator[MeasuredRequest]:
         """Measure one request: count and log it by the outcome of the `with` block.
 
         The times are recorded only if the block ends without an exception.
@@ -67,37 +71,37 @@ class TeacherMetrics:
             code = error.code if isinstance(error, DistillError) else ErrorCode.INTERNAL
             raise
         finally:
-            seconds = time.perf_counter() - measured.began
+            seconds = time.perf_counter() - measured.start
             self._requests.labels(code).inc()
             log.debug(
                 "request", extra=fields(code=code, rows=measured.rows, seconds=round(seconds, 6))
             )
-        self._first.observe(measured.seconds_to_first)
-        self._whole.observe(seconds)
+        self._first_chunk_seconds.observe(measured.seconds_to_first)
+        self._request_seconds.observe(seconds)
 
-    def refused(self, error: DistillError) -> None:
+    def count_refusal(self, error: DistillError) -> None:
         """Count a request that was refused before any of its sequences was scored."""
         self._requests.labels(error.code).inc()
 
-    def forward(self, *, rows: int, fill: float, seconds: float) -> None:
+    def record_forward(self, *, rows: int, fill: float, seconds: float) -> None:
         """Record one scored batch, or one query of an engine that batches by itself.
 
         `fill` is its number of tokens without padding, or of the tokens in flight, divided by the
         limit. `seconds` is the time that the engine took.
         """
-        self._tokens.inc(rows)
-        self._fill.observe(fill)
-        self._forward.observe(seconds)
+        self._scored_tokens.inc(rows)
+        self._batch_fill.observe(fill)
+        self._forward_seconds.observe(seconds)
 
-    def gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
+    def add_gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is `read()` at the time of each scrape."""
         Gauge(_PREFIX + name, meaning, registry=self.registry).set_function(read)
 
-    def cache(self, read: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
+    def add_cache_counters(self, read: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
         """Add the hit and miss counters of the cache tiers; `read()` returns them by tier name."""
         self.registry.register(_CacheCollector(read))
 
-    def total(self, name: str, **labels: str) -> int:
+    def read_total(self, name: str, **labels: str) -> int:
         """Return the value of a sample; `name` is without the prefix. 0 if there is none."""
         return int(self.registry.get_sample_value(_PREFIX + name, labels) or 0)
 
@@ -106,14 +110,14 @@ class TeacherMetrics:
 class MeasuredRequest:
     """Measurements of one request: its start (perf_counter, s), time to first rows, and rows."""
 
-    began: float
+    start: float
     seconds_to_first: float = 0.0
     rows: int = 0
 
-    def answered(self, rows: int) -> None:
+    def record_answer(self, rows: int) -> None:
         """Record that the rows are ready to be sent."""
         self.rows = rows
-        self.seconds_to_first = time.perf_counter() - self.began
+        self.seconds_to_first = time.perf_counter() - self.start
 
 
 @dataclass(frozen=True)
@@ -123,11 +127,11 @@ class _CacheCollector(Collector):
     read: Callable[[], Mapping[str, tuple[int, int]]]
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        found_in, missing_in = "Sequences found in a tier.", "Sequences not found in a tier."
-        hits = CounterMetricFamily(_PREFIX + "cache_hits", found_in, labels=["tier"])
-        misses = CounterMetricFamily(_PREFIX + "cache_misses", missing_in, labels=["tier"])
-        for tier, (found, missed) in self.read().items():
-            hits.add_metric([tier], found)
-            misses.add_metric([tier], missed)
+        hits_help, misses_help = "Sequences found in a tier.", "Sequences not found in a tier."
+        hits = CounterMetricFamily(_PREFIX + "cache_hits", hits_help, labels=["tier"])
+        misses = CounterMetricFamily(_PREFIX + "cache_misses", misses_help, labels=["tier"])
+        for tier, (hit_count, miss_count) in self.read().items():
+            hits.add_metric([tier], hit_count)
+            misses.add_metric([tier], miss_count)
         yield hits
         yield misses

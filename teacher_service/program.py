@@ -20,7 +20,7 @@ from protos.rpc.logs import fields
 from protos.rpc.metrics_page import MetricsPage, metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
-from teacher_service.engines.base import ContinuousEngine, Engine, RemoteEngine
+from teacher_service.engines.base import ContinuousEngine, RemoteEngine, ScoringEngine
 from teacher_service.http.app import HttpTeacher
 from teacher_service.http.clients import HttpClients
 from teacher_service.http.front import HttpFront, LoadingApp
@@ -46,7 +46,7 @@ GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class VllmSettings:
+class VllmEngineSettings:
     """Options of the vllm engine: the number of GPUs, and the share of their memory in (0, 1].
 
     `options`: further ones, NAME=VALUE each.
@@ -64,13 +64,13 @@ class EndpointSettings:
     tokenizer: str = ""
     served_model: str = ""
 
-    def given(self) -> dict[str, str]:
+    def values_by_option(self) -> dict[str, str]:
         """Return the values by their option; "" if an option is not given."""
         return {"--tokenizer": self.tokenizer, "--served-model": self.served_model}
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class ScoringEngineSettings:
     """The engine and its model; the command-line options of the same names explain each field.
 
     `adapters`: NAME=DIR each. `device_map`: "auto", or "" for a model on one device.
@@ -83,7 +83,7 @@ class EngineSettings:
     batch_invariant: bool
     max_batch_tokens: int
     max_top_k: int
-    vllm: VllmSettings
+    vllm: VllmEngineSettings
     endpoint: EndpointSettings = EndpointSettings()
     adapters: Sequence[str] = ()
     device_map: str = ""
@@ -97,7 +97,7 @@ class TeacherSettings:
     `http` None: the teacher answers gRPC only.
     """
 
-    engine: EngineSettings
+    engine: ScoringEngineSettings
     endpoint: ServerEndpoint
     cache: CacheSettings | None
     metrics: tuple[str, int]
@@ -107,7 +107,7 @@ class TeacherSettings:
 def run(settings: TeacherSettings) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
-    The port is bound before the engine is loaded: who calls meanwhile learns how far it is. A
+    The port is bound before the engine is loaded: clients that call meanwhile get the progress. A
     signal during the load ends this process at once, with exit code 0, or 130 for SIGINT.
 
     Raises SystemExit with code 1 if the engine fails every query; see Dispatcher. Raises
@@ -116,7 +116,7 @@ def run(settings: TeacherSettings) -> None:
     redis = open_redis(settings.cache) if settings.cache else None
     metrics = TeacherMetrics()
     page = MetricsPage(metrics.registry)
-    metrics.gauge("ready", "1 while it answers requests, 0 while it loads.", lambda: page.ready)
+    metrics.add_gauge("ready", "1 while it answers requests, 0 while it loads.", lambda: page.ready)
     with metrics_page(page, settings.metrics):
         # Check before loading, which takes minutes, and after the page has bound its port.
         settings.endpoint.require_usable()
@@ -125,7 +125,9 @@ def run(settings: TeacherSettings) -> None:
         asyncio.run(_Program(settings, redis, metrics, page).serve())
 
 
-def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) -> Engine:
+def make_engine(
+    settings: ScoringEngineSettings, progress: LoadProgress | None = None
+) -> ScoringEngine:
     """Load the engine `settings.name`. `progress` follows the load.
 
     Raises InvalidInput if the engine is unknown, lacks one of the options that are set, or cannot
@@ -185,44 +187,49 @@ def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) 
             )
 
 
-def _require_known_options(settings: EngineSettings) -> None:
+def _require_known_options(settings: ScoringEngineSettings) -> None:
     """Raise InvalidInput if an option is set that the engine does not have."""
-    vllm = settings.name == "vllm"
-    own = settings.endpoint.given() if settings.name != "endpoint" else {}
-    unknown = [(option, "use --engine endpoint") for option, value in own.items() if value]
+    is_vllm = settings.name == "vllm"
+    endpoint_values = settings.endpoint.values_by_option() if settings.name != "endpoint" else {}
+    unsupported = [
+        (option, "use --engine endpoint") for option, value in endpoint_values.items() if value
+    ]
     if settings.name == "hf" and settings.vllm.tensor_parallel_size != 1:
-        unknown.append(("--tensor-parallel-size", "use --engine vllm"))
-    if settings.vllm.options and not vllm:
-        unknown.append(("--engine-option", "use --engine vllm"))
-    if vllm and settings.device != "auto":
-        unknown.append(("--device", "set CUDA_VISIBLE_DEVICES"))
-    if vllm and settings.batch_invariant:
-        unknown.append(("--batch-invariant", "use --engine hf"))
+        unsupported.append(("--tensor-parallel-size", "use --engine vllm"))
+    if settings.vllm.options and not is_vllm:
+        unsupported.append(("--engine-option", "use --engine vllm"))
+    if is_vllm and settings.device != "auto":
+        unsupported.append(("--device", "set CUDA_VISIBLE_DEVICES"))
+    if is_vllm and settings.batch_invariant:
+        unsupported.append(("--batch-invariant", "use --engine hf"))
     if settings.adapters and settings.name == "endpoint":
-        unknown.append(("--adapter", "name the adapter as --served-model"))
-    elif settings.adapters and not (vllm or settings.name == "hf"):
-        unknown.append(("--adapter", "use --engine hf or vllm"))
+        unsupported.append(("--adapter", "name the adapter as --served-model"))
+    elif settings.adapters and not (is_vllm or settings.name == "hf"):
+        unsupported.append(("--adapter", "use --engine hf or vllm"))
     if settings.device_map and settings.name != "hf":
-        unknown.append((DEVICE_MAP, "use --engine hf, or with vllm --tensor-parallel-size"))
+        unsupported.append((DEVICE_MAP, "use --engine hf, or with vllm --tensor-parallel-size"))
     elif settings.device_map:
         _require_divisible(settings)
-    for option, hint in unknown:
+    for option, hint in unsupported:
         raise InvalidInput(
             f"the {settings.name} engine has no such option", field=option, hint=hint
         )
 
 
-def _require_divisible(settings: EngineSettings) -> None:
+def _require_divisible(settings: ScoringEngineSettings) -> None:
     """Raise InvalidInput if the settings do not go with a model that is divided over devices."""
-    wrong = ""
+    problem = ""
     if settings.device_map != AUTO:
-        wrong, hint = f"unknown device map {settings.device_map!r}", f"use {AUTO}"
+        problem, hint = f"unknown device map {settings.device_map!r}", f"use {AUTO}"
     elif settings.device != "auto":
-        wrong, hint = "it takes all devices", "leave --device out, or set CUDA_VISIBLE_DEVICES"
+        problem, hint = "it takes all devices", "leave --device out, or set CUDA_VISIBLE_DEVICES"
     elif settings.adapters:
-        wrong, hint = "a model that is divided has no adapters", "merge the adapter into the model"
-    if wrong:
-        raise InvalidInput(wrong, field=DEVICE_MAP, hint=hint)
+        problem, hint = (
+            "a model that is divided has no adapters",
+            "merge the adapter into the model",
+        )
+    if problem:
+        raise InvalidInput(problem, field=DEVICE_MAP, hint=hint)
 
 
 class _Program:
@@ -242,7 +249,7 @@ class _Program:
         self._servicer = LoadingServicer(self._progress)
         self._stop = asyncio.Event()
         self._dispatcher: Dispatcher | None = None
-        self._enders: list[Callable[[], None]] = []
+        self._stop_callbacks: list[Callable[[], None]] = []
         self._http_url = ""
 
     async def serve(self) -> None:
@@ -257,19 +264,19 @@ class _Program:
 
         self._page.follow(asyncio.get_running_loop())
         async with AsyncExitStack() as stack:
-            ended_by = await serve(
+            stop_signal = await serve(
                 register,
                 self._settings.endpoint,
                 grace_seconds=GRACE_SECONDS,
                 prepare=partial(self._load, stack),
-                on_ready=self._tell_ready,
-                on_stop=self._end_calls,
+                on_ready=self._announce_ready,
+                on_stop=self._stop_requests,
                 stop=self._stop,
             )
         if self._dispatcher is None:
-            # The thread that loads cannot be ended in another way, and may hold a device.
+            # The loading thread cannot be stopped in another way, and may hold a device.
             logging.shutdown()
-            os._exit(ExitCode.INTERRUPTED if ended_by is signal.SIGINT else ExitCode.OK)
+            os._exit(ExitCode.INTERRUPTED if stop_signal is signal.SIGINT else ExitCode.OK)
         if self._dispatcher.broken:
             raise SystemExit(1)
 
@@ -278,10 +285,10 @@ class _Program:
         settings, metrics = self._settings, self._metrics
         app, front = LoadingApp(self._progress), AsyncExitStack()
         await stack.enter_async_context(front)
-        self._http_url, stop_http = await front.enter_async_context(_http(settings, app))
+        self._http_url, stop_http = await front.enter_async_context(_serve_http(settings, app))
         progress_logger = asyncio.create_task(log_progress(self._progress))
         try:
-            engine = await run_in_thread(self._tested_engine, self._stop)
+            engine = await run_in_thread(self._load_engine, self._stop)
         finally:
             progress_logger.cancel()
         if engine is None:
@@ -292,38 +299,40 @@ class _Program:
             cache = make_cache(settings.cache, self._redis, info.fingerprint)
             stack.callback(lambda: log.info("cache", extra=fields(**cache.counters())))
             await stack.enter_async_context(cache)
-        dispatcher = await stack.enter_async_context(self._dispatching(engine))
-        most = info.limits.max_top_k or info.vocab_size
+        dispatcher = await stack.enter_async_context(self._make_dispatcher(engine))
+        max_top_k = info.limits.max_top_k or info.vocab_size
         limits = RequestLimits(
             info.vocab_size,
             info.max_length,
-            min(settings.engine.max_top_k, most),
+            min(settings.engine.max_top_k, max_top_k),
             frozenset(info.adapters),
             info.placeholder,
         )
         scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
         weights = WeightUpdater(engine, dispatcher)
         servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics, budget)
-        # The requests of HTTP end before what answers them.
+        # HTTP requests end before the services that answer them.
         await stack.enter_async_context(front.pop_all())
-        self._enders = [stop_http, servicer.drain]
+        self._stop_callbacks = [stop_http, servicer.drain]
         self._dispatcher = dispatcher
         self._servicer.set_teacher(servicer)
         app.set_teacher(HttpTeacher(scorer, dispatcher, limits, metrics, HttpClients(budget)))
 
-    def _tested_engine(self) -> Engine:
+    def _load_engine(self) -> ScoringEngine:
         engine = make_engine(self._settings.engine, self._progress)
         self._progress.begin("scoring its self-test")
         difference = run_self_test(engine)
         meaning = "Largest difference of two scorings of a token at startup."
-        self._metrics.gauge("self_test_nats", meaning, lambda: difference)
+        self._metrics.add_gauge("self_test_nats", meaning, lambda: difference)
         if isinstance(engine, RemoteEngine):
-            asked = engine
+            remote_engine = engine
             meaning = "Tokens of all requests to the endpoint, which may charge for them."
-            self._metrics.gauge("endpoint_tokens", meaning, lambda: asked.requested_tokens)
+            self._metrics.add_gauge(
+                "endpoint_tokens", meaning, lambda: remote_engine.requested_tokens
+            )
         return engine
 
-    def _dispatching(self, engine: Engine) -> Dispatcher:
+    def _make_dispatcher(self, engine: ScoringEngine) -> Dispatcher:
         if isinstance(engine, ContinuousEngine):
             return Feeder(engine, on_broken=self._stop.set, metrics=self._metrics)
         return Batcher(
@@ -333,12 +342,12 @@ class _Program:
             metrics=self._metrics,
         )
 
-    def _end_calls(self) -> None:
+    def _stop_requests(self) -> None:
         self._page.stop()
-        for end in self._enders:
-            end()
+        for stop in self._stop_callbacks:
+            stop()
 
-    def _tell_ready(self, port: int) -> None:
+    def _announce_ready(self, port: int) -> None:
         assert self._dispatcher
         self._page.start()
         info = self._dispatcher.info
@@ -350,12 +359,12 @@ class _Program:
 
 
 @asynccontextmanager
-async def _http(
+async def _serve_http(
     settings: TeacherSettings, app: LoadingApp
 ) -> AsyncIterator[tuple[str, Callable[[], None]]]:
     """Serve HTTP within the block, if settings.http. Yields the URL or "", and how to end it."""
     if settings.http is None:
         yield "", lambda: None
     else:
-        async with settings.http.serving(app, settings.endpoint) as found:
-            yield found
+        async with settings.http.serving(app, settings.endpoint) as address_and_stop:
+            yield address_and_stop

@@ -52,8 +52,8 @@ class DiskTier:
             log.warning("cache: shard %s of %s is damaged; it is set aside", name, path)
         self._queue: queue.SimpleQueue[StoredRows | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
-        self._counting = threading.Lock()
-        self._failing = False
+        self._count_lock = threading.Lock()
+        self._is_failing = False
         self._thread = threading.Thread(target=self._write, name="cache-disk", daemon=True)
         self._thread.start()
 
@@ -79,7 +79,7 @@ class DiskTier:
         """
         if entry.key in self or self._waiting_bytes + len(entry.rows) > MAX_WAITING_BYTES:
             return
-        with self._counting:
+        with self._count_lock:
             self._waiting_bytes += len(entry.rows)
         self._queue.put(entry)
 
@@ -103,34 +103,34 @@ class DiskTier:
         return None if rows is None else expand_rows(rows, max_bytes)
 
     def _write(self) -> None:
-        more = True
-        while more:
-            entries, more = self._collect()
+        has_more = True
+        while has_more:
+            entries, has_more = self._collect()
             try:
                 self._store.append([*entries.values()])
                 self._trim()
-                self._failing = False
+                self._is_failing = False
             except OSError as error:
                 self.counts.errors += 1
-                if not self._failing:
+                if not self._is_failing:
                     log.error("cache: %s; rows are not stored on disk until it works", error)
-                self._failing = True
+                self._is_failing = True
 
     def _trim(self) -> None:
         sizes = self._store.sizes
         total, count = sum(sizes), len(sizes)
         room = self._max_bytes - total
         self.counts.removed += remove_oldest(self._root, keep=self._store.path, room=room)
-        before = len(self._store)
+        count_before = len(self._store)
         for size in sizes:
             if total <= self._max_bytes and count <= MAX_SHARDS:
                 break
             self._store.drop_oldest()
             total, count = total - size, count - 1
-        self.counts.removed += before - len(self._store)
+        self.counts.removed += count_before - len(self._store)
 
-    def _written(self, size: int) -> None:
-        with self._counting:
+    def _release_waiting_bytes(self, size: int) -> None:
+        with self._count_lock:
             self._waiting_bytes -= size
 
     def _collect(self) -> tuple[dict[bytes, StoredRows], bool]:
@@ -140,7 +140,7 @@ class DiskTier:
         entries: dict[bytes, StoredRows] = {}
         size = 0
         while entry is not None:
-            self._written(len(entry.rows))
+            self._release_waiting_bytes(len(entry.rows))
             if entry.key not in self and entry.key not in entries:
                 rows = compress_rows(entry.rows) if self._zstd else entry.rows
                 entries[entry.key] = replace(entry, rows=rows)

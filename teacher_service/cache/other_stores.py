@@ -28,7 +28,7 @@ def remove_oldest(root: Path, *, keep: Path, room: int) -> int:
     The store `keep` is neither removed nor counted. A store that another teacher has open is
     skipped: that teacher bounds its own size. Returns the number of sequences that were removed.
     """
-    stores = sorted(_stores(root, keep))
+    stores = sorted(_list_stores(root, keep))
     total = sum(store.bytes for store in stores)
     removed = 0
     for store in stores:
@@ -43,15 +43,15 @@ def remove_oldest(root: Path, *, keep: Path, room: int) -> int:
     return removed
 
 
-def _stores(root: Path, keep: Path) -> list[_Store]:
-    found = []
+def _list_stores(root: Path, keep: Path) -> list[_Store]:
+    stores = []
     for lock in root.glob("*/lock"):
         path = lock.parent
         if path == keep or not _NAME.fullmatch(path.name):
             continue
         try:
             size = sum(file.stat().st_size for file in path.iterdir())
-            found.append(_Store(lock.stat().st_mtime, path, size))
+            stores.append(_Store(lock.stat().st_mtime, path, size))
         except FileNotFoundError:
             continue  # another teacher is removing it
-    return found
+    return stores

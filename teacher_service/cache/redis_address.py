@@ -29,7 +29,11 @@ OPTIONS: dict[str, Any] = {
 }
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _PROBE = "distill:probe"
-_NEEDED = (("GETRANGE", _PROBE, 0, 0), ("SET", _PROBE, "", "NX", "EX", 1), ("DEL", _PROBE))
+_REQUIRED_COMMANDS = (
+    ("GETRANGE", _PROBE, 0, 0),
+    ("SET", _PROBE, "", "NX", "EX", 1),
+    ("DEL", _PROBE),
+)
 
 
 @dataclass(frozen=True)
@@ -46,47 +50,47 @@ class RedisAddress:
     def __post_init__(self) -> None:
         try:
             parts = urlsplit(self.url)
-            known = parts.scheme in ("redis", "rediss") and parts.hostname and (parts.port or 1)
+            is_valid = parts.scheme in ("redis", "rediss") and parts.hostname and (parts.port or 1)
         except ValueError:
-            known = False
-        if not known:
-            raise _refused(
+            is_valid = False
+        if not is_valid:
+            raise _url_error(
                 "this is not a Redis URL", "write redis://host:6379/0, or rediss:// for TLS"
             )
         if parts.password is not None and self.password is not None:
-            raise _refused(
+            raise _url_error(
                 "both the URL and DISTILL_REDIS_PASSWORD have a password",
                 "remove the one in the URL",
             )
         for name, values in parse_qs(parts.query).items():
             if not name.startswith("ssl_"):
-                raise _refused(
+                raise _url_error(
                     f"the URL cannot set {name}", "remove it; only ssl_... options are allowed"
                 )
             if name in _FILES and not Path(values[0]).is_file():
-                raise _refused(f"{name}: there is no file {values[0]}", "check the path")
+                raise _url_error(f"{name}: there is no file {values[0]}", "check the path")
 
     def __str__(self) -> str:
         parts = urlsplit(self.url)
         return f"Redis at {parts.hostname}:{parts.port or 6379}"
 
 
-def greet(address: RedisAddress) -> None:
+def check_access(address: RedisAddress) -> None:
     """Connect once and use every access right that the cache needs. Blocks.
 
     Raises InvalidInput if the server denies access or a right, or if redis-py rejects an option of
     the URL; RedisError or OSError if the server cannot be reached.
     """
-    connection = _connection(address)
+    connection = _make_connection(address)
     try:
         connection.connect()
-        for command in _NEEDED:
+        for command in _REQUIRED_COMMANDS:
             connection.send_command(*command)
             connection.read_response()
     except OutOfMemoryError:
         pass  # the stored rows can still be read
     except (AuthenticationError, AuthorizationError, ResponseError) as error:
-        raise _refused(
+        raise _url_error(
             f"{address} denies access: {error}",
             "check the user in the URL, DISTILL_REDIS_PASSWORD, and the user's access rights",
         ) from error
@@ -94,17 +98,17 @@ def greet(address: RedisAddress) -> None:
         connection.disconnect()
 
 
-def _connection(address: RedisAddress) -> Any:
+def _make_connection(address: RedisAddress) -> Any:
     try:
         pool = redis.ConnectionPool.from_url(address.url, password=address.password, **OPTIONS)
         # Not from the pool: it mistakes bytes that TLS sends by itself for an unread reply.
         return pool.make_connection()
     except (TypeError, ValueError, RedisError) as error:
-        raise _refused(
+        raise _url_error(
             f"redis-py rejects an option of the URL: {error}",
             "use the ssl_... options of redis-py, and only with rediss://",
         ) from error
 
 
-def _refused(message: str, hint: str) -> InvalidInput:
+def _url_error(message: str, hint: str) -> InvalidInput:
     return InvalidInput(message, field="--redis-url", hint=hint)

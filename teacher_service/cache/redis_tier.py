@@ -19,7 +19,7 @@ from redis.exceptions import InvalidResponse, RedisError
 from clients.store.store import StoredRows
 from protos.rows.codec import compress_rows, expand_rows, is_compressed
 from teacher_service.cache.circuit_breaker import Breaker
-from teacher_service.cache.redis_address import OPTIONS, TIMEOUT_SECONDS, RedisAddress, greet
+from teacher_service.cache.redis_address import OPTIONS, TIMEOUT_SECONDS, RedisAddress, check_access
 from teacher_service.cache.redis_value import ENVELOPE_BYTES, name_of, seal, unseal
 from teacher_service.cache.tier import TierCounts
 
@@ -78,9 +78,9 @@ class RedisTier:
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         try:
-            greet(address)
+            check_access(address)
         except (RedisError, OSError) as error:
-            self._failed(error)
+            self._record_failure(error)
         self._client: Any = redis.asyncio.Redis.from_url(
             address.url, password=address.password, **OPTIONS
         )
@@ -120,13 +120,13 @@ class RedisTier:
         writes, or if more than 64 MiB wait to be written.
         """
         if len(entry.rows) + ENVELOPE_BYTES <= MAX_VALUE_BYTES and self._writable.allows():
-            self._change(_Change(entry.key, entry.rows))
+            self._queue_change(_Change(entry.key, entry.rows))
 
     def drop(self, key: bytes) -> None:
         """Queue the deletion of a value and return at once."""
-        self._change(_Change(key, None))
+        self._queue_change(_Change(key, None))
 
-    async def written(self) -> None:
+    async def wait_until_written(self) -> None:
         """Wait until no write is queued."""
         while self._writer is not None and not self._writer.done():
             await asyncio.wait([self._writer])
@@ -155,10 +155,10 @@ class RedisTier:
                 pipeline.getrange(name_of(lookup.key), 0, lookup.max_bytes)
             try:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
-                    values = _all_bytes(await pipeline.execute())
-                self._recovered()
+                    values = _require_bytes(await pipeline.execute())
+                self._record_recovery()
             except (RedisError, OSError, TimeoutError) as error:
-                self._failed(error)
+                self._record_failure(error)
                 # The lookups still queued would only wait for the same failure.
                 batch += self._lookups
                 self._lookups.clear()
@@ -177,7 +177,7 @@ class RedisTier:
             batch.append(self._lookups.popleft())
         return batch
 
-    def _change(self, change: _Change) -> None:
+    def _queue_change(self, change: _Change) -> None:
         if self._reachable.is_open or self._unwritten_bytes + change.size > MAX_UNWRITTEN_BYTES:
             return
         self._unwritten_bytes += change.size
@@ -191,23 +191,23 @@ class RedisTier:
             self._unwritten_bytes -= change.size
             try:
                 await self._apply(change)
-                self._recovered()
+                self._record_recovery()
             except (RedisError, OSError, TimeoutError) as error:
-                self._failed(error)
+                self._record_failure(error)
                 self._changes.clear()
                 self._unwritten_bytes = 0
 
     async def _apply(self, change: _Change) -> None:
-        sealed = None
+        sealed_value = None
         if change.rows is not None:
-            sealed = await asyncio.to_thread(self._sealed, change.key, change.rows)
+            sealed_value = await asyncio.to_thread(self._seal_rows, change.key, change.rows)
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                if sealed is None:
+                if sealed_value is None:
                     await self._client.delete(name_of(change.key))
                 else:
                     await self._client.set(
-                        name_of(change.key), sealed, nx=True, ex=self._ttl_seconds
+                        name_of(change.key), sealed_value, nx=True, ex=self._ttl_seconds
                     )
             self._writable.close()
         except redis.exceptions.ResponseError as error:
@@ -217,25 +217,25 @@ class RedisTier:
                 log.warning("cache: %s refuses writes: %s", self._address, error)
             self._writable.trip()
 
-    def _sealed(self, key: bytes, rows: bytes) -> bytes:
+    def _seal_rows(self, key: bytes, rows: bytes) -> bytes:
         return seal(key, compress_rows(rows) if self._zstd else rows)
 
-    def _failed(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         self.counts.errors += 1
         if not self._reachable.is_open:
             reason = str(error) or "it does not respond in time"
             log.warning("cache: %s is skipped for %g s: %s", self._address, PAUSE_SECONDS, reason)
         self._reachable.trip()
 
-    def _recovered(self) -> None:
+    def _record_recovery(self) -> None:
         if self._reachable.is_open:
             log.info("cache: %s responds again", self._address)
             self._reachable.close()
 
 
-def _all_bytes(values: list[object]) -> list[bytes]:
+def _require_bytes(values: list[object]) -> list[bytes]:
     """Return the replies to GETRANGE; raise InvalidResponse unless every reply is bytes."""
-    found = [value for value in values if isinstance(value, bytes)]
-    if len(found) != len(values):
+    byte_values = [value for value in values if isinstance(value, bytes)]
+    if len(byte_values) != len(values):
         raise InvalidResponse("a reply does not match its command")
-    return found
+    return byte_values

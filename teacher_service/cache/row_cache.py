@@ -35,8 +35,8 @@ class RowCache:
         self, *, memory_bytes: int, redis: Tier | None = None, disk: Tier | None = None
     ) -> None:
         self._memory = MemoryTier(memory_bytes)
-        below = (tier for tier in (redis, disk) if tier is not None)
-        self._tiers: tuple[Tier, ...] = (self._memory, *below)
+        lower_tiers = (tier for tier in (redis, disk) if tier is not None)
+        self._tiers: tuple[Tier, ...] = (self._memory, *lower_tiers)
 
     async def __aenter__(self) -> RowCache:
         return self
@@ -52,14 +52,14 @@ class RowCache:
         such as `memory_hits`, `redis_errors` and `disk_corrupt`.
         """
         counts = {tier.name: asdict(tier.counts) for tier in self._tiers}
-        whole = {
-            "hits": sum(of_tier["hits"] for of_tier in counts.values()),
+        totals = {
+            "hits": sum(tier_counts["hits"] for tier_counts in counts.values()),
             "misses": counts[self._tiers[-1].name]["misses"],
         }
-        return whole | {
+        return totals | {
             f"{name}_{event}": count
-            for name, of_tier in counts.items()
-            for event, count in of_tier.items()
+            for name, tier_counts in counts.items()
+            for event, count in tier_counts.items()
         }
 
     def hits_and_misses(self) -> dict[str, tuple[int, int]]:
@@ -73,11 +73,11 @@ class RowCache:
         tiers.
         """
         for depth, tier in enumerate(self._tiers):
-            found = await self._look(tier, key, query)
-            if found is not None:
+            cached_rows = await self._look_up(tier, key, query)
+            if cached_rows is not None:
                 for faster in self._tiers[:depth]:
-                    faster.put(_entry(key, query, found))
-                return found
+                    faster.put(_make_entry(key, query, cached_rows))
+                return cached_rows
         return None
 
     def put(self, key: bytes, query: ScoreQuery, scored: EncodedRows) -> EncodedRows:
@@ -90,13 +90,13 @@ class RowCache:
         if earlier is not None:
             return EncodedRows(earlier, decode_rows(earlier))
         for tier in self._tiers:
-            tier.put(_entry(key, query, scored))
+            tier.put(_make_entry(key, query, scored))
         return scored
 
-    async def _look(self, tier: Tier, key: bytes, query: ScoreQuery) -> EncodedRows | None:
+    async def _look_up(self, tier: Tier, key: bytes, query: ScoreQuery) -> EncodedRows | None:
         try:
-            encoded = await tier.get(key, _most_bytes(query))
-            block = None if encoded is None else _verified(encoded, query)
+            encoded = await tier.get(key, _estimate_max_bytes(query))
+            block = None if encoded is None else _verify_rows(encoded, query)
         except Corrupt as error:
             log.warning("cache: dropped entry %s of tier %s: %s", key.hex()[:16], tier.name, error)
             tier.counts.corrupt += 1
@@ -109,18 +109,18 @@ class RowCache:
         return EncodedRows(encoded, block)
 
 
-def _most_bytes(query: ScoreQuery) -> int:
+def _estimate_max_bytes(query: ScoreQuery) -> int:
     return most_bytes(query.rows, query.k, query.tail_samples or query.tail_draws)
 
 
-def _verified(encoded: bytes, query: ScoreQuery) -> RowBlock:
+def _verify_rows(encoded: bytes, query: ScoreQuery) -> RowBlock:
     block = decode_rows(encoded)
-    found = len(block), block.k, block.tail_samples, block.tail_draws
-    asked = query.rows, query.k, query.tail_samples, query.tail_draws
-    if found != asked:
-        raise Corrupt(f"(rows, k, tail samples, tail draws) are {found}, expected {asked}")
+    actual = len(block), block.k, block.tail_samples, block.tail_draws
+    expected = query.rows, query.k, query.tail_samples, query.tail_draws
+    if actual != expected:
+        raise Corrupt(f"(rows, k, tail samples, tail draws) are {actual}, expected {expected}")
     return block
 
 
-def _entry(key: bytes, query: ScoreQuery, scored: EncodedRows) -> StoredRows:
+def _make_entry(key: bytes, query: ScoreQuery, scored: EncodedRows) -> StoredRows:
     return StoredRows(key, query.token_ids.tobytes(), query.start, scored.encoded)

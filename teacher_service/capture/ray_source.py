@@ -23,7 +23,7 @@ from teacher_service.capture.plan import CapturePlan
 from teacher_service.capture.sequences import CaptureSequence
 from teacher_service.capture.sources import OnScored, QuerySettings, score_file
 from teacher_service.capture.teacher import load_engine
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import ScoringEngineInfo
 
 
 class RaySource:
@@ -42,13 +42,13 @@ class RaySource:
             job.method.ray or RayConfig(), job.teacher.gpus_of_model, self._ray
         )
 
-    def info(self) -> EngineInfo:
+    def info(self) -> ScoringEngineInfo:
         """Load an engine on the cluster and return its info; raises the error of loading it."""
         remote = self._ray.remote(**self._resources)(_info_or_fault)
         engine_info, fault = self._ray.get(remote.remote(self._job))
         if fault is not None:
             raise _decode_error(fault)
-        assert isinstance(engine_info, EngineInfo)
+        assert isinstance(engine_info, ScoringEngineInfo)
         return engine_info
 
     def for_plan(self, plan: CapturePlan, query_settings: QuerySettings) -> RaySource:
@@ -163,7 +163,7 @@ def _compute_shares(config: RayConfig, gpus_per_actor: int, ray: Any) -> tuple[d
     return {"num_cpus": config.cpus_per_actor, "num_gpus": gpus_per_actor}, actors
 
 
-def _info_or_fault(job: CaptureJob) -> tuple[EngineInfo | None, str | None]:
+def _info_or_fault(job: CaptureJob) -> tuple[ScoringEngineInfo | None, str | None]:
     try:
         return load_engine(job.teacher).info, None
     except DistillError as error:

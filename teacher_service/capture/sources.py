@@ -17,7 +17,7 @@ from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, compress_rows, encode_rows
 from teacher_service.capture.plan import CapturePlan
 from teacher_service.capture.sequences import CaptureSequence
-from teacher_service.engines.base import ContinuousEngine, Engine
+from teacher_service.engines.base import ContinuousEngine, ScoringEngine
 
 # Called with the number of rows of each sequence as soon as it is scored.
 OnScored = Callable[[int], None]
@@ -113,7 +113,7 @@ class EngineSource:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ScoringEngine,
         plan: CapturePlan,
         query_settings: QuerySettings,
         max_batch_tokens: int,
@@ -186,7 +186,7 @@ class ServiceSource:
 
 
 def score_file(
-    engine: Engine,
+    engine: ScoringEngine,
     query_settings: QuerySettings,
     sequences: Sequence[CaptureSequence],
     first: int,

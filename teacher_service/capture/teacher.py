@@ -12,8 +12,8 @@ from clients.preflight.vocabulary import common_ids, require_narrowing
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import MAX_TAIL_SAMPLES, tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
-from teacher_service.engines.base import Engine, EngineInfo
-from teacher_service.program import EngineSettings, VllmSettings, make_engine
+from teacher_service.engines.base import ScoringEngine, ScoringEngineInfo
+from teacher_service.program import ScoringEngineSettings, VllmEngineSettings, make_engine
 from teacher_service.serving.self_test import run_self_test
 
 
@@ -61,7 +61,7 @@ class TeacherFacts:
         )
 
     @classmethod
-    def from_engine(cls, info: EngineInfo) -> TeacherFacts:
+    def from_engine(cls, info: ScoringEngineInfo) -> TeacherFacts:
         """Return the facts of an engine that scores for this capture alone."""
         return cls(
             info.model,
@@ -103,14 +103,14 @@ class TeacherFacts:
             )
 
 
-def load_engine(teacher: CaptureTeacher) -> Engine:
+def load_engine(teacher: CaptureTeacher) -> ScoringEngine:
     """Load the engine of a capture job, and run the self-test on it.
 
     Raises InvalidInput, naming a key of the job, if the engine cannot be loaded, and WrongState if
     the self-test fails.
     """
     assert teacher.model is not None
-    settings = EngineSettings(
+    settings = ScoringEngineSettings(
         name=teacher.engine,
         model=teacher.model,
         dtype=teacher.dtype,
@@ -118,7 +118,7 @@ def load_engine(teacher: CaptureTeacher) -> Engine:
         batch_invariant=False,
         max_batch_tokens=teacher.max_batch_tokens,
         max_top_k=teacher.top_k,
-        vllm=VllmSettings(tensor_parallel_size=teacher.gpus or 1, gpu_memory_share=0.9),
+        vllm=VllmEngineSettings(tensor_parallel_size=teacher.gpus or 1, gpu_memory_share=0.9),
     )
     try:
         engine = make_engine(settings)

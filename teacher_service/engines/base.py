@@ -34,7 +34,7 @@ class EngineLimits:
 
 
 @dataclass(frozen=True)
-class EngineInfo:
+class ScoringEngineInfo:
     """Identity and limits of an engine; most fields are the reply to GetInfo.
 
     `vocabulary[i]` is the token with id i ("" for an unused id); it may be shorter than
@@ -63,7 +63,7 @@ class EngineInfo:
         """Return the fingerprint of the rows with an adapter; "": without one."""
         return self.adapters[adapter] if adapter else self.fingerprint
 
-    def with_update(self, update: WeightUpdate) -> EngineInfo:
+    def with_update(self, update: WeightUpdate) -> ScoringEngineInfo:
         """Return the info after `update`: version + 1 and a new fingerprint.
 
         The new fingerprint depends only on the old one and on `update`. The same updates in the
@@ -97,14 +97,14 @@ class WeightUpdate:
     digest: str
 
 
-class Engine(Protocol):
+class ScoringEngine(Protocol):
     """A model that scores batches of queries.
 
     Calls are synchronous. Engines are not thread-safe: callers use one thread at a time.
     """
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> ScoringEngineInfo:
         """Identity of the engine with its current weights."""
         ...
 
@@ -132,7 +132,7 @@ class QuerySchedule:
 
 
 @runtime_checkable
-class ContinuousEngine(Engine, Protocol):
+class ContinuousEngine(ScoringEngine, Protocol):
     """An engine that batches queries by itself, and accepts new ones while it computes others."""
 
     @property
@@ -175,7 +175,7 @@ class UpdatableEngine(Protocol):
         ...
 
 
-def with_adapters(info: EngineInfo, adapters: Sequence[Adapter]) -> EngineInfo:
+def with_adapters(info: ScoringEngineInfo, adapters: Sequence[Adapter]) -> ScoringEngineInfo:
     """Return the info of an engine that also scores with `adapters`.
 
     Its fingerprint without an adapter is unchanged, so that adapters can be added to a teacher.

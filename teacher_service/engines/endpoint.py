@@ -20,9 +20,9 @@ from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import (
-    EngineInfo,
     EngineLimits,
     QuerySchedule,
+    ScoringEngineInfo,
     compute_fingerprint,
 )
 from teacher_service.engines.endpoint_http import HttpEndpoint, RequestRejected
@@ -96,7 +96,7 @@ class EndpointEngine:
             raise
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
-        """Return one result for each query, in order; see Engine."""
+        """Return one result for each query, in order; see ScoringEngine."""
         futures = [self._submit(self._fetch_rows(query)) for query in queries]
         return [_get_rows_or_error(future) for future in futures]
 
@@ -153,7 +153,7 @@ class EndpointEngine:
 
     async def _describe(
         self, vocabulary: tuple[str, ...], max_top_k: int, wires: Sequence[LikeliestWire]
-    ) -> EngineInfo:
+    ) -> ScoringEngineInfo:
         model_entry = await self._find_model()
         max_length = int(model_entry.get("max_model_len") or _MAX_LENGTH)
         for self._wire in wires:
@@ -188,7 +188,7 @@ class EndpointEngine:
             "vocab_size": vocab_size,
             "tokenizer": tokenizer,
         }
-        return EngineInfo(
+        return ScoringEngineInfo(
             model=self._model,
             fingerprint=compute_fingerprint(facts),
             tokenizer_fingerprint=tokenizer,

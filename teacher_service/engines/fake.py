@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
-from teacher_service.engines.base import EngineInfo, compute_fingerprint
+from teacher_service.engines.base import ScoringEngineInfo, compute_fingerprint
 from teacher_service.head.uniforms import splitmix64, uniforms_of
 
 _CHUNK_ROWS = 256
@@ -79,7 +79,7 @@ class FakeEngine:
         # Latency and failures do not change the rows, so they are not part of the fingerprint.
         facts = {"engine": "fake", **asdict(settings), "latency_ms": 0}
         del facts["raise_after"]
-        self.info = EngineInfo(
+        self.info = ScoringEngineInfo(
             model="fake",
             fingerprint=compute_fingerprint(facts),
             tokenizer_fingerprint=tokenizer_fingerprint(tokens),

@@ -14,7 +14,7 @@ from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import (
-    EngineInfo,
+    ScoringEngineInfo,
     TensorSpec,
     WeightUpdate,
     compute_fingerprint,
@@ -41,14 +41,14 @@ from teacher_service.models.files import (
 )
 from teacher_service.models.load_progress import LoadProgress
 from teacher_service.models.loading import (
-    body_of,
+    build_not_linear_error,
+    find_body,
     load_image_reader,
     load_model,
     load_vocabulary,
     max_length_of,
-    not_linear,
 )
-from teacher_service.models.placement import OPTION, Memory, resident_head, tell_places
+from teacher_service.models.placement import OPTION, Memory, load_head_weights, log_placement
 
 
 class HfEngine:
@@ -84,15 +84,15 @@ class HfEngine:
         self._device = _find_device(device)
         digests = FileDigests(weight_files(path))
         progress.begin("reading its weights")
-        with progress.of_transformers():
+        with progress.follow_transformers():
             model_on_cpu = load_model(path, dtype=dtype, with_images=True, memory=memory)
         self._divided = memory is not None
         self._model = (model_on_cpu if self._divided else model_on_cpu.to(self._device)).eval()
         if self._divided:
-            tell_places(self._model)
+            log_placement(self._model)
         reader = load_image_reader(path, self._model.config)
         has_image_input = reader is not None and reads_images(
-            body_of(self._model), reader, self._device
+            find_body(self._model), reader, self._device
         )
         self._reader = reader if has_image_input else None
         progress.begin("probing its head")
@@ -100,13 +100,13 @@ class HfEngine:
         quantised = getattr(self._model, "hf_quantizer", None) is not None
         # A quantised head has a class of its own, and `require_plain_weight` says so.
         if not (isinstance(head, torch.nn.Linear) if quantised else is_linear(head)):
-            raise not_linear(model)
+            raise build_not_linear_error(model)
         parameters = self._model.named_parameters(remove_duplicate=False)
         require_plain_weight(path, [name for name, value in parameters if value is head.weight])
         scale_and_cap = probe_head(self._model, device=self._device, max_tokens=self._max_length())
         if scale_and_cap is None:
-            raise not_linear(model)
-        self._head = Head(*resident_head(head), scale_and_cap=scale_and_cap)
+            raise build_not_linear_error(model)
+        self._head = Head(*load_head_weights(head), scale_and_cap=scale_and_cap)
         self._batch_invariant = batch_invariant
         self._weights = ModelWeights(self._model)
         self._adapters = HfAdapters(self._model, adapters)
@@ -197,7 +197,7 @@ class HfEngine:
             is_token = np.arange(max(lengths)) < np.array(lengths)[:, None]
             mask = torch.from_numpy(is_token.astype(np.int64)).to(self._device)
         token_ids = torch.from_numpy(padded).to(self._device)
-        body = body_of(self._model)
+        body = find_body(self._model)
         images = build_image_inputs(queries, token_ids, self._reader)
         output = body(input_ids=token_ids, attention_mask=mask, use_cache=False, **images)
         states: Tensor = output.last_hidden_state
@@ -206,7 +206,7 @@ class HfEngine:
     def _max_length(self) -> int:
         return max_length_of(self._model)
 
-    def _describe(self, model: str, path: Path, digests: FileDigests) -> EngineInfo:
+    def _describe(self, model: str, path: Path, digests: FileDigests) -> ScoringEngineInfo:
         tokens = load_vocabulary(path)
         dtype = str(self._head.weight.dtype).removeprefix("torch.")
         facts = {
@@ -221,7 +221,7 @@ class HfEngine:
             "torch": release_of(torch.__version__),
             **({} if self._reader is None else {"images": self._reader.facts}),
         }
-        return EngineInfo(
+        return ScoringEngineInfo(
             model=model,
             fingerprint=compute_fingerprint(facts),
             tokenizer_fingerprint=tokenizer_fingerprint(tokens),

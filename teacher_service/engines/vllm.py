@@ -22,8 +22,8 @@ from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
 from protos.vllm_processes import executor, require_vllm
 from teacher_service.engines.base import (
-    EngineInfo,
     QuerySchedule,
+    ScoringEngineInfo,
     compute_fingerprint,
     with_adapters,
 )
@@ -109,7 +109,7 @@ class VllmEngine:
         if not extra_options:  # otherwise one process may not be enough: vLLM decides
             arguments["distributed_executor_backend"] = executor(tensor_parallel_size)
         progress.begin("starting vLLM and reading its weights")
-        with progress.of_another_process() as file:
+        with progress.follow_process() as file:
             arguments["additional_config"]["progress_file"] = str(file)
             try:
                 self._vllm = VllmProcess(arguments)
@@ -229,7 +229,7 @@ class VllmEngine:
         tokens: tuple[str, ...],
         digests: FileDigests,
         extra_options: Mapping[str, Any],
-    ) -> EngineInfo:
+    ) -> ScoringEngineInfo:
         config = self._vllm.config
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         facts = {
@@ -245,7 +245,7 @@ class VllmEngine:
             "torch": release_of(torch.__version__),
             **select_changing_options(extra_options),
         }
-        return EngineInfo(
+        return ScoringEngineInfo(
             model=model,
             fingerprint=compute_fingerprint(facts),
             tokenizer_fingerprint=tokenizer_fingerprint(tokens),

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap, is_linear, probe_head
 from teacher_service.head.stored_head import StoredWeight, find_bias, find_weight
-from teacher_service.models.loading import body_of, not_linear, not_loaded
+from teacher_service.models.loading import build_load_error, build_not_linear_error, find_body
 
 _PROBE_TOKENS = 8
 _PROBE_VOCABULARY = 32
@@ -41,7 +41,7 @@ def find_head(model: Any, path: Path) -> HeadTensors:
     """
     head = model.get_output_embeddings()
     if not is_linear(head):
-        raise not_linear(path)
+        raise build_not_linear_error(path)
     tensors = HeadTensors(
         weight=find_weight(path, _list_names(model, head.weight)),
         bias=None if head.bias is None else find_bias(path, _list_names(model, head.bias)),
@@ -75,12 +75,12 @@ def _probe_scale_and_cap(model: Any, path: Path) -> ScaleAndCap:
         original_head.in_features, _PROBE_VOCABULARY, bias=original_head.bias is not None
     )
     states = torch.randn(1, _PROBE_TOKENS, original_head.in_features, generator=generator)
-    body_of(model).forward = lambda *_, **__: _BodyOutput(last_hidden_state=states)
+    find_body(model).forward = lambda *_, **__: _BodyOutput(last_hidden_state=states)
     model.set_output_embeddings(head)
     try:
         scale_and_cap = probe_head(model)
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        raise not_loaded(path, f"its head cannot be checked: {error}") from error
+        raise build_load_error(path, f"its head cannot be checked: {error}") from error
     if scale_and_cap is None:
-        raise not_linear(path)
+        raise build_not_linear_error(path)
     return scale_and_cap

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
-from teacher_service.models.loading import body_of
+from teacher_service.models.loading import find_body
 
 _PROBE_TOKENS = 8
 
@@ -72,7 +72,7 @@ def probe_head(
         handle.remove()
     if not head_inputs or logits.shape != products.shape:
         return None  # the model does not call its head
-    states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+    states = find_body(model)(input_ids=ids, use_cache=False).last_hidden_state
     state_scale = _fit_ratio(head_inputs[0], states)
     if state_scale is None or (state_scale != 1 and head.bias is not None):
         return None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from protos.errors import InvalidInput
 from teacher_service.models.files import weight_files
-from teacher_service.models.loading import not_loaded
+from teacher_service.models.loading import build_load_error
 from teacher_service.models.quantisation import block_of, quantisation_of
 
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -197,7 +197,7 @@ def _classify_scales(
 
 
 def _missing_tensor_error(path: Path, names: Sequence[str]) -> InvalidInput:
-    return not_loaded(path, f"its weight files have no tensor {' or '.join(names)}")
+    return build_load_error(path, f"its weight files have no tensor {' or '.join(names)}")
 
 
 def _quantised_head_error(

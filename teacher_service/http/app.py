@@ -145,7 +145,7 @@ class ScoringPage:
                 return await asyncio.to_thread(self.read, body)
             return self.read(body)
         except DistillError as fault:
-            self.teacher.metrics.refused(fault)
+            self.teacher.metrics.count_refusal(fault)
             raise
 
     async def _score_all(self, queries: Sequence[ScoreQuery], sender: Sender) -> list[RowAnswer]:
@@ -158,9 +158,9 @@ class ScoringPage:
                 task.cancel()
 
     async def _score(self, query: ScoreQuery, sender: Sender) -> RowAnswer:
-        with self.teacher.metrics.request() as measured:
+        with self.teacher.metrics.measure_request() as measured:
             answer = await self.teacher.scorer.score(query, sender)
-            measured.answered(query.rows)
+            measured.record_answer(query.rows)
             return answer
 
 

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from clients.teacher.query import MAX_TAIL_DRAWS, ScoreQuery
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import ScoringEngineInfo
 from teacher_service.http.scoring_request import (
     Fields,
     build_query,
@@ -68,7 +68,7 @@ class ChosenIds:
     queries: Sequence[ScoreQuery]
     request_id: str
 
-    def text(self, blocks: Sequence[RowBlock], info: EngineInfo) -> Iterator[bytes]:
+    def text(self, blocks: Sequence[RowBlock], info: ScoringEngineInfo) -> Iterator[bytes]:
         """Yield the answer."""
         (query,), (block,) = self.queries, blocks
         tokens = len(query.token_ids)
@@ -90,7 +90,7 @@ class ChosenIds:
         yield b'"}'
 
 
-def read_chosen_ids(body: bytes, limits: RequestLimits, info: EngineInfo) -> ChosenIds:
+def read_chosen_ids(body: bytes, limits: RequestLimits, info: ScoringEngineInfo) -> ChosenIds:
     """Parse and check a request to /inference/v1/generate.
 
     Raises InvalidInput, and NotFound for another model's name.

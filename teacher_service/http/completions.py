@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from clients.teacher.query import ScoreQuery, identity_of
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import ScoringEngineInfo
 from teacher_service.http.json_text import (
     format_integers,
     format_literal,
@@ -62,7 +62,7 @@ class Completions:
     queries: Sequence[ScoreQuery]
     k: int
 
-    def text(self, blocks: Sequence[RowBlock], info: EngineInfo) -> Iterator[bytes]:
+    def text(self, blocks: Sequence[RowBlock], info: ScoringEngineInfo) -> Iterator[bytes]:
         """Yield the answer; a choice for each prompt, with no generated token."""
         adapter = self.queries[0].adapter
         header = {
@@ -94,7 +94,7 @@ class Completions:
         yield b'], "usage": ' + json.dumps(usage).encode() + b"}"
 
 
-def read_completions(body: bytes, limits: RequestLimits, info: EngineInfo) -> Completions:
+def read_completions(body: bytes, limits: RequestLimits, info: ScoringEngineInfo) -> Completions:
     """Parse and check a request to /v1/completions.
 
     Raises InvalidInput, and NotFound for another model's name.

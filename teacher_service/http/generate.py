@@ -18,7 +18,7 @@ from pydantic import Field
 
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import ScoringEngineInfo
 from teacher_service.http.json_text import (
     format_integers,
     format_literal,
@@ -85,7 +85,7 @@ class Generation:
         """The sequences to score, one with top_logprobs_num and token_ids_logprob twice."""
         return [query for sequence in self.sequences for query in sequence.heads.values()]
 
-    def text(self, blocks: Sequence[RowBlock], info: EngineInfo) -> Iterator[bytes]:
+    def text(self, blocks: Sequence[RowBlock], info: ScoringEngineInfo) -> Iterator[bytes]:
         """Yield the answer: an object for each sequence, in a list if the request has a list."""
         block_iterator = iter(blocks)
         yield b"[" * self.is_list
@@ -98,7 +98,7 @@ class Generation:
 
 
 def _write_object(
-    sequence: _ScoredSequence, blocks: dict[str, RowBlock], info: EngineInfo
+    sequence: _ScoredSequence, blocks: dict[str, RowBlock], info: ScoringEngineInfo
 ) -> Iterator[bytes]:
     tokens = len(sequence.token_ids)
     meta_info = {

@@ -13,7 +13,7 @@ from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2
 from protos.errors import InvalidInput, NotFound
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import ScoringEngineInfo
 from teacher_service.serving.validation import RequestLimits, parse_request
 
 # Maximum sequences of one request: each is a task of its own.
@@ -36,7 +36,7 @@ class ScoringRequest(Protocol):
         """The sequences to score."""
         ...
 
-    def text(self, blocks: Sequence[RowBlock], info: EngineInfo) -> Iterator[bytes]:
+    def text(self, blocks: Sequence[RowBlock], info: ScoringEngineInfo) -> Iterator[bytes]:
         """Yield the pieces of the JSON answer; `blocks` are the rows of the queries.
 
         The pieces are built lazily, in some milliseconds each.
@@ -88,7 +88,7 @@ def require_temperature(value: float | None, field: str) -> None:
     require(value, (1, 0, None), field, "log-probs here are those of temperature 1")
 
 
-def find_adapter(name: str | None, info: EngineInfo) -> str:
+def find_adapter(name: str | None, info: ScoringEngineInfo) -> str:
     """Return the adapter that a request names as its model; "": the model itself, or none named.
 
     Raises NotFound for the name of another model.

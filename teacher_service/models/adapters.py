@@ -24,16 +24,16 @@ _CONFIGURATION = "adapter_config.json"
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 _NOT_HIDDEN = ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in")
-# Entries of adapter_config.json that decide what is added to the weights, beside the tensors.
+# Entries of adapter_config.json that, with the tensors, determine what is added to the weights.
 _SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-# Entries that make something else than W + (alpha / rank) B A of it.
+# Entries that make an adapter differ from W + (alpha / rank) B A.
 _OTHER_KINDS = (
     *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save"),
     *("alora_invocation_tokens", "layer_replication", "target_parameters"),
     *("trainable_token_indices", "megatron_config"),
 )
-# How weights began to be trained; other ways change the weights of the model when peft loads them.
-_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+# Values of init_lora_weights; others make peft change the weights of the model at loading.
+_PLAIN_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -58,78 +58,90 @@ def read_adapters(options: Sequence[str]) -> tuple[Adapter, ...]:
     adapter in peft's format or one that adds more to a model than low-rank products to layers
     between embeddings and head.
     """
-    adapters = tuple(_read(option) for option in options)
+    adapters = tuple(_read_adapter(option) for option in options)
     names = [adapter.name for adapter in adapters]
     for name in names:
         if names.count(name) > 1:
-            raise _refused(f"two adapters are named {name!r}", "give each its own name")
+            raise _adapter_error(f"two adapters are named {name!r}", "give each its own name")
     return adapters
 
 
-def _read(option: str) -> Adapter:
+def _read_adapter(option: str) -> Adapter:
     name, equals, directory = option.partition("=")
     if not equals or not _NAME.fullmatch(name):
-        raise _refused(f"{option!r} is not NAME=DIR", "give a name of letters, digits, - and _")
+        raise _adapter_error(
+            f"{option!r} is not NAME=DIR", "give a name of letters, digits, - and _"
+        )
     path = Path(directory).expanduser()
     for file in (_CONFIGURATION, WEIGHTS):
         if not (path / file).is_file():
-            raise _refused(f"{path} has no {file}", "give a directory that peft has saved")
+            raise _adapter_error(f"{path} has no {file}", "give a directory that peft has saved")
     try:
         config = json.loads((path / _CONFIGURATION).read_text("utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it is no object")
         _require_plain(path, config)
-        rank = _rank(config)
+        rank = _find_max_rank(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _refused(f"{path}/{_CONFIGURATION} is malformed: {error}", "restore it") from error
-    layers = _hidden_layers(path)
+        raise _adapter_error(
+            f"{path}/{_CONFIGURATION} is malformed: {error}", "restore it"
+        ) from error
+    layers = _read_hidden_layers(path)
     facts = json.dumps([config.get(key) for key in _SCALING], sort_keys=True).encode()
     digest = hashlib.sha256(facts)
     digest.update((path / WEIGHTS).read_bytes())
     return Adapter(name, path, rank, layers, digest.hexdigest())
 
 
-def _rank(config: dict[str, Any]) -> int:
+def _find_max_rank(config: dict[str, Any]) -> int:
     ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
     return max(int(rank) for rank in ranks)
 
 
 def _require_plain(path: Path, config: dict[str, Any]) -> None:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise _refused(f"{path} is an adapter of type {kind}, not LORA", "merge it into the model")
+    adapter_type = config.get("peft_type")
+    if adapter_type != "LORA":
+        raise _adapter_error(
+            f"{path} is an adapter of type {adapter_type}, not LORA", "merge it into the model"
+        )
     bias = config.get("bias", "none")
-    others = [key for key in _OTHER_KINDS if config.get(key)]
-    others += [] if bias == "none" else ["bias"]
-    others += [] if config.get("init_lora_weights", True) in _BEGINNINGS else ["init_lora_weights"]
-    if others:
-        raise _refused(
-            f"the adapter {path} has {others[0]} = {config[others[0]]!r}",
+    unsupported_keys = [key for key in _OTHER_KINDS if config.get(key)]
+    unsupported_keys += [] if bias == "none" else ["bias"]
+    unsupported_keys += (
+        []
+        if config.get("init_lora_weights", True) in _PLAIN_INITIALISATIONS
+        else ["init_lora_weights"]
+    )
+    if unsupported_keys:
+        raise _adapter_error(
+            f"the adapter {path} has {unsupported_keys[0]} = {config[unsupported_keys[0]]!r}",
             "give a plain LoRA adapter, or merge it and serve the merged model",
         )
 
 
-def _hidden_layers(path: Path) -> frozenset[str]:
+def _read_hidden_layers(path: Path) -> frozenset[str]:
     try:
         with safe_open(path / WEIGHTS, framework="pt") as tensors:
             names = sorted(tensors.keys())
     except (SafetensorError, OSError) as error:
-        raise _refused(f"{path}/{WEIGHTS} cannot be read: {error}", "restore it") from error
+        raise _adapter_error(f"{path}/{WEIGHTS} cannot be read: {error}", "restore it") from error
     layers = set()
     for name in names:
-        found = _TENSOR.fullmatch(name)
-        layer = found[1].rpartition(".")[2] if found else ""
+        match = _TENSOR.fullmatch(name)
+        layer = match[1].rpartition(".")[2] if match else ""
         if not layer or layer in _NOT_HIDDEN:
-            raise _refused(
+            raise _adapter_error(
                 f"the adapter {path} has {name}, which is no product for a layer between"
                 " embeddings and head",
                 "train it without embeddings and head, or merge it and serve the merged model",
             )
         layers.add(layer)
     if not layers:
-        raise _refused(f"{path}/{WEIGHTS} has no tensors", "give a directory that peft has saved")
+        raise _adapter_error(
+            f"{path}/{WEIGHTS} has no tensors", "give a directory that peft has saved"
+        )
     return frozenset(layers)
 
 
-def _refused(message: str, hint: str) -> InvalidInput:
+def _adapter_error(message: str, hint: str) -> InvalidInput:
     return InvalidInput(message, field=OPTION, hint=hint)

@@ -1,8 +1,8 @@
-"""The digests of a model's weight files: computed while the model loads, and kept for later starts.
+"""The digests of a model's weight files: computed while the model loads, and cached on disk.
 
-A file's digest is kept under its path, device, inode, size and times of change, in the user's cache
-directory. The time of the last change of the inode cannot be set by a program, so a file that is
-replaced or edited is read again.
+The key of a cached digest is the file's path, device, inode, size and times of change; the cache is
+in the user's cache directory. The time of the last change of the inode cannot be set by a program,
+so a file that is replaced or edited is read again.
 """
 
 from __future__ import annotations
@@ -21,57 +21,59 @@ from queue import Empty, SimpleQueue
 from clients.runs.directory import replace_file
 
 _THREADS = 4  # sha256 releases the interpreter; a disk is read faster by several
-_MOST_KEPT = 4096
-# A file that has changed so recently may change again without another time.
+_MAX_CACHED = 4096
+# A file that changed this recently may change again within the same timestamp.
 _SETTLED_SECONDS = 2.0
 
 
 class FileDigests:
     """The sha256 of files, computed in threads from the construction on.
 
-    `kept`: a JSON file with the digests of earlier starts; default: in the user's cache directory.
-    Without access to it, nothing is kept.
+    `cache_path`: a JSON file with the digests of earlier starts; default: in the user's cache
+    directory. Without access to it, nothing is cached.
     """
 
-    def __init__(self, files: Sequence[Path], kept: Path | None = None) -> None:
-        self._kept = kept or _cache_directory() / "weight-digests.json"
-        known = _read(self._kept)
+    def __init__(self, files: Sequence[Path], cache_path: Path | None = None) -> None:
+        self._cache_path = cache_path or _cache_directory() / "weight-digests.json"
+        cached_digests = _read_cache(self._cache_path)
         self._identities = {file: _identity(file) for file in files}
-        self._found: dict[Path, str | Future[str]] = {}
-        waiting: SimpleQueue[tuple[Path, Future[str]]] = SimpleQueue()
+        self._digests: dict[Path, str | Future[str]] = {}
+        pending_files: SimpleQueue[tuple[Path, Future[str]]] = SimpleQueue()
         for file, identity in self._identities.items():
-            if identity in known:
-                self._found[file] = known[identity]
+            if identity in cached_digests:
+                self._digests[file] = cached_digests[identity]
             else:
-                future = self._found[file] = Future()
-                waiting.put((file, future))
-        for _ in range(min(_THREADS, waiting.qsize())):
+                future = self._digests[file] = Future()
+                pending_files.put((file, future))
+        for _ in range(min(_THREADS, pending_files.qsize())):
             # Daemons: a teacher whose model cannot be loaded ends without waiting for them.
-            threading.Thread(target=_compute, args=(waiting,), name="digests", daemon=True).start()
+            threading.Thread(
+                target=_compute_digests, args=(pending_files,), name="digests", daemon=True
+            ).start()
 
     def by_name(self) -> dict[str, str]:
         """Wait for the digests, and return them by the name of the file.
 
         Raises OSError if a file cannot be read.
         """
-        new: dict[str, str] = {}
+        new_digests: dict[str, str] = {}
         digests: dict[str, str] = {}
-        for file, found in self._found.items():
-            if isinstance(found, str):
-                digests[file.name] = found
+        for file, digest in self._digests.items():
+            if isinstance(digest, str):
+                digests[file.name] = digest
             else:
-                digests[file.name] = found.result()
+                digests[file.name] = digest.result()
                 if _is_settled(file) and _identity(file) == self._identities[file]:
-                    new[self._identities[file]] = digests[file.name]
-        if new:
-            _write(self._kept, {**_read(self._kept), **new})
+                    new_digests[self._identities[file]] = digests[file.name]
+        if new_digests:
+            _write_cache(self._cache_path, {**_read_cache(self._cache_path), **new_digests})
         return digests
 
 
-def _compute(waiting: SimpleQueue[tuple[Path, Future[str]]]) -> None:
+def _compute_digests(pending_files: SimpleQueue[tuple[Path, Future[str]]]) -> None:
     with suppress(Empty):
         while True:
-            file, future = waiting.get_nowait()
+            file, future = pending_files.get_nowait()
             try:
                 with file.open("rb") as stream:
                     future.set_result(hashlib.file_digest(stream, "sha256").hexdigest())
@@ -84,7 +86,7 @@ def _cache_directory() -> Path:
 
 
 def _identity(file: Path) -> str:
-    """Return what changes with the content of a file; "" if there is no such file."""
+    """Return a key that changes with the content of a file; "" if there is no such file."""
     path = file.resolve()
     try:
         stat = path.stat()
@@ -98,11 +100,11 @@ def _is_settled(file: Path) -> bool:
     return time.time() - file.stat().st_ctime > _SETTLED_SECONDS
 
 
-def _read(kept: Path) -> dict[str, str]:
+def _read_cache(cache_path: Path) -> dict[str, str]:
     try:
-        if kept.stat().st_uid != os.getuid():  # somebody else's word is not taken
+        if cache_path.stat().st_uid != os.getuid():  # another user's cache is not trusted
             return {}
-        document = json.loads(kept.read_text("utf-8"))
+        document = json.loads(cache_path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     if not isinstance(document, dict):
@@ -110,8 +112,8 @@ def _read(kept: Path) -> dict[str, str]:
     return {name: digest for name, digest in document.items() if isinstance(digest, str)}
 
 
-def _write(kept: Path, digests: Mapping[str, str]) -> None:
-    newest = dict([*digests.items()][-_MOST_KEPT:])
+def _write_cache(cache_path: Path, digests: Mapping[str, str]) -> None:
+    newest_digests = dict([*digests.items()][-_MAX_CACHED:])
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_file(kept, json.dumps(newest, indent=1) + "\n")
+        cache_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_file(cache_path, json.dumps(newest_digests, indent=1) + "\n")

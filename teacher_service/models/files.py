@@ -15,12 +15,12 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _ADAPTER = "adapter_config.json"
-# Another number makes all fingerprints others, so that rows of an earlier scheme are never found.
+# A new number changes all fingerprints, so that rows of an earlier scheme are never reused.
 _SCHEME = 2
 # Entries of config.json, at any depth, that cannot change a logit of a forward pass:
 _IRRELEVANT_CONFIG = frozenset(
     {
-        # notes of the program that saved the model; the dtype in use is a fact of its own
+        # notes of the program that saved the model; the fingerprint has the dtype in use separately
         *("_name_or_path", "transformers_version", "dtype", "torch_dtype"),
         # generation and its cache: a teacher only scores
         *("use_cache", "cache_implementation", "bos_token_id", "eos_token_id"),
@@ -49,25 +49,29 @@ def model_directory(model: str) -> Path:
     if not path.exists() and _HUB_ID.fullmatch(model):
         path = _download(model)
     if not path.is_dir():
-        raise _refused(
+        raise _model_error(
             f"there is no directory {model}", "give a Hugging Face directory or a hub id"
         )
     if not (path / "config.json").is_file():
-        raise _refused(
+        raise _model_error(
             f"{model} has no config.json", "give a directory written by save_pretrained()"
         )
     refuse_code(path, "--model")
     if not weight_files(path):
-        raise _refused(
+        raise _model_error(
             f"{model} has no .safetensors weights; other formats can run code when loaded",
             "convert it with save_pretrained(..., safe_serialization=True)",
         )
     if (path / _ADAPTER).exists():
         # transformers would load the adapter, and its base model from another place.
-        raise _refused(f"{model} has an adapter beside its weights", "merge it into the weights")
+        raise _model_error(
+            f"{model} has an adapter beside its weights", "merge it into the weights"
+        )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would create an empty tokenizer, which cannot be compared to the student's.
-        raise _refused(f"{model} has no tokenizer", "save the tokenizer into the same directory")
+        raise _model_error(
+            f"{model} has no tokenizer", "save the tokenizer into the same directory"
+        )
     return path
 
 
@@ -76,19 +80,21 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    online = True
+    is_online = True
     try:
         HfApi().model_info(hub_id, timeout=5)
     except Exception as error:
-        online, reason = False, " ".join(str(error).split())
+        is_online, reason = False, " ".join(str(error).split())
     try:
-        found = snapshot_download(hub_id, allow_patterns=_HUB_FILES, local_files_only=not online)
+        snapshot_path = snapshot_download(
+            hub_id, allow_patterns=_HUB_FILES, local_files_only=not is_online
+        )
     except LocalEntryNotFoundError as error:
-        raise _refused(
+        raise _model_error(
             f"there is no directory {hub_id}, and the hub returns no such model: {reason[:200]}",
             "check the spelling and the connection, or give a local directory",
         ) from error
-    return Path(found)
+    return Path(snapshot_path)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -96,9 +102,11 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
     except ValueError as error:
-        raise _refused(f"{path}/config.json is not JSON: {error}", "restore the file") from error
+        raise _model_error(
+            f"{path}/config.json is not JSON: {error}", "restore the file"
+        ) from error
     if not isinstance(config, dict):
-        raise _refused(f"{path}/config.json is not a JSON object", "restore the file")
+        raise _model_error(f"{path}/config.json is not a JSON object", "restore the file")
     return config
 
 
@@ -113,7 +121,9 @@ def weight_files(path: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _refused(f"{index} is not a valid index of weights", "restore the file") from error
+        raise _model_error(
+            f"{index} is not a valid index of weights", "restore the file"
+        ) from error
     return [path / name for name in sorted(names)]
 
 
@@ -124,7 +134,7 @@ def file_facts(path: Path, digests: FileDigests) -> dict[str, object]:
     change a logit. Files of the tokenizer are not in it, because a teacher gets token ids; the
     engines add the vocabulary. Waits for the digests. Raises InvalidInput if a file is malformed.
     """
-    config = _relevant(read_config(path))
+    config = _strip_irrelevant(read_config(path))
     return {"scheme": _SCHEME, "files": digests.by_name(), "config": config}
 
 
@@ -133,14 +143,14 @@ def release_of(version: str) -> str:
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
-def _relevant(config: Any) -> Any:
+def _strip_irrelevant(config: Any) -> Any:
     """Return the config, and every config nested in it, without irrelevant entries."""
     if isinstance(config, list):
-        return [_relevant(entry) for entry in config]
+        return [_strip_irrelevant(entry) for entry in config]
     if not isinstance(config, dict):
         return config
-    return {key: _relevant(config[key]) for key in config if key not in _IRRELEVANT_CONFIG}
+    return {key: _strip_irrelevant(config[key]) for key in config if key not in _IRRELEVANT_CONFIG}
 
 
-def _refused(message: str, hint: str) -> InvalidInput:
+def _model_error(message: str, hint: str) -> InvalidInput:
     return InvalidInput(message, field="--model", hint=hint)

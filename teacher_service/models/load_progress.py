@@ -1,4 +1,4 @@
-"""How far a teacher is with the loading of its model, for those who wait for it."""
+"""The progress of loading a model, for clients that wait for the teacher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoadProgress:
         self._share, self._stage = None, stage
 
     @contextmanager
-    def of_another_process(self) -> Iterator[Path]:
+    def follow_process(self) -> Iterator[Path]:
         """Yield a file in which another process writes the share with `write_share`."""
         with tempfile.NamedTemporaryFile(prefix="distill-load-") as file:
             self._file = Path(file.name)
@@ -39,7 +39,7 @@ class LoadProgress:
             finally:
                 self._file = None
 
-    def reach(self, share: float) -> None:
+    def set_share(self, share: float) -> None:
         """Set the share of the current stage that is done, in [0, 1]."""
         self._share = share
 
@@ -52,23 +52,25 @@ class LoadProgress:
         return self._stage if share is None else f"{self._stage}: {share:.0%}"
 
     @contextmanager
-    def of_transformers(self) -> Iterator[None]:
+    def follow_transformers(self) -> Iterator[None]:
         """Follow the progress bar of transformers, which counts tensors, inside the block."""
 
-        def follow(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            bar = make(*args, **options)
+        def wrap_bar(
+            make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+        ) -> Any:
+            bar = make_bar(*args, **options)
             items = args[0] if args else options.get("iterable")
             return _FollowedBar(bar, len(items), self) if isinstance(items, Sized) else bar
 
-        before = transformers_logging.set_tqdm_hook(follow)
+        previous_hook = transformers_logging.set_tqdm_hook(wrap_bar)
         try:
             yield
         finally:
-            transformers_logging.set_tqdm_hook(before)
+            transformers_logging.set_tqdm_hook(previous_hook)
 
 
 def write_share(file: Path, share: float) -> None:
-    """Write the share for `LoadProgress.of_another_process`; a reader never sees half of it."""
+    """Write the share for `LoadProgress.follow_process`; a reader never sees half of it."""
     with suppress(OSError), file.open("r+b", buffering=0) as stream:
         stream.write(f"{share:.4f}"[:_WIDTH].encode())
 
@@ -88,7 +90,7 @@ def read_failure(file: Path) -> str:
 
 
 class _FollowedBar:
-    """A progress bar over `count` items that tells a LoadProgress how far its iteration is."""
+    """A progress bar over `count` items that reports its iterations to a LoadProgress."""
 
     def __init__(self, bar: Any, count: int, progress: LoadProgress) -> None:
         self._bar = bar
@@ -97,7 +99,7 @@ class _FollowedBar:
 
     def __iter__(self) -> Iterator[Any]:
         for number, item in enumerate(self._bar):
-            self._progress.reach(number / self._count)
+            self._progress.set_share(number / self._count)
             yield item
 
     def __getattr__(self, name: str) -> Any:

@@ -45,7 +45,7 @@ def load_model(
     """
     _check_dtype(dtype)
     try:
-        model, loading = _class_for(path, with_images).from_pretrained(
+        model, loading = _find_model_class(path, with_images).from_pretrained(
             path,
             dtype=dtype,
             device_map=device if memory is None else AUTO,
@@ -56,11 +56,11 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # the library raises any exception for a wrong config
-        raise not_loaded(path, str(error)) from error
+        raise build_load_error(path, str(error)) from error
     if loading["missing_keys"]:
         # transformers would fill missing weights with random numbers and only warn.
-        raise not_loaded(path, f"it has no weights for {min(loading['missing_keys'])}")
-    _require_used(path, model, loading["unexpected_keys"])
+        raise build_load_error(path, f"it has no weights for {min(loading['missing_keys'])}")
+    _require_all_used(path, model, loading["unexpected_keys"])
     return model
 
 
@@ -74,19 +74,19 @@ def load_skeleton(path: Path, *, dtype: str) -> Any:
     if quantisation_of(path) is None:
         return load_model(path, dtype=dtype, device="meta")
     _check_dtype(dtype)
-    chosen = {} if dtype == "auto" else {"dtype": dtype}
+    dtype_options = {} if dtype == "auto" else {"dtype": dtype}
     try:
         config = transformers.AutoConfig.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config, **chosen)
+            return transformers.AutoModelForCausalLM.from_config(config, **dtype_options)
     except Exception as error:  # the library raises any exception for a wrong config
-        raise not_loaded(path, str(error)) from error
+        raise build_load_error(path, str(error)) from error
 
 
 def load_image_reader(path: Path, config: Any) -> ImageReader | None:
-    """Return what reads images for the model at `path`, or None if it cannot be given images.
+    """Return the image reader of the model at `path`, or None if the model takes no images.
 
     It needs the package pillow, and a processor that divides images into patches with a grid, as
     those of Qwen's models do. `config`: of the model.
@@ -111,17 +111,20 @@ def load_image_reader(path: Path, config: Any) -> ImageReader | None:
     return ImageReader(processor, placeholder) if makes_grids(processor) else None
 
 
-def _class_for(path: Path, with_images: bool) -> Any:
+def _find_model_class(path: Path, with_images: bool) -> Any:
     """Return the class of transformers that loads the model at `path`."""
-    causal = transformers.AutoModelForCausalLM
+    causal_class = transformers.AutoModelForCausalLM
     if not with_images:
-        return causal
+        return causal_class
     config = transformers.AutoConfig.from_pretrained(
         path, trust_remote_code=False, local_files_only=True
     )
-    both = transformers.AutoModelForImageTextToText
-    only = type(config) in both._model_mapping and type(config) not in causal._model_mapping
-    return both if only else causal
+    image_text_class = transformers.AutoModelForImageTextToText
+    is_image_text_only = (
+        type(config) in image_text_class._model_mapping
+        and type(config) not in causal_class._model_mapping
+    )
+    return image_text_class if is_image_text_only else causal_class
 
 
 def _check_dtype(dtype: str) -> None:
@@ -131,7 +134,7 @@ def _check_dtype(dtype: str) -> None:
         )
 
 
-def _require_used(path: Path, model: Any, unused: set[str]) -> None:
+def _require_all_used(path: Path, model: Any, unused: set[str]) -> None:
     """Raise InvalidInput if the files have more for a layer than its weight and bias.
 
     transformers takes the weights without their scales if it does not know the method of
@@ -153,7 +156,7 @@ def _require_used(path: Path, model: Any, unused: set[str]) -> None:
             )
 
 
-def body_of(model: Any) -> Any:
+def find_body(model: Any) -> Any:
     """Return the module of a causal language model that gives its last hidden states."""
     body = model.base_model
     # Llama 4 names a part that its text model does not have, and transformers returns the whole.
@@ -163,12 +166,12 @@ def body_of(model: Any) -> Any:
 def max_length_of(model: Any) -> int:
     """Return the most tokens of a sequence; 4,096 if the configuration does not have a number.
 
-    A number below 1 is none: XLNet has -1, which stands for no limit.
+    A number below 1 means no limit, such as the -1 of XLNet.
     """
     # A model of text and images, such as Gemma 3, has the limit in its `text_config`.
     config = model.config.get_text_config()
-    most = int(getattr(config, "max_position_embeddings", None) or 0)
-    return most if most > 0 else 4096
+    max_length = int(getattr(config, "max_position_embeddings", None) or 0)
+    return max_length if max_length > 0 else 4096
 
 
 def load_vocabulary(path: Path) -> tuple[str, ...]:
@@ -179,11 +182,11 @@ def load_vocabulary(path: Path) -> tuple[str, ...]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise not_loaded(path, f"its tokenizer: {error}") from error
+        raise build_load_error(path, f"its tokenizer: {error}") from error
     return tuple(tokens_of(tokenizer))
 
 
-def not_loaded(path: Path, reason: str) -> InvalidInput:
+def build_load_error(path: Path, reason: str) -> InvalidInput:
     """Return the error for a model that cannot be loaded, for the caller to raise."""
     return InvalidInput(
         f"cannot load {path}: {' '.join(reason.split())[:300]}",
@@ -192,7 +195,7 @@ def not_loaded(path: Path, reason: str) -> InvalidInput:
     )
 
 
-def not_linear(model: str | Path) -> InvalidInput:
+def build_not_linear_error(model: str | Path) -> InvalidInput:
     """Return the error for a model with another head than a linear one, for the caller to raise."""
     return InvalidInput(
         f"the logits of {model} are not one linear layer of its hidden states, scaled or capped",

@@ -15,7 +15,7 @@ from protos.rpc.logs import fields
 log = logging.getLogger(__name__)
 
 OPTION = "--device-map"
-# The only value of the option; as transformers calls it.
+# The only value of the option, named as in transformers.
 AUTO = "auto"
 
 # Bytes that the model may take of each device, by GPU number or "cpu"; the rest is on disk.
@@ -33,7 +33,7 @@ def free_memory(share: float) -> Memory:
     return {place: int(share * size) for place, size in get_max_memory().items()}
 
 
-def resident_head(head: Any) -> tuple[Tensor, Tensor | None]:
+def load_head_weights(head: Any) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of the head of a model, in memory also if its layer is not."""
     if not head.weight.is_meta:
         return head.weight.detach(), None if head.bias is None else head.bias.detach()
@@ -44,10 +44,10 @@ def resident_head(head: Any) -> tuple[Tensor, Tensor | None]:
         return head.weight.detach().clone(), bias
 
 
-def tell_places(model: Any) -> None:
+def log_placement(model: Any) -> None:
     """Log how many parts of a divided model each device has."""
-    found = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
-    if not found:
+    part_counts = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
+    if not part_counts:
         log.info("one device holds the model")
         return
-    log.info("the model is divided", extra=fields(**{f"on {k}": n for k, n in found.items()}))
+    log.info("the model is divided", extra=fields(**{f"on {k}": n for k, n in part_counts.items()}))

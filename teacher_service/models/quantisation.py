@@ -17,17 +17,17 @@ def quantisation_of(path: Path) -> Mapping[str, Any] | None:
     """
     config = read_config(path)
     nested = config.get("text_config")
-    found = config.get("quantization_config")
-    if found is None and isinstance(nested, dict):
-        found = nested.get("quantization_config")
-    return found if isinstance(found, dict) else None
+    quantisation = config.get("quantization_config")
+    if quantisation is None and isinstance(nested, dict):
+        quantisation = nested.get("quantization_config")
+    return quantisation if isinstance(quantisation, dict) else None
 
 
 def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the rows and columns of a weight that share one scale; None if no block is given."""
     groups = quantisation.get("config_groups") or {}
     schemes = [group.get("weights") or {} for group in groups.values()]
-    said = [quantisation.get("weight_block_size")]
-    said += [scheme.get("block_structure") for scheme in schemes]
-    blocks = {(int(block[0]), int(block[1])) for block in said if block and len(block) == 2}
+    block_sizes = [quantisation.get("weight_block_size")]
+    block_sizes += [scheme.get("block_structure") for scheme in schemes]
+    blocks = {(int(block[0]), int(block[1])) for block in block_sizes if block and len(block) == 2}
     return blocks.pop() if len(blocks) == 1 else None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from protos.rpc.failpoints import failpoint
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import ScoringEngine
 from teacher_service.serving.dispatcher import (
     Dispatcher,
     build_probe_query,
@@ -44,7 +44,7 @@ class Batcher(Dispatcher):
     well, so that the queries are not the cause.
     """
 
-    def __init__(self, engine: Engine, *, max_batch_tokens: int, **options: Any) -> None:
+    def __init__(self, engine: ScoringEngine, *, max_batch_tokens: int, **options: Any) -> None:
         """`options`: of Dispatcher."""
         super().__init__(engine, **options)
         self._max_batch_tokens = max_batch_tokens
@@ -156,7 +156,7 @@ class Batcher(Dispatcher):
         info, start = self._engine.info, time.perf_counter()
         answers = self._engine.score(queries)
         assert len(answers) == len(queries), "the engine returns one result per query"
-        self._metrics.forward(
+        self._metrics.record_forward(
             rows=sum(len(answer) for answer in answers if isinstance(answer, RowBlock)),
             fill=sum(len(query.token_ids) for query in queries) / self._max_batch_tokens,
             seconds=time.perf_counter() - start,

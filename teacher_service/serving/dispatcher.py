@@ -12,7 +12,7 @@ import numpy as np
 
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, Unavailable
-from teacher_service.engines.base import Engine, EngineInfo, ImageEngine
+from teacher_service.engines.base import ImageEngine, ScoringEngine, ScoringEngineInfo
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.fair_queue import MAX_QUEUED_BYTES, EngineAnswer, FairQueue, Sender
 
@@ -39,7 +39,7 @@ class Dispatcher(ABC):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ScoringEngine,
         *,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         max_failures: int = MAX_FAILURES,
@@ -66,7 +66,7 @@ class Dispatcher(ABC):
         self._queue.cancel()
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> ScoringEngineInfo:
         """Info of the engine with its current weights; any thread may read it."""
         return self._engine.info
 
@@ -116,7 +116,7 @@ class Dispatcher(ABC):
         self._queue.fail(build_stopping_error())
 
 
-def build_probe_query(info: EngineInfo) -> ScoreQuery:
+def build_probe_query(info: ScoringEngineInfo) -> ScoreQuery:
     """Return a query of a few tokens, which every engine with this info can score."""
     tokens = np.arange(min(_PROBE_TOKENS, info.max_length), dtype=np.int32) % info.vocab_size
     return ScoreQuery(tokens, 1, top_k=1)

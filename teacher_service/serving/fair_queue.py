@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from clients.teacher.query import ScoreQuery
 from protos.errors import Overloaded
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import ScoringEngineInfo
 
 MAX_QUEUED_BYTES = 256 << 20
 _ENTRY_BYTES = 1024
@@ -20,7 +20,7 @@ class EngineAnswer:
     """The rows of one query, and the info of the engine with the weights that computed them."""
 
     block: RowBlock
-    info: EngineInfo
+    info: ScoringEngineInfo
 
 
 class Sender:

@@ -149,7 +149,7 @@ class Feeder(Dispatcher):
         except Exception as error:
             log.warning("a query failed with %s; a second try follows", type(error).__name__)
             block = await self._continuous.score_one(query, schedule)
-        self._metrics.forward(
+        self._metrics.record_forward(
             rows=len(block),
             fill=min(1.0, self._tokens_in_flight / self._max_tokens_in_flight),
             seconds=time.perf_counter() - start,

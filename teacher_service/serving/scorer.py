@@ -13,7 +13,7 @@ from protos import teacher_pb2
 from protos.rows.codec import HEADER_BYTES, RowBlock, encode_rows
 from protos.rpc.transport import MAX_CHUNK_BYTES
 from teacher_service.cache.row_cache import EncodedRows, RowCache
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import ScoringEngineInfo
 from teacher_service.serving.dispatcher import Dispatcher
 from teacher_service.serving.fair_queue import Sender
 
@@ -100,7 +100,7 @@ class RowScorer:
         return None
 
 
-def _compute_key(query: ScoreQuery, info: EngineInfo) -> bytes:
+def _compute_key(query: ScoreQuery, info: ScoringEngineInfo) -> bytes:
     return row_key(info.fingerprint_for(query.adapter), info.version, query)
 
 

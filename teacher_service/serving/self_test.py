@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from clients.teacher.query import ScoreQuery
 from protos.errors import WrongState
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import ScoringEngine
 
 # Largest difference in nats between two scorings of a row, by dtype: batching reorders sums.
 _TOLERANCES = {"float32": 1e-3, "float64": 1e-6}
@@ -24,7 +24,7 @@ _GATHER_TOLERANCE, _MASS_TOLERANCE = 1e-5, 1e-3
 _LENGTH, _TOP_K = 8, 32
 
 
-def run_self_test(engine: Engine) -> float:
+def run_self_test(engine: ScoringEngine) -> float:
     """Score a short sequence alone, again, in a batch with longer ones, and at its own token ids.
 
     Returns the largest difference in nats between two scorings of a token. Raises WrongState if it
@@ -78,7 +78,7 @@ def run_self_test(engine: Engine) -> float:
     return max(differences)
 
 
-def _score(engine: Engine, queries: list[ScoreQuery]) -> list[RowBlock]:
+def _score(engine: ScoringEngine, queries: list[ScoreQuery]) -> list[RowBlock]:
     answers = engine.score(queries)
     for answer in answers:
         if isinstance(answer, Exception):

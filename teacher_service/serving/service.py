@@ -55,10 +55,10 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             "Tokens waiting for the model.",
             "Weight updates since the start.",
         )
-        metrics.gauge("active_streams", "Open Score streams.", lambda: len(self._streams))
-        metrics.gauge("queued_tokens", queued_help, lambda: dispatcher.queued_tokens)
-        metrics.gauge("weights_version", version_help, lambda: dispatcher.info.version)
-        metrics.cache(scorer.tiers)
+        metrics.add_gauge("active_streams", "Open Score streams.", lambda: len(self._streams))
+        metrics.add_gauge("queued_tokens", queued_help, lambda: dispatcher.queued_tokens)
+        metrics.add_gauge("weights_version", version_help, lambda: dispatcher.info.version)
+        metrics.add_cache_counters(scorer.tiers)
 
     async def GetInfo(
         self, request: teacher_pb2.GetInfoRequest, context: object
@@ -173,14 +173,14 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     async def _answer(
         self, request: teacher_pb2.ScoreRequest, sender: Sender | None = None
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        with self._metrics.request() as measured:
+        with self._metrics.measure_request() as measured:
             if request.image_sizes or len(request.head_ids) > MAX_MESSAGE_BYTES:
                 # Takes a tenth of a second and more, in which the event loop serves others.
                 query = await asyncio.to_thread(parse_request, request, self._limits)
             else:
                 query = parse_request(request, self._limits)
             answer = await self._scorer.score(query, sender)
-            measured.answered(query.rows)
+            measured.record_answer(query.rows)
             for chunk in split_into_chunks(
                 answer, query, request.request_id, request.next_position
             ):
@@ -191,9 +191,9 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         return teacher_pb2.TeacherLoad(
             queued_tokens=self._dispatcher.queued_tokens,
             active_streams=len(self._streams),
-            scored_tokens=metrics.total("scored_tokens_total"),
-            forwards=metrics.total("forward_seconds_count"),
-            cancelled=metrics.total("requests_total", code="CANCELLED"),
+            scored_tokens=metrics.read_total("scored_tokens_total"),
+            forwards=metrics.read_total("forward_seconds_count"),
+            cancelled=metrics.read_total("requests_total", code="CANCELLED"),
             cache_tiers=[
                 teacher_pb2.CacheTierLoad(name=name, hits=hits, misses=misses)
                 for name, (hits, misses) in self._scorer.tiers().items()

@@ -19,8 +19,8 @@ from protos.rpc.failpoints import failpoint
 from protos.rpc.logs import fields
 from protos.rpc.transport import MAX_CHUNK_BYTES
 from teacher_service.engines.base import (
-    Engine,
-    EngineInfo,
+    ScoringEngine,
+    ScoringEngineInfo,
     TensorSpec,
     UpdatableEngine,
     WeightUpdate,
@@ -46,12 +46,12 @@ Parts = AsyncIterator[teacher_pb2.WeightsPart]
 class WeightUpdater:
     """Applies weight updates to an engine: one push at a time, all or nothing."""
 
-    def __init__(self, engine: Engine, dispatcher: Dispatcher) -> None:
+    def __init__(self, engine: ScoringEngine, dispatcher: Dispatcher) -> None:
         self._engine = engine
         self._dispatcher = dispatcher
         self._pushing = False
 
-    async def push(self, parts: Parts) -> EngineInfo:
+    async def push(self, parts: Parts) -> ScoringEngineInfo:
         """Receive, validate and apply an update; return the info of the engine after it.
 
         On each of these errors, the weights are unchanged. Raises WrongState if the engine cannot

@@ -286,7 +286,7 @@ def test_ten_thousand_damaged_values(server: RedisServer, patient: None) -> None
                     found = await asyncio.gather(*(cache.get(key, query) for key in values))
                     assert found == [None] * len(values)
                     damaged += len(values)
-                    await tier.written()
+                    await tier.wait_until_written()
         assert unchanged < MUTATIONS / 100
         return dict(cache.counters())
 

@@ -13,7 +13,12 @@ from safetensors.torch import load_file, save_file
 from protos.errors import InvalidInput
 from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
 from teacher_service.engines.vllm import VllmEngine
-from teacher_service.program import EndpointSettings, EngineSettings, VllmSettings, make_engine
+from teacher_service.program import (
+    EndpointSettings,
+    ScoringEngineSettings,
+    VllmEngineSettings,
+    make_engine,
+)
 
 ENGINES = [VllmEngine, VllmRolloutEngine]
 
@@ -83,7 +88,7 @@ def test_vllm_is_missing(engine: type, tiny_model: Path) -> None:
     [
         ({"name": "vllm", "device": "cuda:1"}, "--device"),
         ({"name": "vllm", "batch_invariant": True}, "--batch-invariant"),
-        ({"name": "hf", "vllm": VllmSettings(2, 0.9)}, "--tensor-parallel-size"),
+        ({"name": "hf", "vllm": VllmEngineSettings(2, 0.9)}, "--tensor-parallel-size"),
         ({"name": "hf", "endpoint": EndpointSettings("words", "")}, "--tokenizer"),
         ({"name": "vllm", "endpoint": EndpointSettings("", "name")}, "--served-model"),
         ({"name": "endpoint"}, "--tokenizer"),
@@ -97,9 +102,9 @@ def test_options_of_another_engine(settings: dict[str, object], field: str) -> N
         "batch_invariant": False,
         "max_batch_tokens": 1024,
         "max_top_k": 64,
-        "vllm": VllmSettings(1, 0.9),
+        "vllm": VllmEngineSettings(1, 0.9),
     }
     with pytest.raises(InvalidInput) as caught:
-        make_engine(EngineSettings(**{**plain, **settings}))
+        make_engine(ScoringEngineSettings(**{**plain, **settings}))
     assert caught.value.field == field
     assert caught.value.hint

@@ -15,7 +15,7 @@ import pytest
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import Engine, QuerySchedule
+from teacher_service.engines.base import QuerySchedule, ScoringEngine
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm import VllmEngine
 from teacher_service.serving.self_test import run_self_test
@@ -60,7 +60,7 @@ def heads(
     return order[:, :k].astype(np.int32)
 
 
-def rows(engine: Engine, queries: Sequence[ScoreQuery]) -> list[RowBlock]:
+def rows(engine: ScoringEngine, queries: Sequence[ScoreQuery]) -> list[RowBlock]:
     answers = engine.score(queries)
     blocks = [answer for answer in answers if isinstance(answer, RowBlock)]
     assert len(blocks) == len(queries), answers

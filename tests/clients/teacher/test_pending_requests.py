@@ -20,7 +20,7 @@ from protos.errors import Corrupt, InvalidInput, Unavailable
 from protos.rows.codec import RowBlock, encode_rows
 from teacher_service.cache.row_cache import EncodedRows
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.serving.scorer import RowAnswer, chunks_of
+from teacher_service.serving.scorer import RowAnswer, split_into_chunks
 
 K = 32
 QUERY = ScoreQuery(np.random.default_rng(0).integers(0, 64, 12_000).astype(np.int32), 5, top_k=K)
@@ -39,7 +39,7 @@ def answer(
     request: teacher_pb2.ScoreRequest, sequence: EncodedRows = SCORED
 ) -> list[teacher_pb2.ScoreChunk]:
     answer = RowAnswer(sequence, version=0)
-    return list(chunks_of(answer, QUERY, request.request_id, request.next_position))
+    return list(split_into_chunks(answer, QUERY, request.request_id, request.next_position))
 
 
 def assert_whole(rows: RowBlock) -> None:

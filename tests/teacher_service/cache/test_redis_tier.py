@@ -106,11 +106,11 @@ def test_what_was_put_comes_back_and_the_first_stays(server: RedisServer, zstd: 
     async def work(tier: RedisTier) -> None:
         for one in (first, other):
             tier.put(one)
-        await tier.written()
+        await tier.wait_until_written()
         assert await tier.get(first.key, most_bytes(20, K)) == first.rows
         assert await tier.get(b"?" * 32, 10_000) is None
         tier.drop(first.key)
-        await tier.written()
+        await tier.wait_until_written()
         assert await tier.get(first.key, most_bytes(20, K)) is None
 
     with_tier(server.url, work, zstd=zstd)
@@ -126,7 +126,7 @@ def test_eight_teachers_that_score_the_same(server: RedisServer) -> None:
             for key in keys:
                 tier.put(StoredRows(key, b"", 1, entry(number).rows))
         for tier in [first, *tiers]:
-            await tier.written()
+            await tier.wait_until_written()
         for key in keys:
             found = {await tier.get(key, most_bytes(20, K)) for tier in [first, *tiers]}
             assert len(found) == 1
@@ -165,12 +165,12 @@ def test_a_value_that_is_far_too_long_is_neither_read_nor_kept(server: RedisServ
         cache = RowCache(memory_bytes=1 << 20, redis=cache_tier)
         query = ScoreQuery(np.arange(21, dtype=np.int32), 1, top_k=K)
         assert await cache.get(key, query) is None
-        await cache_tier.written()
+        await cache_tier.wait_until_written()
         assert cache.counters()["redis_corrupt"] == 1
         assert cache.counters()["redis_errors"] == 0
         # What would be that long is not written.
         cache_tier.put(StoredRows(b"!" * 32, b"", 1, bytes(MAX_VALUE_BYTES)))
-        await cache_tier.written()
+        await cache_tier.wait_until_written()
 
     with_tier(server.url, work)
     assert server.do("DBSIZE") == 0
@@ -189,7 +189,7 @@ def test_what_is_kept_is_found_whatever_its_widest_form(server: RedisServer) -> 
 
     async def work(tier: RedisTier) -> None:
         RowCache(memory_bytes=0, redis=tier).put(b"k" * 32, query, scored)
-        await tier.written()
+        await tier.wait_until_written()
         # 9 MB may take longer than a lookup may take on a busy machine.
         async with asyncio.timeout(30):
             while await RowCache(memory_bytes=0, redis=tier).get(b"k" * 32, query) is None:
@@ -305,7 +305,7 @@ def test_passwords_and_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             tier = open_redis(settings(None))
             assert tier
             tier.put(entry(1))
-            await tier.written()
+            await tier.wait_until_written()
             assert await tier.get(entry(1).key, most_bytes(20, K)) == entry(1).rows
             tier.drop(entry(1).key)
             await tier.close()
@@ -337,7 +337,7 @@ def test_tls(server: RedisServer, tmp_path: Path) -> None:
 
     async def work(tier: RedisTier) -> tuple[bytes | None, int]:
         tier.put(entry(1))
-        await tier.written()
+        await tier.wait_until_written()
         return await tier.get(entry(1).key, most_bytes(20, K)), tier.counts.errors
 
     async def main() -> None:

@@ -13,7 +13,7 @@ from protos.errors import InvalidInput, WrongState
 from protos.rows.codec import RowBlock
 from teacher_service.engines.hf import HfEngine
 from teacher_service.models.placement import Memory
-from teacher_service.program import EngineSettings, VllmSettings, make_engine
+from teacher_service.program import ScoringEngineSettings, VllmEngineSettings, make_engine
 from teacher_service.serving.self_test import run_self_test
 from tests.teacher_service.tiny_model import VOCAB_SIZE, save_tiny_model
 
@@ -77,21 +77,21 @@ def test_what_cannot_be_divided_is_refused(
     settings = {
         **{"name": "hf", "model": str(model), "dtype": "float32", "device": "auto"},
         **{"batch_invariant": False, "max_batch_tokens": 64, "max_top_k": 8},
-        **{"vllm": VllmSettings(1, 0.9), "device_map": "auto"},
+        **{"vllm": VllmEngineSettings(1, 0.9), "device_map": "auto"},
     }
     with pytest.raises(InvalidInput, match=message) as caught:
-        make_engine(EngineSettings(**{**settings, **changes}))  # type: ignore[arg-type]
+        make_engine(ScoringEngineSettings(**{**settings, **changes}))  # type: ignore[arg-type]
     assert caught.value.field == "--device-map"
 
 
 def test_the_memory_of_this_machine(model: Path) -> None:
     """What the option does: a tiny model fits."""
-    settings = EngineSettings(
+    settings = ScoringEngineSettings(
         *("hf", str(model), "float32", "auto"),
         batch_invariant=False,
         max_batch_tokens=64,
         max_top_k=8,
-        vllm=VllmSettings(1, 0.9),
+        vllm=VllmEngineSettings(1, 0.9),
         device_map="auto",
     )
     engine = make_engine(settings)

@@ -15,7 +15,7 @@ from clients.teacher.row_assembly import RowAssembly
 from protos.errors import Corrupt, InvalidInput
 from protos.rows.codec import RowBlock
 from protos.rpc.transport import MAX_MESSAGE_BYTES
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import ScoringEngine
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm_wire import decode_query, encode_query, slice_query
@@ -79,7 +79,7 @@ def test_each_engine_answers_what_a_whole_head_would(
     engine: str, by_teacher: bool, hf: HfEngine
 ) -> None:
     """The oracle: the same ids as a head, one draw a row, so that none is twice."""
-    ours: Engine = hf if engine == "hf" else FakeEngine(FakeSettings(vocab=VOCAB))
+    ours: ScoringEngine = hf if engine == "hf" else FakeEngine(FakeSettings(vocab=VOCAB))
     queries = [a_query(rows, by_teacher=by_teacher) for rows in (1, 6, 40)]
     plain = [replace(query, draw_ids=None) for query in queries]
     for query, answer, bare in zip(queries, ours.score(queries), ours.score(plain), strict=True):

@@ -55,7 +55,7 @@ def test_a_changed_file_is_read_again_even_with_its_old_times(tmp_path: Path) ->
 def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> None:
     made, kept = files(tmp_path), tmp_path / "digests.json"
     found = FileDigests(made, kept)
-    for future in found._found.values():
+    for future in found._digests.values():
         assert not isinstance(future, str)
         future.result()
     made[2].write_bytes(b"new")

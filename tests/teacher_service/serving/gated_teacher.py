@@ -9,14 +9,14 @@ from pathlib import Path
 from teacher_service.models.load_progress import LoadProgress
 
 if __name__ == "__main__":
-    gate, reach = Path(os.environ["GATE"]), LoadProgress.reach
+    gate, set_share = Path(os.environ["GATE"]), LoadProgress.set_share
 
     def reach_and_stop(self: LoadProgress, share: float) -> None:
-        reach(self, share)
+        set_share(self, share)
         while share >= 0.4 and not gate.exists():
             time.sleep(0.01)
 
-    LoadProgress.reach = reach_and_stop  # type: ignore[method-assign]
+    LoadProgress.set_share = reach_and_stop  # type: ignore[method-assign]
     from teacher_service.__main__ import main
 
     main()

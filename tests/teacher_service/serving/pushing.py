@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import ScoringEngineInfo
 from teacher_service.engines.hf import HfEngine
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.weights import WeightUpdater
@@ -40,12 +40,12 @@ def rows(engine: HfEngine) -> RowBlock:
     return block
 
 
-def push(engine: Any, parts: Parts) -> EngineInfo:
+def push(engine: Any, parts: Parts) -> ScoringEngineInfo:
     async def send() -> AsyncIterator[teacher_pb2.WeightsPart]:
         for part in parts:
             yield part
 
-    async def main() -> EngineInfo:
+    async def main() -> ScoringEngineInfo:
         async with Batcher(engine, max_batch_tokens=1000) as batcher:
             return await WeightUpdater(engine, batcher).push(send())
 

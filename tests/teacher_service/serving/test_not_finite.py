@@ -64,18 +64,18 @@ def test_one_position_fails_its_sequence_only(tiny_model: Path) -> None:
                     return fault
 
             answers = await asyncio.gather(*map(ask, requests))
-            assert metrics.total("forward_seconds_count") == 1, "they were to share a batch"
+            assert metrics.read_total("forward_seconds_count") == 1, "they were to share a batch"
             fault = answers[2]
             assert isinstance(fault, Corrupt)
             assert fault.field == f"token_ids[{POSITION}]"
             assert f"position {POSITION} " in fault.message
             assert [n for n in answers if n == 18] == [18] * 4
-            assert metrics.total("requests_total", code="DATA_LOSS") == 1
-            assert metrics.total("requests_total", code="OK") == 4
+            assert metrics.read_total("requests_total", code="DATA_LOSS") == 1
+            assert metrics.read_total("requests_total", code="OK") == 4
             hook.remove()
             # Not kept: asked again, it is scored again, and right this time.
             assert await asyncio.gather(*map(ask, requests)) == [18] * 5
             assert scorer.tiers()["memory"][0] == 4
-            assert metrics.total("forward_seconds_count") == 2
+            assert metrics.read_total("forward_seconds_count") == 2
 
     asyncio.run(main())
