@@ -39,21 +39,21 @@ def run(*args: str, launched: bool = False) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_wrong_setting_is_one_sentence(args: list[str], field: str) -> None:
-    began = time.monotonic()
-    done = run(*args, launched="vocab=x" in args)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith(f"error: {field}: ")
-    assert done.stderr.count("\n") == 1
-    assert time.monotonic() - began < 20  # 10 s on a machine that does nothing else
+    start = time.monotonic()
+    process = run(*args, launched="vocab=x" in args)
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr.startswith(f"error: {field}: ")
+    assert process.stderr.count("\n") == 1
+    assert time.monotonic() - start < 20  # 10 s on a machine that does nothing else
 
 
 def test_a_taken_port(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*FAKE)
-    done = run(*FAKE, "--no-cache", "--port", str(teacher.port))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "taken" in done.stderr
+    process = run(*FAKE, "--no-cache", "--port", str(teacher.port))
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1
+    assert "taken" in process.stderr
     # Told before the model is looked at.
     assert "taken" in run("--model", "/no/such/model", "--port", str(teacher.port)).stderr
 
@@ -82,11 +82,13 @@ def test_the_disk_tier_survives_a_restart(start_teacher: StartTeacher, tmp_path:
 def test_a_real_model_end_to_end(start_teacher: StartTeacher, tiny_model: Path) -> None:
     teacher = start_teacher("--model", str(tiny_model), "--batch-invariant", launched=True)
     tokens = np.random.default_rng(0).integers(0, 90, (20, 30)).astype(np.int32)
-    asked = [ScoreQuery(row, 1, top_k=8) for row in tokens]
+    score_queries = [ScoreQuery(row, 1, top_k=8) for row in tokens]
     with TeacherClient(teacher.address) as client:
         assert client.info().batch_invariant
-        together = [future.result(60) for future in [client.submit(query) for query in asked]]
-        for query, block in zip(asked, together, strict=True):
+        together = [
+            future.result(60) for future in [client.submit(query) for query in score_queries]
+        ]
+        for query, block in zip(score_queries, together, strict=True):
             alone = client.submit(query).result(60)
             assert alone.head_logprobs.tobytes() == block.head_logprobs.tobytes()
             assert alone.tail_logmass.tobytes() == block.tail_logmass.tobytes()

@@ -43,20 +43,24 @@ class Exact:
         """float64 [rows, V]: of every id, at the temperature of the query."""
         ids = torch.from_numpy(query.token_ids[:-1]).long()[None]
         logits = self.model(input_ids=ids).logits[0, query.start - 1 :].double()
-        found: np.ndarray[Any, Any] = (logits / query.temperature).log_softmax(1).numpy()
-        return found
+        exact_logprobs: np.ndarray[Any, Any] = (logits / query.temperature).log_softmax(1).numpy()
+        return exact_logprobs
 
     def differences(self, query: ScoreQuery, rows: RowBlock) -> Differences:
         """Of head, tail and token; the head's ids are those of `rows`."""
         exact = self.logprobs(query)
         tokens = query.token_ids[query.start :].astype(np.int64)[:, None]
         head = np.take_along_axis(exact, rows.head_ids.astype(np.int64), 1)
-        rest = exact.copy()
-        np.put_along_axis(rest, rows.head_ids.astype(np.int64), -np.inf, 1)
-        tail = np.logaddexp.reduce(rest, axis=1)
+        remaining_logprobs = exact.copy()
+        np.put_along_axis(remaining_logprobs, rows.head_ids.astype(np.int64), -np.inf, 1)
+        tail = np.logaddexp.reduce(remaining_logprobs, axis=1)
         token = np.take_along_axis(exact, tokens, 1)[:, 0]
-        apart = [rows.head_logprobs - head, rows.tail_logmass - tail, rows.token_logprobs - token]
-        flat = np.abs(np.concatenate([part.ravel() for part in apart]))
+        column_differences = [
+            rows.head_logprobs - head,
+            rows.tail_logmass - tail,
+            rows.token_logprobs - token,
+        ]
+        flat = np.abs(np.concatenate([part.ravel() for part in column_differences]))
         return Differences(
             float(flat.max()), float(np.sqrt((flat**2).mean())), float(np.median(flat))
         )
@@ -74,7 +78,7 @@ def queries(vocab_size: int, lengths: tuple[int, ...] = (2, 40, 300)) -> list[Sc
     rng = np.random.default_rng(95)
     ids = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
     return [
-        ScoreQuery(one, 1, top_k=8, temperature=temperature, f32=True)
-        for one in ids
+        ScoreQuery(token_ids, 1, top_k=8, temperature=temperature, f32=True)
+        for token_ids in ids
         for temperature in (1.0, 0.7)
     ]

@@ -298,11 +298,14 @@ def save_quantised(
     save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
     save_file(meant, exact / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    said = dict(form.config)
-    if "modules_to_not_convert" in said:
+    quantisation_config = dict(form.config)
+    if "modules_to_not_convert" in quantisation_config:
         routers = [name.removesuffix(".weight") for name in weights if ".mlp.gate." in name]
-        said["modules_to_not_convert"] = [*said["modules_to_not_convert"], *routers]
-    config |= {"quantization_config": said, "dtype": form.dtype}
+        quantisation_config["modules_to_not_convert"] = [
+            *quantisation_config["modules_to_not_convert"],
+            *routers,
+        ]
+    config |= {"quantization_config": quantisation_config, "dtype": form.dtype}
     (quantised / "config.json").write_text(json.dumps(config))
     return quantised, exact
 

@@ -20,8 +20,11 @@ WARM_UP = 10
 
 def resident(process: psutil.Process) -> int:
     """Bytes of this process and its children, without mapped files, which snapshots are."""
-    every = [process, *process.children(recursive=True)]
-    return sum(one.memory_info().rss - one.memory_info().shared for one in every)
+    processes = [process, *process.children(recursive=True)]
+    return sum(
+        child_process.memory_info().rss - child_process.memory_info().shared
+        for child_process in processes
+    )
 
 
 def main(directory: Path, loads: int) -> None:

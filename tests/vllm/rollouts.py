@@ -65,9 +65,9 @@ class Student:
 
     def frozen(self) -> Student:
         """A student that keeps the present weights."""
-        kept = copy.copy(self)
-        kept.model = copy.deepcopy(self.model)
-        return kept
+        frozen_student = copy.copy(self)
+        frozen_student.model = copy.deepcopy(self.model)
+        return frozen_student
 
     def snapshot(self, in_flight: InFlight = "drain") -> WeightsVersion:
         """Write the present weights and their probe."""
@@ -83,10 +83,10 @@ class Student:
 
     def weights(self) -> dict[str, Tensor]:
         """The present weights; a head that is tied to the embeddings is left out, as on disk."""
-        found = dict(self.model.state_dict())
+        state_dict = dict(self.model.state_dict())
         if self.model.config.tie_word_embeddings:
-            del found["lm_head.weight"]
-        return found
+            del state_dict["lm_head.weight"]
+        return state_dict
 
     @torch.no_grad()
     def probe(self) -> Probe:
@@ -115,11 +115,11 @@ class Student:
         noise = draw_noise = None
         if settings.seed is not None:
             noise, draw_noise = (
-                [numbers_of(settings, one, draws=draws) for one in order.sequences]
+                [numbers_of(settings, sequence, draws=draws) for sequence in order.sequences]
                 for draws in (False, True)
             )
-        limits = [one.limit for one in order.sequences]
-        before = [one.token_ids for one in order.sequences]
+        limits = [sequence.limit for sequence in order.sequences]
+        before = [sequence.token_ids for sequence in order.sequences]
         return sampler.write(before, limits, noise, draw_noise=draw_noise)
 
 
@@ -169,13 +169,13 @@ def order_of(
     first: int = 0,
 ) -> Order:
     """An order of sequences with the rollout numbers `first`, `first` + 1, ..."""
-    every = [limits] * len(before) if isinstance(limits, int) else limits
+    sequence_limits = [limits] * len(before) if isinstance(limits, int) else limits
     return Order(
         version,
         settings,
         [
             SequenceRequest(ids, first + number, limit)
-            for number, (ids, limit) in enumerate(zip(before, every, strict=True))
+            for number, (ids, limit) in enumerate(zip(before, sequence_limits, strict=True))
         ],
     )
 
@@ -196,10 +196,10 @@ class Service:
     def sample(self, *orders: Order) -> list[list[SampledTokens]]:
         """Sample orders at the same time."""
 
-        async def every() -> list[list[SampledTokens]]:
+        async def sample_all() -> list[list[SampledTokens]]:
             return await asyncio.gather(*(sampled(self.engine, order) for order in orders))
 
-        return self.run(every())
+        return self.run(sample_all())
 
     def close(self) -> None:
         self.run(self.engine.close())
@@ -212,8 +212,8 @@ class Service:
 
 
 async def sampled(engine: VllmRolloutEngine, order: Order) -> list[SampledTokens]:
-    found = {index: tokens async for index, tokens in engine.sample(order)}
-    return [found[index] for index in range(len(order.sequences))]
+    tokens_by_index = {index: tokens async for index, tokens in engine.sample(order)}
+    return [tokens_by_index[index] for index in range(len(order.sequences))]
 
 
 @dataclass(frozen=True)
@@ -268,24 +268,24 @@ def assert_drawn(
         if settings.draws:
             assert got.draws is not None
             tail = weights.scatter(0, got.head_ids[place].long(), 0)
-            drawn = got.draws[slice(place, place + 1)]
-            for stratum, (one, logprob) in enumerate(
-                zip(drawn.ids[0].tolist(), drawn.logprobs[0].tolist(), strict=True)
+            draw_logprobs = got.draws[slice(place, place + 1)]
+            for stratum, (token_id, logprob) in enumerate(
+                zip(draw_logprobs.ids[0].tolist(), draw_logprobs.logprobs[0].tolist(), strict=True)
             ):
                 level = (stratum + float(draw_levels[place])) / settings.draws
-                assert Inverse(tail).gives(level, one), (place, stratum)
-                assert abs(float((tail[one] / tail.sum()).log()) - logprob) < 10 * NATS
+                assert Inverse(tail).gives(level, token_id), (place, stratum)
+                assert abs(float((tail[token_id] / tail.sum()).log()) - logprob) < 10 * NATS
 
 
 def exact_logits(
     students: Mapping[int, Student], sequence: SequenceRequest, got: SampledTokens
 ) -> Tensor:
     """The logits before each sampled token, of a full pass with the weights that sampled it."""
-    every = torch.cat([sequence.token_ids, got.token_ids[:-1]])
+    all_token_ids = torch.cat([sequence.token_ids, got.token_ids[:-1]])
     first = len(sequence.token_ids) - 1
     parts, place = [], 0
     for version, count in got.versions:
-        logits = students[version].logits(every)[first:]
+        logits = students[version].logits(all_token_ids)[first:]
         parts.append(logits[place : place + count])
         place += count
     return torch.cat(parts)

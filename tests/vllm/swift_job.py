@@ -52,8 +52,10 @@ def main() -> None:
 
 
 def record(first: str, second: str) -> dict[str, list[dict[str, str]]]:
-    asked = {"role": "user", "content": f"{first} and {second}"}
-    return {"messages": [asked, {"role": "assistant", "content": f"{second} or {first} perhaps"}]}
+    user_message = {"role": "user", "content": f"{first} and {second}"}
+    return {
+        "messages": [user_message, {"role": "assistant", "content": f"{second} or {first} perhaps"}]
+    }
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ def test_rows_are_those_of_the_merged_model(processes: int, tmp_path: Path) -> N
         "math": save_adapter(model, tmp_path / "math", seed=1),
         "keys": save_adapter(model, tmp_path / "keys", seed=2, r=9, target_modules=["up_proj"]),
     }
-    merged = {name: save_merged(model, one, tmp_path / f"m{name}") for name, one in saved.items()}
+    merged = {
+        name: save_merged(model, adapter_path, tmp_path / f"m{name}")
+        for name, adapter_path in saved.items()
+    }
     exact = {name: Exact(path) for name, path in {"": model, **merged}.items()}
     adapters = read_adapters([f"{name}={path}" for name, path in saved.items()])
     engine = VllmEngine(
@@ -39,9 +42,11 @@ def test_rows_are_those_of_the_merged_model(processes: int, tmp_path: Path) -> N
     )
     try:
         assert len({engine.info.fingerprint_for(name) for name in exact}) == 3
-        asked = [replace(query, adapter=name) for query in queries(VOCAB_SIZE) for name in exact]
+        adapter_queries = [
+            replace(query, adapter=name) for query in queries(VOCAB_SIZE) for name in exact
+        ]
         for _ in range(2):
-            for query, rows in zip(asked, engine.score(asked), strict=True):
+            for query, rows in zip(adapter_queries, engine.score(adapter_queries), strict=True):
                 assert isinstance(rows, RowBlock), rows
                 assert exact[query.adapter].differences(query, rows).largest < 1e-4
     finally:
@@ -50,8 +55,8 @@ def test_rows_are_those_of_the_merged_model(processes: int, tmp_path: Path) -> N
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    other = save_model(tmp_path / "other", hidden_size=128, layers=4)
-    adapter = save_adapter(other, tmp_path / "adapter", seed=1)
+    other_model = save_model(tmp_path / "other", hidden_size=128, layers=4)
+    adapter = save_adapter(other_model, tmp_path / "adapter", seed=1)
     with pytest.raises(InvalidInput, match="cannot use the adapter") as caught:
         VllmEngine(str(model), adapters=read_adapters([f"math={adapter}"]))
     assert caught.value.field == "--adapter"

@@ -37,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with vllm_server(model, log, "--enable-scale-out") as found:
-        yield found
+    with vllm_server(model, log, "--enable-scale-out") as server_address:
+        yield server_address
 
 
 @pytest.fixture
@@ -46,37 +46,37 @@ def engine(address: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     from teacher_service.engines.endpoint import EndpointEngine
 
     monkeypatch.setenv("DISTILL_ENDPOINT_KEY", KEY)
-    made = EndpointEngine(
+    endpoint_engine = EndpointEngine(
         address, tokenizer=str(model), served_model="", max_top_k=1024, step_tokens=4096
     )
-    yield made
-    made.close()
+    yield endpoint_engine
+    endpoint_engine.close()
 
 
 def likeliest() -> list[ScoreQuery]:
     rng = np.random.default_rng(0)
-    found = []
+    score_queries = []
     for number, length in enumerate((2, 17, 64, 150)):
         tokens = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
         start = 1 + number * length // 8
-        found += [ScoreQuery(tokens, start, top_k=k) for k in (1, 16, MAX_LOGPROBS)]
-    return found
+        score_queries += [ScoreQuery(tokens, start, top_k=k) for k in (1, 16, MAX_LOGPROBS)]
+    return score_queries
 
 
 def chosen() -> list[ScoreQuery]:
     """With and without draws."""
     rng = np.random.default_rng(0)
-    found = []
+    score_queries = []
     for number, length in enumerate((2, 17, 64, 150)):
         tokens = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
         start = 1 + number * length // 8
         rows = length - start
         ids = np.argsort(rng.random((rows, VOCAB_SIZE)))[:, :30].astype(np.int32)
-        found += [
+        score_queries += [
             ScoreQuery(tokens, start, head_ids=ids[:, :8], draw_ids=ids[:, 8:]),
             ScoreQuery(tokens, start, head_ids=ids),
         ]
-    return found
+    return score_queries
 
 
 def test_what_the_server_can_do_is_found_out(engine: Any) -> None:
@@ -115,8 +115,8 @@ def test_the_rows_of_a_server_that_only_echoes(
         wires=[ECHO],
     )
     assert engine.info.limits.max_top_k == MAX_LOGPROBS - 1
-    asked = [replace(query, top_k=min(query.k, MAX_LOGPROBS - 1)) for query in likeliest()]
-    assert_same(engine, model, asked)
+    score_queries = [replace(query, top_k=min(query.k, MAX_LOGPROBS - 1)) for query in likeliest()]
+    assert_same(engine, model, score_queries)
     assert run_self_test(engine) < 1e-3
     engine.close()
 
@@ -127,23 +127,26 @@ def test_chosen_ids(engine: Any, model: Path) -> None:
     assert_same(engine, model, chosen())
 
 
-def assert_same(engine: Any, model: Path, asked: list[ScoreQuery]) -> None:
+def assert_same(engine: Any, model: Path, score_queries: list[ScoreQuery]) -> None:
     from teacher_service.engines.hf import HfEngine
 
     before = engine.requested_tokens
-    found, expected = engine.score(asked), HfEngine(str(model), dtype="float32").score(asked)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert isinstance(mine, RowBlock)
-        assert isinstance(theirs, RowBlock)
-        np.testing.assert_array_equal(mine.head_ids, theirs.head_ids)
+    rows, expected = (
+        engine.score(score_queries),
+        HfEngine(str(model), dtype="float32").score(score_queries),
+    )
+    for own_rows, expected_rows in zip(rows, expected, strict=True):
+        assert isinstance(own_rows, RowBlock)
+        assert isinstance(expected_rows, RowBlock)
+        np.testing.assert_array_equal(own_rows.head_ids, expected_rows.head_ids)
         for name in ("head_logprobs", "token_logprobs", "draw_logprobs"):
-            if getattr(theirs, name) is not None:
+            if getattr(expected_rows, name) is not None:
                 np.testing.assert_allclose(
-                    getattr(mine, name), getattr(theirs, name), rtol=0, atol=1e-3
+                    getattr(own_rows, name), getattr(expected_rows, name), rtol=0, atol=1e-3
                 )
-        tail, true_tail = np.exp(mine.tail_logmass), np.exp(theirs.tail_logmass)
+        tail, true_tail = np.exp(own_rows.tail_logmass), np.exp(expected_rows.tail_logmass)
         np.testing.assert_allclose(tail, true_tail, rtol=0, atol=1e-4)
-    assert engine.requested_tokens - before == sum(len(query.token_ids) for query in asked)
+    assert engine.requested_tokens - before == sum(len(query.token_ids) for query in score_queries)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +215,16 @@ def test_a_job_learns_as_from_a_teacher_of_ours(
     steps: dict[str, Any] = {"max_steps": 6, "eval__every": 3}
     own = ("--model", str(material.teacher), "--dtype", "float32")
     with vllm_server(material.teacher, tmp_path / "vllm.log") as address:
-        theirs = ("--engine", "endpoint", "--model", address, "--tokenizer", str(material.teacher))
+        endpoint_options = (
+            "--engine",
+            "endpoint",
+            "--model",
+            address,
+            "--tokenizer",
+            str(material.teacher),
+        )
         curves: list[list[dict[str, float]]] = []
-        for name, options in (("own", own), ("theirs", theirs)):
+        for name, options in (("own", own), ("theirs", endpoint_options)):
             teacher = TeacherProcess([*options, "--no-cache"], log=tmp_path / f"{name}.log")
             try:
                 curves.append([])
@@ -223,7 +233,7 @@ def test_a_job_learns_as_from_a_teacher_of_ours(
                     curves[-1] += finished(tmp_path / f"{name}-{objective}", job)
             finally:
                 teacher.close()
-    for ours, endpoint in zip(*curves, strict=True):
-        assert ours["step"] == endpoint["step"]
-        for metric in {"loss", "kl/teacher", "eval/kl"} & ours.keys():
-            assert endpoint[metric] == pytest.approx(ours[metric], abs=2e-3), metric
+    for teacher_curve, endpoint_curve in zip(*curves, strict=True):
+        assert teacher_curve["step"] == endpoint_curve["step"]
+        for metric in {"loss", "kl/teacher", "eval/kl"} & teacher_curve.keys():
+            assert endpoint_curve[metric] == pytest.approx(teacher_curve[metric], abs=2e-3), metric

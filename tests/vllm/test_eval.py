@@ -143,8 +143,8 @@ def test_killed_and_gone_on_with(data: Path, endpoint: str, tmp_path: Path) -> N
         time.sleep(0.005)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (row,) = json.loads(done.stdout)["models"]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    (row,) = json.loads(process.stdout)["models"]
     assert (row["prompts"], row["samples"]) == (PROMPTS, SAMPLES)
     again = completed(endpoint) - before - PROMPTS * SAMPLES
     assert 0 <= again <= in_flight

@@ -72,8 +72,8 @@ def test_rows(name: str, processes: int, tmp_path: Path) -> None:
     exact = Exact(path)
     engine = VllmEngine(str(path), max_batch_tokens=256, tensor_parallel_size=processes)
     try:
-        asked = queries(VOCAB_SIZE)
-        for query, rows in zip(asked, engine.score(asked), strict=True):
+        score_queries = queries(VOCAB_SIZE)
+        for query, rows in zip(score_queries, engine.score(score_queries), strict=True):
             assert isinstance(rows, RowBlock), rows
             assert exact.differences(query, rows).largest < 1e-4
             exact.assert_likeliest(query, rows, within=1e-4)

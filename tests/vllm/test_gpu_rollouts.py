@@ -20,16 +20,16 @@ def test_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     out = tmp_path / "found.json"
     main(["--device", "cpu", "--quick", "--out", str(out)])
-    found = json.loads(out.read_text())
-    ours = {f"{top_k} ids, {draws} draws" for top_k, draws in RECORDS}
+    results = json.loads(out.read_text())
+    record_names = {f"{top_k} ids, {draws} draws" for top_k, draws in RECORDS}
     peers = {"vLLM's own", "transformers' generate"}
-    assert found["sampling"].keys() == {"model", *ours, *peers}
-    [push] = found["pushes"]
+    assert results["sampling"].keys() == {"model", *record_names, *peers}
+    [push] = results["pushes"]
     assert push["bytes"] < 10**6
     assert min(push["write"], push["load"], push["least"], push["broadcast"]) > 0
-    assert len(found["steps"]) == 2
-    assert all(stages["step"] > 0 for stages in found["steps"].values())
-    ratio = found["log_ratio"]
+    assert len(results["steps"]) == 2
+    assert all(stages["step"] > 0 for stages in results["steps"].values())
+    ratio = results["log_ratio"]
     assert ratio["tokens"] == GROUP * QUICK.tokens
     assert 0 < ratio["sigma"] < 0.2, "bfloat16 rounds; other weights would be some nats away"
     printed = capsys.readouterr().out

@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def vllm_url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of vLLM's own server of the model."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -75,7 +75,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ours(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def teacher_url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a teacher of the same model, run by transformers."""
     options = ["--engine", "hf", "--model", str(model), "--dtype", "float32", "--device", "cpu"]
     log = tmp_path_factory.mktemp("ours") / "log"
@@ -86,7 +86,7 @@ def ours(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         teacher.close()
 
 
-def asked(url: str, path: str, fields: Any = None) -> Any:
+def fetch(url: str, path: str, fields: Any = None) -> Any:
     data = None if fields is None else json.dumps(fields).encode()
     headers = {"Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
@@ -99,21 +99,25 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("k", [0, 1, 8])
-def test_the_answers_of_vllm(ours: str, theirs: str, k: int) -> None:
+def test_the_answers_of_vllm(teacher_url: str, vllm_url: str, k: int) -> None:
     """Field by field; a token beyond the k has its true rank there, and k + 1 here."""
-    found = []
-    for url in (ours, theirs):
-        name = asked(url, "/v1/models")["data"][0]["id"]
+    answers = []
+    for url in (teacher_url, vllm_url):
+        name = fetch(url, "/v1/models")["data"][0]["id"]
         fields = {"model": name, "prompt": prompts(2, 40, 300), "max_tokens": 1}
-        found.append(asked(url, "/v1/completions", {**fields, "prompt_logprobs": k}))
-    mine, other = found
-    assert mine.keys() <= other.keys()
-    for one, two in zip(mine["choices"], other["choices"], strict=True):
-        assert one.keys() <= two.keys()
+        answers.append(fetch(url, "/v1/completions", {**fields, "prompt_logprobs": k}))
+    teacher_answer, vllm_answer = answers
+    assert teacher_answer.keys() <= vllm_answer.keys()
+    for teacher_choice, vllm_choice in zip(
+        teacher_answer["choices"], vllm_answer["choices"], strict=True
+    ):
+        assert teacher_choice.keys() <= vllm_choice.keys()
         for field in ("index", "finish_reason", "logprobs", "stop_reason"):
-            assert one[field] == two[field]
-        rows = zip(one["prompt_logprobs"][1:], two["prompt_logprobs"][1:], strict=True)
-        assert one["prompt_logprobs"][0] is two["prompt_logprobs"][0] is None
+            assert teacher_choice[field] == vllm_choice[field]
+        rows = zip(
+            teacher_choice["prompt_logprobs"][1:], vllm_choice["prompt_logprobs"][1:], strict=True
+        )
+        assert teacher_choice["prompt_logprobs"][0] is vllm_choice["prompt_logprobs"][0] is None
         for row, expected in rows:
             # In the same order as well: the token of the prompt is the first.
             assert [*row] == [*expected]
@@ -122,32 +126,32 @@ def test_the_answers_of_vllm(ours: str, theirs: str, k: int) -> None:
                 assert entry["rank"] == min(expected[token]["rank"], max(k, 1) + 1)
 
 
-def test_the_models_page_of_vllm(ours: str, theirs: str, model: Path) -> None:
-    mine, other = (asked(url, "/v1/models") for url in (ours, theirs))
-    assert mine["object"] == other["object"]
-    assert mine["data"][0]["id"] == other["data"][0]["id"] == str(model)
-    assert mine["data"][0].keys() <= other["data"][0].keys()
+def test_the_models_page_of_vllm(teacher_url: str, vllm_url: str, model: Path) -> None:
+    teacher_page, vllm_page = (fetch(url, "/v1/models") for url in (teacher_url, vllm_url))
+    assert teacher_page["object"] == vllm_page["object"]
+    assert teacher_page["data"][0]["id"] == vllm_page["data"][0]["id"] == str(model)
+    assert teacher_page["data"][0].keys() <= vllm_page["data"][0].keys()
 
 
 @pytest.mark.parametrize("k", [1, 8])
-def test_the_client_of_trl_reads_the_same(ours: str, theirs: str, k: int) -> None:
+def test_the_client_of_trl_reads_the_same(teacher_url: str, vllm_url: str, k: int) -> None:
     from trl.generation.vllm_client import VLLMClient
 
     sequences = prompts(30, 300, 7)
-    found = [
+    answers = [
         VLLMClient(base_url=url, connection_timeout=60.0).get_sequence_logprobs(
             sequences, [10, 250, 1], top_logprobs=k
         )
-        for url in (ours, theirs)
+        for url in (teacher_url, vllm_url)
     ]
     for field in ("logprob_token_ids", "actual_token_ids"):
-        assert found[0][field] == found[1][field]
+        assert answers[0][field] == answers[1][field]
     for field in ("logprobs", "actual_logprobs"):
-        for one, two in zip(found[0][field], found[1][field], strict=True):
-            np.testing.assert_allclose(one, two, atol=1e-4)
+        for teacher_values, vllm_values in zip(answers[0][field], answers[1][field], strict=True):
+            np.testing.assert_allclose(teacher_values, vllm_values, atol=1e-4)
 
 
-def test_the_async_client_of_trl_reads_the_same(ours: str, theirs: str) -> None:
+def test_the_async_client_of_trl_reads_the_same(teacher_url: str, vllm_url: str) -> None:
     """The requests of its rollout worker, which trains with GPUs only."""
     import aiohttp
     from accelerate import PartialState
@@ -166,11 +170,11 @@ def test_the_async_client_of_trl_reads_the_same(ours: str, theirs: str) -> None:
             name = worker.teacher_model_names["default"]
             return await worker._score_with_teacher(*prompts(20, 60), url, name)
 
-    found = [asyncio.run(scored(url)) for url in (ours, theirs)]
-    assert found[0][0] == found[1][0]
-    assert len(found[0][0]) == 60
-    for one, two in zip(found[0][1], found[1][1], strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-4)
+    answers = [asyncio.run(scored(url)) for url in (teacher_url, vllm_url)]
+    assert answers[0][0] == answers[1][0]
+    assert len(answers[0][0]) == 60
+    for teacher_values, vllm_values in zip(answers[0][1], answers[1][1], strict=True):
+        np.testing.assert_allclose(teacher_values, vllm_values, atol=1e-4)
 
 
 def test_the_client_of_trl_sends_the_token_of_its_address(
@@ -195,22 +199,22 @@ def test_the_client_of_trl_sends_the_token_of_its_address(
 
 @pytest.mark.parametrize(("k", "beta"), [(8, 0.0), (1, 1.0)])
 def test_the_trainer_of_trl_learns_the_same(
-    ours: str, theirs: str, k: int, beta: float, tmp_path: Path
+    teacher_url: str, vllm_url: str, k: int, beta: float, tmp_path: Path
 ) -> None:
     """TRL's ServerDistillationTrainer, unchanged, with forward KL of top-8 and reverse KL."""
     student = save_model(tmp_path / "student", layers=1, std=0.1)
     module = [sys.executable, "-m", "tests.vllm.trl_job"]
-    assert_equal_losses(module, student, (ours, theirs), k, str(beta))
+    assert_equal_losses(module, student, (teacher_url, vllm_url), k, str(beta))
 
 
 @pytest.mark.skipif(not SWIFT, reason="$DISTILL_SWIFT_PYTHON names no Python with ms-swift 4.2")
-def test_gkd_of_ms_swift_learns_the_same(ours: str, theirs: str, tmp_path: Path) -> None:
+def test_gkd_of_ms_swift_learns_the_same(teacher_url: str, vllm_url: str, tmp_path: Path) -> None:
     """ms-swift's GKD, unchanged, with the JSD of top-8."""
     student = save_model(tmp_path / "student", layers=1, std=0.1)
     tokenizer = AutoTokenizer.from_pretrained(student)
     tokenizer.pad_token = tokenizer.eos_token = "~"
     tokenizer.save_pretrained(student)
-    assert_equal_losses([SWIFT, str(HERE / "swift_job.py")], student, (ours, theirs), 8)
+    assert_equal_losses([SWIFT, str(HERE / "swift_job.py")], student, (teacher_url, vllm_url), 8)
 
 
 def assert_equal_losses(
@@ -219,14 +223,14 @@ def assert_equal_losses(
     losses = []
     for name, url in zip(("ours", "theirs"), urls, strict=True):
         out = student.with_name(f"{name}.json")
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, str(student), url, str(out), str(k), *options],
             env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
             cwd=HERE.parents[1],
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert process.returncode == 0, process.stderr[-4000:]
         losses.append(json.loads(out.read_text()))
     print(f"k = {k} {options}: {losses}")
     assert len(losses[0]) == 4

@@ -41,10 +41,15 @@ def test_rows_of_the_model_and_a_job(tmp_path: Path) -> None:
     dump = tmp_path / "dump.jsonl"
     with vllm_server(material.teacher, tmp_path / "log") as address, dump.open("w") as lines:
         for text in texts:
-            asked = {"model": NAME, "prompt": text.tolist(), "max_tokens": 1, "temperature": 0}
+            request_fields = {
+                "model": NAME,
+                "prompt": text.tolist(),
+                "max_tokens": 1,
+                "temperature": 0,
+            }
             answer = httpx.post(
                 f"{address}/v1/completions",
-                json={**asked, "prompt_logprobs": K, "return_token_ids": True},
+                json={**request_fields, "prompt_logprobs": K, "return_token_ids": True},
                 headers={"Authorization": f"Bearer {KEY}"},
                 timeout=60,
             )
@@ -73,6 +78,6 @@ def test_rows_of_the_model_and_a_job(tmp_path: Path) -> None:
             "track": {"tensorboard": False},
         }
     )
-    found = finished(tmp_path / "run", job)
-    before, after = (line["eval/kl_bound"] for line in found if "eval/kl_bound" in line)
+    losses = finished(tmp_path / "run", job)
+    before, after = (line["eval/kl_bound"] for line in losses if "eval/kl_bound" in line)
     assert after < before

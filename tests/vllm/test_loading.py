@@ -20,11 +20,11 @@ pytestmark = [
 
 
 def test_the_worker_tells_its_share(tmp_path: Path) -> None:
-    progress, ended, seen = LoadProgress(), threading.Event(), []
+    progress, ended, stages = LoadProgress(), threading.Event(), []
 
     def look() -> None:
         while not ended.wait(0.02):
-            seen.append(str(progress))
+            stages.append(str(progress))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -33,8 +33,12 @@ def test_the_worker_tells_its_share(tmp_path: Path) -> None:
     thread.join()
     engine.close()
     stage = "starting vLLM and reading its weights"
-    assert stage in seen  # before its worker runs
-    shares = [int(found[1]) for one in seen if (found := re.fullmatch(rf"{stage}: (\d+)%", one))]
+    assert stage in stages  # before its worker runs
+    shares = [
+        int(match[1])
+        for progress_text in stages
+        if (match := re.fullmatch(rf"{stage}: (\d+)%", progress_text))
+    ]
     assert shares == sorted(shares)
     # The file has names and shapes beside the values; vLLM starts for a while with all weights.
     assert 80 <= shares[-1] <= 100

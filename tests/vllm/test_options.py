@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("option_texts", "message"),
     [
         (["data_parallel_size"], "is not NAME=VALUE"),
         (["data_paralel_size=2"], "vLLM has no option 'data_paralel_size'"),
@@ -35,21 +35,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["seed=1", "seed=2"], "seed is given twice"),
     ],
 )
-def test_refused(model: Path, given: list[str], message: str) -> None:
+def test_refused(model: Path, option_texts: list[str], message: str) -> None:
     with pytest.raises(InvalidInput, match=message) as caught:
-        VllmEngine(str(model), options=given)
+        VllmEngine(str(model), options=option_texts)
     assert caught.value.field == "--engine-option"
 
 
 def test_values_and_what_the_fingerprint_has_of_them() -> None:
-    given = ["data_parallel_size=2", "enable_expert_parallel=true", "quantization=fp8"]
-    found = read_options(given, ())
-    assert found == {
+    option_texts = ["data_parallel_size=2", "enable_expert_parallel=true", "quantization=fp8"]
+    options = read_options(option_texts, ())
+    assert options == {
         "data_parallel_size": 2,
         "enable_expert_parallel": True,
         "quantization": "fp8",
     }
-    assert select_changing_options(found) == {"options": {"quantization": "fp8"}}
+    assert select_changing_options(options) == {"options": {"quantization": "fp8"}}
     assert select_changing_options({}) == {}
 
 
@@ -57,16 +57,16 @@ def test_two_processes_that_divide_the_queries(model: Path) -> None:
     rng = np.random.default_rng(0)
     lengths = (3, 20, 100, 300, 40, 41)
     ids = [rng.integers(0, VOCAB_SIZE, length).astype(np.int32) for length in lengths]
-    queries = [ScoreQuery(one, 1, top_k=8) for one in ids]
+    queries = [ScoreQuery(token_ids, 1, top_k=8) for token_ids in ids]
     alone = VllmEngine(str(model), max_batch_tokens=256)
-    one = alone.score(queries)
+    single_answers = alone.score(queries)
     alone.close()
     pair = VllmEngine(str(model), max_batch_tokens=256, options=["data_parallel_size=2"])
-    two = pair.score(queries)
+    pair_answers = pair.score(queries)
     assert pair.step_tokens == 512
     pair.close()
     assert pair.info.fingerprint == alone.info.fingerprint
-    for a, b in zip(one, two, strict=True):
+    for a, b in zip(single_answers, pair_answers, strict=True):
         assert not isinstance(a, Exception)
         assert not isinstance(b, Exception)
         np.testing.assert_allclose(a.token_logprobs, b.token_logprobs, atol=1e-5)

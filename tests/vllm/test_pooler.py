@@ -51,8 +51,8 @@ def step(pooler: Any, *chunks: tuple[Request, int, int]) -> list[Any]:
         pooling_states=[request.states for request, _, _ in chunks],
     )
     counts = np.array([end - first for _, first, end in chunks])
-    seen = torch.tensor([end for _, _, end in chunks])
-    metadata.build_pooling_cursor(counts, seen, device=torch.device("cpu"))
+    token_counts = torch.tensor([end for _, _, end in chunks])
+    metadata.build_pooling_cursor(counts, token_counts, device=torch.device("cpu"))
     hidden = torch.cat([STATES[first:end] for _, first, end in chunks])
     return [None if out is None else decode_answer(out) for out in pooler(hidden, metadata)]
 

@@ -25,13 +25,19 @@ def test_an_engine_on_the_same_gpu_reads_the_trainers_buffer(tmp_path: Path) -> 
     students = students_in(tmp_path)
     service = start(students[0], tmp_path / "log")
     try:
-        with trainer(students[0].frozen().model, tmp_path / "weights", [service.address]) as made:
+        with trainer(
+            students[0].frozen().model, tmp_path / "weights", [service.address]
+        ) as weight_trainer:
             device = torch.device("cuda", 0)
-            made.versions._pusher = WeightPusher(made.client.replicas, device, 60.0, shared=True)
+            weight_trainer.versions._pusher = WeightPusher(
+                weight_trainer.client.replicas, device, 60.0, shared=True
+            )
             for number in (0, 1, 2):
-                pushed = made.push(number, students[number].model)
+                pushed = weight_trainer.push(number, students[number].model)
                 assert pushed.pushed
-                wanted = order(pushed, 40)
-                assert_exact(students, wanted, list(made.client.sample(wanted)))
+                sampling_order = order(pushed, 40)
+                assert_exact(
+                    students, sampling_order, list(weight_trainer.client.sample(sampling_order))
+                )
     finally:
         service.close()

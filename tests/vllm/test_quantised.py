@@ -46,8 +46,8 @@ REFUSED = {
 }
 
 
-def assert_near(found: dict[str, float]) -> None:
-    assert found["median"] < 1.5 * found["rounding"]
+def assert_near(measures: dict[str, float]) -> None:
+    assert measures["median"] < 1.5 * measures["rounding"]
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_a_quantised_body(name: str, tmp_path: Path) -> None:
             measured(tmp_path, name)
         assert caught.value.field == "--model"
         return
-    found = measured(tmp_path, name)
-    assert_near(found)
+    measures = measured(tmp_path, name)
+    assert_near(measures)
     if FORMATS[name].rounded is None:  # rounding them changes more than 8 bits for a weight
-        assert found["unquantised"] > 2 * found["median"]
+        assert measures["unquantised"] > 2 * measures["median"]
 
 
 @needs_amx
@@ -152,8 +152,8 @@ def test_the_hf_engine(name: str, tmp_path: Path) -> None:
     exact, rounded = Exact(meant), HfEngine(str(meant), dtype=form.dtype, device="cpu")
     for model in (exact.model, rounded._model):
         round_states(model, form)
-    ours = differences(HfEngine(str(quantised), device="cpu"), exact).median
-    assert ours < 1.5 * differences(rounded, exact).median
+    hf_median = differences(HfEngine(str(quantised), device="cpu"), exact).median
+    assert hf_median < 1.5 * differences(rounded, exact).median
 
 
 def test_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,14 +57,14 @@ def test_each_load_brings_the_adapters(student: AdaptedStudent, service: Service
         assert size == pytest.approx(4 * sum(w.numel() for w in weights(student)), rel=0.2)
         service.load(version)
         order = order_of(version, before)
-        (found,) = service.sample(order)
-        for sequence, got in zip(order.sequences, found, strict=True):
+        (samples,) = service.sample(order)
+        for sequence, got in zip(order.sequences, samples, strict=True):
             assert got.versions == ((student.number, len(got.token_ids)),)
             logits = exact_logits({student.number: student}, sequence, got)
             assert_sampled(sequence, order.settings, got, logits)
-        same = sum(torch.equal(a, b.token_ids) for a, b in zip(earlier, found, strict=False))
+        same = sum(torch.equal(a, b.token_ids) for a, b in zip(earlier, samples, strict=False))
         assert same < 4
-        earlier = [got.token_ids for got in found]
+        earlier = [got.token_ids for got in samples]
         student.learn()
 
 
@@ -86,14 +86,16 @@ def test_sequences_in_flight_go_on_with_new_adapters(
 
     async def load_in_flight() -> None:
         sampling = service.engine.sample(order)
-        found = dict([await anext(sampling)])
+        samples = dict([await anext(sampling)])
         await service.engine.load(new_version)
-        found |= {index: tokens async for index, tokens in sampling}
-        both = {old.number: old, student.number: student}
+        samples |= {index: tokens async for index, tokens in sampling}
+        students_by_version = {old.number: old, student.number: student}
         versions = set()
-        for index, got in found.items():
+        for index, got in samples.items():
             sequence = order.sequences[index]
-            assert_sampled(sequence, order.settings, got, exact_logits(both, sequence, got))
+            assert_sampled(
+                sequence, order.settings, got, exact_logits(students_by_version, sequence, got)
+            )
             versions |= {number for number, _ in got.versions}
         assert versions == {old.number, student.number}
 

@@ -55,8 +55,8 @@ Engine = subprocess.Popen[str]
 
 def wait_for(process: Engine, line: str) -> None:
     assert process.stdout is not None
-    for found in process.stdout:
-        if found.startswith(line):
+    for output_line in process.stdout:
+        if output_line.startswith(line):
             return
     raise AssertionError(f"it ended before {line!r}")
 
@@ -67,7 +67,7 @@ def processes_of(process: Engine) -> list[psutil.Process]:
 
 def assert_gone(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=60)
-    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("VLLM::Worker", 2), ("VLLM::EngineCor", 1)])
@@ -78,7 +78,9 @@ def test_a_killed_child_ends_the_process_with_code_1(tmp_path: Path, name: str, 
     with engine_process(log, student, version, ranks=ranks) as process:
         wait_for(process, "sampled")
         processes = processes_of(process)
-        next(one for one in processes if one.name().startswith(name)).kill()
+        next(
+            child_process for child_process in processes if child_process.name().startswith(name)
+        ).kill()
         assert process.wait(60) == 1
         assert "a process of vLLM died; this rollout service exits with code 1" in log.read_text()
         assert_gone(processes)

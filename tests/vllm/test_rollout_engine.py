@@ -44,19 +44,19 @@ def service(student: Student) -> Iterator[Service]:
     service.close()
 
 
-def assert_exact(student: Student, order: Order, found: Sequence[SampledTokens]) -> None:
-    for sequence, got in zip(order.sequences, found, strict=True):
+def assert_exact(student: Student, order: Order, samples: Sequence[SampledTokens]) -> None:
+    for sequence, got in zip(order.sequences, samples, strict=True):
         assert got.versions == ((student.number, len(got.token_ids)),)
         logits = exact_logits({student.number: student}, sequence, got)
         assert_sampled(sequence, order.settings, got, logits)
 
 
 def assert_same_as_transformers(
-    student: Student, order: Order, found: Sequence[SampledTokens]
+    student: Student, order: Order, samples: Sequence[SampledTokens]
 ) -> None:
     """Rounding may decide an id where a random number lies on a boundary: about one in 10,000."""
-    same = ids = others = 0
-    for got, expected in zip(found, student.written(order), strict=True):
+    same = ids = differing = 0
+    for got, expected in zip(samples, student.written(order), strict=True):
         if torch.equal(got.token_ids, expected.token_ids):
             same += 1
             assert (got.ended, got.closed) == (expected.ended, expected.closed)
@@ -67,10 +67,12 @@ def assert_same_as_transformers(
             assert (got.draws is None) == (expected.draws is None)
             if got.draws is not None and expected.draws is not None:
                 pairs.append((got.draws.ids, expected.draws.ids))
-            ids += sum(ours.numel() for ours, _ in pairs)
-            others += sum(int((ours != theirs).sum()) for ours, theirs in pairs)
-    assert same >= len(found) - 1
-    assert others <= 4 + ids / 1000
+            ids += sum(engine_ids.numel() for engine_ids, _ in pairs)
+            differing += sum(
+                int((engine_ids != reference_ids).sum()) for engine_ids, reference_ids in pairs
+            )
+    assert same >= len(samples) - 1
+    assert differing <= 4 + ids / 1000
 
 
 @pytest.mark.parametrize(("tied", "ranks"), [(False, 1), (True, 1), (True, 2)])
@@ -89,15 +91,16 @@ def test_the_same_tokens_as_transformers(tied: bool, ranks: int, tmp_path: Path)
             version = student.snapshot()
             service.load(version)
             order = order_of(version, before)
-            (found,) = service.sample(order)
-            assert_exact(student, order, found)
-            assert_same_as_transformers(student, order, found)
-            assert {got.ended for got in found} == {True, False}
+            (samples,) = service.sample(order)
+            assert_exact(student, order, samples)
+            assert_same_as_transformers(student, order, samples)
+            assert {got.ended for got in samples} == {True, False}
             same = [
-                torch.equal(a.token_ids, b.token_ids) for a, b in zip(earlier, found, strict=False)
+                torch.equal(a.token_ids, b.token_ids)
+                for a, b in zip(earlier, samples, strict=False)
             ]
             assert sum(same) < 20
-            earlier = found
+            earlier = samples
             student.learn()
     finally:
         service.close()
@@ -115,17 +118,17 @@ def test_bfloat16_has_a_float32_head(tmp_path: Path) -> None:
     try:
         service.load(version)
         order = order_of(version, prompts(16, 60))
-        (found,) = service.sample(order)
+        (samples,) = service.sample(order)
     finally:
         service.close()
     body = student.frozen().model.bfloat16()
     head = student.model.lm_head
     off, rounded = [], []
-    for sequence, got in zip(order.sequences, found, strict=True):
-        every = torch.cat([sequence.token_ids, got.token_ids[:-1]])
+    for sequence, got in zip(order.sequences, samples, strict=True):
+        all_token_ids = torch.cat([sequence.token_ids, got.token_ids[:-1]])
         first = len(sequence.token_ids) - 1
         with torch.no_grad():
-            states = body.model(every[None]).last_hidden_state[0, first:]
+            states = body.model(all_token_ids[None]).last_hidden_state[0, first:]
             for logits, differences in (
                 (head(states.float()), off),
                 (body.lm_head(states).float(), rounded),
@@ -141,19 +144,19 @@ def test_bfloat16_has_a_float32_head(tmp_path: Path) -> None:
 def test_alone_or_in_a_batch(student: Student, service: Service) -> None:
     order = order_of(student.snapshot(), prompts(24, 200, seed=1))
     (together,) = service.sample(order)
-    apart = [replace(order, sequences=[one]) for one in order.sequences]
+    single_orders = [replace(order, sequences=[sequence]) for sequence in order.sequences]
     backwards = replace(order, sequences=order.sequences[::-1])
-    others = [
-        [found for (found,) in service.sample(*apart)],
-        [service.sample(one)[0][0] for one in apart],
+    other_samples = [
+        [samples for (samples,) in service.sample(*single_orders)],
+        [service.sample(single_order)[0][0] for single_order in single_orders],
         service.sample(backwards)[0][::-1],
     ]
-    for found in others:
+    for samples in other_samples:
         same = sum(
-            torch.equal(a.token_ids, b.token_ids) for a, b in zip(together, found, strict=True)
+            torch.equal(a.token_ids, b.token_ids) for a, b in zip(together, samples, strict=True)
         )
         assert same >= len(together) - 1
-        assert_exact(student, order, found)
+        assert_exact(student, order, samples)
 
 
 def test_orders_with_other_settings_at_the_same_time(student: Student, service: Service) -> None:
@@ -168,45 +171,45 @@ def test_orders_with_other_settings_at_the_same_time(student: Student, service: 
         replace(SETTINGS, top_k=3, draws=0, stream_tokens=45),
     ]
     orders = [
-        order_of(version, prompts(8, 300, seed=number), [1, 2, 5, 10, 20, 40, 40, 40], one, -3)
-        for number, one in enumerate(settings)
+        order_of(version, prompts(8, 300, seed=number), [1, 2, 5, 10, 20, 40, 40, 40], entry, -3)
+        for number, entry in enumerate(settings)
     ]
-    later = [replace(one, used=5) for one in orders[-1].sequences]
+    later = [replace(entry, used=5) for entry in orders[-1].sequences]
     orders.append(replace(orders[-1], sequences=later))
-    for order, found in zip(orders, service.sample(*orders), strict=True):
-        assert_exact(student, order, found)
-        assert_same_as_transformers(student, order, found)
+    for order, samples in zip(orders, service.sample(*orders), strict=True):
+        assert_exact(student, order, samples)
+        assert_same_as_transformers(student, order, samples)
 
 
 def test_more_sequences_than_vllm_runs_at_once(student: Student, service: Service) -> None:
     """They wait for their turn, and come back as they end."""
     order = order_of(student.snapshot(), prompts(600, 20, seed=2), 8)
-    (found,) = service.sample(order)
+    (samples,) = service.sample(order)
     some = replace(order, sequences=order.sequences[::20])
-    assert_exact(student, some, found[::20])
-    assert_same_as_transformers(student, order, found)
+    assert_exact(student, some, samples[::20])
+    assert_same_as_transformers(student, order, samples)
 
 
 def test_a_mark_ends_a_sequence(student: Student, service: Service) -> None:
     marks = (*"abcdefghijklm", "XY", "Yz")
     order = order_of(student.snapshot(), prompts(32, 30, seed=3))
     marked = replace(order, settings=replace(SETTINGS, marks=marks))
-    (plain,), (found,) = service.sample(order), service.sample(marked)
+    (plain,), (marked_samples,) = service.sample(order), service.sample(marked)
     closing = Marks(student.tokenizer, marks)
     closed = 0
-    for whole, got in zip(plain, found, strict=True):
+    for plain_sample, got in zip(plain, marked_samples, strict=True):
         length = next(
             (
                 n
-                for n in range(1, len(whole.token_ids) + 1)
-                if closing.closed_by(whole.token_ids[:n])
+                for n in range(1, len(plain_sample.token_ids) + 1)
+                if closing.closed_by(plain_sample.token_ids[:n])
             ),
             None,
         )
-        assert torch.equal(got.token_ids, whole.token_ids[:length])
-        assert torch.equal(got.head_ids, whole.head_ids[:length])
+        assert torch.equal(got.token_ids, plain_sample.token_ids[:length])
+        assert torch.equal(got.head_ids, plain_sample.head_ids[:length])
         assert got.closed == (length is not None)
-        assert got.ended == (whole.ended and not got.closed)
+        assert got.ended == (plain_sample.ended and not got.closed)
         assert got.versions == ((student.number, len(got.token_ids)),)
         closed += got.closed
     assert 8 < closed < 32

@@ -57,12 +57,12 @@ def start(student: Student, log: Path, port: int = 0, failpoint: str = "") -> Se
 def students(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Student]:
     """A student after 0, 1 and 2 steps, whose answers no end token ends."""
     student = Student(tmp_path_factory.mktemp("student"), ends=())
-    found = {}
+    students_by_version = {}
     for number in range(3):
         student.snapshot()
-        found[number] = student.frozen()
+        students_by_version[number] = student.frozen()
         student.learn()
-    return found
+    return students_by_version
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +84,16 @@ def order(version: WeightsVersion, limit: int) -> Order:
 
 
 def assert_exact(
-    students: Mapping[int, Student], wanted: Order, found: list[tuple[int, SampledTokens]]
+    students: Mapping[int, Student], sampling_order: Order, samples: list[tuple[int, SampledTokens]]
 ) -> None:
     """Each sequence once and whole, each token by the weights of the version that it names."""
-    assert sorted(index for index, _ in found) == list(range(len(wanted.sequences)))
-    for index, got in found:
-        sequence = wanted.sequences[index]
+    assert sorted(index for index, _ in samples) == list(range(len(sampling_order.sequences)))
+    for index, got in samples:
+        sequence = sampling_order.sequences[index]
         assert len(got.token_ids) == sequence.limit
-        assert min(number for number, _ in got.versions) >= wanted.weights.number
+        assert min(number for number, _ in got.versions) >= sampling_order.weights.number
         logits = exact_logits(students, sequence, got)
-        assert_sampled(sequence, wanted.settings, got, logits, ())
+        assert_sampled(sequence, sampling_order.settings, got, logits, ())
 
 
 @pytest.mark.parametrize("failpoint", PHASES)
@@ -131,15 +131,17 @@ def test_a_service_that_is_killed_at_random_moments(
             list(client.sample(order(version_of(students[0], "warm"), LONG)))
             for kill in range(KILLS):
                 lineage = f"lineage {kill}"
-                wanted = [
+                orders = [
                     order(version_of(students[number], lineage), limit)
                     for number, limit in ((0, LONG), (1, 40), (2, 40))
                 ]
-                found: list[list[tuple[int, SampledTokens]]] = [[], [], []]
+                samples_by_order: list[list[tuple[int, SampledTokens]]] = [[], [], []]
 
                 def ask() -> None:
-                    for place, sampling in enumerate([client.sample(one) for one in wanted]):  # noqa: B023
-                        found[place] += sampling  # noqa: B023
+                    for place, sampling in enumerate(
+                        [client.sample(sampling_order) for sampling_order in orders]
+                    ):  # noqa: B023
+                        samples_by_order[place] += sampling  # noqa: B023
 
                 asking = threading.Thread(target=ask)
                 asking.start()
@@ -147,13 +149,13 @@ def test_a_service_that_is_killed_at_random_moments(
                 program = psutil.Process(service.process.pid)
                 everything = [program, *program.children(recursive=True)]
                 name = ("python", "VLLM::EngineCor")[kill % 2]
-                victims = [one for one in everything if one.name().startswith(name)]
+                victims = [process for process in everything if process.name().startswith(name)]
                 victims[0].kill()
                 service.process.wait(60)
                 service.close()
                 service = start(students[0], tmp_path / "log", port)
                 asking.join()
-                for one, sequences in zip(wanted, found, strict=True):
-                    assert_exact(students, one, sequences)
+                for sampling_order, sequences in zip(orders, samples_by_order, strict=True):
+                    assert_exact(students, sampling_order, sequences)
     finally:
         service.close()

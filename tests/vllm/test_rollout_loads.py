@@ -78,15 +78,15 @@ async def loaded_in_flight(
 
     Returns its sequences and those of `new`, which is sampled from then on.
     """
-    found: dict[int, SampledTokens] = {}
+    samples: dict[int, SampledTokens] = {}
     sampling = service.engine.sample(order)
     index, tokens = await anext(sampling)
-    found[index] = tokens
+    samples[index] = tokens
     await service.engine.load(version)
     later = asyncio.ensure_future(sampled(service.engine, new))
     async for index, tokens in sampling:
-        found[index] = tokens
-    return [found[index] for index in range(len(found))], await later
+        samples[index] = tokens
+    return [samples[index] for index in range(len(samples))], await later
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +109,15 @@ def test_it_samples_the_same_after_it_has_slept(student: Student, service: Servi
         with pytest.raises(WrongState, match="dropped when it fell asleep"):
             service.sample(order)
         service.load(version)
-        [found] = service.sample(order)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one.token_ids, other.token_ids)
-            assert torch.equal(one.head_ids, other.head_ids)
+        [samples] = service.sample(order)
+        for sample, expected_sample in zip(samples, expected, strict=True):
+            assert torch.equal(sample.token_ids, expected_sample.token_ids)
+            assert torch.equal(sample.head_ids, expected_sample.head_ids)
     service.run(service.engine.sleep())
     new = order_of(changed(student), prompts(5, 60), 30)
     service.load(new.weights)
-    [found] = service.sample(new)
-    for sequence, got in zip(new.sequences, found, strict=True):
+    [samples] = service.sample(new)
+    for sequence, got in zip(new.sequences, samples, strict=True):
         assert got.versions == ((student.number, len(got.token_ids)),)
         logits = exact_logits({student.number: student}, sequence, got)
         assert_sampled(sequence, new.settings, got, logits)
@@ -132,16 +132,20 @@ def test_recompute_goes_on_with_the_new_weights(endless: tuple[Student, Service]
     order = in_flight_order(old_version)
     new_version = changed(student, "recompute")
     new = order_of(new_version, [order.sequences[0].token_ids] * 3, 20, first=100)
-    found, later = service.run(loaded_in_flight(service, order, new_version, new))
-    both = {old.number: old, student.number: student}
-    for sequence, got in zip(order.sequences[:8], found[:8], strict=True):
+    samples, later = service.run(loaded_in_flight(service, order, new_version, new))
+    students_by_version = {old.number: old, student.number: student}
+    for sequence, got in zip(order.sequences[:8], samples[:8], strict=True):
         assert [number for number, _ in got.versions] == [old.number, student.number]
         assert sum(count for _, count in got.versions) == LONG
-        assert_sampled(sequence, order.settings, got, exact_logits(both, sequence, got), ())
-    assert found[8].versions == ((old.number, 1),)
+        assert_sampled(
+            sequence, order.settings, got, exact_logits(students_by_version, sequence, got), ()
+        )
+    assert samples[8].versions == ((old.number, 1),)
     for sequence, got in zip(new.sequences, later, strict=True):
         assert got.versions == ((student.number, 20),)
-        assert_sampled(sequence, new.settings, got, exact_logits(both, sequence, got), ())
+        assert_sampled(
+            sequence, new.settings, got, exact_logits(students_by_version, sequence, got), ()
+        )
 
 
 @torch.no_grad()
@@ -149,12 +153,12 @@ def kept_logits(
     old: Student, new: Student, sequence: SequenceRequest, got: SampledTokens
 ) -> Tensor:
     """The logits before each token if the KV cache of the older weights is kept."""
-    (_, first), (_, rest) = got.versions
-    every = torch.cat([sequence.token_ids, got.token_ids[:-1]])
+    (_, first), (_, remaining_count) = got.versions
+    all_token_ids = torch.cat([sequence.token_ids, got.token_ids[:-1]])
     # The last token of the old version was sampled, but not yet read, before the load.
-    known = len(every) - rest
-    before = old.model(every[None, :known], use_cache=True)
-    after = new.model(every[None, known:], past_key_values=before.past_key_values)
+    cached_count = len(all_token_ids) - remaining_count
+    before = old.model(all_token_ids[None, :cached_count], use_cache=True)
+    after = new.model(all_token_ids[None, cached_count:], past_key_values=before.past_key_values)
     logits = torch.cat([before.logits[0, -first:], after.logits[0]])
     return logits.double()
 
@@ -168,8 +172,8 @@ def test_keep_goes_on_with_the_old_cache(endless: tuple[Student, Service]) -> No
     order = in_flight_order(old_version)
     new_version = changed(student, "keep")
     new = order_of(new_version, [order.sequences[0].token_ids] * 3, 20, first=100)
-    found, later = service.run(loaded_in_flight(service, order, new_version, new))
-    for sequence, got in zip(order.sequences[:8], found[:8], strict=True):
+    samples, later = service.run(loaded_in_flight(service, order, new_version, new))
+    for sequence, got in zip(order.sequences[:8], samples[:8], strict=True):
         assert [number for number, _ in got.versions] == [old.number, student.number]
         assert_sampled(sequence, order.settings, got, kept_logits(old, student, sequence, got), ())
     for sequence, got in zip(new.sequences, later, strict=True):
@@ -199,13 +203,13 @@ def test_keep_gives_no_old_blocks_to_sequences_that_wait(
     monkeypatch.setattr(service.engine, "_submit", record)
     try:
         service.load(old_version)
-        found, _ = service.run(loaded_in_flight(service, order, new_version, new))
+        samples, _ = service.run(loaded_in_flight(service, order, new_version, new))
     finally:
         service.close()
     again = submitted[len(limits) :]
     assert set(again) >= {11, 12, 13}
     for index in again:
-        sequence, got = order.sequences[index], found[index]
+        sequence, got = order.sequences[index], samples[index]
         assert got.versions == ((student.number, len(got.token_ids)),)
         exact = exact_logits({student.number: student}, sequence, got)
         assert_sampled(sequence, order.settings, got, exact, ())
@@ -239,18 +243,22 @@ def assert_unusable(student: Student, service: Service) -> None:
 
 
 def test_a_half_written_snapshot(student: Student, service: Service, tmp_path: Path) -> None:
-    whole = changed(student)
-    service.load(whole)
+    complete_snapshot = changed(student)
+    service.load(complete_snapshot)
     half = tmp_path / "half"
     half.mkdir()
-    data = (whole.directory / "model.safetensors").read_bytes()
+    data = (complete_snapshot.directory / "model.safetensors").read_bytes()
     (half / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(Corrupt, match="not a complete snapshot"):
-        service.load(replace(whole, directory=half))
-    (half / "snapshot.json").write_bytes((whole.directory / "snapshot.json").read_bytes())
-    (half / "probe.safetensors").write_bytes((whole.directory / "probe.safetensors").read_bytes())
+        service.load(replace(complete_snapshot, directory=half))
+    (half / "snapshot.json").write_bytes(
+        (complete_snapshot.directory / "snapshot.json").read_bytes()
+    )
+    (half / "probe.safetensors").write_bytes(
+        (complete_snapshot.directory / "probe.safetensors").read_bytes()
+    )
     with pytest.raises(Corrupt, match=r"the checksum of model\.safetensors"):
-        service.load(replace(whole, directory=half))
+        service.load(replace(complete_snapshot, directory=half))
     assert_unusable(student, service)
 
 
@@ -266,9 +274,9 @@ def test_a_snapshot_of_another_model(student: Student, service: Service, tmp_pat
     seal(turned, number=version.number, dtype="float32", probe=student.probe())
     with pytest.raises(Corrupt, match=rf"has {name} in shape \[128, 64\], but .* \[64, 128\]"):
         service.load(replace(version, directory=turned))
-    other = Student(tmp_path, layers=2)
+    other_student = Student(tmp_path, layers=2)
     with pytest.raises(Corrupt, match=r"has no model\.layers\.2\.input"):
-        service.load(other.snapshot())
+        service.load(other_student.snapshot())
     assert_unusable(student, service)
 
 
@@ -335,9 +343,9 @@ def test_memory_is_flat_over_many_loads(tmp_path: Path) -> None:
     Weights of 17 MB: a copy that stays after each load would be hundreds of MB.
     """
     command = [sys.executable, "-m", "tests.vllm.rollout_memory", str(tmp_path), str(LOADS)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    measured = json.loads(run.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    measured = json.loads(process.stdout.splitlines()[-1])
     used, size = measured["bytes_used"], measured["bytes_of_weights"]
     assert size > 15e6
     assert len(used) == LOADS

@@ -49,11 +49,11 @@ def tied(request: pytest.FixtureRequest) -> bool:
 def students_in(folder: Path, *, tied: bool = False) -> Mapping[int, Student]:
     """A student after 0, 1 and 2 steps, whose answers no end token ends."""
     student = Student(folder, ends=(), tied=tied)
-    found = {}
+    students_by_version = {}
     for number in range(3):
-        found[number] = student.frozen()
+        students_by_version[number] = student.frozen()
         student.learn()
-    return found
+    return students_by_version
 
 
 def order(version: WeightsVersion, limit: int) -> Order:
@@ -67,21 +67,25 @@ def push_and_sample(
     """In each process of a trainer: tokens after a push, and after a file of the same weights."""
 
     def sampled(version: WeightsVersion) -> Mapping[int, SampledTokens]:
-        found = dict(made.client.sample(order(version, 40)))
+        samples = dict(weight_trainer.client.sample(order(version, 40)))
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # no engine has other weights before all have sampled
-        return found
+        return samples
 
-    with trainer(students[0].frozen().model, weights, addresses, sharding=sharding) as made:
+    with trainer(
+        students[0].frozen().model, weights, addresses, sharding=sharding
+    ) as weight_trainer:
         for number in (0, 1, 2):
-            pushed = made.push(number, students[number].model)
+            pushed = weight_trainer.push(number, students[number].model)
             assert pushed.pushed
-            found = sampled(pushed)
-            assert_exact(students, order(pushed, 40), list(found.items()))
-            loaded = sampled(replace(made.versions.write(number), lineage=f"file {number}"))
-            for index, one in found.items():
+            samples = sampled(pushed)
+            assert_exact(students, order(pushed, 40), list(samples.items()))
+            loaded = sampled(
+                replace(weight_trainer.versions.write(number), lineage=f"file {number}")
+            )
+            for index, sample in samples.items():
                 for name in ("token_ids", "token_logprobs", "head_ids"):
-                    assert torch.equal(getattr(one, name), getattr(loaded[index], name)), name
+                    assert torch.equal(getattr(sample, name), getattr(loaded[index], name)), name
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -89,7 +93,7 @@ def test_tokens_after_a_push_are_those_after_a_file(
     tmp_path: Path, services: list[ServiceProcess], tied: bool, world: int
 ) -> None:
     """A trainer of one process, or of two with FSDP2; two engines. Bit for bit."""
-    addresses = [one.address for one in services]
+    addresses = [service.address for service in services]
     sharding = "fsdp2" if world > 1 else "none"
     students = students_in(tmp_path, tied=tied)
     weights = tmp_path / "weights"
@@ -105,9 +109,9 @@ def services(
 ) -> Iterator[list[ServiceProcess]]:
     folder = tmp_path_factory.mktemp("services")
     student = students_in(folder, tied=tied)[0]
-    made = [start(student, folder / f"log-{number}") for number in range(2)]
-    yield made
-    for service in made:
+    started_services = [start(student, folder / f"log-{number}") for number in range(2)]
+    yield started_services
+    for service in started_services:
         service.close()
 
 
@@ -115,16 +119,18 @@ def test_sequences_in_flight_go_on_with_pushed_weights(
     tmp_path: Path, services: list[ServiceProcess], tied: bool
 ) -> None:
     students = students_in(tmp_path, tied=tied)
-    addresses = [one.address for one in services]
+    addresses = [entry.address for entry in services]
     model = students[0].frozen().model
-    with trainer(model, tmp_path / "weights", addresses, attempt=9, in_flight="recompute") as made:
-        first = order(made.push(0, students[0].model), LONG)
-        sampling = made.client.sample(first)
-        second = order(made.push(1, students[1].model), 20)
-        assert_exact(students, second, list(made.client.sample(second)))
-        found = list(sampling)
-        assert_exact(students, first, found)
-        assert any(len(one.versions) == 2 for _, one in found)
+    with trainer(
+        model, tmp_path / "weights", addresses, attempt=9, in_flight="recompute"
+    ) as weight_trainer:
+        first = order(weight_trainer.push(0, students[0].model), LONG)
+        sampling = weight_trainer.client.sample(first)
+        second = order(weight_trainer.push(1, students[1].model), 20)
+        assert_exact(students, second, list(weight_trainer.client.sample(second)))
+        samples = list(sampling)
+        assert_exact(students, first, samples)
+        assert any(len(entry.versions) == 2 for _, entry in samples)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +155,9 @@ def test_an_engine_dies_in_a_phase_of_a_push(
 
     It was in the same group, and is not restarted.
     """
-    sizes = [WeightSpec.of(*one) for one in endless[0].model.named_parameters()]
+    sizes = [
+        WeightSpec.of(*named_parameter) for named_parameter in endless[0].model.named_parameters()
+    ]
     middle = 3 * len(list(buckets(sizes, SMALL_BUCKET))) // 2
     (port,) = free_ports(1)
     victim = start(
@@ -161,14 +169,14 @@ def test_an_engine_dies_in_a_phase_of_a_push(
     try:
         with trainer(
             model, tmp_path / "weights", addresses, attempt=attempt, in_flight="recompute"
-        ) as made:
-            version = made.push(0, endless[0].model)
+        ) as weight_trainer:
+            version = weight_trainer.push(0, endless[0].model)
             assert version.pushed
             first = order(version, LONG)
-            sampling = made.client.sample(first)
-            newer = made.push(1, endless[1].model)
+            sampling = weight_trainer.client.sample(first)
+            newer = weight_trainer.push(1, endless[1].model)
             second = order(newer, 20)
-            assert_exact(endless, second, list(made.client.sample(second)))
+            assert_exact(endless, second, list(weight_trainer.client.sample(second)))
             assert_exact(endless, first, list(sampling))
         assert victim.process.wait(60) != 0
         with EngineClient([survivor.address]) as client:

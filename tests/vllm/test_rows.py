@@ -67,11 +67,11 @@ def rows(engine: ScoringEngine, queries: Sequence[ScoreQuery]) -> list[RowBlock]
     return blocks
 
 
-def assert_same(ours: RowBlock, theirs: RowBlock) -> None:
-    np.testing.assert_array_equal(ours.head_ids, theirs.head_ids)
-    np.testing.assert_allclose(ours.head_logprobs, theirs.head_logprobs, atol=1e-4)
-    np.testing.assert_allclose(ours.tail_logmass, theirs.tail_logmass, atol=1e-4)
-    np.testing.assert_allclose(ours.token_logprobs, theirs.token_logprobs, atol=1e-4)
+def assert_same(vllm_rows: RowBlock, hf_rows: RowBlock) -> None:
+    np.testing.assert_array_equal(vllm_rows.head_ids, hf_rows.head_ids)
+    np.testing.assert_allclose(vllm_rows.head_logprobs, hf_rows.head_logprobs, atol=1e-4)
+    np.testing.assert_allclose(vllm_rows.tail_logmass, hf_rows.tail_logmass, atol=1e-4)
+    np.testing.assert_allclose(vllm_rows.token_logprobs, hf_rows.token_logprobs, atol=1e-4)
 
 
 def test_a_ragged_batch_of_every_kind(vllm: VllmEngine, hf: HfEngine) -> None:
@@ -91,25 +91,25 @@ def test_a_ragged_batch_of_every_kind(vllm: VllmEngine, hf: HfEngine) -> None:
             ),
         )
     ]
-    for ours, theirs in zip(rows(vllm, queries), rows(hf, queries), strict=True):
-        assert_same(ours, theirs)
+    for vllm_rows, hf_rows in zip(rows(vllm, queries), rows(hf, queries), strict=True):
+        assert_same(vllm_rows, hf_rows)
 
 
 def test_samples_of_the_tail(vllm: VllmEngine, hf: HfEngine) -> None:
     """Drawn by the same numbers; in several steps, and with a part of the prompt in the cache."""
     query = ScoreQuery(tokens(600, seed=40), 200, top_k=8, tail_samples=4, seed=3)
-    (theirs,) = rows(hf, [query])
+    (hf_rows,) = rows(hf, [query])
     for _ in range(2):
-        (ours,) = rows(vllm, [query])
-        assert_same(ours, theirs)
-        assert ours.tail_sample_ids is not None
+        (vllm_rows,) = rows(vllm, [query])
+        assert_same(vllm_rows, hf_rows)
+        assert vllm_rows.tail_sample_ids is not None
         # A number that falls on the border of two ids may go to either.
-        same = (ours.tail_sample_ids == theirs.tail_sample_ids).all(1)
+        same = (vllm_rows.tail_sample_ids == hf_rows.tail_sample_ids).all(1)
         assert same.mean() > 0.99
-        assert ours.tail_sample_logprob is not None
-        assert theirs.tail_sample_logprob is not None
-        apart = ours.tail_sample_logprob - theirs.tail_sample_logprob
-        np.testing.assert_allclose(apart[same], 0, atol=1e-4)
+        assert vllm_rows.tail_sample_logprob is not None
+        assert hf_rows.tail_sample_logprob is not None
+        difference = vllm_rows.tail_sample_logprob - hf_rows.tail_sample_logprob
+        np.testing.assert_allclose(difference[same], 0, atol=1e-4)
 
 
 def test_rows_about_the_first_ids(vllm: VllmEngine, hf: HfEngine) -> None:
@@ -123,18 +123,18 @@ def test_rows_about_the_first_ids(vllm: VllmEngine, hf: HfEngine) -> None:
         )
         for vocab_size in (None, 400)
     ]
-    found, expected = rows(vllm, queries), rows(hf, queries)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_same(ours, theirs)
-    assert (found[0].token_logprobs < found[1].token_logprobs).all()
+    answers, expected = rows(vllm, queries), rows(hf, queries)
+    for vllm_rows, hf_rows in zip(answers, expected, strict=True):
+        assert_same(vllm_rows, hf_rows)
+    assert (answers[0].token_logprobs < answers[1].token_logprobs).all()
 
 
 @pytest.mark.parametrize("k", [1, VOCAB_SIZE])
 def test_the_smallest_and_the_largest_head(vllm: VllmEngine, hf: HfEngine, k: int) -> None:
     query = ScoreQuery(tokens(20), 1, head_ids=heads(19, k))
-    ours, theirs = rows(vllm, [query])[0], rows(hf, [query])[0]
-    assert_same(ours, theirs)
-    assert np.isneginf(ours.tail_logmass).all() == (k == VOCAB_SIZE)
+    vllm_rows, hf_rows = rows(vllm, [query])[0], rows(hf, [query])[0]
+    assert_same(vllm_rows, hf_rows)
+    assert np.isneginf(vllm_rows.tail_logmass).all() == (k == VOCAB_SIZE)
 
 
 def test_the_longest_sequence(vllm: VllmEngine, hf: HfEngine) -> None:
@@ -152,8 +152,8 @@ def test_a_shared_prompt_is_computed_once(vllm: VllmEngine, hf: HfEngine) -> Non
     ]
     rows(vllm, queries[:1])
     before = vllm.cached_tokens
-    for ours, theirs in zip(rows(vllm, queries[1:]), rows(hf, queries[1:]), strict=True):
-        assert_same(ours, theirs)
+    for vllm_rows, hf_rows in zip(rows(vllm, queries[1:]), rows(hf, queries[1:]), strict=True):
+        assert_same(vllm_rows, hf_rows)
     assert vllm.cached_tokens - before == 3 * 2 * BLOCK
 
 
@@ -164,8 +164,8 @@ def test_a_cache_that_reaches_into_the_rows(vllm: VllmEngine, hf: HfEngine, star
     chosen = replace(again, top_k=None, head_ids=heads(again.rows), temperature=0.8)
     expected = rows(hf, [again, chosen])
     for _ in range(2):
-        for ours, theirs in zip(rows(vllm, [again, chosen]), expected, strict=True):
-            assert_same(ours, theirs)
+        for vllm_rows, hf_rows in zip(rows(vllm, [again, chosen]), expected, strict=True):
+            assert_same(vllm_rows, hf_rows)
 
 
 def test_single_queries_go_past_long_ones_in_short_steps(vllm: VllmEngine, hf: HfEngine) -> None:
@@ -184,12 +184,12 @@ def test_single_queries_go_past_long_ones_in_short_steps(vllm: VllmEngine, hf: H
         return await asyncio.gather(*map(ask, range(7), [*long, *single]))
 
     steps = vllm.steps()
-    found = asyncio.run(main())
+    answers = asyncio.run(main())
     count, computed = (after - before for before, after in zip(steps, vllm.steps(), strict=True))
     assert set(ended[:4]) == {3, 4, 5, 6}
     assert computed <= 32 * count
-    for ours, theirs in zip(found, rows(hf, [*long, *single]), strict=True):
-        assert_same(ours, theirs)
+    for vllm_rows, hf_rows in zip(answers, rows(hf, [*long, *single]), strict=True):
+        assert_same(vllm_rows, hf_rows)
 
 
 def test_one_bad_sequence_fails_alone(vllm: VllmEngine, hf: HfEngine) -> None:
@@ -229,7 +229,7 @@ def largest_of_width(worker: Any, width: int) -> int:
     """Number of rows of the largest weight of a worker of vLLM that has `width` columns."""
     pooler = worker.model_runner.get_model().pooler
     weights = [*worker.model_runner.get_model().parameters(), pooler._head.weight]
-    return max(len(one) for one in weights if one.ndim == 2 and one.shape[1] == width)
+    return max(len(weight) for weight in weights if weight.ndim == 2 and weight.shape[1] == width)
 
 
 def test_layers_and_head_shared_by_two_processes(
@@ -253,22 +253,28 @@ def test_layers_and_head_shared_by_two_processes(
         queries = [
             query
             for length in (2, 40, 300)
-            for one in [tokens(length, seed=90) % 400]
+            for token_ids in [tokens(length, seed=90) % 400]
             for query in (
-                ScoreQuery(one, 1, top_k=5, tail_samples=6, seed=4),
-                ScoreQuery(one, 1, top_k=5, temperature=0.7, vocab_size=400),
-                ScoreQuery(one, 1, head_ids=heads(length - 1), draw_ids=heads(length - 1, 3, 1)),
+                ScoreQuery(token_ids, 1, top_k=5, tail_samples=6, seed=4),
+                ScoreQuery(token_ids, 1, top_k=5, temperature=0.7, vocab_size=400),
+                ScoreQuery(
+                    token_ids, 1, head_ids=heads(length - 1), draw_ids=heads(length - 1, 3, 1)
+                ),
             )
         ]
-        found = zip(rows(shared, queries), rows(vllm, queries), rows(hf, queries), strict=True)
-        for ours, alone, theirs in found:
-            assert_same(ours, theirs)
+        row_triples = zip(
+            rows(shared, queries), rows(vllm, queries), rows(hf, queries), strict=True
+        )
+        for shared_rows, single_rows, hf_rows in row_triples:
+            assert_same(shared_rows, hf_rows)
             for name in ("head_ids", "tail_sample_ids"):
-                np.testing.assert_array_equal(getattr(ours, name), getattr(alone, name))
+                np.testing.assert_array_equal(
+                    getattr(shared_rows, name), getattr(single_rows, name)
+                )
             for name in ("tail_sample_logprob", "draw_logprobs"):
-                if getattr(alone, name) is not None:
-                    apart = getattr(ours, name) - getattr(alone, name)
-                    np.testing.assert_allclose(apart, 0, atol=1e-4)
+                if getattr(single_rows, name) is not None:
+                    difference = getattr(shared_rows, name) - getattr(single_rows, name)
+                    np.testing.assert_allclose(difference, 0, atol=1e-4)
         bad = ScoreQuery(tokens(300, seed=71), 4, top_k=5)
         bad.token_ids[280] = BAD_TOKEN
         good, fault = shared.score([queries[-1], bad])

@@ -40,18 +40,27 @@ def test_the_conversations_of_transformers(tmp_path: Path) -> None:
     service = ServiceProcess(*arguments, log=tmp_path / "service.log")
     try:
         with EngineClient([service.address]) as client:
-            found = listed(at_engine(client, version, None), range(40))
+            conversations = listed(at_engine(client, version, None), range(40))
     finally:
         service.close()
-    assert {one.queries for one in expected} == {0, 1, 2}
+    assert {conversation.queries for conversation in expected} == {0, 1, 2}
     # Rounding may decide a token where a random number lies on a boundary: about one in 10,000.
-    same = [n for n in range(40) if torch.equal(found[n].token_ids, expected[n].token_ids)]
+    same = [n for n in range(40) if torch.equal(conversations[n].token_ids, expected[n].token_ids)]
     assert len(same) >= 39
-    for mine, other in ((found[n], expected[n]) for n in same):
-        assert mine.own is not None
-        assert other.own is not None
-        assert torch.equal(mine.own, other.own)
+    for engine_conversation, expected_conversation in (
+        (conversations[n], expected[n]) for n in same
+    ):
+        assert engine_conversation.own is not None
+        assert expected_conversation.own is not None
+        assert torch.equal(engine_conversation.own, expected_conversation.own)
         for name in ("queries", "concluded", "truncated", "failed"):
-            assert getattr(mine, name) == getattr(other, name)
-        torch.testing.assert_close(mine.token_logprobs, other.token_logprobs, rtol=0, atol=1e-4)
-        assert sum(tokens for _, tokens in mine.versions) == mine.learned
+            assert getattr(engine_conversation, name) == getattr(expected_conversation, name)
+        torch.testing.assert_close(
+            engine_conversation.token_logprobs,
+            expected_conversation.token_logprobs,
+            rtol=0,
+            atol=1e-4,
+        )
+        assert (
+            sum(tokens for _, tokens in engine_conversation.versions) == engine_conversation.learned
+        )

@@ -64,9 +64,11 @@ def queries(count: int, length: int) -> list[ScoreQuery]:
     return [ScoreQuery(row, 1, top_k=8, f32=True) for row in ids]
 
 
-def assert_rows(blocks: Sequence[RowBlock], model: Path, asked: Sequence[ScoreQuery]) -> None:
+def assert_rows(
+    blocks: Sequence[RowBlock], model: Path, score_queries: Sequence[ScoreQuery]
+) -> None:
     for block, expected in zip(
-        blocks, HfEngine(str(model), device="cpu").score(asked), strict=True
+        blocks, HfEngine(str(model), device="cpu").score(score_queries), strict=True
     ):
         assert isinstance(expected, RowBlock)
         np.testing.assert_array_equal(block.head_ids, expected.head_ids)
@@ -81,13 +83,13 @@ def test_a_service_from_start_to_sigterm(model: Path, tmp_path: Path) -> None:
         with TeacherClient(teacher.address) as client:
             info = client.info()
             assert (info.engine, info.max_length) == ("vllm", MAX_LENGTH)
-            asked = queries(20, 60)
-            futures = [client.submit(query) for query in asked]
+            score_queries = queries(20, 60)
+            futures = [client.submit(query) for query in score_queries]
             # Bad requests in between fail by themselves.
             long = ScoreQuery(np.zeros(MAX_LENGTH + 1, np.int32), 1, top_k=2)
             outside = ScoreQuery(np.array([1, 2, VOCAB_SIZE], np.int32), 1, top_k=2)
             faults = [client.submit(query) for query in (long, outside)]
-            assert_rows([future.result(120) for future in futures], model, asked)
+            assert_rows([future.result(120) for future in futures], model, score_queries)
             for fault, field in zip(faults, ("token_ids", "token_ids[2]"), strict=True):
                 with pytest.raises(InvalidInput) as caught:
                     fault.result(60)
@@ -102,12 +104,12 @@ def test_a_service_from_start_to_sigterm(model: Path, tmp_path: Path) -> None:
 
 def test_a_dead_vllm_ends_the_teacher_and_the_next_one_goes_on(model: Path, tmp_path: Path) -> None:
     """As under a supervisor. Rows come from two lives of the teacher, which is the same one."""
-    asked = queries(400, 300)
+    score_queries = queries(400, 300)
     with (
         teacher_of(model, tmp_path / "first") as teacher,
         TeacherClient(teacher.address, patience_seconds=300) as client,
     ):
-        futures = [client.submit(query) for query in asked]
+        futures = [client.submit(query) for query in score_queries]
         futures[0].result(120)
         processes = processes_of(teacher)
         next(process for process in processes if process.name().startswith("VLLM::")).kill()
@@ -116,7 +118,7 @@ def test_a_dead_vllm_ends_the_teacher_and_the_next_one_goes_on(model: Path, tmp_
         assert not futures[-1].done()
         assert_gone(processes, 20)
         with teacher_of(model, tmp_path / "second", port=teacher.port) as second:
-            assert_rows([future.result(120) for future in futures], model, asked)
+            assert_rows([future.result(120) for future in futures], model, score_queries)
             # A teacher that is killed takes vLLM with it.
             processes = processes_of(second)
             second.kill()
@@ -127,15 +129,15 @@ def test_vllm_that_cannot_start_is_one_sentence(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1000000")  # GiB
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "teacher_service", "--port", "0", *options(model)],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1, done.stderr
-    assert told[0].startswith("error: --model: vLLM does not start with ")
-    assert "--gpu-memory-share" in told[0]
+    assert process.returncode == 2
+    assert process.stdout == ""
+    error_lines = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(error_lines) == 1, process.stderr
+    assert error_lines[0].startswith("error: --model: vLLM does not start with ")
+    assert "--gpu-memory-share" in error_lines[0]

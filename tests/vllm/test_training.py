@@ -23,14 +23,14 @@ pytestmark = [
 def finished(path: Path, config: Any) -> list[dict[str, Any]]:
     """The metrics of a whole attempt, by the trainer's own command."""
     run = RunDirectory.create(path, config)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "student_trainer", str(path), "--attempt", "1"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return metrics_of(run)
 
 
@@ -44,12 +44,15 @@ def test_reinforcement_with_an_anchor(tmp_path: Path) -> None:
     tiny.save(make_model(len(words), words, 2, 64), words, material.student)  # heads of 32
     changes: dict[str, Any] = {"max_steps": 6, "eval__every": 3, "rollouts__lag": 1}
     expected = finished(tmp_path / "hf", tiny.rl_job(material, **changes))
-    found = finished(tmp_path / "vllm", tiny.rl_job(material, **changes, rollouts__engine="vllm"))
-    assert [line.get("rollout/lag") for line in found] == [None, 0, 1, 1, 1, 1, 1]
-    assert found[0]["eval/accuracy"] == expected[0]["eval/accuracy"]
+    metrics = finished(tmp_path / "vllm", tiny.rl_job(material, **changes, rollouts__engine="vllm"))
+    assert [line.get("rollout/lag") for line in metrics] == [None, 0, 1, 1, 1, 1, 1]
+    assert metrics[0]["eval/accuracy"] == expected[0]["eval/accuracy"]
     # Rounding may decide a token where a random number lies on a boundary: about one in 10,000.
-    for mine, other in zip(found[1:4], expected[1:4], strict=True):
+    for vllm_values, hf_values in zip(metrics[1:4], expected[1:4], strict=True):
         for name in ("reward/mean", "kl/anchor", "ratio/mean", "entropy"):
-            assert mine[name] == pytest.approx(other[name], abs=0.02), (mine["step"], name)
-    assert all(abs(line["ratio/kl"]) < 0.05 for line in found[1:])
-    assert "eval/anchor/reward" in found[-1]
+            assert vllm_values[name] == pytest.approx(hf_values[name], abs=0.02), (
+                vllm_values["step"],
+                name,
+            )
+    assert all(abs(line["ratio/kl"]) < 0.05 for line in metrics[1:])
+    assert "eval/anchor/reward" in metrics[-1]

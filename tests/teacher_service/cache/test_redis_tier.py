@@ -101,11 +101,11 @@ def test_two_teachers_share_rows(server: RedisServer, zstd: bool) -> None:
 @pytest.mark.parametrize("zstd", [False, True])
 def test_what_was_put_comes_back_and_the_first_stays(server: RedisServer, zstd: bool) -> None:
     first = entry(1)
-    other = StoredRows(first.key, b"", 1, entry(2).rows)
+    second = StoredRows(first.key, b"", 1, entry(2).rows)
 
     async def work(tier: RedisTier) -> None:
-        for one in (first, other):
-            tier.put(one)
+        for entry_to_put in (first, second):
+            tier.put(entry_to_put)
         await tier.wait_until_written()
         assert await tier.get(first.key, most_bytes(20, K)) == first.rows
         assert await tier.get(b"?" * 32, 10_000) is None
@@ -128,9 +128,9 @@ def test_eight_teachers_that_score_the_same(server: RedisServer) -> None:
         for tier in [first, *tiers]:
             await tier.wait_until_written()
         for key in keys:
-            found = {await tier.get(key, most_bytes(20, K)) for tier in [first, *tiers]}
-            assert len(found) == 1
-            assert found <= {entry(number).rows for number in range(8)}
+            stored_rows = {await tier.get(key, most_bytes(20, K)) for tier in [first, *tiers]}
+            assert len(stored_rows) == 1
+            assert stored_rows <= {entry(number).rows for number in range(8)}
         for tier in tiers:
             await tier.close()
 
@@ -139,16 +139,16 @@ def test_eight_teachers_that_score_the_same(server: RedisServer) -> None:
 
 def test_lookups_of_one_moment_travel_together(server: RedisServer) -> None:
     entries = [entry(number) for number in range(32)]
-    for one in entries:
-        server.do("SET", name_of(one.key), seal(one.key, one.rows))
+    for stored_entry in entries:
+        server.do("SET", name_of(stored_entry.key), seal(stored_entry.key, stored_entry.rows))
 
     async def work(tier: RedisTier) -> float:
         await tier.get(b"?" * 32, 1000)  # connects
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        found = await asyncio.gather(*(tier.get(e.key, most_bytes(20, K)) for e in entries))
-        assert found == [one.rows for one in entries]
-        return loop.time() - began
+        start = loop.time()
+        answers = await asyncio.gather(*(tier.get(e.key, most_bytes(20, K)) for e in entries))
+        assert answers == [stored_entry.rows for stored_entry in entries]
+        return loop.time() - start
 
     with FaultProxy(server.address, Toxics(latency_seconds=0.02)) as proxy:
         seconds = with_tier(f"redis://{proxy.address}/0", work)
@@ -200,8 +200,8 @@ def test_what_is_kept_is_found_whatever_its_widest_form(server: RedisServer) -> 
 
 def test_lookups_given_up_never_mix_up_answers(server: RedisServer) -> None:
     entries = [entry(number) for number in range(50)]
-    for one in entries:
-        server.do("SET", name_of(one.key), seal(one.key, one.rows))
+    for stored_entry in entries:
+        server.do("SET", name_of(stored_entry.key), seal(stored_entry.key, stored_entry.rows))
 
     async def work(tier: RedisTier) -> None:
         rng = np.random.default_rng(0)
@@ -214,8 +214,8 @@ def test_lookups_given_up_never_mix_up_answers(server: RedisServer) -> None:
             for task in tasks[:3]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for one in entries:
-            assert await tier.get(one.key, most_bytes(20, K)) == one.rows
+        for stored_entry in entries:
+            assert await tier.get(stored_entry.key, most_bytes(20, K)) == stored_entry.rows
         assert tier.counts.errors == 0
 
     with_tier(server.url, work)
@@ -359,11 +359,11 @@ def test_two_teacher_programs_share_rows(
         args = [*("--engine", "fake", "--model", "vocab=64"), "--redis-url", server.url]
         command = [sys.executable, "-m", "teacher_service", *args]
         monkeypatch.setenv("DISTILL_REDIS_PASSWORD", "wrong")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: --redis-url: ")
-        assert done.stderr.count("\n") == 1
-        assert "wrong" not in done.stderr.replace("WRONGPASS", "")
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 2
+        assert process.stderr.startswith("error: --redis-url: ")
+        assert process.stderr.count("\n") == 1
+        assert "wrong" not in process.stderr.replace("WRONGPASS", "")
         monkeypatch.setenv("DISTILL_REDIS_PASSWORD", "secret")
         rows = []
         for hits in (0, 1):

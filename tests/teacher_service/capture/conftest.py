@@ -19,7 +19,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole(words: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def captured_store(words: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that nobody disturbed and nobody may change."""
     _, store = capture_here(tmp_path_factory.mktemp("whole") / "run", job(data, words))
     return store

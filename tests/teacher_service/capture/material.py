@@ -48,8 +48,8 @@ def write_lines(path: Path, records: Sequence[Any]) -> Path:
     return path
 
 
-def write_pairs(path: Path, found: Sequence[tuple[list[int], list[int]]]) -> Path:
-    return write_lines(path, [{"prompt": text(a), "answer": text(b)} for a, b in found])
+def write_pairs(path: Path, token_pairs: Sequence[tuple[list[int], list[int]]]) -> Path:
+    return write_lines(path, [{"prompt": text(a), "answer": text(b)} for a, b in token_pairs])
 
 
 def job(data: Path, tokenizer: Path, **changes: Any) -> CaptureJob:
@@ -78,9 +78,9 @@ def capture_here(run: Path, config: CaptureJob) -> tuple[Verdict, Path]:
     """In this process, as an attempt of a new run; what it raises is the caller's."""
     from teacher_service.capture.program import capture
 
-    found = RunDirectory.create(run, config)
-    progress = Progress(found, attempt=1, max_steps=0, main=True, terminated=lambda: False)
-    verdict = capture(found, config, progress, 1)
+    run_directory = RunDirectory.create(run, config)
+    progress = Progress(run_directory, attempt=1, max_steps=0, main=True, terminated=lambda: False)
+    verdict = capture(run_directory, config, progress, 1)
     return verdict, Path(config.method.store_in(run))
 
 

@@ -73,15 +73,15 @@ def test_killed_twenty_times(new_run: NewRun, sums: Path, model: Path) -> None:
     assert finish(undisturbed) == 0, undisturbed.log_file(1).read_text()
     total = files_of(undisturbed.store)
     assert total >= 2 * KILLS
-    seen = []
+    steps = []
     for number in range(1, KILLS + 1):
         with attempt(disturbed, number) as child:
             child.wait_for_files(disturbed.store, number * total // (KILLS + 1))
             child.kill()
             assert child.wait() == -signal.SIGKILL
-        seen.append(files_of(disturbed.store))
-    assert seen == sorted(seen), "nothing that was complete is lost"
-    assert seen[-1] < total
+        steps.append(files_of(disturbed.store))
+    assert steps == sorted(steps), "nothing that was complete is lost"
+    assert steps[-1] < total
     assert finish(disturbed, KILLS + 1) == 0
     assert digests(disturbed.store) == digests(undisturbed.store)
     assert verdict_of(disturbed) == verdict_of(undisturbed) == ("succeeded", 160, 160)
@@ -90,7 +90,7 @@ def test_killed_twenty_times(new_run: NewRun, sums: Path, model: Path) -> None:
 @pytest.mark.parametrize("point", ["capture-file-written", "capture-file-named"])
 @pytest.mark.parametrize("action", ["kill", "raise"])
 def test_every_place_to_die(
-    new_run: NewRun, data: Path, words: Path, whole: Path, point: str, action: str
+    new_run: NewRun, data: Path, words: Path, captured_store: Path, point: str, action: str
 ) -> None:
     """A fault of the disk is told in a sentence; either way the next attempt ends with the same
     bytes.
@@ -106,7 +106,7 @@ def test_every_place_to_die(
         assert status.reason.startswith(f"cannot write {run.store}: failpoint")
         assert status.reason.endswith("free disk space, then resume the job")
     assert finish(run, 2) == 0, run.log_file(2).read_text()
-    assert digests(run.store) == digests(whole)
+    assert digests(run.store) == digests(captured_store)
 
 
 def test_a_full_disk(new_run: NewRun, data: Path, words: Path) -> None:
@@ -145,7 +145,7 @@ def test_killed_while_a_service_scores(
 
 @pytest.mark.parametrize("flipped", [False, True])
 def test_a_damaged_file_is_made_again(
-    new_run: NewRun, data: Path, words: Path, whole: Path, flipped: bool
+    new_run: NewRun, data: Path, words: Path, captured_store: Path, flipped: bool
 ) -> None:
     """One that is gone, and one with another bit in its rows, which Arrow takes."""
     run = new_run(job(data, words))
@@ -156,7 +156,7 @@ def test_a_damaged_file_is_made_again(
     damaged.write_bytes(content if flipped else b"")
     assert finish(run, 2) == 0
     assert "it is written again, with all files after it" in run.log_file(2).read_text()
-    assert digests(run.store) == digests(whole)
+    assert digests(run.store) == digests(captured_store)
 
 
 def test_a_stop_is_heard(new_run: NewRun, data: Path, words: Path) -> None:

@@ -24,23 +24,23 @@ EMULATOR = "CLOUD_STORAGE_EMULATOR_ENDPOINT"
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (port,) = free_ports(1)
-    made = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
-    made.start()
+    process = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
+    process.start()
     monkeypatch.setenv(EMULATOR, f"http://127.0.0.1:{port}")
-    yield made
-    made.stop()
+    yield process
+    process.stop()
 
 
 def test_the_same_bytes_as_on_a_disk(
-    server: Any, data: Path, words: Path, whole: Path, tmp_path: Path
+    server: Any, data: Path, words: Path, captured_store: Path, tmp_path: Path
 ) -> None:
     url = f"gs://{BUCKET}/a store"
     for run in ("run", "again"):
         verdict, _ = capture_here(tmp_path / run, job(data, words, method__store=url))
         assert verdict == "succeeded"
         folder = ObjectFolder(url)
-        found = {name: folder.digest(name) for name in folder.facts() if name != "writer"}
-        assert found == digests(whole)
+        object_digests = {name: folder.digest(name) for name in folder.facts() if name != "writer"}
+        assert object_digests == digests(captured_store)
 
 
 def test_files_and_folders(server: Any) -> None:

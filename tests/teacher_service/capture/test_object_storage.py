@@ -48,29 +48,35 @@ def url(prefix: str) -> str:
 
 
 @pytest.fixture
-def stored(server: S3Server, whole: Path, prefix: str, url: str) -> str:
+def stored(server: S3Server, captured_store: Path, prefix: str, url: str) -> str:
     """The URL of a copy of the undisturbed store."""
-    for file in whole.iterdir():
+    for file in captured_store.iterdir():
         if file.name != "lock":
             server.write(f"{prefix}/{file.name}", file.read_bytes())
     return url
 
 
 def test_the_same_bytes_as_on_a_disk(
-    data: Path, words: Path, whole: Path, server: S3Server, prefix: str, url: str, tmp_path: Path
+    data: Path,
+    words: Path,
+    captured_store: Path,
+    server: S3Server,
+    prefix: str,
+    url: str,
+    tmp_path: Path,
 ) -> None:
     """And nothing of the store on the disk."""
     verdict, _ = capture_here(tmp_path / "run", job(data, words, method__store=url))
     assert verdict == "succeeded"
-    assert server.digests(prefix) == digests(whole)
+    assert server.digests(prefix) == digests(captured_store)
     assert not list((tmp_path / "run").rglob("*.arrow"))
     # A complete store is resumed: nothing is left to do.
     assert capture_here(tmp_path / "again", job(data, words, method__store=url))[0] == "succeeded"
-    assert server.digests(prefix) == digests(whole)
+    assert server.digests(prefix) == digests(captured_store)
 
 
 def test_data_in_a_storage(
-    data: Path, words: Path, whole: Path, server: S3Server, prefix: str, tmp_path: Path
+    data: Path, words: Path, captured_store: Path, server: S3Server, prefix: str, tmp_path: Path
 ) -> None:
     """The same rows; the store names the data by its URL, on whatever machine it was captured."""
     server.write(f"{prefix}/{data.name}", data.read_bytes())
@@ -81,8 +87,11 @@ def test_data_in_a_storage(
     assert verdict == "succeeded"
     manifest = manifest_at(store)
     assert manifest.metadata["data"] == url
-    assert manifest.metadata["data_fingerprint"] == manifest_at(whole).metadata["data_fingerprint"]
-    rows, undisturbed = LogitDataset(store), LogitDataset(whole)
+    assert (
+        manifest.metadata["data_fingerprint"]
+        == manifest_at(captured_store).metadata["data_fingerprint"]
+    )
+    rows, undisturbed = LogitDataset(store), LogitDataset(captured_store)
     assert len(rows) == len(undisturbed)
     assert [rows.content(n) for n in range(len(rows))] == [
         undisturbed.content(n) for n in range(len(rows))
@@ -93,7 +102,7 @@ def test_data_in_a_storage(
 def test_every_place_to_die(
     data: Path,
     words: Path,
-    whole: Path,
+    captured_store: Path,
     server: S3Server,
     prefix: str,
     url: str,
@@ -103,9 +112,9 @@ def test_every_place_to_die(
     run = RunDirectory.create(tmp_path / "run", job(data, words, method__store=url))
     with attempt(run, failpoint=f"{point}:kill:5", environment=server.environment) as child:
         assert child.wait() == -signal.SIGKILL, child.log
-    assert 0 < len(server.names(prefix)) < len(digests(whole))
+    assert 0 < len(server.names(prefix)) < len(digests(captured_store))
     assert finish(run, 2, environment=server.environment) == 0, run.log_file(2).read_text()
-    assert server.digests(prefix) == digests(whole)
+    assert server.digests(prefix) == digests(captured_store)
 
 
 def test_killed_twenty_times(
@@ -132,7 +141,13 @@ def wait_for_files(server: S3Server, prefix: str, count: int) -> None:
 
 
 def test_a_shard_of_another_size_is_made_again(
-    data: Path, words: Path, whole: Path, server: S3Server, prefix: str, stored: str, tmp_path: Path
+    data: Path,
+    words: Path,
+    captured_store: Path,
+    server: S3Server,
+    prefix: str,
+    stored: str,
+    tmp_path: Path,
 ) -> None:
     """And one that is missing; a shard that no manifest names goes."""
     server.write(f"{prefix}/00000003.arrow", b"other")
@@ -140,27 +155,27 @@ def test_a_shard_of_another_size_is_made_again(
     run = RunDirectory.create(tmp_path / "run", job(data, words, method__store=stored))
     assert finish(run, environment=server.environment) == 0, run.log_file(1).read_text()
     assert "it has 5 bytes" in run.log_file(1).read_text()
-    assert server.digests(prefix) == digests(whole)
+    assert server.digests(prefix) == digests(captured_store)
 
 
 def test_rows_are_read_from_a_verified_copy(
-    whole: Path, server: S3Server, prefix: str, stored: str
+    captured_store: Path, server: S3Server, prefix: str, stored: str
 ) -> None:
-    theirs, ours = LogitDataset(whole), LogitDataset(stored)
-    assert len(ours) == len(theirs) > 0
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            np.testing.assert_array_equal(value, other[name])
-    assert digests(on_disk(stored)) == digests(whole)
+    local_rows, remote_rows = LogitDataset(captured_store), LogitDataset(stored)
+    assert len(remote_rows) == len(local_rows) > 0
+    for remote_row, local_row in zip(remote_rows, local_rows, strict=True):
+        assert remote_row.keys() == local_row.keys()
+        for name, value in remote_row.items():
+            np.testing.assert_array_equal(value, local_row[name])
+    assert digests(on_disk(stored)) == digests(captured_store)
     # Copied once: a second reader needs the manifest alone.
     server.delete(f"{prefix}/00000000.arrow")
-    assert len(LogitDataset(stored)) == len(theirs)
+    assert len(LogitDataset(stored)) == len(local_rows)
 
 
-def test_damage_is_found(whole: Path, server: S3Server, prefix: str, stored: str) -> None:
+def test_damage_is_found(captured_store: Path, server: S3Server, prefix: str, stored: str) -> None:
     assert list(damages(stored)) == []
-    content = bytearray((whole / "00000001.arrow").read_bytes())
+    content = bytearray((captured_store / "00000001.arrow").read_bytes())
     content[len(content) // 2] ^= 1
     server.write(f"{prefix}/00000001.arrow", bytes(content))
     server.delete(f"{prefix}/00000002.arrow")
@@ -172,29 +187,35 @@ def test_damage_is_found(whole: Path, server: S3Server, prefix: str, stored: str
         LogitDataset(stored)
 
 
-def test_a_summary_reads_the_manifest_alone(whole: Path, stored: str) -> None:
-    remote, local = summary_of(stored), summary_of(whole)
+def test_a_summary_reads_the_manifest_alone(captured_store: Path, stored: str) -> None:
+    remote, local = summary_of(stored), summary_of(captured_store)
     assert {**local, "path": stored} == {**local, **remote}
     assert local.keys() - remote.keys() == {"tokens", "rows", "bytes_per_row"}
-    assert counted(stored) == counted(whole)
+    assert counted(stored) == counted(captured_store)
 
 
-def test_parts_are_merged(data: Path, words: Path, whole: Path, url: str, tmp_path: Path) -> None:
+def test_parts_are_merged(
+    data: Path, words: Path, captured_store: Path, url: str, tmp_path: Path
+) -> None:
     for number in (0, 1):
         part = job(data, words, method__store=url, method__shard=f"{number}/2")
         assert capture_here(tmp_path / f"run-{number}", part)[0] == "succeeded"
     merge(tmp_path / "merged", [f"{url}/shard-{number}-of-2" for number in (1, 0)])
-    assert digests(tmp_path / "merged") == digests(whole)
+    assert digests(tmp_path / "merged") == digests(captured_store)
 
 
-def test_an_offline_job_reads_it(whole: Path, stored: str) -> None:
+def test_an_offline_job_reads_it(captured_store: Path, stored: str) -> None:
     def stores(path: str) -> Stores:
         table = {"student": {"model": "student"}, "method": {"type": "offline"}}
         config = {**table, "data": {"path": path}, "eval": {"prompts": 4}}
         return open_stores(OfflineJob.model_validate(config))
 
-    ours, theirs = stores(stored).training, stores(str(whole)).training
-    assert (ours.count, ours.longest, ours.identity) == (100, theirs.longest, theirs.identity)
+    remote_store, local_store = stores(stored).training, stores(str(captured_store)).training
+    assert (remote_store.count, remote_store.longest, remote_store.identity) == (
+        100,
+        local_store.longest,
+        local_store.identity,
+    )
 
 
 def test_the_later_of_two_writers_goes_on(server: S3Server, prefix: str, url: str) -> None:
@@ -220,14 +241,14 @@ def test_a_manifest_that_is_replaced_while_it_is_read(
     folder, read, cut = ObjectFolder(stored), ObjectFolder.read, [40, 90]
 
     def torn(self: ObjectFolder, name: str) -> bytes | None:
-        found = read(self, name)
-        assert found is not None
-        return found[: cut.pop()] if cut else found
+        content = read(self, name)
+        assert content is not None
+        return content[: cut.pop()] if cut else content
 
     monkeypatch.setattr(ObjectFolder, "read", torn)
-    found = folder.manifest()
-    assert found is not None
-    assert sum(shard.count for shard in found.shards) == 100
+    manifest = folder.manifest()
+    assert manifest is not None
+    assert sum(shard.count for shard in manifest.shards) == 100
     cut += [40] * 9
     with pytest.raises(Corrupt, match="is damaged"):
         folder.manifest()
@@ -304,9 +325,9 @@ def test_a_stop_is_heard_while_the_storage_is_away(
         try:
             time.sleep(1.0)  # it may have begun to wait; a stop before that is heard as well
             os.kill(child.pid, signal.SIGTERM)
-            began = time.monotonic()
+            start = time.monotonic()
             assert child.wait() == 0, child.log
-            assert time.monotonic() - began < 100  # of the 300 s that it would wait
+            assert time.monotonic() - start < 100  # of the 300 s that it would wait
         finally:
             server.start()
     status = run.read_status()
@@ -332,8 +353,10 @@ def test_urls_that_are_refused(data: Path, words: Path, place: str) -> None:
     assert "SECRET" not in str(caught.value.errors(include_input=False))
 
 
-def test_a_url_of_a_disk_is_a_path(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_url_of_a_disk_is_a_path(
+    data: Path, words: Path, captured_store: Path, tmp_path: Path
+) -> None:
     config = job(data, words, method__store=f"file://{tmp_path}/rows")
     assert config.method.store == f"{tmp_path}/rows"
     capture_here(tmp_path / "run", config)
-    assert digests(tmp_path / "rows") == digests(whole)
+    assert digests(tmp_path / "rows") == digests(captured_store)

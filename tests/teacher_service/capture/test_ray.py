@@ -21,9 +21,9 @@ pytest.importorskip("ray", reason="needs the extra [ray]")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Of three CPUs: one more than two engines take."""
-    made = Cluster(tmp_path_factory.mktemp("ray") / "log", 3)
-    yield made
-    made.kill()
+    ray_cluster = Cluster(tmp_path_factory.mktemp("ray") / "log", 3)
+    yield ray_cluster
+    ray_cluster.kill()
 
 
 def start(run: RunDirectory, cluster: Cluster) -> subprocess.Popen[bytes]:
@@ -38,7 +38,7 @@ def start(run: RunDirectory, cluster: Cluster) -> subprocess.Popen[bytes]:
 
 
 def test_an_engine_is_killed(
-    cluster: Cluster, data: Path, words: Path, whole: Path, tmp_path: Path
+    cluster: Cluster, data: Path, words: Path, captured_store: Path, tmp_path: Path
 ) -> None:
     """The other, and one in its place, go on; the store is the one of a single engine."""
     # Slow enough to be met at work; what it gives, and so its fingerprint, is the same.
@@ -52,10 +52,10 @@ def test_an_engine_is_killed(
         time.sleep(0.05)
     first, _ = cluster.processes("FileScorer")
     first.kill()
-    assert len(list(run.store.glob("*.arrow"))) < len(list(whole.glob("*.arrow")))
+    assert len(list(run.store.glob("*.arrow"))) < len(list(captured_store.glob("*.arrow")))
     assert process.wait(120) == 0, run.log_file(1).read_text()
     assert not first.is_running()
-    assert digests(run.store) == digests(whole)
+    assert digests(run.store) == digests(captured_store)
 
 
 def test_more_engines_than_there_is_room_for(

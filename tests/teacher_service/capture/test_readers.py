@@ -14,14 +14,15 @@ from tests.documents import blocks
 from tests.teacher_service.capture.material import capture_here, job, pairs, write_lines
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        np.array_equal(np.asarray(one[name]), np.asarray(other[name])) for name in one
+def same(first_item: dict[str, Any], second_item: dict[str, Any]) -> bool:
+    return first_item.keys() == second_item.keys() and all(
+        np.array_equal(np.asarray(first_item[name]), np.asarray(second_item[name]))
+        for name in first_item
     )
 
 
-def test_by_index(whole: Path) -> None:
-    stored = LogitDataset(whole)
+def test_by_index(captured_store: Path) -> None:
+    stored = LogitDataset(captured_store)
     in_order = list(stored)
     assert all(same(stored[index], in_order[index]) for index in (99, 0, 57, 3))
     assert same(stored[-1], in_order[99])
@@ -30,19 +31,19 @@ def test_by_index(whole: Path) -> None:
             stored[outside]
 
 
-def test_workers_of_torch(whole: Path) -> None:
+def test_workers_of_torch(captured_store: Path) -> None:
     """Each maps the files itself."""
     from torch.utils.data import DataLoader
 
-    stored = LogitDataset(whole)
+    stored = LogitDataset(captured_store)
     loader = DataLoader(
         stored, batch_size=None, num_workers=1, multiprocessing_context="spawn", shuffle=False
     )
     assert all(same(a, b) for a, b in zip(loader, stored, strict=True))
 
 
-def test_datasets_of_hugging_face(whole: Path) -> None:
-    stored = LogitDataset(whole)
+def test_datasets_of_hugging_face(captured_store: Path) -> None:
+    stored = LogitDataset(captured_store)
     rows = stored.to_hf_dataset().shuffle(seed=0).select(range(20))
     assert len(rows) == 20
     indices = [index for index in range(100) if any(same(stored[index], row) for row in rows)]
@@ -75,15 +76,19 @@ def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     example = example.replace("rate=1e-5", "rate=1e-2").replace("epochs=3", "epochs=6")
     (tmp_path / "example.py").write_text(example)
     monkeypatch.chdir(tmp_path)
-    made = runpy.run_path("example.py")
-    made["model"].save_pretrained("learned")
+    namespace = runpy.run_path("example.py")
+    namespace["model"].save_pretrained("learned")
     items = [
-        (torch.tensor(one["input_ids"]), one["start"]) for one in LogitDataset(tmp_path / "store")
+        (torch.tensor(stored["input_ids"]), stored["start"])
+        for stored in LogitDataset(tmp_path / "store")
     ]
 
     def kl(name: str) -> float:
         """To the teacher, exact, over the scored tokens."""
-        q, p = (AutoModelForCausalLM.from_pretrained(tmp_path / one) for one in ("teacher", name))
+        q, p = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / model_name)
+            for model_name in ("teacher", name)
+        )
         sums = [
             torch.nn.functional.kl_div(
                 *(model(ids[None]).logits[0, start - 1 : -1].log_softmax(1) for model in (p, q)),

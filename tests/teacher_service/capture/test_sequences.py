@@ -36,22 +36,22 @@ def tokenizer(words: Path) -> Any:
 def chat(words: Path) -> Any:
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(words)
-    found.chat_template = TEMPLATE
-    return found
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def read(
     tokenizer: Any, path: Path, *, max_tokens: int = 64, **data: Any
 ) -> tuple[list[tuple[list[int], int]], SequenceReader]:
     reader = SequenceReader(CaptureData(path=str(path), **data), tokenizer, max_tokens)
-    return [(found.token_ids.tolist(), found.start) for found in reader], reader
+    return [(sequence.token_ids.tolist(), sequence.start) for sequence in reader], reader
 
 
 def test_completions(tokenizer: Any, tmp_path: Path) -> None:
-    found = pairs(20)
-    sequences, _ = read(tokenizer, write_pairs(tmp_path / "a.jsonl", found))
-    assert sequences == [([*prompt, *answer, END], len(prompt)) for prompt, answer in found]
+    token_pairs = pairs(20)
+    sequences, _ = read(tokenizer, write_pairs(tmp_path / "a.jsonl", token_pairs))
+    assert sequences == [([*prompt, *answer, END], len(prompt)) for prompt, answer in token_pairs]
 
 
 def test_columns_and_template(tokenizer: Any, tmp_path: Path) -> None:
@@ -88,7 +88,8 @@ def test_conversations(chat: Any, tmp_path: Path) -> None:
         roles = ["user", "assistant"] * 3
         return {
             "messages": [
-                {"role": role, "content": said} for role, said in zip(roles, contents, strict=False)
+                {"role": role, "content": content}
+                for role, content in zip(roles, contents, strict=False)
             ]
         }
 
@@ -126,8 +127,8 @@ def test_keys_of_the_prompt(chat: Any, tmp_path: Path) -> None:
 
 def test_texts_are_packed(tokenizer: Any, tmp_path: Path) -> None:
     documents = [a for a, _ in pairs(40)]
-    path = write_lines(tmp_path / "a.jsonl", [{"text": text(one)} for one in documents])
-    stream = [token for one in documents for token in [*one, END]]
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text(document)} for document in documents])
+    stream = [token for document in documents for token in [*document, END]]
     sequences, _ = read(tokenizer, path, form="text", max_tokens=16)
     assert [start for _, start in sequences] == [1] * len(sequences)
     assert [token for ids, _ in sequences for token in ids] == stream
@@ -151,8 +152,10 @@ def test_no_text_is_lost_at_an_end_token(words: Path, tmp_path: Path, begins: bo
 
 
 def test_what_is_left_out_is_counted(tokenizer: Any, tmp_path: Path) -> None:
-    found = [([1, 2], [3]), ([1], [2] * 9), ([1] * 9, [2]), ([1], []), ([4], [5])]
-    sequences, reader = read(tokenizer, write_pairs(tmp_path / "a.jsonl", found), max_tokens=8)
+    token_pairs = [([1, 2], [3]), ([1], [2] * 9), ([1] * 9, [2]), ([1], []), ([4], [5])]
+    sequences, reader = read(
+        tokenizer, write_pairs(tmp_path / "a.jsonl", token_pairs), max_tokens=8
+    )
     assert [ids for ids, _ in sequences] == [[1, 2, 3, END], [4, 5, END]]
     assert (reader.too_long, reader.empty) == (2, 1)
 
@@ -228,20 +231,20 @@ def test_a_plan_is_kept(tokenizer: Any, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "a.jsonl", [*pairs(30), ([5] * 99, [6]), ([5], [])])
     reader = SequenceReader(CaptureData(path=str(path)), tokenizer, 64)
     home = tmp_path / "plan"
-    made = make_plan(reader, home, row_bytes=25.0, file_bytes=700, key="a")
-    assert (made.too_long, made.empty) == (1, 1)
-    found = read_plan(home, "a")
-    assert found is not None
+    first_plan = make_plan(reader, home, row_bytes=25.0, file_bytes=700, key="a")
+    assert (first_plan.too_long, first_plan.empty) == (1, 1)
+    stored_plan = read_plan(home, "a")
+    assert stored_plan is not None
     for name in ("token_ids", "offsets", "starts", "files"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(made, name))
-    assert (found.too_long, found.empty, found.rows) == (1, 1, made.rows)
+        np.testing.assert_array_equal(getattr(stored_plan, name), getattr(first_plan, name))
+    assert (stored_plan.too_long, stored_plan.empty, stored_plan.rows) == (1, 1, first_plan.rows)
     assert read_plan(home, "b") is None
     for name in ("token_ids", "offsets", "starts", "files"):  # as a power cut may leave them
-        whole = (home / name).read_bytes()
-        for part in (whole[:-8], b""):
+        content = (home / name).read_bytes()
+        for part in (content[:-8], b""):
             (home / name).write_bytes(part)
             assert read_plan(home, "a") is None
-        (home / name).write_bytes(whole)
+        (home / name).write_bytes(content)
     assert read_plan(home, "a") is not None
     (home / "plan.json").unlink()
     assert read_plan(home, "a") is None
@@ -265,18 +268,33 @@ def test_processes_give_the_same_sequences(chat: Any, tmp_path: Path, form: str)
     """In the same order, with the same records left out."""
     records = []
     for number, (prompt, answer) in enumerate(pairs(50) * 120):
-        said = text(answer) if number % 100 else ""
-        turns = [("user", text(prompt)), ("assistant", said)]
+        answer_text = text(answer) if number % 100 else ""
+        turns = [("user", text(prompt)), ("assistant", answer_text)]
         messages = [{"role": role, "content": content} for role, content in turns]
-        records.append({"prompt": text(prompt), "answer": said, "messages": messages, "text": said})
+        records.append(
+            {
+                "prompt": text(prompt),
+                "answer": answer_text,
+                "messages": messages,
+                "text": answer_text,
+            }
+        )
     path = write_lines(tmp_path / "a.jsonl", records)
     data = CaptureData(path=str(path), form=form)  # type: ignore[arg-type]
-    one, two = (SequenceReader(data, chat, 40, processes) for processes in (1, 2))
-    for mine, other in zip(two, one, strict=True):
-        assert mine.start == other.start
-        np.testing.assert_array_equal(mine.token_ids, other.token_ids)
-    assert (two.records, two.too_long, two.empty) == (6000, one.too_long, one.empty)
-    assert two.empty == (0 if form == "messages" else 60), "a template always says something"
+    single_process, two_processes = (
+        SequenceReader(data, chat, 40, processes) for processes in (1, 2)
+    )
+    for parallel_sequence, serial_sequence in zip(two_processes, single_process, strict=True):
+        assert parallel_sequence.start == serial_sequence.start
+        np.testing.assert_array_equal(parallel_sequence.token_ids, serial_sequence.token_ids)
+    assert (two_processes.records, two_processes.too_long, two_processes.empty) == (
+        6000,
+        single_process.too_long,
+        single_process.empty,
+    )
+    assert two_processes.empty == (0 if form == "messages" else 60), (
+        "a template always says something"
+    )
 
 
 def test_a_bad_record_in_a_process_is_named(tokenizer: Any, tmp_path: Path) -> None:

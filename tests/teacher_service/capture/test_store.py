@@ -34,8 +34,8 @@ from tests.teacher_service.capture.material import (
 
 
 @pytest.fixture
-def copied(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "copied"))
+def copied(captured_store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(captured_store, tmp_path / "copied"))
 
 
 def flip(path: Path, at: int) -> None:
@@ -44,11 +44,11 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_every_sequence_in_the_order_of_the_data(whole: Path) -> None:
-    stored = LogitDataset(whole)
+def test_every_sequence_in_the_order_of_the_data(captured_store: Path) -> None:
+    stored = LogitDataset(captured_store)
     assert len(stored) == 100
-    found = [(item["input_ids"].tolist(), item["start"]) for item in stored]
-    assert found == [([*a, *b, END], len(a)) for a, b in pairs(100)]
+    stored_pairs = [(item["input_ids"].tolist(), item["start"]) for item in stored]
+    assert stored_pairs == [([*a, *b, END], len(a)) for a, b in pairs(100)]
 
 
 def test_rows_are_the_models_own(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_rows_are_the_models_own(tmp_path: Path) -> None:
     from tests.student_trainer import tiny
 
     torch.set_num_threads(1)
-    made, temperature = tiny.model(seed=1), 1.5
-    path = tiny.save(made, tiny.tokenizer(), tmp_path / "model")
+    model, temperature = tiny.model(seed=1), 1.5
+    path = tiny.save(model, tiny.tokenizer(), tmp_path / "model")
     records = [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 10, 11], [12] * 9)]
     data = tmp_path / "data.jsonl"
     words = tiny.tokenizer()
@@ -80,7 +80,7 @@ def test_rows_are_the_models_own(tmp_path: Path) -> None:
     for item, (prompt, answer) in zip(stored, records, strict=True):
         ids = torch.tensor([[*prompt, *answer, words.eos_token_id]])
         with torch.no_grad():
-            logits = made(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
         expected = logits.double().log_softmax(1).numpy()
         top = np.argsort(-expected, 1)[:, :4]
         assert item["input_ids"].tolist() == ids[0].tolist()
@@ -99,27 +99,29 @@ def test_a_context_that_only_the_teacher_reads(words: Path, tmp_path: Path, form
     """Stored prompts lack it; rows are those of the engine for prompts that have it, by hand."""
     from tests.teacher_service.capture.test_sequences import TEMPLATE
 
-    found = pairs(30)
+    token_pairs = pairs(30)
     if form == "completion":
-        records = [{"prompt": text(a), "answer": text(b), "hint": "t9"} for a, b in found]
+        records = [{"prompt": text(a), "answer": text(b), "hint": "t9"} for a, b in token_pairs]
     else:
         shutil.copytree(words, words := tmp_path / "chat")
         (words / "chat_template.jinja").write_text(TEMPLATE)
-        records = [{"messages": told(text(a), text(b)), "hint": "t9"} for a, b in found]
+        records = [
+            {"messages": make_messages(text(a), text(b)), "hint": "t9"} for a, b in token_pairs
+        ]
     data = write_lines(tmp_path / "data.jsonl", records)
     config = job(data, words, data__form=form, teacher__context="{hint} {answer} ")
     _, store = capture_here(tmp_path / "run", config)
     stored = LogitDataset(store)
     assert stored.metadata["context"] == '"{hint} {answer} "'
     engine = FakeEngine(FakeSettings(vocab=VOCABULARY))
-    assert len(stored) == len(found)
-    for item, (prompt, answer) in zip(stored, found, strict=True):
-        before, asked = [9, *answer, *prompt], prompt
+    assert len(stored) == len(token_pairs)
+    for item, (prompt, answer) in zip(stored, token_pairs, strict=True):
+        before, prompt_ids = [9, *answer, *prompt], prompt
         if form == "messages":
-            before, asked = [1, *before, 2], [1, *prompt, 2]
+            before, prompt_ids = [1, *before, 2], [1, *prompt, 2]
         scored = [*answer, END]
-        assert item["input_ids"].tolist() == [*asked, *scored]
-        assert item["start"] == len(asked)
+        assert item["input_ids"].tolist() == [*prompt_ids, *scored]
+        assert item["start"] == len(prompt_ids)
         ids = np.array([*before, *scored], np.int32)
         [rows] = engine.score([ScoreQuery(ids, len(before), top_k=4)])
         assert isinstance(rows, RowBlock)
@@ -130,8 +132,8 @@ def test_a_context_that_only_the_teacher_reads(words: Path, tmp_path: Path, form
         capture_here(tmp_path / "again", plain)
 
 
-def told(asked: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+def make_messages(prompt: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
 def test_a_context_that_makes_a_prompt_too_long(words: Path, tmp_path: Path) -> None:
@@ -149,8 +151,8 @@ def test_samples_of_the_tail_and_no_head(
     data: Path, words: Path, tmp_path: Path, compress: bool
 ) -> None:
     """Rows of 39 bytes: those of the engine, which another seed would draw otherwise."""
-    drawn = {"teacher__top_k": 0, "method__tail_samples": 12, "method__compress": compress}
-    config = job(data, words, method__store=str(tmp_path / "rows"), **drawn)
+    changes = {"teacher__top_k": 0, "method__tail_samples": 12, "method__compress": compress}
+    config = job(data, words, method__store=str(tmp_path / "rows"), **changes)
     config = config.model_copy(update={"seed": 5})
     _, store = capture_here(tmp_path / "1", config)
     facts = LogitDataset(store).metadata
@@ -166,21 +168,23 @@ def test_samples_of_the_tail_and_no_head(
         assert item["head_ids"].shape == (len(block), 0)
         np.testing.assert_array_equal(item["tail_sample_ids"], block.tail_sample_ids)
         np.testing.assert_array_equal(item["tail_sample_logprob"], block.tail_sample_logprob)
-    shown = sample_of(store, 0, rows=2, head=4, tokenizer=None)["rows"]
+    sample_rows = sample_of(store, 0, rows=2, head=4, tokenizer=None)["rows"]
     first = LogitDataset(store)[0]["tail_sample_ids"][0].tolist()
-    assert [one["id"] for one in shown[0]["drawn"]] == first
+    assert [entry["id"] for entry in sample_rows[0]["drawn"]] == first
     with pytest.raises(WrongState, match="seed = 5, not 6"):
         capture_here(tmp_path / "2", config.model_copy(update={"seed": 6}))
 
 
-def test_it_goes_on_in_a_given_store(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
+def test_it_goes_on_in_a_given_store(
+    data: Path, words: Path, captured_store: Path, tmp_path: Path
+) -> None:
     """Also one that is complete: nothing is scored again."""
     config = job(data, words, method__store=str(tmp_path / "rows"))
     capture_here(tmp_path / "1", config)
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "rows").glob("*.arrow")}
     capture_here(tmp_path / "2", config)
     assert {file: file.stat().st_mtime_ns for file in times} == times
-    assert digests(tmp_path / "rows") == digests(whole)
+    assert digests(tmp_path / "rows") == digests(captured_store)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +205,8 @@ def test_a_store_of_something_else_is_refused(
 ) -> None:
     before = digests(copied)
     if "data__path" in change:
-        other = write_pairs(tmp_path / "other.jsonl", pairs(100, seed=1))
-        change = {"data__path": str(other)}
+        other_data = write_pairs(tmp_path / "other.jsonl", pairs(100, seed=1))
+        change = {"data__path": str(other_data)}
     config = job(data, words, **{"method__store": str(copied), **change})
     if not says:
         capture_here(tmp_path / "run", config)  # a part has a directory of its own
@@ -210,7 +214,7 @@ def test_a_store_of_something_else_is_refused(
         with pytest.raises(WrongState) as caught:
             capture_here(tmp_path / "run", config)
         assert caught.value.message.startswith(f"{copied} holds rows with {says}")
-    assert {name: found for name, found in digests(copied).items() if name in before} == before
+    assert {name: digest for name, digest in digests(copied).items() if name in before} == before
 
 
 @pytest.mark.parametrize(
@@ -270,7 +274,7 @@ def test_a_teacher_that_fails_on_a_sequence(words: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_parts_make_the_whole(
-    data: Path, words: Path, whole: Path, tmp_path: Path, count: int
+    data: Path, words: Path, captured_store: Path, tmp_path: Path, count: int
 ) -> None:
     for index in range(count):
         config = job(
@@ -286,7 +290,7 @@ def test_parts_make_the_whole(
     ]
     assert sum(len(LogitDataset(part)) for part in parts) == 100
     assert merge(tmp_path / "merged", parts) == 100
-    assert digests(tmp_path / "merged") == digests(whole)
+    assert digests(tmp_path / "merged") == digests(captured_store)
     assert list(tmp_path.glob(".merged*")) == []
 
 
@@ -295,7 +299,7 @@ def test_few_sequences_are_divided(words: Path, tmp_path: Path, count: int) -> N
     """All of them fit into one file of 64 MiB, and yet each of two machines has its part."""
     data = write_pairs(tmp_path / "few.jsonl", [([1], [2, 3])] * count)
     changes: dict[str, Any] = {"method__shard_bytes": 64 << 20}
-    _, whole = capture_here(tmp_path / "whole", job(data, words, **changes))
+    _, captured_store = capture_here(tmp_path / "whole", job(data, words, **changes))
     changes["method__store"] = str(tmp_path / "parts")
     for index in range(2):
         config = job(data, words, **changes, method__shard=f"{index}/2")
@@ -303,7 +307,7 @@ def test_few_sequences_are_divided(words: Path, tmp_path: Path, count: int) -> N
     parts = sorted((tmp_path / "parts").iterdir())
     assert [len(LogitDataset(part)) for part in parts] == [count // 2, count - count // 2]
     assert merge(tmp_path / "merged", parts) == count
-    assert digests(tmp_path / "merged") == digests(whole)
+    assert digests(tmp_path / "merged") == digests(captured_store)
 
 
 def test_a_part_without_work_says_so(
@@ -312,11 +316,11 @@ def test_a_part_without_work_says_so(
     data = write_pairs(tmp_path / "few.jsonl", [([1], [2, 3])] * 2)
     verdict, _ = capture_here(tmp_path / "run", job(data, words, method__shard="0/3"))
     assert verdict == "succeeded"
-    said = "shard 0/3 has nothing to do: 2 sequences in 2 files are divided among 3 shards"
-    assert said in caplog.messages
+    message = "shard 0/3 has nothing to do: 2 sequences in 2 files are divided among 3 shards"
+    assert message in caplog.messages
     status = RunDirectory(tmp_path / "run").read_status()
     assert status is not None
-    assert (status.phase, status.step) == (said, 0)
+    assert (status.phase, status.step) == (message, 0)
 
 
 def test_records_that_are_left_out_are_told(words: Path, tmp_path: Path) -> None:
@@ -328,7 +332,9 @@ def test_records_that_are_left_out_are_told(words: Path, tmp_path: Path) -> None
     assert status.phase == "capturing (left out: 2 too long, 1 with nothing to score)"
 
 
-def test_what_cannot_be_merged(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_merged(
+    data: Path, words: Path, captured_store: Path, tmp_path: Path
+) -> None:
     def part(name: str, **changes: Any) -> Path:
         _, store = capture_here(tmp_path / f"run-{name}", job(data, words, **changes))
         return store
@@ -339,11 +345,11 @@ def test_what_cannot_be_merged(data: Path, words: Path, whole: Path, tmp_path: P
         merge(out, halves[:1])
     with pytest.raises(InvalidInput, match="are both part 0/2"):
         merge(out, [halves[0], halves[0]])
-    other = part("other", method__shard="1/2", teacher__top_k=5)
+    other_part = part("other", method__shard="1/2", teacher__top_k=5)
     with pytest.raises(WrongState, match=r"top_k = 5, not 4; .* merge parts of one capture"):
-        merge(out, [halves[0], other])
+        merge(out, [halves[0], other_part])
     with pytest.raises(WrongState, match="already exists"):
-        merge(whole, halves)
+        merge(captured_store, halves)
     flip(next(halves[1].glob("*.arrow")), 700)
     with pytest.raises(Corrupt, match=r"shard 0000000\d\.arrow"):
         merge(out, halves)
@@ -359,12 +365,12 @@ def test_damage_is_found_and_named(copied: Path) -> None:
     # In the middle of the rows: of some sequence of this shard.
     flip(copied / shard.name, data.index(rows) + len(rows) // 2)
     (copied / "00000004.arrow").unlink()
-    found = list(damages(copied))
-    assert [one.split(":")[0] for one in found] == [
+    problems = list(damages(copied))
+    assert [problem.split(":")[0] for problem in problems] == [
         f"shard {shard.name}",
         "shard 00000004.arrow",
     ]
-    assert "does not match its checksum" in found[0]
+    assert "does not match its checksum" in problems[0]
     assert first > 0
     with pytest.raises(Corrupt, match=r"shard 00000004\.arrow of"):
         LogitDataset(copied)
@@ -382,28 +388,32 @@ def test_a_damaged_item_is_never_handed_out(copied: Path) -> None:
         stored[last]
 
 
-def test_the_summary_counts(whole: Path) -> None:
-    summary = summary_of(whole)
+def test_the_summary_counts(captured_store: Path) -> None:
+    summary = summary_of(captured_store)
     rows = sum(len(b) + 1 for _, b in pairs(100))
     assert summary["rows"] == rows
     assert summary["tokens"] == rows + sum(len(a) for a, _ in pairs(100))
-    assert summary["bytes"] == sum(file.stat().st_size for file in whole.glob("*.arrow"))
+    assert summary["bytes"] == sum(file.stat().st_size for file in captured_store.glob("*.arrow"))
     assert math.isclose(float(summary["bytes_per_row"]), int(summary["bytes"]) / rows, abs_tol=0.01)
     assert summary["complete"] is True
-    assert summary["shards"] == len(list(whole.glob("*.arrow")))
+    assert summary["shards"] == len(list(captured_store.glob("*.arrow")))
     with pytest.raises(NotFound, match="is not a store: it has no manifest"):
-        summary_of(whole / "manifest.json")
+        summary_of(captured_store / "manifest.json")
     with pytest.raises(NotFound, match="is not a store: it has no manifest"):
-        summary_of(whole.parent)
+        summary_of(captured_store.parent)
 
 
-def test_compressed_rows_are_the_same(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
+def test_compressed_rows_are_the_same(
+    data: Path, words: Path, captured_store: Path, tmp_path: Path
+) -> None:
     stores = []
     for compress in (True, False):
         changes = {"teacher__top_k": 32, "method__shard_bytes": 9000, "method__compress": compress}
         stores.append(capture_here(tmp_path / str(compress), job(data, words, **changes))[1])
     small, large = (int(summary_of(store)["bytes"]) for store in stores)
     assert small < large
-    for one, other in zip(LogitDataset(stores[0]), LogitDataset(stores[1]), strict=True):
-        assert one.keys() == other.keys()
-        assert all(np.array_equal(one[name], other[name]) for name in one)
+    for first_rows, second_rows in zip(
+        LogitDataset(stores[0]), LogitDataset(stores[1]), strict=True
+    ):
+        assert first_rows.keys() == second_rows.keys()
+        assert all(np.array_equal(first_rows[name], second_rows[name]) for name in first_rows)

@@ -45,7 +45,7 @@ def options(adapters: dict[str, Path]) -> list[str]:
 def queries() -> list[ScoreQuery]:
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, VOCAB_SIZE, length).astype(np.int32) for length in (2, 40, 90)]
-    return [ScoreQuery(one, 1, top_k=6, f32=True) for one in ids]
+    return [ScoreQuery(token_ids, 1, top_k=6, f32=True) for token_ids in ids]
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,11 @@ def exact(
     tiny_model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Exact]:
     path = tmp_path_factory.mktemp("merged")
-    merged = {name: save_merged(tiny_model, one, path / name) for name, one in adapters.items()}
-    return {name: Exact(one) for name, one in {"": tiny_model, **merged}.items()}
+    merged = {
+        name: save_merged(tiny_model, adapter_path, path / name)
+        for name, adapter_path in adapters.items()
+    }
+    return {name: Exact(adapter_path) for name, adapter_path in {"": tiny_model, **merged}.items()}
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -68,13 +71,15 @@ def test_rows_are_those_of_the_merged_model(
         batch_invariant=batch_invariant,
         adapters=read_adapters(options(adapters)),
     )
-    asked = [replace(query, adapter=name) for query in queries() for name in NAMES]
-    for query, rows in zip(asked, engine.score(asked), strict=True):
+    adapter_queries = [replace(query, adapter=name) for query in queries() for name in NAMES]
+    for query, rows in zip(adapter_queries, engine.score(adapter_queries), strict=True):
         assert isinstance(rows, RowBlock)
         assert exact[query.adapter].differences(query, rows).largest < 1e-4
         exact[query.adapter].assert_likeliest(query, rows, within=1e-4)
-        others = [one for name, one in exact.items() if name != query.adapter]
-        assert min(one.differences(query, rows).largest for one in others) > 0.1
+        other_models = [other_model for name, other_model in exact.items() if name != query.adapter]
+        assert (
+            min(other_model.differences(query, rows).largest for other_model in other_models) > 0.1
+        )
 
 
 def test_the_fingerprints(tiny_model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -83,15 +88,15 @@ def test_the_fingerprints(tiny_model: Path, adapters: dict[str, Path], tmp_path:
     read = read_adapters(options(adapters))
     info = HfEngine(str(tiny_model), device="cpu", adapters=read).info
     assert info.fingerprint == plain.fingerprint == info.fingerprint_for("")
-    found = {info.fingerprint_for(name) for name in NAMES}
-    assert len(found) == 3
+    fingerprints = {info.fingerprint_for(name) for name in NAMES}
+    assert len(fingerprints) == 3
     copy = shutil.copytree(adapters["math"], tmp_path / "copy")
     edit(copy, base_model_name_or_path="elsewhere", inference_mode=False)
     [same] = read_adapters([f"renamed={copy}"])
     assert same.digest == read[0].digest
     edit(copy, lora_alpha=9)
-    [other] = read_adapters([f"math={copy}"])
-    assert other.digest != read[0].digest
+    [copied_adapter] = read_adapters([f"math={copy}"])
+    assert copied_adapter.digest != read[0].digest
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -108,7 +113,7 @@ def test_weights_are_not_pushed_beneath_adapters(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"use_dora": True}, "has use_dora = True"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights = 'pissa'"),
@@ -119,10 +124,10 @@ def test_weights_are_not_pushed_beneath_adapters(
     ],
 )
 def test_another_kind_is_refused(
-    adapters: dict[str, Path], changes: dict[str, Any], said: str, tmp_path: Path
+    adapters: dict[str, Path], changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     edit(shutil.copytree(adapters["math"], tmp_path / "copy"), **changes)
-    with pytest.raises(InvalidInput, match=said) as caught:
+    with pytest.raises(InvalidInput, match=message) as caught:
         read_adapters([f"math={tmp_path / 'copy'}"])
     assert caught.value.field == "--adapter"
     assert caught.value.hint
@@ -187,15 +192,15 @@ def test_a_client_names_an_adapter(
         *("--model", str(tiny_model), "--device", "cpu", "--dtype", "float32", *chosen),
         *("--cache-dir", str(tmp_path / "cache")),
     )
-    found = {}
+    rows_by_name = {}
     for name in NAMES * 2:  # the second time from the cache
         with TeacherClient(teacher.address, adapter=name) as client:
             info = client.info()
-            found[name] = info.fingerprint
+            rows_by_name[name] = info.fingerprint
             for query, rows in zip(queries(), client.score(queries()), strict=True):
                 assert exact[name].differences(query, rows).largest < 1e-4
-    assert len(set(found.values())) == 3
-    assert dict(info.adapters) == {name: found[name] for name in NAMES if name}
+    assert len(set(rows_by_name.values())) == 3
+    assert dict(info.adapters) == {name: rows_by_name[name] for name in NAMES if name}
     with TeacherClient(teacher.address) as client:
         assert client.load().cache_tiers["memory"][0] == 9
         answer = client.submit(replace(queries()[0], adapter="unknown"))
@@ -214,21 +219,21 @@ def test_over_http_an_adapter_is_a_model(
     chosen = [part for option in options(adapters) for part in ("--adapter", option)]
     own = ("--model", str(tiny_model), "--device", "cpu", "--dtype", "float32")
     site = Site(start_teacher(*own, *chosen, "--http-port", "0"))
-    listed = site.ask("/v1/models").json()["data"]
-    assert [one["id"] for one in listed] == [str(tiny_model), "math", "keys"]
-    assert [one["parent"] for one in listed] == [None, str(tiny_model), str(tiny_model)]
+    models = site.ask("/v1/models").json()["data"]
+    assert [entry["id"] for entry in models] == [str(tiny_model), "math", "keys"]
+    assert [entry["parent"] for entry in models] == [None, str(tiny_model), str(tiny_model)]
     engine = EndpointEngine(
         site.url, tokenizer=str(tiny_model), served_model="keys", max_top_k=32, step_tokens=4096
     )
-    found = engine.score(queries())
+    answers = engine.score(queries())
     engine.close()
     model = HfEngine(str(tiny_model), device="cpu", adapters=read_adapters(options(adapters)))
     expected = model.score([replace(query, adapter="keys") for query in queries()])
-    for ours, theirs in zip(found, expected, strict=True):
-        assert isinstance(ours, RowBlock)
-        assert isinstance(theirs, RowBlock)
-        np.testing.assert_array_equal(ours.head_ids, theirs.head_ids)
-        np.testing.assert_allclose(ours.head_logprobs, theirs.head_logprobs, atol=1e-5)
-        np.testing.assert_allclose(ours.token_logprobs, theirs.token_logprobs, atol=1e-5)
+    for rows, expected_rows in zip(answers, expected, strict=True):
+        assert isinstance(rows, RowBlock)
+        assert isinstance(expected_rows, RowBlock)
+        np.testing.assert_array_equal(rows.head_ids, expected_rows.head_ids)
+        np.testing.assert_allclose(rows.head_logprobs, expected_rows.head_logprobs, atol=1e-5)
+        np.testing.assert_allclose(rows.token_logprobs, expected_rows.token_logprobs, atol=1e-5)
     answer = site.ask("/v1/completions", {"model": "x", "prompt": [1, 2], "prompt_logprobs": 1})
     assert answer.status == 404

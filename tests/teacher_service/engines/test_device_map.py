@@ -44,15 +44,15 @@ def test_the_rows_are_those_of_a_model_in_memory(
     memory: Memory = {"cpu": bytes_of_cpu}
     divided, plain = HfEngine(str(model), memory=memory), HfEngine(str(model), device="cpu")
     parameters = list(divided._model.parameters())
-    assert any(one.is_meta for one in parameters) == on_disk
-    assert all(one.is_meta for one in parameters) == (bytes_of_cpu == LEAST)
+    assert any(parameter.is_meta for parameter in parameters) == on_disk
+    assert all(parameter.is_meta for parameter in parameters) == (bytes_of_cpu == LEAST)
     assert not divided._head.weight.is_meta
-    for found, expected in zip(divided.score(queries()), plain.score(queries()), strict=True):
-        assert isinstance(found, RowBlock)
+    for rows, expected in zip(divided.score(queries()), plain.score(queries()), strict=True):
+        assert isinstance(rows, RowBlock)
         assert isinstance(expected, RowBlock)
         for name in ("head_ids", "head_logprobs", "tail_logmass", "token_logprobs"):
-            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-        np.testing.assert_array_equal(found.tail_sample_ids, expected.tail_sample_ids)
+            np.testing.assert_array_equal(getattr(rows, name), getattr(expected, name))
+        np.testing.assert_array_equal(rows.tail_sample_ids, expected.tail_sample_ids)
     assert divided.info == plain.info
     assert run_self_test(divided) == run_self_test(plain)
 
@@ -96,5 +96,5 @@ def test_the_memory_of_this_machine(model: Path) -> None:
     )
     engine = make_engine(settings)
     assert isinstance(engine, HfEngine)
-    assert not any(one.is_meta for one in engine._model.parameters())
+    assert not any(parameter.is_meta for parameter in engine._model.parameters())
     assert engine.info.dtype == str(torch.float32).removeprefix("torch.")

@@ -62,12 +62,12 @@ class VllmLike(ThreadingHTTPServer):
             return 200, self._likeliest(tokens, body["prompt_logprobs"])
         if self.shut:
             return 403, {"error": {"message": "Scale-out endpoints are disabled."}}
-        asked = body["sampling_params"]
-        ids = np.array(asked["prompt_logprob_token_ids"], np.int32)
-        start = asked["prompt_logprob_start"] + 1
-        found = self._logprobs(tokens, start)
+        sampling = body["sampling_params"]
+        ids = np.array(sampling["prompt_logprob_token_ids"], np.int32)
+        start = sampling["prompt_logprob_start"] + 1
+        logprobs = self._logprobs(tokens, start)
         buffer = io.BytesIO()
-        np.save(buffer, np.take_along_axis(found, ids, axis=1))
+        np.save(buffer, np.take_along_axis(logprobs, ids, axis=1))
         return 200, {"prompt_token_id_logprobs": base64.b64encode(buffer.getvalue()).decode()}
 
     def _logprobs(self, tokens: np.ndarray[Any, Any], start: int) -> np.ndarray[Any, Any]:
@@ -82,10 +82,13 @@ class VllmLike(ThreadingHTTPServer):
         rows: list[Answer | None] = [None]
         for row, token in zip(self._logprobs(tokens, 1), tokens[1:], strict=True):
             order = np.argsort(-row, kind="stable")
-            ranks = {int(one): rank + 1 for rank, one in enumerate(order)}
-            chosen = [int(token), *(int(one) for one in order[:k])]
+            ranks = {int(token_id): rank + 1 for rank, token_id in enumerate(order)}
+            chosen = [int(token), *(int(token_id) for token_id in order[:k])]
             rows.append(
-                {str(one): {"logprob": float(row[one]), "rank": ranks[one]} for one in chosen}
+                {
+                    str(token_id): {"logprob": float(row[token_id]), "rank": ranks[token_id]}
+                    for token_id in chosen
+                }
             )
         return {"choices": [{"prompt_logprobs": rows}]}
 
@@ -95,14 +98,17 @@ class VllmLike(ThreadingHTTPServer):
             return {"choices": [{"text": "a text", "logprobs": None}]}
         rows: list[Any] = [None]
         for row, token in zip(self._logprobs(tokens, 1), tokens[1:], strict=True):
-            best = [int(one) for one in np.argsort(-row, kind="stable")[: min(k, 5)]]
+            best = [int(token_id) for token_id in np.argsort(-row, kind="stable")[: min(k, 5)]]
             ids = best if token in best else [*best[:-1], int(token)]
-            rows.append({f"token_id:{one}": float(row[one]) for one in ids})
+            rows.append({f"token_id:{token_id}": float(row[token_id]) for token_id in ids})
         scored = [
             None,
-            *(row[f"token_id:{one}"] for row, one in zip(rows[1:], tokens[1:], strict=True)),
+            *(
+                row[f"token_id:{token_id}"]
+                for row, token_id in zip(rows[1:], tokens[1:], strict=True)
+            ),
         ]
-        names = [f"token_id:{one}" for one in (*tokens, 0)]  # and a generated one
+        names = [f"token_id:{token_id}" for token_id in (*tokens, 0)]  # and a generated one
         logprobs = {"tokens": names, "token_logprobs": [*scored, -1.0], "top_logprobs": [*rows, {}]}
         return {"choices": [{"text": "", "logprobs": logprobs}]}
 
@@ -137,11 +143,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tiny_model: Path) -> Iterator[VllmLike]:
-    with VllmLike(vocab=len(load_vocabulary(tiny_model)) + 3) as found:
-        thread = threading.Thread(target=found.serve_forever, daemon=True)
+    with VllmLike(vocab=len(load_vocabulary(tiny_model)) + 3) as vllm_like:
+        thread = threading.Thread(target=vllm_like.serve_forever, daemon=True)
         thread.start()
-        yield found
-        found.shutdown()
+        yield vllm_like
+        vllm_like.shutdown()
         thread.join()
 
 
@@ -155,9 +161,9 @@ def engine_of(server: VllmLike, tokenizer: Path, **options: Any) -> EndpointEngi
 
 @pytest.fixture
 def engine(server: VllmLike, tiny_model: Path) -> Iterator[EndpointEngine]:
-    made = engine_of(server, tiny_model)
-    yield made
-    made.close()
+    endpoint_engine = engine_of(server, tiny_model)
+    yield endpoint_engine
+    endpoint_engine.close()
 
 
 def query(server: VllmLike, **head: Any) -> ScoreQuery:
@@ -180,16 +186,16 @@ def test_the_sampled_token_is_no_part_of_the_head(engine: EndpointEngine, server
 
     With the sampled token in the head, the Top-k KL would be biased.
     """
-    asked = query(server)
-    [found], [expected] = engine.score([asked]), server.engine.score([asked])
-    assert isinstance(found, RowBlock)
+    score_query = query(server)
+    [rows], [expected] = engine.score([score_query]), server.engine.score([score_query])
+    assert isinstance(rows, RowBlock)
     assert isinstance(expected, RowBlock)
-    outside = (found.head_ids != asked.token_ids[3:, None]).all(axis=1)
+    outside = (rows.head_ids != score_query.token_ids[3:, None]).all(axis=1)
     assert outside.sum() > 20
-    np.testing.assert_array_equal(found.head_ids, expected.head_ids)
-    np.testing.assert_allclose(found.head_logprobs, expected.head_logprobs, atol=1e-5)
-    np.testing.assert_allclose(found.token_logprobs, expected.token_logprobs, atol=1e-5)
-    np.testing.assert_allclose(np.exp(found.tail_logmass), np.exp(expected.tail_logmass), atol=1e-5)
+    np.testing.assert_array_equal(rows.head_ids, expected.head_ids)
+    np.testing.assert_allclose(rows.head_logprobs, expected.head_logprobs, atol=1e-5)
+    np.testing.assert_allclose(rows.token_logprobs, expected.token_logprobs, atol=1e-5)
+    np.testing.assert_allclose(np.exp(rows.tail_logmass), np.exp(expected.tail_logmass), atol=1e-5)
 
 
 def test_a_server_that_only_echoes(server: VllmLike, tiny_model: Path) -> None:
@@ -197,19 +203,19 @@ def test_a_server_that_only_echoes(server: VllmLike, tiny_model: Path) -> None:
     server.echoes, server.shut = True, True
     engine = engine_of(server, tiny_model)
     assert (engine.info.limits.max_top_k, engine.info.limits.max_chosen_ids) == (4, 0)
-    asked = query(server, top_k=4)
-    [found], [expected] = engine.score([asked]), server.engine.score([asked])
-    assert isinstance(found, RowBlock)
+    score_query = query(server, top_k=4)
+    [rows], [expected] = engine.score([score_query]), server.engine.score([score_query])
+    assert isinstance(rows, RowBlock)
     assert isinstance(expected, RowBlock)
-    np.testing.assert_array_equal(found.head_ids, expected.head_ids)
-    np.testing.assert_allclose(found.head_logprobs, expected.head_logprobs, atol=1e-5)
-    np.testing.assert_allclose(found.token_logprobs, expected.token_logprobs, atol=1e-5)
+    np.testing.assert_array_equal(rows.head_ids, expected.head_ids)
+    np.testing.assert_allclose(rows.head_logprobs, expected.head_logprobs, atol=1e-5)
+    np.testing.assert_allclose(rows.token_logprobs, expected.token_logprobs, atol=1e-5)
     engine.close()
 
 
 def _echoed(answer: Answer) -> Answer | None:
-    found: Answer | None = answer["choices"][0]["logprobs"] if "choices" in answer else None
-    return found
+    logprobs: Answer | None = answer["choices"][0]["logprobs"] if "choices" in answer else None
+    return logprobs
 
 
 def _texts(answer: Answer) -> Answer:
@@ -250,12 +256,12 @@ def test_a_teacher_in_front_of_it(
         assert (info.max_chosen_ids, info.max_tail_samples) == (8, 0)
         assert info.only_temperature_one
         before = scrape(metrics_address(teacher.log))["distill_teacher_endpoint_tokens"]
-        asked = query(server)
-        [found], [expected] = client.score([asked]), server.engine.score([asked])
+        score_query = query(server)
+        [rows], [expected] = client.score([score_query]), server.engine.score([score_query])
     assert isinstance(expected, RowBlock)
-    np.testing.assert_array_equal(found.head_ids, expected.head_ids)
+    np.testing.assert_array_equal(rows.head_ids, expected.head_ids)
     after = scrape(metrics_address(teacher.log))["distill_teacher_endpoint_tokens"]
-    assert after - before == len(asked.token_ids)
+    assert after - before == len(score_query.token_ids)
 
 
 def test_a_limit_of_rate_and_an_outage_are_waited_out(

@@ -33,30 +33,33 @@ RANDOM = torch.Generator().manual_seed(0)
 STUDENT = torch.randn(V, dtype=torch.float64, generator=RANDOM).mul_(1.5).requires_grad_()
 TEACHER = (torch.randn(V, dtype=torch.float64, generator=RANDOM) * 1.5).log_softmax(0)
 P = STUDENT.detach().softmax(0)
-ORDER = [int(one) for one in TEACHER.argsort(descending=True)]
+ORDER = [int(token_id) for token_id in TEACHER.argsort(descending=True)]
 
 
-def listed(y: int) -> dict[str, Any]:
+def build_listed_answer(y: int) -> dict[str, Any]:
     """The answer of vLLM: the k likeliest, and y with its rank."""
     ids = dict.fromkeys([y, *ORDER[:K]])
-    row = {str(one): {"logprob": float(TEACHER[one]), "rank": ORDER.index(one) + 1} for one in ids}
+    row = {
+        str(token_id): {"logprob": float(TEACHER[token_id]), "rank": ORDER.index(token_id) + 1}
+        for token_id in ids
+    }
     return {"choices": [{"prompt_logprobs": [None, row]}]}
 
 
-def nested(y: int) -> dict[str, Any]:
+def build_nested_answer(y: int) -> dict[str, Any]:
     """The answer of SGLang."""
-    top = [[float(TEACHER[one]), one, None] for one in ORDER[:K]]
+    top = [[float(TEACHER[token_id]), token_id, None] for token_id in ORDER[:K]]
     tokens = [[None, 0, None], [float(TEACHER[y]), y, None]]
     return {"meta_info": {"input_token_logprobs": tokens, "input_top_logprobs": [None, top]}}
 
 
-def echoed(y: int, *, most: int = K + 2) -> dict[str, Any]:
+def build_echoed_answer(y: int, *, count: int = K + 2) -> dict[str, Any]:
     """The answer of a server that echoes: the k + 1 likeliest, and y as one more.
 
     `most`: ids that it lists; with k + 1, y is in the place of the last one.
     """
-    ids = [one for one in ORDER[: K + 1] if one != y][: most - 1]
-    row = {f"token_id:{one}": float(TEACHER[one]) for one in (y, *ids)}
+    ids = [token_id for token_id in ORDER[: K + 1] if token_id != y][: count - 1]
+    row = {f"token_id:{token_id}": float(TEACHER[token_id]) for token_id in (y, *ids)}
     tokens = ["token_id:0", f"token_id:{y}"]
     scored = [None, float(TEACHER[y])]
     logprobs = {"tokens": tokens, "token_logprobs": scored, "top_logprobs": [None, row]}
@@ -64,7 +67,7 @@ def echoed(y: int, *, most: int = K + 2) -> dict[str, Any]:
 
 
 def echoed_in_place(y: int) -> dict[str, Any]:
-    return echoed(y, most=K + 1)
+    return build_echoed_answer(y, count=K + 1)
 
 
 def array(query: ScoreQuery) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def expected_gradient(blocks: list[RowBlock], tail: Tail, direction: Any = "reve
     for y, block in enumerate(blocks):
         assert block.head_ids is not None
         heads = torch.from_numpy(block.head_ids.astype(np.int64))
-        teacher = Rows(*(torch.from_numpy(one).double() for one in columns(block)))
+        teacher = Rows(*(torch.from_numpy(column).double() for column in columns(block)))
         student = rows_from_logits(STUDENT[None], heads, torch.tensor([y]))
         in_head = (heads == y).any(1)
         values = topk_kl(student, teacher, in_head, direction=direction, tail=tail)
@@ -110,20 +113,25 @@ def exact_reverse() -> Tensor:
 def exact_forward() -> Tensor:
     """Of the forward KL between the k likeliest ids and one bucket of the others."""
     log_p = STUDENT.log_softmax(0)
-    head, rest = ORDER[:K], ORDER[K:]
-    q = torch.cat([TEACHER[head], TEACHER[rest].logsumexp(0, keepdim=True)])
-    p = torch.cat([log_p[head], log_p[rest].logsumexp(0, keepdim=True)])
+    head, tail = ORDER[:K], ORDER[K:]
+    q = torch.cat([TEACHER[head], TEACHER[tail].logsumexp(0, keepdim=True)])
+    p = torch.cat([log_p[head], log_p[tail].logsumexp(0, keepdim=True)])
     (gradient,) = torch.autograd.grad((q.exp() * (q - p)).sum(), STUDENT)
     return gradient
 
 
-def assert_unbiased(found: Tensor, exact: Tensor) -> None:
-    torch.testing.assert_close(found, exact, rtol=0, atol=1e-5)
+def assert_unbiased(estimate: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(estimate, exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("wire", "answer"),
-    [(VLLM, listed), (SGLANG, nested), (ECHO, echoed), (ECHO, echoed_in_place)],
+    [
+        (VLLM, build_listed_answer),
+        (SGLANG, build_nested_answer),
+        (ECHO, build_echoed_answer),
+        (ECHO, echoed_in_place),
+    ],
 )
 def test_the_likeliest_ids(wire: LikeliestWire, answer: Any) -> None:
     """Forward with a bucket; and reverse, with the sampled token for what is outside the head."""
@@ -136,8 +144,8 @@ def test_the_sampled_token_in_the_head_is_a_bias() -> None:
     """As vLLM's k + 1 ids would be if all were the head: the token is never outside of it."""
     blocks = []
     for y in range(V):
-        [row] = listed(y)["choices"][0]["prompt_logprobs"][1:]
-        ids = np.array([[int(one) for one in row]], np.int32)
+        [row] = build_listed_answer(y)["choices"][0]["prompt_logprobs"][1:]
+        ids = np.array([[int(token_id) for token_id in row]], np.int32)
         query = ScoreQuery(sequence(y), 1, head_ids=ids)
         blocks.append(read_chosen_ids_rows(query, array(query)))
     exact = exact_reverse()
@@ -157,7 +165,7 @@ def test_the_students_ids() -> None:
 def test_draws_of_the_student() -> None:
     """One draw of its tail in each row, enumerated; the sampled token is not read."""
     heads = P.topk(K).indices
-    tail = [one for one in range(V) if one not in heads]
+    tail = [token_id for token_id in range(V) if token_id not in heads]
     total = torch.zeros((), dtype=torch.float64)
     for z in tail:
         query = ScoreQuery(
@@ -167,7 +175,12 @@ def test_draws_of_the_student() -> None:
             draw_ids=np.array([[z]], np.int32),
         )
         block = read_chosen_ids_rows(query, array(query))
-        teacher = Rows(*(torch.from_numpy(one).double() for one in (*columns(block), drawn(block))))
+        teacher = Rows(
+            *(
+                torch.from_numpy(column).double()
+                for column in (*columns(block), get_draw_logprobs(block))
+            )
+        )
         student = rows_from_logits(
             STUDENT[None], heads[None], torch.tensor([0]), sample_ids=torch.tensor([[z]])
         )
@@ -184,6 +197,6 @@ def test_draws_of_the_student() -> None:
     assert_unbiased(gradient, exact_reverse())
 
 
-def drawn(block: RowBlock) -> np.ndarray[Any, Any]:
+def get_draw_logprobs(block: RowBlock) -> np.ndarray[Any, Any]:
     assert block.draw_logprobs is not None
     return block.draw_logprobs

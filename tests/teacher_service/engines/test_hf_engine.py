@@ -208,9 +208,9 @@ def test_a_head_that_is_not_one_linear_layer_is_refused(
 def test_the_limit_of_a_model_of_text_and_images_is_in_its_text_config(tiny_model: Path) -> None:
     """As Gemma 3 is: without it, 131,072 tokens would be taken for 4,096."""
     text = transformers.Qwen3Config(max_position_embeddings=131_072)
-    both = transformers.Gemma3Config(text_config={"max_position_embeddings": 131_072})
+    image_text_config = transformers.Gemma3Config(text_config={"max_position_embeddings": 131_072})
     engine = HfEngine(str(tiny_model), device="cpu")
-    for config in (text, both):
+    for config in (text, image_text_config):
         engine._model.config = config
         assert engine._max_length() == 131_072
     # XLNet says -1 for no limit.

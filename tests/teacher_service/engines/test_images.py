@@ -48,7 +48,12 @@ def query(prompt: str, answer: str, *images: bytes, **options: Any) -> ScoreQuer
 
 
 def rows(engine: HfEngine, queries: list[ScoreQuery]) -> list[RowBlock]:
-    answers = engine.score([engine.expand_images(one) if one.images else one for one in queries])
+    answers = engine.score(
+        [
+            engine.expand_images(score_query) if score_query.images else score_query
+            for score_query in queries
+        ]
+    )
     assert all(isinstance(answer, RowBlock) for answer in answers), answers
     return [answer for answer in answers if isinstance(answer, RowBlock)]
 
@@ -63,19 +68,19 @@ CASES = [
 
 def test_rows_are_the_models_own(engine: HfEngine, kind: str) -> None:
     model = tiny_vision.model(kind)
-    for one, block in zip(CASES, rows(engine, CASES), strict=True):
-        logits = tiny_vision.plain_logits(model, one.token_ids.tolist(), list(one.images))
-        expected = logits.log_softmax(-1)[-1 - one.rows : -1].numpy()
+    for case, block in zip(CASES, rows(engine, CASES), strict=True):
+        logits = tiny_vision.plain_logits(model, case.token_ids.tolist(), list(case.images))
+        expected = logits.log_softmax(-1)[-1 - case.rows : -1].numpy()
         assert block.head_ids is not None
         at_head = np.take_along_axis(expected, block.head_ids.astype(np.int64), 1)
         np.testing.assert_allclose(block.head_logprobs, at_head, atol=1e-5)
-        at_token = expected[np.arange(one.rows), one.token_ids[one.start :]]
+        at_token = expected[np.arange(case.rows), case.token_ids[case.start :]]
         np.testing.assert_allclose(block.token_logprobs, at_token, atol=1e-5)
 
 
 def test_a_batch_with_images_is_each_query_alone(engine: HfEngine) -> None:
-    for one, together in zip(CASES, rows(engine, CASES), strict=True):
-        alone = rows(engine, [one])[0]
+    for case, together in zip(CASES, rows(engine, CASES), strict=True):
+        alone = rows(engine, [case])[0]
         np.testing.assert_allclose(together.token_logprobs, alone.token_logprobs, atol=1e-5)
 
 
@@ -86,15 +91,15 @@ def test_a_placeholder_in_scored_text_beside_images(engine: HfEngine) -> None:
     together = rows(engine, [CASES[0], text, CASES[1]])
     np.testing.assert_allclose(together[1].token_logprobs, alone.token_logprobs, atol=1e-5)
     expected = rows(engine, CASES[:2])
-    for found, one in zip(together[::2], expected, strict=True):
-        np.testing.assert_allclose(found.token_logprobs, one.token_logprobs, atol=1e-5)
+    for block, expected_block in zip(together[::2], expected, strict=True):
+        np.testing.assert_allclose(block.token_logprobs, expected_block.token_logprobs, atol=1e-5)
 
 
 def test_the_image_changes_the_rows_and_the_key(engine: HfEngine) -> None:
-    one, other = (query(f"{IMAGE}1+2=", "345", picture) for picture in PICTURES[::2])
-    found, changed = rows(engine, [one, other])
-    assert np.abs(found.token_logprobs - changed.token_logprobs).max() > 0.01
-    keys = {row_key("teacher", 0, each) for each in (one, other)}
+    first_query, second_query = (query(f"{IMAGE}1+2=", "345", picture) for picture in PICTURES[::2])
+    first_rows, changed = rows(engine, [first_query, second_query])
+    assert np.abs(first_rows.token_logprobs - changed.token_logprobs).max() > 0.01
+    keys = {row_key("teacher", 0, image_query) for image_query in (first_query, second_query)}
     assert len(keys) == 2
     again = query(f"{IMAGE}1+2=", "345", bytes(bytearray(PICTURES[0])))
     assert row_key("teacher", 0, again) in keys
@@ -109,18 +114,25 @@ def test_a_text_after_images_is_scored_as_before(engine: HfEngine) -> None:
 
 
 def test_an_expanded_query_has_the_rows_of_the_short_one(engine: HfEngine) -> None:
-    one = CASES[0]
-    found = engine.expand_images(one)
-    assert found.rows == one.rows
-    assert len(found.token_ids) - len(one.token_ids) == found.start - one.start == 5
-    assert found.images == ()
-    assert found.token_ids[found.start :].tolist() == one.token_ids[one.start :].tolist()
+    short_query = CASES[0]
+    expanded_query = engine.expand_images(short_query)
+    assert expanded_query.rows == short_query.rows
+    assert (
+        len(expanded_query.token_ids) - len(short_query.token_ids)
+        == expanded_query.start - short_query.start
+        == 5
+    )
+    assert expanded_query.images == ()
+    assert (
+        expanded_query.token_ids[expanded_query.start :].tolist()
+        == short_query.token_ids[short_query.start :].tolist()
+    )
 
 
 def test_a_teacher_in_half_precision_sees(path: Path, engine: HfEngine) -> None:
     half = HfEngine(str(path), dtype="bfloat16", device="cpu")
-    for found, exact in zip(rows(half, CASES), rows(engine, CASES), strict=True):
-        assert np.abs(found.token_logprobs - exact.token_logprobs).max() < 0.3
+    for half_rows, exact_rows in zip(rows(half, CASES), rows(engine, CASES), strict=True):
+        assert np.abs(half_rows.token_logprobs - exact_rows.token_logprobs).max() < 0.3
 
 
 def test_a_sequence_may_become_too_long(engine: HfEngine) -> None:
@@ -157,8 +169,8 @@ def test_the_fingerprint_changes_with_the_processor(path: Path, tmp_path: Path) 
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     settings = copy / "preprocessor_config.json"
-    found = json.loads(settings.read_text())
-    settings.write_text(json.dumps(found | {"image_mean": [0.5, 0.5, 0.5]}))
+    processor_settings = json.loads(settings.read_text())
+    settings.write_text(json.dumps(processor_settings | {"image_mean": [0.5, 0.5, 0.5]}))
     assert HfEngine(str(copy), device="cpu").info.fingerprint != before.fingerprint
     settings.unlink()
     without = HfEngine(str(copy), device="cpu").info

@@ -80,8 +80,11 @@ def test_logits_that_are_scaled_or_capped(tmp_path: Path, config: str) -> None:
     values, expected = HEADS[config]
     path = save(tmp_path, config, **values)
     save_tokenizer(path)
-    found = head_of(path).scale_and_cap
-    assert (found.scale, found.cap) == (pytest.approx(expected.scale, rel=1e-6), expected.cap)
+    scale_and_cap = head_of(path).scale_and_cap
+    assert (scale_and_cap.scale, scale_and_cap.cap) == (
+        pytest.approx(expected.scale, rel=1e-6),
+        expected.cap,
+    )
     engine = HfEngine(str(path), device="cpu")
     tokens = np.arange(12, dtype=np.int32) * 7 % VOCAB_SIZE
     for temperature in (1.0, 0.6):
@@ -90,8 +93,8 @@ def test_logits_that_are_scaled_or_capped(tmp_path: Path, config: str) -> None:
         with torch.no_grad():
             logits = engine._model(input_ids=torch.from_numpy(tokens).long()[None, :-1]).logits[0]
         exact = (logits.double() / temperature).log_softmax(1)
-        wanted = exact.gather(1, torch.from_numpy(rows.head_ids).long()).numpy()
-        np.testing.assert_allclose(rows.head_logprobs, wanted, rtol=1e-6, atol=2e-6)
+        expected_logprobs = exact.gather(1, torch.from_numpy(rows.head_ids).long()).numpy()
+        np.testing.assert_allclose(rows.head_logprobs, expected_logprobs, rtol=1e-6, atol=2e-6)
 
 
 def test_logits_that_are_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

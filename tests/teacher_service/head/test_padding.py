@@ -41,12 +41,12 @@ def weights() -> tuple[Tensor, Tensor, Tensor]:
     return states, weight, torch.randn(WIDE, generator=generator)
 
 
-def assert_same(found: RowBlock, expected: RowBlock) -> None:
+def assert_same(rows: RowBlock, expected: RowBlock) -> None:
     for column in fields(RowBlock):
-        one, other = getattr(found, column.name), getattr(expected, column.name)
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert_allclose(one, other, rtol=1e-6, atol=2e-6, err_msg=column.name)
+        row_column, expected_column = getattr(rows, column.name), getattr(expected, column.name)
+        assert (row_column is None) == (expected_column is None)
+        if row_column is not None:
+            assert_allclose(row_column, expected_column, rtol=1e-6, atol=2e-6, err_msg=column.name)
 
 
 @pytest.mark.parametrize("name", QUERIES)
@@ -55,33 +55,33 @@ def test_rows_are_those_of_the_narrow_head(name: str, product: bool) -> None:
     """Also with a product of another kind, such as vLLM's, which computes all columns."""
     states, weight, bias = weights()
     faster = (lambda hidden: hidden @ weight.T) if product else None
-    (found,) = Head(weight, bias, faster).score([narrowed(QUERIES[name])], [states])
+    (narrowed_rows,) = Head(weight, bias, faster).score([narrowed(QUERIES[name])], [states])
     (expected,) = Head(weight[:V], bias[:V]).score([QUERIES[name]], [states])
-    assert isinstance(found, RowBlock)
+    assert isinstance(narrowed_rows, RowBlock)
     assert isinstance(expected, RowBlock)
-    assert_same(found, expected)
-    (whole,) = Head(weight, bias).score([QUERIES[name]], [states])
-    assert isinstance(whole, RowBlock)
-    assert (whole.token_logprobs < found.token_logprobs).all()
-    assert np.abs(whole.token_logprobs - found.token_logprobs).max() > 0.1
+    assert_same(narrowed_rows, expected)
+    (full_rows,) = Head(weight, bias).score([QUERIES[name]], [states])
+    assert isinstance(full_rows, RowBlock)
+    assert (full_rows.token_logprobs < narrowed_rows.token_logprobs).all()
+    assert np.abs(full_rows.token_logprobs - narrowed_rows.token_logprobs).max() > 0.1
 
 
 def test_both_kinds_of_queries_in_one_batch() -> None:
     states, weight, bias = weights()
     head, query = Head(weight, bias), QUERIES["top_k"]
-    alone = [head.score([one], [states])[0] for one in (query, narrowed(query))]
+    alone = [head.score([single_query], [states])[0] for single_query in (query, narrowed(query))]
     together = head.score([query, narrowed(query)], [states, states])
-    for one, other in zip(together, alone, strict=True):
-        assert isinstance(one, RowBlock)
-        assert isinstance(other, RowBlock)
-        assert_same(one, other)
+    for single_query, single_rows in zip(together, alone, strict=True):
+        assert isinstance(single_query, RowBlock)
+        assert isinstance(single_rows, RowBlock)
+        assert_same(single_query, single_rows)
 
 
 @pytest.mark.parametrize("name", QUERIES)
 def test_the_fake_engine_narrows_as_well(name: str) -> None:
     """Its logits are a hash of the prefix and the id, so they are those of a narrow one."""
     wide, narrow = (FakeEngine(FakeSettings(vocab=vocab)) for vocab in (WIDE, V))
-    (found,), (expected,) = wide.score([narrowed(QUERIES[name])]), narrow.score([QUERIES[name]])
-    assert isinstance(found, RowBlock)
+    (rows,), (expected,) = wide.score([narrowed(QUERIES[name])]), narrow.score([QUERIES[name]])
+    assert isinstance(rows, RowBlock)
     assert isinstance(expected, RowBlock)
-    assert_same(found, expected)
+    assert_same(rows, expected)

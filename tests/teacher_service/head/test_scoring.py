@@ -87,8 +87,8 @@ def test_a_vocabulary_searched_in_groups(k: int) -> None:
     logits[5] = 1.0
     scored = score_rows_of(logits, torch.arange(6), k)
     assert all(len(set(row.tolist())) == k for row in scored.head_ids)
-    found, expected = logits.gather(-1, scored.head_ids), logits.topk(k, -1).values
-    assert torch.equal(found, expected)
+    top_logits, expected = logits.gather(-1, scored.head_ids), logits.topk(k, -1).values
+    assert torch.equal(top_logits, expected)
     exact = logits.double().log_softmax(-1)
     outside = torch.ones_like(exact, dtype=torch.bool).scatter_(-1, scored.head_ids, False)
     tail = exact.masked_fill(~outside, -torch.inf).logsumexp(-1)
@@ -108,7 +108,7 @@ def test_one_bad_logit_among_thousands_is_found(bad: float, at: int) -> None:
 
 def test_chunks_do_not_matter() -> None:
     hidden, weight, tokens = case()
-    whole, cut = (
+    single_chunk, many_chunks = (
         score_hidden(
             hidden,
             weight,
@@ -120,9 +120,13 @@ def test_chunks_do_not_matter() -> None:
         )
         for rows in (None, 5)
     )
-    assert torch.equal(whole.head_ids, cut.head_ids)
-    torch.testing.assert_close(whole.tail_logmass, cut.tail_logmass, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(whole.head_logprobs, cut.head_logprobs, rtol=1e-6, atol=1e-6)
+    assert torch.equal(single_chunk.head_ids, many_chunks.head_ids)
+    torch.testing.assert_close(
+        single_chunk.tail_logmass, many_chunks.tail_logmass, rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(
+        single_chunk.head_logprobs, many_chunks.head_logprobs, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_tiny_tail_keeps_its_digits() -> None:

@@ -59,9 +59,9 @@ def test_values_times_scales(
     """One scale, one a row, one a block of 40 rows and 20 columns, which 96 by 32 do not fill."""
     values = numbers(dtype)
     path = stored(tmp_path, {"weight": values, name: scales}, quantisation)
-    found = find_head(load_skeleton(path, dtype="auto"), path)
-    assert found.weight == StoredWeight("lm_head.weight", f"lm_head.{name}")
-    assert found.vocab_size == VOCAB_SIZE
+    head_tensors = find_head(load_skeleton(path, dtype="auto"), path)
+    assert head_tensors.weight == StoredWeight("lm_head.weight", f"lm_head.{name}")
+    assert head_tensors.vocab_size == VOCAB_SIZE
     expected = values.double().numpy().copy()
     factors = scales.double().numpy()
     for row in range(VOCAB_SIZE):
@@ -72,9 +72,9 @@ def test_values_times_scales(
                 expected[row, column] *= factors[row // 40, column // 20]
             else:
                 expected[row, column] *= factors.reshape(-1)[row]
-    np.testing.assert_allclose(read_weight(path, found.weight).numpy(), expected, rtol=1e-7)
+    np.testing.assert_allclose(read_weight(path, head_tensors.weight).numpy(), expected, rtol=1e-7)
     parts = [range(0, 64), range(64, 90), range(90, VOCAB_SIZE)]
-    read = torch.cat([read_weight(path, found.weight, ids) for ids in parts])
+    read = torch.cat([read_weight(path, head_tensors.weight, ids) for ids in parts])
     np.testing.assert_allclose(read.numpy(), expected, rtol=1e-7)
 
 

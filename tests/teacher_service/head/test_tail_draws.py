@@ -79,10 +79,12 @@ def test_each_engine_answers_what_a_whole_head_would(
     engine: str, by_teacher: bool, hf: HfEngine
 ) -> None:
     """The oracle: the same ids as a head, one draw a row, so that none is twice."""
-    ours: ScoringEngine = hf if engine == "hf" else FakeEngine(FakeSettings(vocab=VOCAB))
+    scoring_engine: ScoringEngine = hf if engine == "hf" else FakeEngine(FakeSettings(vocab=VOCAB))
     queries = [a_query(rows, by_teacher=by_teacher) for rows in (1, 6, 40)]
     plain = [replace(query, draw_ids=None) for query in queries]
-    for query, answer, bare in zip(queries, ours.score(queries), ours.score(plain), strict=True):
+    for query, answer, bare in zip(
+        queries, scoring_engine.score(queries), scoring_engine.score(plain), strict=True
+    ):
         assert isinstance(answer, RowBlock)
         assert isinstance(bare, RowBlock)
         assert query.draw_ids is not None
@@ -91,7 +93,9 @@ def test_each_engine_answers_what_a_whole_head_would(
         np.testing.assert_array_equal(answer.head_logprobs, bare.head_logprobs)
         for place in range(query.tail_draws):
             head = query.draw_ids[:, place : place + 1]
-            (of_head,) = ours.score([replace(query, top_k=None, head_ids=head, draw_ids=None)])
+            (of_head,) = scoring_engine.score(
+                [replace(query, top_k=None, head_ids=head, draw_ids=None)]
+            )
             assert isinstance(of_head, RowBlock)
             np.testing.assert_allclose(
                 answer.draw_logprobs[:, place], of_head.head_logprobs[:, 0], atol=2e-5
@@ -104,22 +108,22 @@ def test_over_the_wire_and_from_the_cache(start_teacher: StartTeacher, tmp_path:
         *("--cache-dir", str(tmp_path / "cache")),
     )
     engine = FakeEngine(FakeSettings(vocab=VOCAB))
-    asked = replace(a_query(40), f32=True)
-    (expected,) = engine.score([asked])
+    draw_query = replace(a_query(40), f32=True)
+    (expected,) = engine.score([draw_query])
     assert isinstance(expected, RowBlock)
     with TeacherClient(teacher.address) as client:
         assert client.info().max_tail_draws == MAX_TAIL_DRAWS
         for _ in range(2):
-            rows = client.submit(asked).result(60)
+            rows = client.submit(draw_query).result(60)
             np.testing.assert_array_equal(rows.draw_logprobs, expected.draw_logprobs)
-            np.testing.assert_array_equal(rows.head_ids, asked.head_ids)
-        assert client.load().scored_tokens == asked.rows, "the second time, the cache answers"
-        half = client.submit(replace(asked, f32=False)).result(60)
+            np.testing.assert_array_equal(rows.head_ids, draw_query.head_ids)
+        assert client.load().scored_tokens == draw_query.rows, "the second time, the cache answers"
+        half = client.submit(replace(draw_query, f32=False)).result(60)
         assert half.draw_logprobs is not None
         assert half.draw_logprobs.dtype == np.float16
-        assert asked.draw_ids is not None
-        other = replace(asked, draw_ids=asked.draw_ids[:, ::-1])
-        turned = client.submit(other).result(60)
+        assert draw_query.draw_ids is not None
+        reversed_query = replace(draw_query, draw_ids=draw_query.draw_ids[:, ::-1])
+        turned = client.submit(reversed_query).result(60)
         np.testing.assert_array_equal(turned.draw_logprobs, expected.draw_logprobs[:, ::-1])
 
 
@@ -127,8 +131,8 @@ def test_keys_differ_by_their_draws_and_by_nothing_new() -> None:
     query = a_query()
     assert query.draw_ids is not None
     keys = {
-        row_key("f", 0, one)
-        for one in (
+        row_key("f", 0, changed_query)
+        for changed_query in (
             query,
             replace(query, draw_ids=None),
             replace(query, draw_ids=query.draw_ids[:, :4]),
@@ -154,8 +158,8 @@ def test_a_request_of_several_messages(by_teacher: bool) -> None:
     assert [message.more for message in messages] == [True] * (len(messages) - 1) + [False]
     share = AnswerBudget(1 << 30).share()
     parts = RequestParts(share)
-    found = [one for message in messages for one in parts.add(message)]
-    ((request, error),) = found
+    requests = [request for message in messages for request in parts.add(message)]
+    ((request, error),) = requests
     assert error is None
     parsed = parse_request(request, LIMITS)
     np.testing.assert_array_equal(parsed.draw_ids, query.draw_ids)
@@ -200,8 +204,8 @@ def test_a_teacher_that_ignores_draws_is_found_out() -> None:
 @pytest.mark.parametrize("by_teacher", [False, True])
 def test_the_way_to_the_process_of_vllm(by_teacher: bool) -> None:
     query = a_query(by_teacher=by_teacher)
-    there = decode_query(encode_query(query))
-    assert row_key("f", 0, there) == row_key("f", 0, query)
+    decoded_query = decode_query(encode_query(query))
+    assert row_key("f", 0, decoded_query) == row_key("f", 0, query)
     part = slice_query(query, 4, 7)
     assert query.draw_ids is not None
     np.testing.assert_array_equal(part.draw_ids, query.draw_ids[1:4])

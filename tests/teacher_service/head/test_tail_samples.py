@@ -75,11 +75,11 @@ def test_the_unlikely_among_very_many() -> None:
 
 def test_the_first_and_the_last_number() -> None:
     weights = some_weights(1000)
-    drawn = draw(weights, torch.tensor([[0.0, 1 - 2.0**-53]]).double().expand(4, 2))
+    sample_ids = draw(weights, torch.tensor([[0.0, 1 - 2.0**-53]]).double().expand(4, 2))
     places = torch.arange(1000).expand(4, -1)
-    there = weights > 0
-    assert drawn[:, 0].tolist() == places.masked_fill(~there, 1000).amin(1).tolist()
-    assert drawn[:, 1].tolist() == places.masked_fill(~there, -1).amax(1).tolist()
+    is_positive = weights > 0
+    assert sample_ids[:, 0].tolist() == places.masked_fill(~is_positive, 1000).amin(1).tolist()
+    assert sample_ids[:, 1].tolist() == places.masked_fill(~is_positive, -1).amax(1).tolist()
 
 
 def score(
@@ -105,7 +105,7 @@ def score(
         for row in range(len(logits))
     ]
     columns = [[getattr(row, column.name) for row in rows] for column in fields(ScoredRows)]
-    return ScoredRows(*(None if one[0] is None else torch.cat(one) for one in columns))
+    return ScoredRows(*(None if tensors[0] is None else torch.cat(tensors) for tensors in columns))
 
 
 def grid(rows: int, count: int) -> Tensor:
@@ -125,9 +125,9 @@ def test_frequencies_on_a_grid_are_the_tails(k: int, by_student: bool) -> None:
     exact = (logits.double() / temperature).log_softmax(1)
     tail = exact.scatter(1, scored.head_ids, -torch.inf)
     shares = tail.softmax(1)
-    found = torch.stack([row.bincount(minlength=150) for row in scored.sample_ids]) / count
-    assert found[shares == 0].sum() == 0
-    torch.testing.assert_close(found.double(), shares, rtol=0, atol=2 / count)
+    frequencies = torch.stack([row.bincount(minlength=150) for row in scored.sample_ids]) / count
+    assert frequencies[shares == 0].sum() == 0
+    torch.testing.assert_close(frequencies.double(), shares, rtol=0, atol=2 / count)
     mean = exact.gather(1, scored.sample_ids).mean(1)
     torch.testing.assert_close(scored.sample_logprob.double(), mean, rtol=1e-6, atol=1e-5)
 
@@ -217,7 +217,7 @@ def shipped(scored: ScoredRows, *, f32: bool) -> tuple[Rows, Tensor, Tensor]:
     )
     mean = torch.from_numpy(read.tail_sample_logprob.astype(np.float64))[:, None]
     ids = (read.head_ids, read.tail_sample_ids)
-    heads, samples = (torch.from_numpy(one.astype(np.int64)) for one in ids)
+    heads, samples = (torch.from_numpy(id_array.astype(np.int64)) for id_array in ids)
     return Rows(*floats, mean), heads, samples
 
 
@@ -239,14 +239,14 @@ def test_what_is_shipped_makes_an_unbiased_loss(k: int, f32: bool) -> None:
     # The weights as `score_hidden` makes them.
     tail = teacher[None].scatter(1, head[None], -torch.inf)
     begins, ends = steps((tail - tail.max()).exp(), torch.arange(vocab)[None])
-    drawn = (ends > begins)[0]
-    middles, shares = ((begins + ends) / 2)[0, drawn], (ends - begins)[0, drawn]
-    assert int(drawn.sum()) == vocab - k
+    is_drawn = (ends > begins)[0]
+    middles, shares = ((begins + ends) / 2)[0, is_drawn], (ends - begins)[0, is_drawn]
+    assert int(is_drawn.sum()) == vocab - k
     assert abs(float(shares.sum()) - 1) < 1e-12
 
     n = len(middles)
     read, heads, samples = shipped(score(teacher.expand(n, -1), middles[:, None], k), f32=f32)
-    assert torch.equal(samples[:, 0], torch.arange(vocab)[drawn])
+    assert torch.equal(samples[:, 0], torch.arange(vocab)[is_drawn])
     rows = rows_from_logits(
         student.expand(n, -1), heads, torch.zeros(n, dtype=torch.long), sample_ids=samples
     )
@@ -258,10 +258,10 @@ def test_what_is_shipped_makes_an_unbiased_loss(k: int, f32: bool) -> None:
         tail="bucket+teacher_samples",
     )
     expected = (shares * losses).sum()
-    (found,) = torch.autograd.grad(expected, student)
+    (mean_gradient,) = torch.autograd.grad(expected, student)
     tolerance = 1e-5 if f32 or not k else 2e-3
     torch.testing.assert_close(expected, exact, rtol=0, atol=tolerance)
-    torch.testing.assert_close(found, gradient, rtol=0, atol=tolerance)
+    torch.testing.assert_close(mean_gradient, gradient, rtol=0, atol=tolerance)
     # Not what one gets without the samples.
     bucket = topk_kl(
         rows, read, torch.zeros(n, dtype=torch.bool), direction="forward", tail="bucket"
@@ -275,32 +275,32 @@ def query(length: int = 40, start: int = 1, *, seed: int = 7, samples: int = 12)
 
 
 def test_numbers_depend_on_seed_and_prefix_alone() -> None:
-    whole = uniforms_of(query())
-    assert whole.shape == (39, 12)
-    assert whole.min() >= 0
-    assert whole.max() < 1
-    assert len(np.unique(whole)) == whole.size
-    np.testing.assert_array_equal(uniforms_of(query(start=17)), whole[16:])
+    all_uniforms = uniforms_of(query())
+    assert all_uniforms.shape == (39, 12)
+    assert all_uniforms.min() >= 0
+    assert all_uniforms.max() < 1
+    assert len(np.unique(all_uniforms)) == all_uniforms.size
+    np.testing.assert_array_equal(uniforms_of(query(start=17)), all_uniforms[16:])
     cut = replace(query(), token_ids=query().token_ids[:20])
-    np.testing.assert_array_equal(uniforms_of(cut), whole[:19])
-    np.testing.assert_array_equal(uniforms_of(query(samples=3)), whole[:, :3])
+    np.testing.assert_array_equal(uniforms_of(cut), all_uniforms[:19])
+    np.testing.assert_array_equal(uniforms_of(query(samples=3)), all_uniforms[:, :3])
     changed = query()
     changed.token_ids[9] += 1  # row t has seen tokens 0..t-1
-    other = uniforms_of(changed)
-    np.testing.assert_array_equal(other[:9], whole[:9])
-    assert not np.isin(other[9:], whole).any()
+    changed_uniforms = uniforms_of(changed)
+    np.testing.assert_array_equal(changed_uniforms[:9], all_uniforms[:9])
+    assert not np.isin(changed_uniforms[9:], all_uniforms).any()
     for seed in (0, 8, 2**64 - 1):
-        assert not np.isin(uniforms_of(query(seed=seed)), whole).any()
+        assert not np.isin(uniforms_of(query(seed=seed)), all_uniforms).any()
 
 
 def test_numbers_are_spread_evenly() -> None:
     """48,000 numbers into 16 cells of each pair of neighbours: chi-square, of a fixed seed."""
     numbers = uniforms_of(query(4001))
-    for left, right in (
+    for first_numbers, second_numbers in (
         (numbers[:, :-1], numbers[:, 1:]),  # of one row
         (numbers[:-1], numbers[1:]),  # of two rows
     ):
-        cells = (4 * left).astype(int) * 4 + (4 * right).astype(int)
+        cells = (4 * first_numbers).astype(int) * 4 + (4 * second_numbers).astype(int)
         counts = np.bincount(cells.reshape(-1), minlength=16)
         expected = counts.sum() / 16
         # 37.7 is exceeded once in a thousand times by chance.
@@ -322,54 +322,63 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path) -> HfEngine | FakeE
 
 def test_the_same_for_whoever_asks(engine: HfEngine | FakeEngine) -> None:
     """In any company, from any start, in any cut; no head id among them."""
-    whole = sampled(engine, [query()])[0]
-    assert whole.head_ids is not None
-    assert whole.tail_sample_ids is not None
-    assert whole.tail_sample_ids.shape == (39, 12)
-    assert not (whole.tail_sample_ids[:, :, None] == whole.head_ids[:, None]).any()
+    full_rows = sampled(engine, [query()])[0]
+    assert full_rows.head_ids is not None
+    assert full_rows.tail_sample_ids is not None
+    assert full_rows.tail_sample_ids.shape == (39, 12)
+    assert not (full_rows.tail_sample_ids[:, :, None] == full_rows.head_ids[:, None]).any()
     shorter = replace(query(), token_ids=query().token_ids[:25])
     company = [query(90, 3, seed=1), query(start=13), query(5), shorter, query(samples=0)]
     parts = sampled(engine, company)
-    np.testing.assert_array_equal(parts[1].tail_sample_ids, whole.tail_sample_ids[12:])
-    np.testing.assert_array_equal(parts[3].tail_sample_ids, whole.tail_sample_ids[:24])
+    np.testing.assert_array_equal(parts[1].tail_sample_ids, full_rows.tail_sample_ids[12:])
+    np.testing.assert_array_equal(parts[3].tail_sample_ids, full_rows.tail_sample_ids[:24])
     assert parts[4].tail_sample_ids is None
-    other = sampled(engine, [query(seed=8)])[0].tail_sample_ids
-    assert other is not None
-    assert (other != whole.tail_sample_ids).mean() > 0.5
+    other_ids = sampled(engine, [query(seed=8)])[0].tail_sample_ids
+    assert other_ids is not None
+    assert (other_ids != full_rows.tail_sample_ids).mean() > 0.5
 
 
-def answer(asked: ScoreQuery) -> RowAnswer:
+def answer(score_query: ScoreQuery) -> RowAnswer:
     """By an engine that has just been started."""
-    block = sampled(FakeEngine(FakeSettings(vocab=VOCAB_SIZE)), [asked])[0]
+    block = sampled(FakeEngine(FakeSettings(vocab=VOCAB_SIZE)), [score_query])[0]
     return RowAnswer(EncodedRows(encode_rows(block, f32=True), block), version=0)
 
 
 def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
     """Half of it comes from one life of the teacher, half from the next."""
-    asked = replace(query(3000, 9, samples=MAX_TAIL_SAMPLES), f32=True)
-    assembly = RowAssembly(asked)
-    first, *lost = split_into_chunks(answer(asked), asked, "1", 0)
+    score_query = replace(query(3000, 9, samples=MAX_TAIL_SAMPLES), f32=True)
+    assembly = RowAssembly(score_query)
+    first, *lost = split_into_chunks(answer(score_query), score_query, "1", 0)
     assert lost
     assert assembly.add(first) is None
     assert assembly.resume_position == 9 + first.count
-    whole = None
-    for chunk in split_into_chunks(answer(asked), asked, "2", assembly.resume_position):
+    assembled_rows = None
+    for chunk in split_into_chunks(answer(score_query), score_query, "2", assembly.resume_position):
         assert assembly.continues(chunk)
-        whole = assembly.add(chunk)
-    undisturbed = answer(asked).rows.block
-    assert whole is not None
+        assembled_rows = assembly.add(chunk)
+    undisturbed = answer(score_query).rows.block
+    assert assembled_rows is not None
     for column in fields(RowBlock):
-        found, expected = getattr(whole, column.name), getattr(undisturbed, column.name)
-        np.testing.assert_array_equal(found, expected)
-        assert found is None or found.flags.writeable
+        row_column, expected = (
+            getattr(assembled_rows, column.name),
+            getattr(undisturbed, column.name),
+        )
+        np.testing.assert_array_equal(row_column, expected)
+        assert row_column is None or row_column.flags.writeable
 
 
-@pytest.mark.parametrize(("asked", "sent"), [(12, 0), (12, 11), (0, 12)])
-def test_another_number_of_samples_than_asked_for_is_refused(asked: int, sent: int) -> None:
+@pytest.mark.parametrize(("requested_samples", "returned_samples"), [(12, 0), (12, 11), (0, 12)])
+def test_another_number_of_samples_than_asked_for_is_refused(
+    requested_samples: int, returned_samples: int
+) -> None:
     """As a teacher of an earlier version sends them: it does not know the field."""
-    chunks = split_into_chunks(answer(query(samples=sent)), query(samples=sent), "1", 0)
-    with pytest.raises(Corrupt, match=f"sent {sent} tail samples .* but {asked} and 0"):
-        RowAssembly(query(samples=asked)).add(next(chunks))
+    chunks = split_into_chunks(
+        answer(query(samples=returned_samples)), query(samples=returned_samples), "1", 0
+    )
+    with pytest.raises(
+        Corrupt, match=f"sent {returned_samples} tail samples .* but {requested_samples} and 0"
+    ):
+        RowAssembly(query(samples=requested_samples)).add(next(chunks))
 
 
 def test_the_fake_engine_draws_from_its_tail() -> None:
@@ -377,16 +386,16 @@ def test_the_fake_engine_draws_from_its_tail() -> None:
     tokens = np.array([3, 1], np.int32)
     engine = FakeEngine(FakeSettings(vocab=12))
     everything = sampled(engine, [ScoreQuery(tokens, 1, top_k=12, f32=True)])[0]
-    drawn = sampled(engine, [ScoreQuery(tokens, 1, top_k=2, tail_samples=5000)])[0]
+    rows = sampled(engine, [ScoreQuery(tokens, 1, top_k=2, tail_samples=5000)])[0]
     assert everything.head_ids is not None
-    assert drawn.tail_sample_ids is not None
-    assert drawn.tail_sample_logprob is not None
+    assert rows.tail_sample_ids is not None
+    assert rows.tail_sample_logprob is not None
     logprobs = np.zeros(12)
     logprobs[everything.head_ids[0]] = everything.head_logprobs[0]
     shares = np.exp(logprobs)
-    shares[drawn.head_ids] = 0
+    shares[rows.head_ids] = 0
     shares /= shares.sum()
-    counts = np.bincount(drawn.tail_sample_ids[0], minlength=12)
+    counts = np.bincount(rows.tail_sample_ids[0], minlength=12)
     assert (np.abs(counts - 5000 * shares) <= 5 * np.sqrt(5000 * shares)).all()
-    mean = logprobs[drawn.tail_sample_ids[0]].mean()
-    np.testing.assert_allclose(drawn.tail_sample_logprob[0], mean, rtol=1e-5)
+    mean = logprobs[rows.tail_sample_ids[0]].mean()
+    np.testing.assert_allclose(rows.tail_sample_logprob[0], mean, rtol=1e-5)

@@ -27,7 +27,9 @@ def random_logits() -> Tensor:
     return logits
 
 
-def both(logits: Tensor, vocab_size: int = V, **options: Any) -> tuple[ScoredRows, ScoredRows]:
+def score_both_ways(
+    logits: Tensor, vocab_size: int = V, **options: Any
+) -> tuple[ScoredRows, ScoredRows]:
     """The rows of this rank's shard, and those of the whole head; about the first ids.
 
     The states are the logits, and a product is a copy of them: both have the same bits.
@@ -37,42 +39,44 @@ def both(logits: Tensor, vocab_size: int = V, **options: Any) -> tuple[ScoredRow
     common: dict[str, Any] = {"temperature": 0.7, "chunk_rows": 7, "top_k": None, "head_ids": None}
     common |= options
     shard = VocabularyShard(V, dist.get_rank(), dist.get_world_size())
-    ours, behind = slice(shard.ids.start, shard.ids.stop), shard.width - len(shard.ids)
+    own_columns, padding = slice(shard.ids.start, shard.ids.stop), shard.width - len(shard.ids)
     of_shard = score_hidden(
         logits,
         torch.empty(shard.width, V),
-        product=lambda states: torch.nn.functional.pad(states[:, ours], (0, behind)),
+        product=lambda states: torch.nn.functional.pad(states[:, own_columns], (0, padding)),
         vocabulary=shard.narrow(vocab_size),
         **common,
     )
-    whole = torch.empty(vocab_size, V)
-    copy = score_hidden(logits, whole, product=lambda s: s[:, :vocab_size].clone(), **common)
+    full_weights = torch.empty(vocab_size, V)
+    copy = score_hidden(logits, full_weights, product=lambda s: s[:, :vocab_size].clone(), **common)
     return of_shard, copy
 
 
-def assert_same(ours: ScoredRows, whole: ScoredRows) -> None:
-    assert torch.equal(ours.head_ids, whole.head_ids)
+def assert_same(shard_rows: ScoredRows, full_rows: ScoredRows) -> None:
+    assert torch.equal(shard_rows.head_ids, full_rows.head_ids)
     for name in ("head_logprobs", "tail_logmass", "token_logprobs", "draw_logprobs"):
-        of_ours, of_whole = getattr(ours, name), getattr(whole, name)
+        of_ours, of_whole = getattr(shard_rows, name), getattr(full_rows, name)
         assert (of_ours is None) == (of_whole is None)
         if of_ours is not None:
             torch.testing.assert_close(of_ours, of_whole, rtol=1e-6, atol=1e-6)
-    if whole.sample_ids is not None and whole.sample_logprob is not None:
-        assert ours.sample_ids is not None
-        some = whole.sample_logprob.isfinite()
-        assert torch.equal(ours.sample_ids[some], whole.sample_ids[some])
-        torch.testing.assert_close(ours.sample_logprob, whole.sample_logprob, rtol=1e-6, atol=1e-6)
+    if full_rows.sample_ids is not None and full_rows.sample_logprob is not None:
+        assert shard_rows.sample_ids is not None
+        some = full_rows.sample_logprob.isfinite()
+        assert torch.equal(shard_rows.sample_ids[some], full_rows.sample_ids[some])
+        torch.testing.assert_close(
+            shard_rows.sample_logprob, full_rows.sample_logprob, rtol=1e-6, atol=1e-6
+        )
 
 
 def the_likeliest_ids() -> None:
     for k in (0, 1, 3, 60, V):
-        assert_same(*both(random_logits(), top_k=k))
+        assert_same(*score_both_ways(random_logits(), top_k=k))
 
 
 def the_first_ids() -> None:
     """Some of a rank's ids, and none of the last rank's, are left out."""
     for vocab_size in (499, 400, 200, 5):
-        assert_same(*both(random_logits(), vocab_size, top_k=5))
+        assert_same(*score_both_ways(random_logits(), vocab_size, top_k=5))
 
 
 def chosen_ids_and_draws() -> None:
@@ -81,7 +85,7 @@ def chosen_ids_and_draws() -> None:
     draws = torch.randint(V, (N, 4), generator=generator)
     for k in (0, 6, V):
         options = {"head_ids": order[:, :k], "draw_ids": draws, "scale_and_cap": CAPPED}
-        assert_same(*both(random_logits(), **options))
+        assert_same(*score_both_ways(random_logits(), **options))
 
 
 def samples_of_the_tail() -> None:
@@ -91,8 +95,8 @@ def samples_of_the_tail() -> None:
     logits[1, 256:] = -torch.inf  # ranks without mass
     logits[3, :256] = -torch.inf
     for k in (0, 4):
-        assert_same(*both(logits, top_k=k, uniforms=uniforms))
-    assert_same(*both(random_logits(), top_k=V, uniforms=uniforms))  # no tail
+        assert_same(*score_both_ways(logits, top_k=k, uniforms=uniforms))
+    assert_same(*score_both_ways(random_logits(), top_k=V, uniforms=uniforms))  # no tail
 
 
 def a_bad_weight_of_one_rank() -> None:
@@ -103,7 +107,7 @@ def a_bad_weight_of_one_rank() -> None:
             logits[9, at] = bad
             for options in ({"top_k": 3}, {"head_ids": torch.full((N, 1), at)}):
                 with pytest.raises(Corrupt, match="position 9"):
-                    both(logits, **options)
+                    score_both_ways(logits, **options)
 
 
 def few_numbers_a_row_are_exchanged() -> None:
@@ -111,20 +115,20 @@ def few_numbers_a_row_are_exchanged() -> None:
     k, samples = 6, 4
     uniforms = torch.rand(N, samples, dtype=torch.float64)
     head_ids = torch.arange(k).expand(N, k)
-    asked: list[dict[str, Any]] = [
+    cases: list[dict[str, Any]] = [
         {"top_k": k, "uniforms": uniforms},
         {"head_ids": head_ids, "draw_ids": torch.full((N, samples), 9), "uniforms": uniforms},
     ]
     gather = dist.all_gather_into_tensor
-    for options in asked:
-        sent = []
+    for options in cases:
+        exchanged_counts = []
         for size in (V, 64 * V):
             count = 0
 
-            def counted(every: Tensor, values: Tensor, **group: Any) -> Any:
+            def counted(output: Tensor, values: Tensor, **group: Any) -> Any:
                 nonlocal count
                 count += values.numel()
-                return gather(every, values, **group)
+                return gather(output, values, **group)
 
             dist.all_gather_into_tensor = counted
             shard = VocabularyShard(size, dist.get_rank(), dist.get_world_size())
@@ -139,10 +143,10 @@ def few_numbers_a_row_are_exchanged() -> None:
                 chunk_rows=7,
                 **({"top_k": None, "head_ids": None} | options),
             )
-            sent.append(count / N)
-        assert sent[0] == sent[1], sent
+            exchanged_counts.append(count / N)
+        assert exchanged_counts[0] == exchanged_counts[1], exchanged_counts
         # The candidates with their ids, the chosen logits, the draws with their weights, and sums.
-        assert sent[0] <= 3 * k + 3 * samples + 8, sent
+        assert exchanged_counts[0] <= 3 * k + 3 * samples + 8, exchanged_counts
     dist.all_gather_into_tensor = gather
 
 
@@ -169,6 +173,6 @@ def test_every_rank_has_the_rows_of_the_whole(
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_shards_have_every_id_once(size: int, ranks: int) -> None:
     shards = [VocabularyShard(size, rank, ranks) for rank in range(ranks)]
-    assert [one for shard in shards for one in shard.ids] == list(range(size))
+    assert [token_id for shard in shards for token_id in shard.ids] == list(range(size))
     assert {shard.width for shard in shards} == {shards[0].width}
     assert shards[0].width < size / ranks + 64

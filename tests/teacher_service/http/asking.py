@@ -55,23 +55,25 @@ class Site:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body)
-            sent = {"Content-Type": "application/json", **(headers or {})}
-            connection.request(method or ("GET" if body is None else "POST"), path, data, sent)
-            found = connection.getresponse()
-            return Answer(found.status, dict(found.getheaders()), found.read())
+            request_headers = {"Content-Type": "application/json", **(headers or {})}
+            connection.request(
+                method or ("GET" if body is None else "POST"), path, data, request_headers
+            )
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.getheaders()), response.read())
         finally:
             connection.close()
 
     def scored_tokens(self) -> int:
         text = self.ask("/metrics").body.decode()
         name = "distill_teacher_scored_tokens_total "
-        (line,) = (one for one in text.splitlines() if one.startswith(name))
+        (line,) = (metric_line for metric_line in text.splitlines() if metric_line.startswith(name))
         return int(float(line.removeprefix(name)))
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-    return found
+    token_ids: list[int] = np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+    return token_ids
 
 
 def distributions(token_ids: list[int]) -> NDArray[np.float64]:
@@ -80,6 +82,6 @@ def distributions(token_ids: list[int]) -> NDArray[np.float64]:
     (block,) = FakeEngine(parse_settings(MODEL)).score([query])
     assert isinstance(block, RowBlock)
     assert block.head_ids is not None
-    found = np.empty((len(block), VOCAB))
-    np.put_along_axis(found, block.head_ids, block.head_logprobs, axis=1)
-    return found
+    logprobs = np.empty((len(block), VOCAB))
+    np.put_along_axis(logprobs, block.head_ids, block.head_logprobs, axis=1)
+    return logprobs

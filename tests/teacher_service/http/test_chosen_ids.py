@@ -40,19 +40,19 @@ def request(token_ids: Any, ids: Any, start: int = 0, **sampling: Any) -> dict[s
 @pytest.mark.parametrize("start", [0, 10, 38])
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_the_log_probs_of_the_ids(site: Site, start: int, count: int) -> None:
-    asked = tokens(40)
+    token_ids = tokens(40)
     ids = np.random.default_rng(start).integers(0, VOCAB, (39 - start, count))
     ids[:, -1] = ids[:, 0]  # the same twice, as of a token that is in the head as well
-    answer = site.ask(PATH, request(asked, ids.tolist(), start))
+    answer = site.ask(PATH, request(token_ids, ids.tolist(), start))
     assert answer.status == 200
-    found = answer.json()
-    data = io.BytesIO(base64.b64decode(found["prompt_token_id_logprobs"], validate=True))
+    content = answer.json()
+    data = io.BytesIO(base64.b64decode(content["prompt_token_id_logprobs"], validate=True))
     values = np.load(data, allow_pickle=False)
     assert values.dtype == np.float32
-    expected = np.take_along_axis(distributions(asked)[start:], ids, axis=1)
+    expected = np.take_along_axis(distributions(token_ids)[start:], ids, axis=1)
     np.testing.assert_allclose(values, expected, atol=2e-6)
-    assert found["choices"][0]["token_ids"] == []
-    assert found["usage"]["prompt_tokens"] == 40
+    assert content["choices"][0]["token_ids"] == []
+    assert content["usage"]["prompt_tokens"] == 40
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def assert_rows(rows: Any, prompt: list[int], k: int) -> None:
     for row, token, logprobs in zip(rows[1:], prompt[1:], distributions(prompt), strict=True):
         order = np.argsort(-logprobs, kind="stable").tolist()
         expected = {str(token): order.index(token) + 1}
-        expected |= {str(one): rank for rank, one in enumerate(order[:k], 1)}
+        expected |= {str(token_id): rank for rank, token_id in enumerate(order[:k], 1)}
         assert next(iter(row)) == str(token)
         assert row.keys() == expected.keys()
         for name, entry in row.items():
@@ -56,27 +56,27 @@ def test_one_prompt(site: Site, k: int) -> None:
     answer = site.ask(PATH, request(prompt, k))
     assert answer.status == 200
     assert answer.headers["content-type"] == "application/json"
-    found = answer.json()
-    (choice,) = found["choices"]
+    content = answer.json()
+    (choice,) = content["choices"]
     assert_rows(choice["prompt_logprobs"], prompt, k)
     assert (choice["index"], choice["text"], choice["finish_reason"]) == (0, "", "length")
-    assert found["model"] == "fake"
-    assert found["usage"] == {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
+    assert content["model"] == "fake"
+    assert content["usage"] == {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
 
 
 def test_many_prompts_are_answered_in_order(site: Site) -> None:
     prompts = [tokens(length, seed=length) for length in (2, 64, 17, 3, 64)]
-    found = site.ask(PATH, request(prompts, 3)).json()
-    assert [choice["index"] for choice in found["choices"]] == list(range(5))
-    for choice, prompt in zip(found["choices"], prompts, strict=True):
+    content = site.ask(PATH, request(prompts, 3)).json()
+    assert [choice["index"] for choice in content["choices"]] == list(range(5))
+    for choice, prompt in zip(content["choices"], prompts, strict=True):
         assert_rows(choice["prompt_logprobs"], prompt, 3)
-    assert found["usage"]["prompt_tokens"] == 150
+    assert content["usage"]["prompt_tokens"] == 150
 
 
 def test_an_answer_of_several_pieces(site: Site) -> None:
     prompts = [tokens(64, seed=seed) for seed in range(40)]
-    found = site.ask(PATH, request(prompts, 40)).json()
-    assert_rows(found["choices"][39]["prompt_logprobs"], prompts[39], 40)
+    content = site.ask(PATH, request(prompts, 40)).json()
+    assert_rows(content["choices"][39]["prompt_logprobs"], prompts[39], 40)
 
 
 def test_the_rows_are_those_of_grpc_and_of_the_same_cache(site: Site) -> None:
@@ -92,16 +92,16 @@ def test_the_rows_are_those_of_grpc_and_of_the_same_cache(site: Site) -> None:
         choice["prompt_logprobs"][1:], block.head_ids, block.head_logprobs, strict=True
     ):
         by_rank = {entry["rank"]: (name, entry["logprob"]) for name, entry in row.items()}
-        for rank, (one, value) in enumerate(zip(ids, values, strict=True), 1):
-            assert by_rank[rank][0] == str(one)
+        for rank, (token_id, value) in enumerate(zip(ids, values, strict=True), 1):
+            assert by_rank[rank][0] == str(token_id)
             assert by_rank[rank][1] == pytest.approx(float(value), abs=1e-6)
 
 
 def test_the_model_and_its_longest_sequence(site: Site) -> None:
-    found = site.ask("/v1/models").json()
-    assert found["object"] == "list"
-    assert found["data"][0]["id"] == "fake"
-    assert found["data"][0]["max_model_len"] == 64
+    content = site.ask("/v1/models").json()
+    assert content["object"] == "list"
+    assert content["data"][0]["id"] == "fake"
+    assert content["data"][0]["max_model_len"] == 64
 
 
 SIX = list(range(6))

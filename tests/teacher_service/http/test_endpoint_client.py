@@ -29,8 +29,8 @@ def chosen(ids: NDArray[np.int32], k: int, draws: int) -> ScoreQuery:
     """A query for ids that a student chose; the sampled token may be among them."""
     start = 1 + len(ids) // 3
     order = np.argsort(np.random.default_rng(k).random((len(ids) - start, VOCAB_SIZE)), axis=1)
-    heads, drawn = np.split(order[:, : k + draws].astype(np.int32), [k], axis=1)
-    return ScoreQuery(ids, start, head_ids=heads, draw_ids=drawn if draws else None)
+    heads, draw_ids = np.split(order[:, : k + draws].astype(np.int32), [k], axis=1)
+    return ScoreQuery(ids, start, head_ids=heads, draw_ids=draw_ids if draws else None)
 
 
 @pytest.fixture
@@ -58,13 +58,19 @@ def test_the_rows_of_the_model(
         assert engine.info.limits.max_chosen_ids == 31  # and the sampled token
         rng = np.random.default_rng(0)
         ids = [rng.integers(0, VOCAB_SIZE, length).astype(np.int32) for length in (2, 40, 300)]
-        queries = [ScoreQuery(one, 1 + len(one) // 3, top_k=k) for one in ids for k in (1, 32)]
-        queries += [chosen(one, k, draws) for one in ids for k, draws in ((1, 0), (8, 23))]
-        found = engine.score(queries)
+        queries = [
+            ScoreQuery(token_ids, 1 + len(token_ids) // 3, top_k=k)
+            for token_ids in ids
+            for k in (1, 32)
+        ]
+        queries += [
+            chosen(token_ids, k, draws) for token_ids in ids for k, draws in ((1, 0), (8, 23))
+        ]
+        blocks = engine.score(queries)
     finally:
         engine.close()
     for block, expected in zip(
-        found, HfEngine(str(tiny_model), device="cpu").score(queries), strict=True
+        blocks, HfEngine(str(tiny_model), device="cpu").score(queries), strict=True
     ):
         assert isinstance(block, RowBlock)
         assert isinstance(expected, RowBlock)
@@ -82,16 +88,23 @@ def test_an_answer_in_sglangs_form_that_is_no_rows(site: Site) -> None:
     answer = site.ask(SGLANG.path, body).json()
     assert SGLANG.read_rows(query, answer).k == 4
 
-    def refused(said: str, change: Callable[[dict[str, Any]], object]) -> None:
+    def refused(message: str, change: Callable[[dict[str, Any]], object]) -> None:
         changed = copy.deepcopy(answer)
         change(changed["meta_info"])
-        with pytest.raises(Corrupt, match=said):
+        with pytest.raises(Corrupt, match=message):
             SGLANG.read_rows(query, changed)
 
-    refused("has no log-probs of the input", lambda found: found.pop("input_top_logprobs"))
-    refused("has log-probs of other tokens", lambda found: found["input_token_logprobs"].pop())
+    refused("has no log-probs of the input", lambda meta_info: meta_info.pop("input_top_logprobs"))
+    refused(
+        "has log-probs of other tokens", lambda meta_info: meta_info["input_token_logprobs"].pop()
+    )
     head = "input_top_logprobs"
-    refused("likeliest ids in place of", lambda found: [one.pop() for one in found[head][1:]])
-    refused("has no log-probs of the input", lambda found: found["input_top_logprobs"][5].pop())
+    refused(
+        "likeliest ids in place of",
+        lambda meta_info: [row_entries.pop() for row_entries in meta_info[head][1:]],
+    )
+    refused(
+        "has no log-probs of the input", lambda meta_info: meta_info["input_top_logprobs"][5].pop()
+    )
     wrong = [1.0, 3, None]
-    refused("no log-probs of a softmax", lambda found: found[head][5].__setitem__(0, wrong))
+    refused("no log-probs of a softmax", lambda meta_info: meta_info[head][5].__setitem__(0, wrong))

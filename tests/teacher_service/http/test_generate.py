@@ -35,7 +35,7 @@ def request(input_ids: Any, **fields: Any) -> dict[str, Any]:
 
 
 def assert_entries(entries: Any, ids: list[int], logprobs: Any) -> None:
-    assert [entry[1:] for entry in entries] == [[one, None] for one in ids]
+    assert [entry[1:] for entry in entries] == [[token_id, None] for token_id in ids]
     np.testing.assert_allclose([entry[0] for entry in entries], logprobs[ids], atol=2e-6)
 
 
@@ -45,10 +45,10 @@ def test_the_log_probs_of_the_tokens(site: Site, start: int) -> None:
     answer = site.ask(PATH, request(ids, logprob_start_len=start))
     assert answer.status == 200
     meta = answer.json()["meta_info"]
-    first, *rest = meta["input_token_logprobs"]
+    first, *scored_entries = meta["input_token_logprobs"]
     assert first == [None, ids[start], None]
     for entry, token, logprobs in zip(
-        rest, ids[start + 1 :], distributions(ids)[start:], strict=True
+        scored_entries, ids[start + 1 :], distributions(ids)[start:], strict=True
     ):
         assert_entries([entry], [token], logprobs)
     assert meta["output_token_logprobs"] == []
@@ -65,21 +65,21 @@ def test_heads(site: Site, start: int) -> None:
     meta = site.ask(PATH, request(ids, **fields)).json()["meta_info"]
     heads = [meta["input_top_logprobs"], meta["input_token_ids_logprobs"]]
     assert [head[0] for head in heads] == [None, None]
-    for top, given, logprobs in zip(
+    for top, given_entries, logprobs in zip(
         heads[0][1:], heads[1][1:], distributions(ids)[start:], strict=True
     ):
         assert_entries(top, np.argsort(-logprobs, kind="stable")[:6].tolist(), logprobs)
-        assert_entries(given, chosen, logprobs)
+        assert_entries(given_entries, chosen, logprobs)
     assert meta["output_top_logprobs"] == meta["output_token_ids_logprobs"] == []
 
 
 def test_several_sequences(site: Site) -> None:
     sequences = [tokens(length, seed=length) for length in (2, 64, 9)]
-    found = site.ask(PATH, request(sequences, top_logprobs_num=2)).json()
-    for one, ids in zip(found, sequences, strict=True):
-        assert [entry[1] for entry in one["meta_info"]["input_token_logprobs"]] == ids
+    content = site.ask(PATH, request(sequences, top_logprobs_num=2)).json()
+    for answer, ids in zip(content, sequences, strict=True):
+        assert [entry[1] for entry in answer["meta_info"]["input_token_logprobs"]] == ids
         for top, logprobs in zip(
-            one["meta_info"]["input_top_logprobs"][1:], distributions(ids), strict=True
+            answer["meta_info"]["input_top_logprobs"][1:], distributions(ids), strict=True
         ):
             assert_entries(top, np.argsort(-logprobs, kind="stable")[:2].tolist(), logprobs)
 

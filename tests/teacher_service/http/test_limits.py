@@ -76,9 +76,9 @@ def refused(site: Site, head: bytes) -> bytes:
         return answer
 
 
-def eventually(found: Callable[[], bool], seconds: float = 30) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
-    while not found():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -90,7 +90,7 @@ def total(site: Site, code: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "request_bytes",
     [
         b"",
         HEAD[:20],
@@ -100,18 +100,18 @@ def total(site: Site, code: str) -> int:
     ],
     ids=["silence", "half a line", "half a head", "half a body", "an endless head"],
 )
-def test_half_a_request_is_not_waited_for(site: Site, sent: bytes) -> None:
+def test_half_a_request_is_not_waited_for(site: Site, request_bytes: bytes) -> None:
     with socket.create_connection(("127.0.0.1", site.port)) as connection:
         with contextlib.suppress(ConnectionError):
-            connection.sendall(sent)
+            connection.sendall(request_bytes)
         assert hung_up(connection)
     assert site.ask(PATH, request([1, 2])).status == 200
 
 
 def test_a_body_that_trickles_in_is_cut(site: Site) -> None:
     with socket.create_connection(("127.0.0.1", site.port)) as connection:
-        sent = HEAD + b"Content-Length: 9999\r\n\r\n" + b" " * 999
-        with trickling(connection, sent, PATIENCE / 500):
+        request_bytes = HEAD + b"Content-Length: 9999\r\n\r\n" + b" " * 999
+        with trickling(connection, request_bytes, PATIENCE / 500):
             assert hung_up(connection)
 
 
@@ -163,13 +163,13 @@ def test_clients_that_read_nothing_share_one_budget(start_teacher: StartTeacher)
             connection = stack.enter_context(socket.socket())
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", site.port))
-            prompts = [tokens(600, seed=100 * client + one) for one in range(25)]
+            prompts = [tokens(600, seed=100 * client + number) for number in range(25)]
             connection.sendall(posted(request(prompts, 200)))
         eventually(lambda: total(site, "OK") >= 5 * 25)
         # After five, the share has no room; other clients are answered meanwhile.
-        other = {"Authorization": "Basic of another client"}
+        other_headers = {"Authorization": "Basic of another client"}
         for _ in range(20):
-            assert site.ask(PATH, request([1, 2]), headers=other).status == 200
+            assert site.ask(PATH, request([1, 2]), headers=other_headers).status == 200
         assert total(site, "OK") <= 5 * 25 + 20
         more = process.memory_info().rss - before
     print(f"{more >> 20} MiB more")
@@ -178,10 +178,10 @@ def test_clients_that_read_nothing_share_one_budget(start_teacher: StartTeacher)
 
 def is_open(site: Site, port: int) -> bool:
     """Whether the server's end is there, by the kernel's table."""
-    wanted = (f":{site.port:04X}", f":{port:04X}")
+    ports = (f":{site.port:04X}", f":{port:04X}")
     for line in Path(f"/proc/{site.teacher.process.pid}/net/tcp").read_text().splitlines()[1:]:
         local, remote, state = line.split()[1:4]
-        if local.endswith(wanted[0]) and remote.endswith(wanted[1]) and state == "01":
+        if local.endswith(ports[0]) and remote.endswith(ports[1]) and state == "01":
             return True
     return False
 
@@ -209,17 +209,19 @@ def test_the_queries_of_a_client_that_vanishes_leave_the_queue(
     slow = Site(start_teacher(*with_latency(LARGE, 300), "--max-batch-tokens", "600"))
     assert site.url != slow.url
     with socket.create_connection(("127.0.0.1", slow.port)) as connection:
-        connection.sendall(posted(request([tokens(600, seed=one) for one in range(50)])))
+        connection.sendall(posted(request([tokens(600, seed=seed) for seed in range(50)])))
         eventually(lambda: slow.scored_tokens() > 0)
     eventually(lambda: total(slow, "CANCELLED") > 40)
-    done = slow.scored_tokens()
+    scored_count = slow.scored_tokens()
     assert slow.ask(PATH, request([1, 2])).status == 200
     # What the engine had begun, and this request.
-    assert slow.scored_tokens() <= done + 2 * 599 + 1
+    assert slow.scored_tokens() <= scored_count + 2 * 599 + 1
 
 
 def with_latency(options: tuple[str, ...], milliseconds: int) -> list[str]:
-    return [f"{one},latency_ms={milliseconds}" if "vocab" in one else one for one in options]
+    return [
+        f"{option},latency_ms={milliseconds}" if "vocab" in option else option for option in options
+    ]
 
 
 def test_sigterm_lets_requests_end(start_teacher: StartTeacher) -> None:
@@ -242,7 +244,7 @@ def test_sigterm_lets_requests_end(start_teacher: StartTeacher) -> None:
 
 def test_a_broken_engine_is_said(start_teacher: StartTeacher) -> None:
     """The self-test scores three batches."""
-    model = [f"{one},raise_after=3" if "vocab" in one else one for one in FAKE]
+    model = [f"{option},raise_after=3" if "vocab" in option else option for option in FAKE]
     site = Site(start_teacher(*model))
     statuses = []
     with contextlib.suppress(OSError):
@@ -265,7 +267,10 @@ def test_the_connections_of_a_client_share_its_turn() -> None:
             callers.enter(scope("10.0.0.2", "a"), 0) as other_host,
         ):
             assert same.sender is first.sender
-            assert len({id(one.sender) for one in (first, other_token, other_host)}) == 3
+            assert (
+                len({id(http_client.sender) for http_client in (first, other_token, other_host)})
+                == 3
+            )
             assert callers.requests == 4
         assert callers.requests == 1
     assert callers.requests == 0

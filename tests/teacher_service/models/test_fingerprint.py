@@ -26,14 +26,14 @@ QUERY = ScoreQuery(np.arange(1, 12, dtype=np.int32), 1, top_k=4)
 
 
 def config(**values: object) -> Callable[[Path], None]:
-    return in_json("config.json", lambda found: found.update(values))
+    return in_json("config.json", lambda document: document.update(values))
 
 
 def in_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
     def edit(path: Path) -> None:
-        found = json.loads((path / name).read_text())
-        change(found)
-        (path / name).write_text(json.dumps(found))
+        document = json.loads((path / name).read_text())
+        change(document)
+        (path / name).write_text(json.dumps(document))
 
     return edit
 
@@ -80,9 +80,11 @@ IRRELEVANT_FILES: dict[str, Callable[[Path], None]] = {
     "program": config(transformers_version="5.0.0", _name_or_path="/tmp/x", dtype="float16"),
     "cache of generation": config(use_cache=False, eos_token_id=3, max_length=7),
     "training": config(attention_dropout=0.5, initializer_range=1.0, output_attentions=False),
-    "how text is split": in_json("tokenizer.json", lambda found: found.update(pre_tokenizer=None)),
+    "how text is split": in_json(
+        "tokenizer.json", lambda document: document.update(pre_tokenizer=None)
+    ),
     "chat template": in_json(
-        "tokenizer_config.json", lambda found: found.update(chat_template="{{ messages }}")
+        "tokenizer_config.json", lambda document: document.update(chat_template="{{ messages }}")
     ),
     "chat template file": lambda path: void((path / "chat_template.jinja").write_text("{{ 1 }}")),
     "words": lambda path: void((path / "README.md").write_text("words")),
@@ -102,22 +104,22 @@ def test_every_change_gives_another_fingerprint_and_no_hits(
     same = HfEngine(str(shutil.copytree(tiny_model, tmp_path / "same")), device="cpu")
     assert same.info.fingerprint == teacher.info.fingerprint
 
-    others: dict[str, HfEngine] = {}
+    other_engines: dict[str, HfEngine] = {}
     for name, change in CHANGED_FILES.items():
         path = shutil.copytree(tiny_model, tmp_path / name)
         change(path)
-        others[name] = HfEngine(str(path), device="cpu")
+        other_engines[name] = HfEngine(str(path), device="cpu")
     for name, settings in CHANGED_SETTINGS.items():
-        others[name] = HfEngine(str(tiny_model), **{"device": "cpu", **settings})
+        other_engines[name] = HfEngine(str(tiny_model), **{"device": "cpu", **settings})
     for name, version in CHANGED_PROGRAMS.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"teacher_service.engines.hf.{name}.__version__", version)
-            others[name] = HfEngine(str(tiny_model), device="cpu")
-    fingerprints = {name: engine.info.fingerprint for name, engine in others.items()}
-    by_fingerprint = {found: name for name, found in fingerprints.items()}
+            other_engines[name] = HfEngine(str(tiny_model), device="cpu")
+    fingerprints = {name: engine.info.fingerprint for name, engine in other_engines.items()}
+    by_fingerprint = {document: name for name, document in fingerprints.items()}
     by_fingerprint[teacher.info.fingerprint] = "unchanged"
-    assert sorted(by_fingerprint.values()) == sorted([*others, "unchanged"])
-    assert len(others) >= 12
+    assert sorted(by_fingerprint.values()) == sorted([*other_engines, "unchanged"])
+    assert len(other_engines) >= 12
 
     (block,) = teacher.score([QUERY])
     assert isinstance(block, RowBlock)
@@ -127,13 +129,13 @@ def test_every_change_gives_another_fingerprint_and_no_hits(
             key = row_key(teacher.info.fingerprint, 0, QUERY)
             cache.put(key, QUERY, EncodedRows(encode_rows(block), block))
             assert await cache.get(row_key(same.info.fingerprint, 0, QUERY), QUERY)
-            for other in [*fingerprints.values()]:
-                assert await cache.get(row_key(other, 0, QUERY), QUERY) is None
+            for fingerprint in [*fingerprints.values()]:
+                assert await cache.get(row_key(fingerprint, 0, QUERY), QUERY) is None
             assert await cache.get(row_key(teacher.info.fingerprint, 1, QUERY), QUERY) is None
             assert cache.counters()["hits"] == 1
 
     asyncio.run(main())
-    print(f"{len(others)} single changes: {len(others)} other fingerprints, 0 hits")
+    print(f"{len(other_engines)} single changes: {len(other_engines)} other fingerprints, 0 hits")
 
 
 def test_what_does_not_change_rows_does_not_count(
@@ -145,9 +147,9 @@ def test_what_does_not_change_rows_does_not_count(
     for name, change in IRRELEVANT_FILES.items():
         path = shutil.copytree(tiny_model, tmp_path / name)
         change(path)
-        other = HfEngine(str(path), device="cpu", dtype="float32")
-        assert other.info.fingerprint == teacher.info.fingerprint, name
-        [rows] = other.score([QUERY])
+        other_engine = HfEngine(str(path), device="cpu", dtype="float32")
+        assert other_engine.info.fingerprint == teacher.info.fingerprint, name
+        [rows] = other_engine.score([QUERY])
         assert isinstance(rows, RowBlock)
         assert encode_rows(rows) == encode_rows(expected), name
     monkeypatch.setattr(torch, "__version__", f"{torch.__version__.partition('+')[0]}+cu999")

@@ -164,12 +164,12 @@ def test_bad_requests_among_good_ones(
     good = [good_request(np.random.default_rng(seed)) for seed in range(count // 10)]
     for number, request in enumerate(good):
         request.request_id = f"good {number}"
-    sent = [r for n, request in enumerate(good) for r in (*bad[10 * n : 10 * n + 10], request)]
+    requests = [r for n, request in enumerate(good) for r in (*bad[10 * n : 10 * n + 10], request)]
     exact = FakeEngine(FakeSettings(vocab=VOCAB, max_length=MAX_LENGTH))
     codes: dict[str, int] = {}
     answered = 0
     pid = teacher.process.pid
-    for chunk in teacher_pb2_grpc.TeacherStub(channel).Score(iter(sent), timeout=WAIT):
+    for chunk in teacher_pb2_grpc.TeacherStub(channel).Score(iter(requests), timeout=WAIT):
         if chunk.HasField("error"):
             assert not chunk.request_id.startswith("good")
             assert chunk.error.field
@@ -240,16 +240,16 @@ def test_bytes_that_are_no_messages(
             data = changed(message(), rng)
             if rng.random() < 0.2:
                 data = rng.bytes(int(rng.integers(200)))
-            began = time.monotonic()
+            start = time.monotonic()
             code = status_of(kind(f"/distill.v1.Teacher/{name}"), name, data)
-            slowest = max(slowest, time.monotonic() - began)
+            slowest = max(slowest, time.monotonic() - start)
             statuses[code] = statuses.get(code, 0) + 1
         if round_number == REPEATS:
             grown = -process.memory_info().rss
     grown += process.memory_info().rss
     with capsys.disabled():
-        told = {code.name: count for code, count in statuses.items()}
-        print(f"\nT16: {told}, slowest {1000 * slowest:.0f} ms, {grown >> 20} MiB more")
+        status_counts = {code.name: count for code, count in statuses.items()}
+        print(f"\nT16: {status_counts}, slowest {1000 * slowest:.0f} ms, {grown >> 20} MiB more")
     assert statuses.keys() <= ALLOWED
     assert slowest < 1
     assert grown < 100 << 20

@@ -122,13 +122,13 @@ def test_cancelled_queries_are_never_computed() -> None:
             first = asyncio.create_task(batcher.score(query(1, 1, 1)))
             await asyncio.sleep(0.05)
             waiting = [asyncio.create_task(batcher.score(query(2, 2))) for _ in range(5)]
-            kept = asyncio.create_task(batcher.score(query(1, 1, 1, 1)))
+            second_answer = asyncio.create_task(batcher.score(query(1, 1, 1, 1)))
             await asyncio.sleep(0.05)
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             engine.gate.set()
-            await asyncio.gather(first, kept)
+            await asyncio.gather(first, second_answer)
 
     asyncio.run(main())
     assert engine.batches == [[3], [4]]
@@ -139,14 +139,14 @@ def test_the_queue_is_read_by_another_thread() -> None:
     engine = ScriptedEngine()
     engine.gate.clear()
     faults: list[Exception] = []
-    done = threading.Event()
+    finished = threading.Event()
 
     async def main() -> None:
         async with Batcher(engine, max_batch_tokens=4) as batcher:
 
             def read() -> None:
                 try:
-                    while not done.is_set():
+                    while not finished.is_set():
                         assert batcher.queued_tokens % 2 == 0
                 except Exception as error:
                     faults.append(error)
@@ -157,7 +157,7 @@ def test_the_queue_is_read_by_another_thread() -> None:
             await asyncio.sleep(0.2)
             for task in waiting:
                 task.cancel()
-            done.set()
+            finished.set()
             await asyncio.to_thread(reader.join)
             engine.gate.set()
             await asyncio.gather(*waiting, return_exceptions=True)

@@ -110,40 +110,40 @@ def test_work_stops_with_its_client(
         first = load(stub)
         end = begin(stub)
         end()
-        began, before = time.monotonic(), load(stub)
+        start, before = time.monotonic(), load(stub)
         while (now := load(stub)).active_streams:
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - start < 5
             time.sleep(0.002)
-        noticed = time.monotonic() - began
+        noticed = time.monotonic() - start
         time.sleep(2.5 * BATCH_MS / 1000)
         after = load(stub)
         with capsys.disabled():
             print(f"\nT5 {begin.__name__}: noticed after {1000 * noticed:.1f} ms,", end=" ")
             print(f"{after.forwards - before.forwards} more forwards, try {attempt}")
-        gone = after.cancelled - first.cancelled
-        if noticed <= NOTICED_SECONDS and gone >= 40:
+        cancelled_count = after.cancelled - first.cancelled
+        if noticed <= NOTICED_SECONDS and cancelled_count >= 40:
             break
     assert noticed <= NOTICED_SECONDS
     assert now.queued_tokens == after.queued_tokens == 0
     assert after.forwards - before.forwards <= 1
     assert after.forwards - first.forwards < 10
-    assert gone >= 40
+    assert cancelled_count >= 40
 
 
 def test_a_hundred_give_up_among_a_thousand(start_teacher: StartTeacher) -> None:
     """1,000 streams of one request each; the 900 others get exactly their rows."""
     teacher = start_teacher(*fake(5, "--max-batch-tokens", "200"))
-    asked = queries(1000)
-    expected = FakeEngine(FakeSettings(vocab=64)).score(asked)
+    score_queries = queries(1000)
+    expected = FakeEngine(FakeSettings(vocab=64)).score(score_queries)
     quitters = {*np.random.default_rng(1).permutation(1000)[:100].tolist()}
 
     async def ask(stub: Any, number: int) -> RowBlock | None:
-        call = stub.Score(iter([request_of(asked[number], str(number))]))
+        call = stub.Score(iter([request_of(score_queries[number], str(number))]))
         if number in quitters:
             await asyncio.sleep(0.001 * (number % 97))
             call.cancel()
             return None
-        assembly, block = RowAssembly(asked[number]), None
+        assembly, block = RowAssembly(score_queries[number]), None
         async for chunk in call:
             assert chunk.request_id == str(number)
             block = assembly.add(chunk)

@@ -39,20 +39,20 @@ def queries(count: int) -> list[ScoreQuery]:
     return [ScoreQuery(row, 1, top_k=4, f32=True) for row in tokens]
 
 
-def follow(watch: Any, seen: list[tuple[float, int]]) -> None:
+def follow(watch: Any, statuses: list[tuple[float, int]]) -> None:
     with suppress(grpc.RpcError):
         for message in watch:
-            seen.append((time.monotonic(), message.status))
+            statuses.append((time.monotonic(), message.status))
 
 
 def test_sigterm_drains(start_teacher: StartTeacher, capsys: pytest.CaptureFixture[str]) -> None:
     teacher = start_teacher(*slow(100))
-    asked = queries(40)
+    score_queries = queries(40)
     answered: list[teacher_pb2.ScoreChunk] = []
     ready: list[tuple[float, int]] = []
 
     def never_ending() -> Iterator[teacher_pb2.ScoreRequest]:
-        for number, query in enumerate(asked):
+        for number, query in enumerate(score_queries):
             yield request_of(query, str(number))
         threading.Event().wait(WAIT)
 
@@ -65,26 +65,26 @@ def test_sigterm_drains(start_teacher: StartTeacher, capsys: pytest.CaptureFixtu
         watcher = threading.Thread(target=follow, args=(watch, ready))
         watcher.start()
         answered.append(next(stream))
-        began = time.monotonic()
+        start = time.monotonic()
         teacher.send(signal.SIGTERM)
         answered.extend(stream)
-        drained = time.monotonic() - began
+        drained = time.monotonic() - start
         assert teacher.process.wait(WAIT) == 0
-        ended = time.monotonic() - began
+        ended = time.monotonic() - start
         watcher.join(WAIT)
     assert sorted(int(chunk.request_id) for chunk in answered) == list(range(40))
     assert all(chunk.last and not chunk.HasField("error") for chunk in answered)
-    told = next(at for at, status in ready if status == NOT_SERVING) - began
+    delay = next(at for at, status in ready if status == NOT_SERVING) - start
     with capsys.disabled():
-        print(f"\nT3: NOT_SERVING after {told:.3f} s, drained {drained:.2f} s, exit {ended:.2f} s")
-    assert told <= 1
+        print(f"\nT3: NOT_SERVING after {delay:.3f} s, drained {drained:.2f} s, exit {ended:.2f} s")
+    assert delay <= 1
     assert drained >= 0.5, "nothing was in flight"
     assert ended - drained < 2, "who watches its health must not keep it"
 
 
 def info(stub: Any) -> teacher_pb2.TeacherInfo:
-    found: teacher_pb2.TeacherInfo = stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=WAIT)
-    return found
+    teacher_info: teacher_pb2.TeacherInfo = stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=WAIT)
+    return teacher_info
 
 
 def refusal(address: str) -> DistillError:
@@ -104,10 +104,12 @@ def refusal(address: str) -> DistillError:
 
 def test_new_calls_are_unavailable_while_it_drains(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*slow(500))
-    asked = queries(8)
+    score_queries = queries(8)
     with grpc.insecure_channel(teacher.address, options=CHANNEL_OPTIONS) as channel:
         stub = teacher_pb2_grpc.TeacherStub(channel)
-        stream = stub.Score(iter([request_of(one, str(n)) for n, one in enumerate(asked)]))
+        stream = stub.Score(
+            iter([request_of(score_query, str(n)) for n, score_query in enumerate(score_queries)])
+        )
         while info(stub).load.queued_tokens < 40:  # until two requests have been read
             time.sleep(0.01)
         teacher.send(signal.SIGTERM)
@@ -122,14 +124,14 @@ def test_new_calls_are_unavailable_while_it_drains(start_teacher: StartTeacher) 
 def test_two_replicas_are_replaced_one_by_one_without_a_fault(start_teacher: StartTeacher) -> None:
     """A rolling restart under load: no call of the client fails."""
     teachers = [start_teacher(*slow(10)) for _ in range(2)]
-    asked = queries(600)
+    score_queries = queries(600)
     with TeacherClient([teacher.address for teacher in teachers]) as client:
-        answers = [client.submit(query) for query in asked]
+        answers = [client.submit(query) for query in score_queries]
         for number, at in ((0, 100), (1, 300)):
             answers[at].result(WAIT)
             assert teachers[number].stop() == 0
             teachers[number] = start_teacher(*slow(10), port=teachers[number].port)
-        expected = FakeEngine(FakeSettings(vocab=64)).score(asked)
+        expected = FakeEngine(FakeSettings(vocab=64)).score(score_queries)
         for answer, block in zip(answers, expected, strict=True):
             assert isinstance(block, RowBlock)
             assert answer.result(WAIT).head_logprobs.tobytes() == block.head_logprobs.tobytes()

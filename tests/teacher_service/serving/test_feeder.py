@@ -28,19 +28,19 @@ class ScriptedEngine(FakeEngine):
     def __init__(self) -> None:
         super().__init__(FakeSettings(vocab=16, crash_token=9, nan_token=8))
         self.running: dict[int, asyncio.Event] = {}
-        self.begun: list[int] = []  # first token of each query
+        self.begun_tokens: list[int] = []  # first token of each query
         self.turns: list[int] = []
-        self.given: list[QuerySchedule] = []
+        self.schedules: list[QuerySchedule] = []
         self.cancelled: list[int] = []
         self.most_tokens = 0
         self._tokens = 0
         self.hold = True
 
     async def score_one(self, query: ScoreQuery, turn: QuerySchedule) -> RowBlock:
-        number, name = len(self.begun), int(query.token_ids[0])
-        self.begun.append(name)
+        number, name = len(self.begun_tokens), int(query.token_ids[0])
+        self.begun_tokens.append(name)
         self.turns.append(turn.number)
-        self.given.append(turn)
+        self.schedules.append(turn)
         self._tokens += len(query.token_ids)
         self.most_tokens = max(self.most_tokens, self._tokens)
         self.running[number] = asyncio.Event()
@@ -124,10 +124,12 @@ def test_a_light_client_is_next_whatever_waits() -> None:
         answers += [begin(feeder, heavy, 1, 1, 1, 1) for _ in range(128)]
         await until(lambda: len(engine.running) == 10)
         engine.end_first()
-        await until(lambda: len(engine.begun) == 11)
+        await until(lambda: len(engine.begun_tokens) == 11)
         late = [begin(feeder, light, 3, 3) for _ in range(2)]
-        await until(lambda: 3 in engine.begun)
-        assert engine.begun[11:] == [3], "one query goes past full steps, the other one waits"
+        await until(lambda: 3 in engine.begun_tokens)
+        assert engine.begun_tokens[11:] == [3], (
+            "one query goes past full steps, the other one waits"
+        )
         assert engine.turns[11] == engine.turns[0], "where the engine is"
         assert max(engine.turns[1:11]) > engine.turns[11], "before what the engine has not begun"
         answers += late
@@ -135,7 +137,7 @@ def test_a_light_client_is_next_whatever_waits() -> None:
         for running in engine.running.values():
             running.set()
         await asyncio.gather(*answers)
-        assert engine.begun[-3:] == [2, 2, 2], "a capture comes last"
+        assert engine.begun_tokens[-3:] == [2, 2, 2], "a capture comes last"
         assert min(engine.turns[-3:]) > max(engine.turns[:-3])
 
     run(main)
@@ -149,24 +151,24 @@ def test_steps_are_short_beside_a_client_that_asks_singly() -> None:
         answers = [begin(feeder, heavy, 1, 1, 1, 1) for _ in range(40)]
         await until(lambda: len(engine.running) == 10)
         for count in range(3):
-            asked = begin(feeder, light, 3, 3, 3)
-            await until(lambda count=count: engine.begun.count(3) == count + 1)  # type: ignore[misc]
+            light_answers = begin(feeder, light, 3, 3, 3)
+            await until(lambda count=count: engine.begun_tokens.count(3) == count + 1)  # type: ignore[misc]
             # Whether it asks singly is known from its second query on.
             expected = (3, True) if count else (0, False)
-            assert (engine.given[-1].step_tokens, engine.given[-1].single) == expected
-            engine.running[len(engine.begun) - 1].set()
-            await asked
+            assert (engine.schedules[-1].step_tokens, engine.schedules[-1].single) == expected
+            engine.running[len(engine.begun_tokens) - 1].set()
+            await light_answers
         engine.end_first()
-        await until(lambda: engine.begun[-1] == 1)
-        assert engine.given[-1] == QuerySchedule(engine.turns[-1], 3, single=False)
+        await until(lambda: engine.begun_tokens[-1] == 1)
+        assert engine.schedules[-1] == QuerySchedule(engine.turns[-1], 3, single=False)
         two = [begin(feeder, light, 3, 3) for _ in range(2)]
-        await until(lambda: engine.begun[-1] == 3)
-        assert not engine.given[-1].single, "two at the same time"
+        await until(lambda: engine.begun_tokens[-1] == 3)
+        assert not engine.schedules[-1].single, "two at the same time"
         feeder._short_until = 0.0  # a second later
         for running in [*engine.running.values()][:4]:
             running.set()
-        await until(lambda: engine.begun[-1] == 1)
-        assert engine.given[-1].step_tokens == 0
+        await until(lambda: engine.begun_tokens[-1] == 1)
+        assert engine.schedules[-1].step_tokens == 0
         engine.hold = False
         for running in engine.running.values():
             running.set()
@@ -181,7 +183,7 @@ def test_steps_are_full_where_every_client_asks_singly() -> None:
         senders = [Sender() for _ in range(8)]
         for _ in range(3):
             await asyncio.gather(*(begin(feeder, sender, 3, 3) for sender in senders))
-        assert {turn.step_tokens for turn in engine.given} == {0}
+        assert {turn.step_tokens for turn in engine.schedules} == {0}
 
     run(main)
 
@@ -191,15 +193,15 @@ def test_what_is_cancelled_leaves_the_queue_and_the_engine() -> None:
         running = [begin(feeder, Sender(), n, *[1] * 9) for n in (1, 2)]
         await until(lambda: len(engine.running) == 2)
         waiting = begin(feeder, Sender(), 3, 3)
-        kept = begin(feeder, Sender(), 4, 4)
+        second_answer = begin(feeder, Sender(), 4, 4)
         await until(lambda: feeder.queued_tokens == 4)
         waiting.cancel()
         running[0].cancel()
-        await until(lambda: engine.begun == [1, 2, 4])
+        await until(lambda: engine.begun_tokens == [1, 2, 4])
         assert engine.cancelled == [1]
         for event in engine.running.values():
             event.set()
-        await asyncio.gather(kept, running[1])
+        await asyncio.gather(second_answer, running[1])
         assert feeder.queued_tokens == 0
 
     run(main)
@@ -241,18 +243,18 @@ def test_chance_gets_a_second_try() -> None:
 
 def test_an_engine_that_always_fails_is_broken() -> None:
     async def main() -> None:
-        engine, said = ScriptedEngine(), []
+        engine, broken_calls = ScriptedEngine(), []
         engine.hold = False
 
         def fail(_: object) -> Any:
             raise RuntimeError("the engine is dead")
 
         engine.score = fail  # type: ignore[method-assign]
-        async with Feeder(engine, on_broken=lambda: said.append("broken")) as feeder:
+        async with Feeder(engine, on_broken=lambda: broken_calls.append("broken")) as feeder:
             many = (feeder.score(query(1, 2)) for _ in range(50))
-            found = await asyncio.gather(*many, return_exceptions=True)
-            assert said == ["broken"]
-            assert sum(isinstance(one, Unavailable) for one in found) >= 40
+            answers = await asyncio.gather(*many, return_exceptions=True)
+            assert broken_calls == ["broken"]
+            assert sum(isinstance(answer, Unavailable) for answer in answers) >= 40
             with pytest.raises(Unavailable):
                 await feeder.score(query(1, 2))
 

@@ -35,8 +35,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherProcess
 
 @pytest.fixture
 def client(teacher: TeacherProcess) -> Iterator[TeacherClient]:
-    with TeacherClient(teacher.address) as found:
-        yield found
+    with TeacherClient(teacher.address) as teacher_client:
+        yield teacher_client
 
 
 def query(prompt: str, answer: str, *images: bytes, **options: Any) -> ScoreQuery:
@@ -59,11 +59,11 @@ def test_rows_over_the_wire_are_those_of_a_plain_forward_pass(client: TeacherCli
     model = tiny_vision.model("qwen3_vl")
     large = large_image()
     for images in ([tiny_vision.image(0)], [large, tiny_vision.image(1)]):
-        asked = query(ONE * len(images) + "1+2=", "345", *images)
-        block = client.submit(asked).result(60)
-        logits = tiny_vision.plain_logits(model, asked.token_ids.tolist(), images)
-        expected = logits.log_softmax(-1)[-1 - asked.rows : -1].numpy()
-        at_token = expected[np.arange(asked.rows), asked.token_ids[asked.start :]]
+        image_query = query(ONE * len(images) + "1+2=", "345", *images)
+        block = client.submit(image_query).result(60)
+        logits = tiny_vision.plain_logits(model, image_query.token_ids.tolist(), images)
+        expected = logits.log_softmax(-1)[-1 - image_query.rows : -1].numpy()
+        at_token = expected[np.arange(image_query.rows), image_query.token_ids[image_query.start :]]
         np.testing.assert_allclose(block.token_logprobs, at_token, atol=1e-5)
 
 
@@ -74,13 +74,13 @@ def test_the_cache_knows_an_image_by_its_bytes(client: TeacherClient) -> None:
     again = client.score([query(f"{ONE}7=", "8", bytes(bytearray(image)))])[0]
     assert client.load().scored_tokens == scored
     np.testing.assert_array_equal(first.token_logprobs, again.token_logprobs)
-    other = client.score([query(f"{ONE}7=", "8", tiny_vision.image(5))])[0]
+    other_rows = client.score([query(f"{ONE}7=", "8", tiny_vision.image(5))])[0]
     assert client.load().scored_tokens == scored + 1
-    assert first.token_logprobs != other.token_logprobs
+    assert first.token_logprobs != other_rows.token_logprobs
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("image_query", "message"),
     [
         (query(f"{ONE}1=", "2"), "1 image placeholders .* has 0 images"),
         (query(f"{ONE}1=", "2", *[tiny_vision.image()] * 2), "1 image .* has 2 images"),
@@ -91,13 +91,15 @@ def test_the_cache_knows_an_image_by_its_bytes(client: TeacherClient) -> None:
         (query(f"{ONE}1=", "2", b"no image"), "no PNG, JPEG or WebP file"),
     ],
 )
-def test_wrong_images_are_refused(client: TeacherClient, asked: ScoreQuery, message: str) -> None:
+def test_wrong_images_are_refused(
+    client: TeacherClient, image_query: ScoreQuery, message: str
+) -> None:
     """Each fails alone, in one sentence: the stream goes on."""
     good = query(f"{ONE}1=", "2", tiny_vision.image())
-    fails, succeeds = client.submit(asked), client.submit(good)
+    fails, succeeds = client.submit(image_query), client.submit(good)
     with pytest.raises(InvalidInput, match=message) as error:
         fails.result(60)
-    last = f"token_ids[{len(asked.token_ids) - 1}]"
+    last = f"token_ids[{len(image_query.token_ids) - 1}]"
     assert error.value.field in ("images", "token_ids", last)
     assert len(succeeds.result(60)) == 1
 
@@ -109,32 +111,32 @@ def test_more_bytes_than_a_request_holds_are_refused(client: TeacherClient) -> N
 
 
 def test_a_request_in_parts_is_the_request() -> None:
-    asked = query(ONE * 2 + "1=", "2", large_image(), tiny_vision.image(1))
-    messages = list(requests_of(asked, "7"))
+    image_query = query(ONE * 2 + "1=", "2", large_image(), tiny_vision.image(1))
+    messages = list(requests_of(image_query, "7"))
     assert len(messages) > 2
     assert all(message.ByteSize() < MAX_MESSAGE_BYTES for message in messages)
     joined = b"".join(message.images for message in messages)
-    assert joined == request_of(asked, "7").images
-    assert [*messages[0].image_sizes] == [len(image) for image in asked.images]
-    assert parse_request(request_of(asked, "7"), LIMITS).images == asked.images
+    assert joined == request_of(image_query, "7").images
+    assert [*messages[0].image_sizes] == [len(image) for image in image_query.images]
+    assert parse_request(request_of(image_query, "7"), LIMITS).images == image_query.images
 
 
 def test_a_teacher_without_images_refuses_them() -> None:
-    asked = request_of(query(f"{ONE}1=", "2", tiny_vision.image()), "7")
+    request = request_of(query(f"{ONE}1=", "2", tiny_vision.image()), "7")
     blind = RequestLimits(len(WORDS), 100, 8)
     with pytest.raises(InvalidInput, match="this teacher reads no images"):
-        parse_request(asked, blind)
+        parse_request(request, blind)
     # As before, a placeholder is a token like any other to it.
-    asked.ClearField("images")
-    asked.ClearField("image_sizes")
-    assert parse_request(asked, blind).images == ()
+    request.ClearField("images")
+    request.ClearField("image_sizes")
+    assert parse_request(request, blind).images == ()
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [1, 3], [5, 0], [2, 4]])
 def test_sizes_must_be_those_of_the_images(sizes: list[int]) -> None:
-    asked = request_of(query(f"{ONE}1=", "2"), "7")
-    request = teacher_pb2.ScoreRequest(images=b"12345", image_sizes=sizes)
-    asked.MergeFrom(request)
+    request = request_of(query(f"{ONE}1=", "2"), "7")
+    image_fields = teacher_pb2.ScoreRequest(images=b"12345", image_sizes=sizes)
+    request.MergeFrom(image_fields)
     with pytest.raises(InvalidInput) as error:
-        parse_request(asked, LIMITS)
+        parse_request(request, LIMITS)
     assert error.value.field == "image_sizes"

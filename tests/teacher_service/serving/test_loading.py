@@ -83,7 +83,7 @@ def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
             env=environment,
         )
     with process:
-        places = [f"127.0.0.1:{one}" for one in (port, page, front)]
+        places = [f"127.0.0.1:{free_port}" for free_port in (port, page, front)]
         teacher = GatedTeacher(process, places[0], gate, log, *places[1:])
         try:
             eventually(teacher.is_in_the_weights)
@@ -93,10 +93,10 @@ def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
 
 
 def test_callers_learn_the_share_and_their_queries_wait(loading: GatedTeacher) -> None:
-    said = re.compile(r"it is loading its model \(reading its weights: (4\d|5\d)%\)")
+    message_pattern = re.compile(r"it is loading its model \(reading its weights: (4\d|5\d)%\)")
     fault = loading.fault()
     assert isinstance(fault, Unavailable)
-    assert said.fullmatch(fault.message), fault
+    assert message_pattern.fullmatch(fault.message), fault
     with TeacherClient(loading.address, patience_seconds=1.0) as client:
         with pytest.raises(Unavailable, match="answers: it is loading its model"):
             client.info()
@@ -136,9 +136,9 @@ def test_callers_over_http_learn_the_share(loading: GatedTeacher) -> None:
         ]
         for answer in early:
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-            said = answer.json()["error"]["message"]
+            message = answer.json()["error"]["message"]
             assert re.fullmatch(
-                r"it is loading its model \(reading its weights: (4|5)\d%\); wait for it", said
+                r"it is loading its model \(reading its weights: (4|5)\d%\); wait for it", message
             )
         loading.go_on()
         assert client.get("/health").status_code == 200
@@ -179,5 +179,5 @@ def test_the_phase_of_a_job_that_waits_for_it(loading: GatedTeacher, tmp_path: P
     teacher = TeacherProcess("key", RunDirectory(tmp_path), record, used_at=0.0, is_running=True)
     eventually(lambda: "%" in read_stage(loading.log))
     teacher.stage = read_stage(loading.log)
-    said = r"WAITING teacher\.model: it loads since .* UTC, reading its weights: \d\d%"
-    assert re.fullmatch(said, teacher.phase())
+    phase_pattern = r"WAITING teacher\.model: it loads since .* UTC, reading its weights: \d\d%"
+    assert re.fullmatch(phase_pattern, teacher.phase())

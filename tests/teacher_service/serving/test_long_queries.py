@@ -34,7 +34,7 @@ def test_the_peak_stays_where_it_is(start_teacher: StartTeacher) -> None:
             peaks.append(peak_of(teacher.process.pid))
             assert len(rows) == TOKENS
             for name in ("head_logprobs", "token_logprobs", "tail_logmass"):
-                found, wanted = getattr(rows, name), getattr(expected, name)
-                assert np.array_equal(found, wanted.astype(found.dtype)), name
+                row_column, expected_column = getattr(rows, name), getattr(expected, name)
+                assert np.array_equal(row_column, expected_column.astype(row_column.dtype)), name
     print(f"peaks of the teacher: {[peak >> 20 for peak in peaks]} MiB")
     assert peaks[-1] - peaks[1] < heads.nbytes, "less than the ids of one query"

@@ -83,16 +83,16 @@ def test_logs_are_json_and_hold_no_contents(start_teacher: StartTeacher) -> None
     secret = "the-caller-wrote-this"
     with grpc.insecure_channel(teacher.address) as channel:
         stub = teacher_pb2_grpc.TeacherStub(channel)
-        asked = [request_of(query(1), secret), request_of(with_token(61), secret)]
-        assert len(list(stub.Score(iter(asked), timeout=WAIT))) == 2
+        score_requests = [request_of(query(1), secret), request_of(with_token(61), secret)]
+        assert len(list(stub.Score(iter(score_requests), timeout=WAIT))) == 2
     assert teacher.stop() == 0
     events = [json.loads(line) for line in teacher.log.read_text().splitlines()]
     assert all({"time", "level", "logger", "event"} <= event.keys() for event in events)
     [serving] = [event for event in events if event["event"] == "serving"]
     assert (serving["engine"], serving["level"]) == ("fake", "info")
     requests = [event for event in events if event["event"] == "request"]
-    told = {(event["code"], event["rows"], event["level"]) for event in requests}
-    assert told == {("OK", 19, "debug"), ("INTERNAL", 0, "debug")}
+    outcomes = {(event["code"], event["rows"], event["level"]) for event in requests}
+    assert outcomes == {("OK", 19, "debug"), ("INTERNAL", 0, "debug")}
     assert all(0 < event["seconds"] < 10 for event in requests)
     [defect] = [event for event in events if event["event"].startswith("defect")]
     assert "set to crash" in defect["exception"]
@@ -106,10 +106,10 @@ def test_a_taken_metrics_port_is_one_sentence(start_teacher: StartTeacher) -> No
 
     teacher = start_teacher(*FAKE, "", "--metrics-port", "0")
     port = metrics_address(teacher.log).split(":")[1]
-    done = run(*FAKE, "", "--no-cache", "--metrics-port", port)
-    assert done.returncode == ExitCode.USAGE
-    assert done.stderr.startswith("error: --metrics-port: ")
-    assert done.stderr.count("\n") == 1
+    process = run(*FAKE, "", "--no-cache", "--metrics-port", port)
+    assert process.returncode == ExitCode.USAGE
+    assert process.stderr.startswith("error: --metrics-port: ")
+    assert process.stderr.count("\n") == 1
 
 
 def test_silent_readers_of_the_page_cost_the_teacher_nothing(start_teacher: StartTeacher) -> None:
@@ -137,7 +137,7 @@ def test_distill_teacher_info(
     with TeacherClient(teacher.address) as client:
         for number in (1, 2, 1):
             client.submit(query(number)).result(WAIT)
-        known = client.info()
+        teacher_info = client.info()
     assert main(["--json", "teacher", "info", teacher.address]) == ExitCode.OK
     record = json.loads(capsys.readouterr().out)
     assert main(["teacher", "info", teacher.address]) == ExitCode.OK
@@ -145,7 +145,7 @@ def test_distill_teacher_info(
     assert table == {key: str(value) for key, value in record.items()}
     assert record["address"] == teacher.address
     assert (record["engine"], record["dtype"], record["version"]) == ("fake", "float64", 0)
-    assert (record["fingerprint"], record["vocab_size"]) == (known.fingerprint, 64)
+    assert (record["fingerprint"], record["vocab_size"]) == (teacher_info.fingerprint, 64)
     assert (record["scored_tokens"], record["forwards"]) == (38, 2)
     assert record["queued_tokens"] == record["cancelled"] == 0
     assert (record["cache_memory_hits"], record["cache_memory_misses"]) == (1, 2)

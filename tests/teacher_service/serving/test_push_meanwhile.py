@@ -56,11 +56,11 @@ def test_a_push_that_is_given_up_while_it_is_applied_counts(
     """Its client tries again after the version that it knows: nothing may be averaged twice."""
     engine = HfEngine(str(tiny_model))
     pushed, update = arrays(HfEngine(str(other_model))), engine.update
-    began, go_on = threading.Event(), threading.Event()
+    is_applying, may_continue = threading.Event(), threading.Event()
 
     def slow(new: WeightUpdate) -> None:
-        began.set()
-        assert go_on.wait(20)
+        is_applying.set()
+        assert may_continue.wait(20)
         update(new)
 
     monkeypatch.setattr(engine, "update", slow)
@@ -68,15 +68,15 @@ def test_a_push_that_is_given_up_while_it_is_applied_counts(
     async def send() -> AsyncIterator[teacher_pb2.WeightsPart]:
         parts = [*weights_parts(pushed, tau=0.5, base_version=0)]
         for part in parts:
-            if part is parts[-1] and began.is_set():
-                asyncio.get_running_loop().call_later(0.05, go_on.set)
+            if part is parts[-1] and is_applying.is_set():
+                asyncio.get_running_loop().call_later(0.05, may_continue.set)
             yield part
 
     async def main() -> None:
         async with Batcher(engine, max_batch_tokens=1000) as batcher:
             weights = WeightUpdater(engine, batcher)
             first = asyncio.create_task(weights.push(send()))
-            assert await asyncio.to_thread(began.wait, 20)
+            assert await asyncio.to_thread(is_applying.wait, 20)
             first.cancel()
             await asyncio.wait([first])
             with pytest.raises(WrongState, match="follows version 0, the teacher has 1"):
@@ -90,7 +90,7 @@ def test_half_an_update_is_never_served(
     tiny_model: Path, other_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that fails between two tensors: nothing is scored until a full replacement."""
-    engine, other = HfEngine(str(tiny_model)), HfEngine(str(other_model))
+    engine, other_engine = HfEngine(str(tiny_model)), HfEngine(str(other_model))
     broken = parameters(engine)[NAME]
 
     def fail(*_: Any) -> None:
@@ -98,48 +98,50 @@ def test_half_an_update_is_never_served(
 
     broken.copy_ = fail  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        push(engine, weights_parts(arrays(other), tau=None, base_version=0))
+        push(engine, weights_parts(arrays(other_engine), tau=None, base_version=0))
     assert engine.info.version == 0
     with pytest.raises(WrongState, match="failed partway"):
         engine.score([QUERY])
     del broken.copy_
     with pytest.raises(WrongState, match="failed partway"):
-        push(engine, weights_parts(arrays(other), tau=0.9, base_version=0))
-    push(engine, weights_parts(arrays(other), tau=None, base_version=0))
-    assert rows(engine).head_logprobs.tobytes() == rows(other).head_logprobs.tobytes()
+        push(engine, weights_parts(arrays(other_engine), tau=0.9, base_version=0))
+    push(engine, weights_parts(arrays(other_engine), tau=None, base_version=0))
+    assert rows(engine).head_logprobs.tobytes() == rows(other_engine).head_logprobs.tobytes()
 
 
 def test_rows_are_of_the_version_that_they_say(tiny_model: Path, other_model: Path) -> None:
     """Four pushes among requests that never cease: each answer is whole, and of one version."""
     engine = HfEngine(str(tiny_model), batch_invariant=True)
-    both = [arrays(engine), arrays(HfEngine(str(other_model)))]
+    version_arrays = [arrays(engine), arrays(HfEngine(str(other_model)))]
     expected = [rows(HfEngine(str(path))) for path in (tiny_model, other_model)]
     cache = RowCache(memory_bytes=1 << 20, disk=None)
 
     async def send(version: int) -> AsyncIterator[teacher_pb2.WeightsPart]:
-        for part in weights_parts(both[(version + 1) % 2], tau=None, base_version=version):
+        for part in weights_parts(
+            version_arrays[(version + 1) % 2], tau=None, base_version=version
+        ):
             yield part
             await asyncio.sleep(0)
 
     async def main() -> list[int]:
         async with Batcher(engine, max_batch_tokens=300) as batcher:
             scorers = [RowScorer(batcher, cache), RowScorer(batcher, None)]
-            weights, seen = WeightUpdater(engine, batcher), []
+            weights, versions = WeightUpdater(engine, batcher), []
 
             enough = asyncio.Event()
 
             async def ask(number: int) -> None:
                 while not enough.is_set():
                     answer = await scorers[number % 2].score(QUERY)
-                    seen.append(answer.version)
-                    found, block = answer.rows.block, expected[answer.version % 2]
-                    assert found.head_logprobs.tobytes() == block.head_logprobs.tobytes()
+                    versions.append(answer.version)
+                    rows, block = answer.rows.block, expected[answer.version % 2]
+                    assert rows.head_logprobs.tobytes() == block.head_logprobs.tobytes()
                     await asyncio.sleep(0)  # an answer of the cache waits for nothing
 
             asking = asyncio.gather(*(ask(number) for number in range(16)))
 
             async def until_seen(version: int) -> None:
-                while seen.count(version) < 100 and not asking.done():
+                while versions.count(version) < 100 and not asking.done():
                     await asyncio.sleep(0.001)
 
             for version in range(4):
@@ -148,6 +150,6 @@ def test_rows_are_of_the_version_that_they_say(tiny_model: Path, other_model: Pa
             await until_seen(4)
             enough.set()
             await asking
-            return seen
+            return versions
 
     assert {*asyncio.run(main())} == {0, 1, 2, 3, 4}

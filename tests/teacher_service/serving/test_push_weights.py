@@ -22,21 +22,21 @@ from tests.teacher_service.tiny_model import save_tiny_model
 
 
 def test_replaced_weights_are_those_of_the_other_model(tiny_model: Path, other_model: Path) -> None:
-    engine, other = HfEngine(str(tiny_model)), HfEngine(str(other_model))
+    engine, other_engine = HfEngine(str(tiny_model)), HfEngine(str(other_model))
     before, first = engine.info, rows(engine)
-    after = push(engine, weights_parts(arrays(other), tau=None, base_version=0))
+    after = push(engine, weights_parts(arrays(other_engine), tau=None, base_version=0))
     assert (before.version, after.version) == (0, 1)
-    assert after.fingerprint not in (before.fingerprint, other.info.fingerprint)
-    assert rows(engine).head_logprobs.tobytes() == rows(other).head_logprobs.tobytes()
+    assert after.fingerprint not in (before.fingerprint, other_engine.info.fingerprint)
+    assert rows(engine).head_logprobs.tobytes() == rows(other_engine).head_logprobs.tobytes()
     assert rows(engine).head_logprobs.tobytes() != first.head_logprobs.tobytes()
 
 
 def test_a_tied_head_follows(tmp_path: Path, other_model: Path) -> None:
     engine = HfEngine(str(save_tiny_model(tmp_path / "a", tied=True)))
-    other = HfEngine(str(save_tiny_model(tmp_path / "b", seed=3, tied=True)))
+    other_engine = HfEngine(str(save_tiny_model(tmp_path / "b", seed=3, tied=True)))
     assert "lm_head.weight" not in parameters(engine)
-    push(engine, weights_parts(arrays(other), tau=None, base_version=0))
-    assert rows(engine).head_logprobs.tobytes() == rows(other).head_logprobs.tobytes()
+    push(engine, weights_parts(arrays(other_engine), tau=None, base_version=0))
+    assert rows(engine).head_logprobs.tobytes() == rows(other_engine).head_logprobs.tobytes()
 
 
 def test_the_fingerprint_is_of_what_was_pushed(tiny_model: Path, other_model: Path) -> None:
@@ -80,12 +80,12 @@ def test_an_average_is_taken_in_float32(tiny_model: Path, other_model: Path, dty
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_pushed_as_bits(tiny_model: Path, other_model: Path, dtype: str) -> None:
     engine = HfEngine(str(tiny_model), dtype=dtype)
-    other = HfEngine(str(other_model), dtype=dtype)
+    other_engine = HfEngine(str(other_model), dtype=dtype)
     bits = np.uint16 if dtype == "bfloat16" else np.float16
-    halves = {n: p.detach().view(torch.uint16).numpy() for n, p in parameters(other).items()}
+    halves = {n: p.detach().view(torch.uint16).numpy() for n, p in parameters(other_engine).items()}
     halves = {name: array.view(bits) for name, array in halves.items()}
     push(engine, weights_parts(halves, tau=None, base_version=0))
-    assert rows(engine).head_logprobs.tobytes() == rows(other).head_logprobs.tobytes()
+    assert rows(engine).head_logprobs.tobytes() == rows(other_engine).head_logprobs.tobytes()
 
 
 Edit = Callable[[list[teacher_pb2.WeightsPart]], object]

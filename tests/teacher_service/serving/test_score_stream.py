@@ -31,17 +31,17 @@ class Conversation:
         self.chunks = self.stream.chunks()
 
     async def _send(self) -> AsyncIterator[teacher_pb2.ScoreRequest]:
-        for sent in self._requests:
+        for request in self._requests:
             self.read += 1
-            yield sent
+            yield request
 
     async def _answer(
-        self, asked: teacher_pb2.ScoreRequest
+        self, request: teacher_pb2.ScoreRequest
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        yield teacher_pb2.ScoreChunk(request_id=asked.request_id)
-        if not asked.top_k:
+        yield teacher_pb2.ScoreChunk(request_id=request.request_id)
+        if not request.top_k:
             raise Corrupt("no")
-        yield teacher_pb2.ScoreChunk(request_id=asked.request_id, last=True)
+        yield teacher_pb2.ScoreChunk(request_id=request.request_id, last=True)
 
     async def settled(self) -> int:
         for _ in range(50):
@@ -95,8 +95,8 @@ def test_drain_answers_what_was_read() -> None:
 
 
 def test_an_overloaded_teacher_says_when_to_ask_again() -> None:
-    async def full(asked: teacher_pb2.ScoreRequest) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        raise Overloaded("the queue is full") if asked.top_k else InvalidInput("no")
+    async def full(request: teacher_pb2.ScoreRequest) -> AsyncIterator[teacher_pb2.ScoreChunk]:
+        raise Overloaded("the queue is full") if request.top_k else InvalidInput("no")
         yield teacher_pb2.ScoreChunk()
 
     async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
@@ -123,31 +123,33 @@ def parts_of(
 
 def test_parts_are_joined_and_unfinished_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_parts, "MAX_REQUEST_BYTES", 20)
-    seen: dict[str, bytes] = {}
+    ids_by_request: dict[str, bytes] = {}
 
-    async def whole(asked: teacher_pb2.ScoreRequest) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        assert not asked.more
-        seen[asked.request_id] = asked.head_ids
-        yield teacher_pb2.ScoreChunk(request_id=asked.request_id, last=True)
+    async def record_ids(
+        request: teacher_pb2.ScoreRequest,
+    ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
+        assert not request.more
+        ids_by_request[request.request_id] = request.head_ids
+        yield teacher_pb2.ScoreChunk(request_id=request.request_id, last=True)
 
     async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
-        sent = [
+        messages = [
             *parts_of("whole", b"12345678", b"90ab", b"cdef"),
             *parts_of("cut off", b"1234", b"5678", unfinished=True),
             *parts_of("next", b"1234"),
             *parts_of("too large", b"12345678", b"12345678", b"12345678"),
             *parts_of("at the end", b"1234", unfinished=True),
         ]
-        for message in sent:
+        for message in messages:
             yield message
 
     async def main() -> dict[str, str]:
         budget = AnswerBudget(100)
-        found = [chunk async for chunk in ScoreStream(requests(), whole, budget).chunks()]
+        chunks = [chunk async for chunk in ScoreStream(requests(), record_ids, budget).chunks()]
         assert budget._used == 0
-        return {chunk.request_id: chunk.error.message for chunk in found if chunk.error.code}
+        return {chunk.request_id: chunk.error.message for chunk in chunks if chunk.error.code}
 
     errors = asyncio.run(main())
-    assert seen == {"whole": b"1234567890abcdef", "next": b"1234"}
+    assert ids_by_request == {"whole": b"1234567890abcdef", "next": b"1234"}
     assert sorted(errors) == ["at the end", "cut off", "too large"]
     assert "24 bytes, but a request holds 20" in errors["too large"]

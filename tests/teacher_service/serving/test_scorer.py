@@ -55,12 +55,12 @@ def test_equal_queries_make_one_forward(cached: bool) -> None:
 
     async def work(scorer: RowScorer) -> None:
         tasks = [asyncio.create_task(scorer.score(query(1, 2, 3))) for _ in range(20)]
-        other = asyncio.create_task(scorer.score(query(1, 2, 4)))
+        other_answer = asyncio.create_task(scorer.score(query(1, 2, 4)))
         await asyncio.sleep(0.05)
         engine.gate.set()
         first, *more = await asyncio.gather(*tasks)
         assert all(scored is first for scored in more)
-        assert (await other).rows.encoded != first.rows.encoded
+        assert (await other_answer).rows.encoded != first.rows.encoded
         assert engine.forwards == 2
         await scorer.score(query(1, 2, 3))
         assert engine.forwards == (2 if cached else 3)
@@ -131,13 +131,13 @@ class TurningCache(RowCache):
         self._turns = turns
 
     async def get(self, key: bytes, query: ScoreQuery) -> EncodedRows | None:
-        found = await super().get(key, query)
+        rows = await super().get(key, query)
         if self._turns:
             self._turns -= 1
             after = FakeEngine(FakeSettings(vocab=16, seed=self._turns + 1)).info
             version = self._engine.info.version + 1
             self._engine.info = replace(after, version=version)
-        return found
+        return rows
 
 
 def test_rows_of_weights_that_change_meanwhile_are_not_given_out() -> None:
