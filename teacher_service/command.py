@@ -94,14 +94,10 @@ def teacher(
     from teacher_service.http.front import HttpFront
 
     sizes = cache_memory_mib << 20, cache_disk_gib << 30
-    common_arguments = engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k
-    vllm_settings = program.VllmEngineSettings(
-        tensor_parallel_size, gpu_memory_share, engine_option or ()
-    )
-    endpoint_settings = program.EndpointSettings(tokenizer or "", served_model or "")
-    engine_settings = program.ScoringEngineSettings(
-        *common_arguments, vllm_settings, endpoint_settings, adapter or (), device_map or ""
-    )
+    common = engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k
+    vllm = program.VllmEngineSettings(tensor_parallel_size, gpu_memory_share, engine_option or ())
+    remote = program.EndpointSettings(tokenizer or "", served_model or "")
+    scoring = program.ScoringEngineSettings(*common, vllm, remote, adapter or (), device_map or "")
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
@@ -110,10 +106,8 @@ def teacher(
             no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours
         )
         http = None if http_port is None else HttpFront(http_port, tls)
-        metrics_page_address = metrics_host, metrics_port
-        program.run(
-            program.TeacherSettings(engine_settings, endpoint, cache, metrics_page_address, http)
-        )
+        page = metrics_host, metrics_port
+        program.run(program.TeacherSettings(scoring, endpoint, cache, page, http))
 
 
 def _read_cache_settings(

@@ -138,9 +138,7 @@ def test_a_service_that_is_killed_at_random_moments(
                 samples_by_order: list[list[tuple[int, SampledTokens]]] = [[], [], []]
 
                 def ask() -> None:
-                    for place, sampling in enumerate(
-                        [client.sample(sampling_order) for sampling_order in orders]
-                    ):  # noqa: B023
+                    for place, sampling in enumerate([client.sample(entry) for entry in orders]):  # noqa: B023
                         samples_by_order[place] += sampling  # noqa: B023
 
                 asking = threading.Thread(target=ask)
