@@ -26,7 +26,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from benchmarks.process_memory import printed_by_group, resident_before, resident_peak
 from clients.config.tables.common import StudentConfig, TrainConfig
 from clients.data.model_shape import ModelShape
-from clients.preflight.memory import Load, held, learning, optimizer, sampling
+from clients.preflight.memory import (
+    Load,
+    learning_bytes,
+    optimizer_bytes,
+    resident_bytes,
+    sampling_bytes,
+)
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
@@ -148,9 +154,9 @@ def table(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 
 def plan(load: Load) -> dict[str, int]:
     """Return the formula of what `measure` measures."""
-    own = sum(held(load).values())
-    update = own + max(sum(of(load).values()) for of in (learning, optimizer))
-    return {"update": update, "sampling": own + sum(sampling(load).values())}
+    own = sum(resident_bytes(load).values())
+    update = own + max(sum(of(load).values()) for of in (learning_bytes, optimizer_bytes))
+    return {"update": update, "sampling": own + sum(sampling_bytes(load).values())}
 
 
 def measure(accelerator: Accelerator, case: Case) -> dict[str, int]:

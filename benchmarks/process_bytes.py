@@ -29,7 +29,7 @@ from benchmarks.process_memory import printed_by_group, resident_before, residen
 from clients.config.tables.common import LoraConfig, StudentConfig, TrainConfig
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import Load
-from clients.preflight.memory import held as held_bytes
+from clients.preflight.memory import resident_bytes as held_bytes
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.loop.optimizer import make_optimizer

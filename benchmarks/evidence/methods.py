@@ -35,7 +35,7 @@ from benchmarks.evidence.runs import RESULTS, finished, machine, write
 from benchmarks.offline_material import run as run_program
 from benchmarks.rl_runs import train_once
 from benchmarks.rollouts_ahead import served
-from clients.cli.demos.demo import MAKE_DATA, MAKE_STUDENT, MAKE_TEACHER, filled
+from clients.cli.demos.demo import MAKE_DATA, MAKE_STUDENT, MAKE_TEACHER, fill_directories
 
 STEPS, SEQUENCES, ANSWERS, TOKENS = 300, 64, 8, 4
 METHODS = ("sft", "offline", "on-policy", "rl")
@@ -102,7 +102,9 @@ def make_material(work: Path) -> None:
         ("student", MAKE_STUDENT),
     ):
         if not (work / done).exists():
-            run_program([sys.executable, "-m", *filled(command, work)], work / "material.log")
+            run_program(
+                [sys.executable, "-m", *fill_directories(command, work)], work / "material.log"
+            )
     lines = (work / "data" / "train.jsonl").read_text().splitlines(keepends=True)
     for sums in BUDGETS:
         (work / f"train-{sums}.jsonl").write_text("".join(lines[:sums]))

@@ -28,7 +28,7 @@ class Shares:
     left_out: float
 
 
-def measured(aligner: Aligner, texts: Iterable[str]) -> Shares:
+def measure_shares(aligner: Aligner, texts: Iterable[str]) -> Shares:
     """Encode texts with the student's tokenizer and align them with the teacher's."""
     count = tokens = single = left_out = 0
     for text in texts:

@@ -130,9 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A failed connection is reported here in one sentence; suppress the log lines of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # The options may not parse, so the format of errors is found by searching for the flags.
-    plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
-    output = Output(as_json="--json" in arguments, color=not plain)
-    if "--json" in _options(arguments):
+    is_plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
+    output = Output(as_json="--json" in arguments, color=not is_plain)
+    if "--json" in _option_arguments(arguments):
         # The one global option that is also accepted after the command.
         arguments.remove("--json")
         arguments.insert(0, "--json")
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.fail(error)
         return int(error.exit_code)
     except typer.TyperException as error:
-        return _usage(error, output)
+        return _report_usage_error(error, output)
     except BrokenPipeError:
         # The reader closed the pipe, as in `distill ls | head`: exit silently with 1, as typer
         # does. Without the redirection Python would report the closed pipe at its exit.
@@ -153,17 +153,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(ExitCode.JOB_FAILED)
     except OSError as error:
         # A full disk or missing permissions is not a defect of this program: no traceback.
-        what = f"{error.filename}: " if error.filename else ""
-        output.fail(InternalFault(f"{what}{error.strerror or error}"))
+        file_prefix = f"{error.filename}: " if error.filename else ""
+        output.fail(InternalFault(f"{file_prefix}{error.strerror or error}"))
         return int(ExitCode.JOB_FAILED)
 
 
-def _options(arguments: Sequence[str]) -> Sequence[str]:
+def _option_arguments(arguments: Sequence[str]) -> Sequence[str]:
     """Return the arguments before `--`."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
-def _usage(error: typer.TyperException, output: Output) -> int:
+def _report_usage_error(error: typer.TyperException, output: Output) -> int:
     message = error.format_message().replace("Value error, ", "")  # pydantic's prefix
     context: typer.Context | None = getattr(error, "ctx", None)
     if context is not None and message == context.get_help():

@@ -37,24 +37,24 @@ LabelOption = Annotated[
 
 @dataclass(frozen=True)
 class Choice:
-    """Jobs by their names, or by the options; an empty choice is refused."""
+    """The selection of jobs by names or by options; an empty selection is an error."""
 
     names: Sequence[str] | None = None
     every: bool = False
     state: JobState | None = None
     older_than: str | None = None
-    mine: bool = False
+    own_only: bool = False
     labels: Sequence[str] | None = None
 
     @property
     def _has_options(self) -> bool:
-        return bool(self.every or self.state or self.older_than or self.mine or self.labels)
+        return bool(self.every or self.state or self.older_than or self.own_only or self.labels)
 
     def ids(self, client: DistillClient, states: Collection[JobState]) -> Sequence[str]:
         """Return the names, or the ids of the jobs that the options describe, the oldest first.
 
-        `states`: those that the command is for. Raises InvalidInput if nothing is given, or both
-        names and options.
+        `states`: states that the command supports. Raises InvalidInput for an empty selection, and
+        for both names and options.
         """
         options = "--all, --mine, --label, --state and --older-than"
         if self.names:
@@ -65,24 +65,26 @@ class Choice:
         if not self._has_options:
             raise InvalidInput("missing", field="JOB", hint=f"give jobs, or {options}")
         if self.state is not None and self.state not in states:
-            among = ", ".join(sorted(states))
-            raise InvalidInput(f"got {self.state}, expected one of {among}", field="--state")
-        found = jobs_in(
+            expected_states = ", ".join(sorted(states))
+            raise InvalidInput(
+                f"got {self.state}, expected one of {expected_states}", field="--state"
+            )
+        jobs = jobs_in(
             client,
             {self.state} if self.state else states,
             older_than_seconds=0.0 if self.older_than is None else seconds_of(self.older_than),
-            mine=self.mine,
+            own_only=self.own_only,
             labels=parse_labels(self.labels),
         )
-        return [job.id for job in found]
+        return [job.id for job in jobs]
 
 
-def parse_labels(given: Sequence[str] | None) -> Mapping[str, str]:
+def parse_labels(options: Sequence[str] | None) -> Mapping[str, str]:
     """Parse the NAME=VALUE texts of the option --label; raises InvalidInput."""
-    found = {}
-    for one in given or ():
-        name, _, text = one.partition("=")
+    labels = {}
+    for option in options or ():
+        name, _, text = option.partition("=")
         if not name or not text:
-            raise InvalidInput(f"{one!r} is not NAME=VALUE", field="--label")
-        found[name] = text
-    return found
+            raise InvalidInput(f"{option!r} is not NAME=VALUE", field="--label")
+        labels[name] = text
+    return labels

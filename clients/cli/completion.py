@@ -8,9 +8,9 @@ import typer
 
 from protos.errors import DistillError
 
-# A person waits at the prompt: return no ids rather than wait longer.
+# The user waits at the prompt: after this time return no ids.
 _SECONDS = 0.5
-_MOST_JOBS = 200
+_MAX_JOBS = 200
 
 
 def complete_job(context: typer.Context, incomplete: str) -> list[str]:
@@ -20,8 +20,8 @@ def complete_job(context: typer.Context, incomplete: str) -> list[str]:
     """
     from clients.jobs.client import DistillClient
 
-    found = ["@last"]
+    names = ["@last"]
     server = context.find_root().params["server"]
     with suppress(DistillError), DistillClient(server, timeout=_SECONDS) as client:
-        found += [job.id for job in client.list(limit=_MOST_JOBS)]
-    return [name for name in found if name.startswith(incomplete)]
+        names += [job.id for job in client.list(limit=_MAX_JOBS)]
+    return [name for name in names if name.startswith(incomplete)]

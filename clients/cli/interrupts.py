@@ -1,4 +1,4 @@
-"""Ctrl-C in the first second of a command: exit code 130, and nothing on the screen."""
+"""Exit code 130 without output for Ctrl-C while a command is still importing modules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def exit_on_interrupt() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _exit)
+    signal.signal(signal.SIGINT, _exit_at_once)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _exit(number: int, frame: FrameType | None) -> None:
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_CODE)

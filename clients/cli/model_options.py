@@ -35,7 +35,7 @@ LogLevelOption = Annotated[
 
 @contextmanager
 def errors_as_exit() -> Iterator[None]:
-    """Print an error of ours in one line, and exit with its exit code."""
+    """Print a DistillError in one line, and exit with its exit code."""
     from protos.errors import DistillError
 
     try:

@@ -41,18 +41,18 @@ class Output:
         """Print the result of a command: `record` with --json, else `text`."""
         print(json.dumps(record) if self.as_json else text, flush=True)
 
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]], shown: Sequence[str]) -> None:
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
         """Print a table.
 
-        With --json: one object with all keys of `rows` under `name`. Else: the columns `shown`,
+        With --json: one object with all keys of `rows` under `name`. Else: the columns `columns`,
         aligned and never truncated.
         """
         if self.as_json:
             print(json.dumps({name: list(rows)}))
             return
-        lines = [[column.upper() for column in shown]]
-        lines += [[plain(str(row[column])) for column in shown] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines = [[column.upper() for column in columns]]
+        lines += [[plain(str(row[column])) for column in columns] for row in rows]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         for line in lines:
             cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             print("  ".join(cells).rstrip())

@@ -61,9 +61,9 @@ class ClientSettings:
 
 def settings_of(context: typer.Context) -> ClientSettings:
     """Return the ClientSettings that the app's callback stored in the context."""
-    found = context.find_object(ClientSettings)
-    assert found is not None, "the app's callback makes it"
-    return found
+    settings = context.find_object(ClientSettings)
+    assert settings is not None, "the app's callback makes it"
+    return settings
 
 
 def overrides(sets: list[str] | None, name: str) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from protos.extras import version
 
         typer.echo(f"distill-service {version()}")

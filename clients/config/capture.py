@@ -61,8 +61,8 @@ class CaptureData(PromptKeys):
     @property
     def prompt_format(self) -> PromptFormat:
         """The format of the prompts; it means nothing for plain text."""
-        conversations = self.form == "messages"
-        messages = self.messages_column if conversations else None
+        has_conversations = self.form == "messages"
+        messages = self.messages_column if has_conversations else None
         return self.format_of(self.prompt_column, messages, self.image_column)
 
 
@@ -104,7 +104,7 @@ class CaptureConfig(Table):
 
     @field_validator("shard")
     @classmethod
-    def _is_one_of_them(cls, shard: str) -> str:
+    def _check_index(cls, shard: str) -> str:
         index, count = map(int, shard.split("/"))
         if index >= count:
             raise ValueError("must be i/n with i from 0 to n - 1")
@@ -122,8 +122,8 @@ class CaptureConfig(Table):
         `run` is the run directory, used if the job names no store.
         """
         index, count = self.part
-        whole = self.store or str(run / "store")
-        return whole if count == 1 else f"{whole.rstrip('/')}/shard-{index}-of-{count}"
+        full_store = self.store or str(run / "store")
+        return full_store if count == 1 else f"{full_store.rstrip('/')}/shard-{index}-of-{count}"
 
 
 class CaptureJob(Table):

@@ -61,13 +61,13 @@ class EvalJob(Table):
 
     @field_validator("data")
     @classmethod
-    def _is_there_if_needed(cls, data: DataConfig | None, info: ValidationInfo) -> object:
+    def _check_presence(cls, data: DataConfig | None, info: ValidationInfo) -> object:
         if "reward" not in info.data:
             return data
-        generated = info.data["reward"].task is not None
-        if data is not None and generated:
+        is_generated = info.data["reward"].task is not None
+        if data is not None and is_generated:
             raise ValueError("the reward reasoning_gym:TASK generates its prompts; leave it out")
-        if data is None and not generated:
+        if data is None and not is_generated:
             raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
         return data
 

@@ -59,19 +59,19 @@ class ExamConfig(Table):
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
-        served, data = self.endpoint is not None, self.data
-        text = served and self.api == "completions"
+        uses_endpoint, data = self.endpoint is not None, self.data
+        uses_text_api = uses_endpoint and self.api == "completions"
         return refuse_unused(
             self,
             [
                 *evaluated_data_rules(data),
                 (
-                    not text,
+                    not uses_text_api,
                     "data.messages_column data.system data.template_arguments",
                     "text completions have no chat template; use --api chat",
                 ),
                 (
-                    not served or text,
+                    not uses_endpoint or uses_text_api,
                     "data.chat_template",
                     "the endpoint applies its chat template; use --api completions",
                 ),

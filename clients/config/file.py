@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from clients.config.kinds import AnyJob, kind_of
 from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config.problems import describe, fields, holds_text
-from clients.config.sweep import LABEL, Point, SweepFault, points_of
+from clients.config.sweep import LABEL, SweepFault, SweepPoint, points_of
 from clients.config.tables.after import FILE_KEYS, is_output, outputs_in
-from clients.data.object_urls import is_object_url, shown
+from clients.data.object_urls import is_object_url, redact_place
 from protos.errors import InvalidInput
 
 MAX_BYTES = 64 << 10
@@ -38,9 +38,9 @@ class JobFile:
 
 @dataclass
 class _Draft:
-    """A job file in the making: its values and problems before validation.
+    """A job file before validation: its values, and the problems that are known so far.
 
-    `swept` are the keys whose values are of a point of the sweep `sweep`.
+    `swept` are the keys whose values come from a point of the sweep `sweep`.
     """
 
     name: str
@@ -52,26 +52,28 @@ class _Draft:
     swept: Sequence[KeyPath] = ()
 
     def source(self, path: KeyPath) -> str:
-        if swept := next((key for key in self.swept if path[: len(key)] == key), None):
-            return self.source_of_list(swept)
+        if swept_key := next((key for key in self.swept if path[: len(key)] == key), None):
+            return self.source_of_list(swept_key)
         if any(path[: len(key)] == key for key in self.overridden):
             return "--set"
-        # An override or a list of the sweep may have made a table where a value belongs.
+        # An override or a list of the sweep may have put a table in place of a value.
         if path and path not in self.parsed.lines:
             if any(key[: len(path)] == path for key in self.overridden):
                 return "--set"
-            if inside := next((key for key in self.swept if key[: len(path)] == path), None):
-                return self.source_of_list(inside)
+            if swept_key_inside := next(
+                (key for key in self.swept if key[: len(path)] == path), None
+            ):
+                return self.source_of_list(swept_key_inside)
         line = self.parsed.line_of(path) or self.parsed.lines.get((), 0)
         return f"{self.name}:{line}" if line else self.name
 
     def source_of_list(self, key: KeyPath) -> str:
-        """Return where the sweep has the list of a key: in tables, or with dots in quotes."""
+        """Return the file and line of a key's list in the sweep: nested, or with a dotted key."""
         if (LABEL, *key) in self.overridden:
             return "--set"
         dotted, lines = ".".join((LABEL, *key)), self.parsed.lines
-        found = (line for path, line in lines.items() if ".".join(path) == dotted)
-        line = max(found, default=self.parsed.line_of((LABEL, *key)))
+        line_numbers = (line for path, line in lines.items() if ".".join(path) == dotted)
+        line = max(line_numbers, default=self.parsed.line_of((LABEL, *key)))
         return f"{self.name}:{line}" if line else self.name
 
 
@@ -98,13 +100,16 @@ def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
     one name.
     """
     path = Path(path)
-    text = _read(path)
+    text = _read_text(path)
     try:
         parsed = parse(text, path.suffix.lower())
     except SyntaxFault as fault:
-        where = f"{path}:{fault.line}" if fault.line else str(path)
-        raise InvalidInput(f"{where}: {fault.message}") from None
-    drafts = [_Draft(str(path), one, _copied(one.values)) for one in _divided(path, parsed)]
+        location = f"{path}:{fault.line}" if fault.line else str(path)
+        raise InvalidInput(f"{location}: {fault.message}") from None
+    drafts = [
+        _Draft(str(path), job_part, _copy_tables(job_part.values))
+        for job_part in _split_jobs(path, parsed)
+    ]
     if len(drafts) > 1 and overrides:
         raise InvalidInput(
             f"{path}: has {len(drafts)} jobs, and --set, --name and other options change one",
@@ -112,97 +117,108 @@ def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
         )
     try:
         for override in overrides:
-            _apply(override, drafts[0])
-        drafts = [point for draft in drafts for point in _points(draft)]
-        configs = [_validated(draft) for draft in drafts]
+            _apply_override(override, drafts[0])
+        drafts = [point for draft in drafts for point in _expand_sweep(draft)]
+        configs = [_validate(draft) for draft in drafts]
     except RecursionError:
         raise InvalidInput(f"{path}: nested too deeply") from None
     _require_names(drafts, configs)
     _require_points(drafts, configs)
-    # Once: the jobs of a sweep have their problems in common.
+    # Without duplicates: the jobs of a sweep share problems.
     problems = dict.fromkeys(problem for draft in drafts for problem in draft.problems)
     if problems:
-        raise InvalidInput(_rendered(str(path), [*problems]))
-    made = [(draft, config) for draft, config in zip(drafts, configs, strict=True) if config]
-    return [JobFile(path, text, config, _sources(draft, config)) for draft, config in made]
+        raise InvalidInput(_render_problems(str(path), [*problems]))
+    valid_jobs = [(draft, config) for draft, config in zip(drafts, configs, strict=True) if config]
+    return [
+        JobFile(path, text, config, _value_sources(draft, config)) for draft, config in valid_jobs
+    ]
 
 
-def _divided(path: Path, parsed: Parsed) -> list[Parsed]:
+def _split_jobs(path: Path, parsed: Parsed) -> list[Parsed]:
     """Return one part of the file for each of its jobs."""
     tables = parsed.values.get("job")
     if tables is None:
         return [parsed]
     listed = tables if isinstance(tables, list) else []
-    if not listed or not all(isinstance(one, dict) for one in listed):
+    if not listed or not all(isinstance(table, dict) for table in listed):
         raise InvalidInput(f"{path}:{parsed.line_of(('job',))}: job: must be [[job]] tables")
-    if others := [key for key in parsed.values if key != "job"]:
-        where = f"{path}:{parsed.line_of((others[0],))}"
-        raise InvalidInput(f"{where}: {others[0]}: a file with [[job]] tables has nothing else")
-    found = []
+    if other_keys := [key for key in parsed.values if key != "job"]:
+        location = f"{path}:{parsed.line_of((other_keys[0],))}"
+        raise InvalidInput(
+            f"{location}: {other_keys[0]}: a file with [[job]] tables has nothing else"
+        )
+    parts = []
     for number, values in enumerate(listed):
-        here = ("job", str(number))
-        lines = {key[2:]: line for key, line in parsed.lines.items() if key[:2] == here}
-        found.append(Parsed(values, lines))
-    return found
+        table_path = ("job", str(number))
+        lines = {key[2:]: line for key, line in parsed.lines.items() if key[:2] == table_path}
+        parts.append(Parsed(values, lines))
+    return parts
 
 
 def _require_names(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -> None:
-    """Add a problem to each job that has the name of a job above it."""
+    """Add a problem to each job that has the name of an earlier job of the file."""
     names = {draft.sweep for draft in drafts if draft.sweep}
     for draft, config in zip(drafts, configs, strict=True):
         if config is not None and config.name in names:
-            where = draft.source(("name",))
-            draft.problems.append(f"{where}: name: another job of the file is {config.name!r}")
+            location = draft.source(("name",))
+            draft.problems.append(f"{location}: name: another job of the file is {config.name!r}")
         names |= set() if config is None else {config.name}
 
 
-def _points(draft: _Draft) -> list[_Draft]:
+def _expand_sweep(draft: _Draft) -> list[_Draft]:
     """Return a draft for each point of the sweep of a job, or `draft` if it has none."""
     if LABEL not in draft.values:
         return [draft]
     try:
         points = points_of(draft.values.pop(LABEL))
         for key in points[0].values:
-            if any(key[: len(set_)] == set_[: len(key)] for set_ in draft.overridden):
+            if any(
+                key[: len(overridden_key)] == overridden_key[: len(key)]
+                for overridden_key in draft.overridden
+            ):
                 raise SweepFault(key, "--set gives it one value; leave one of them out")
-        return [_at(draft, point) for point in points]
+        return [_draft_at_point(draft, point) for point in points]
     except SweepFault as fault:
-        where = draft.source_of_list(fault.path)
-        draft.problems.append(f"{where}: {'.'.join((LABEL, *fault.path))}: {fault.message}")
+        location = draft.source_of_list(fault.path)
+        draft.problems.append(f"{location}: {'.'.join((LABEL, *fault.path))}: {fault.message}")
         return [draft]
 
 
-def _at(draft: _Draft, point: Point) -> _Draft:
+def _draft_at_point(draft: _Draft, point: SweepPoint) -> _Draft:
     """Return the draft with the values of a point, and with its name and labels."""
-    values = _copied(draft.values)
+    values = _copy_tables(draft.values)
     for key, value in point.values.items():
-        if inner := _put(values, key, value):
-            raise SweepFault(key, f"'{inner}' is not a table")
+        if invalid_key := _set_key(values, key, value):
+            raise SweepFault(key, f"'{invalid_key}' is not a table")
     name = values.get("name", kind_of(values).model_fields["name"].default)
-    given = values.get("labels", {})
-    if isinstance(name, str) and isinstance(given, dict):  # otherwise they are refused as they are
+    own_labels = values.get("labels", {})
+    if isinstance(name, str) and isinstance(own_labels, dict):  # otherwise validation refuses them
         labels = {LABEL: name, **point.texts}
-        if both := sorted(labels.keys() & given.keys()):
-            raise SweepFault((), f"makes the label {both[0]!r} itself; leave it out of labels")
-        values |= {"name": name + point.suffix, "labels": {**given, **labels}}
+        if common_labels := sorted(labels.keys() & own_labels.keys()):
+            raise SweepFault(
+                (), f"makes the label {common_labels[0]!r} itself; leave it out of labels"
+            )
+        values |= {"name": name + point.suffix, "labels": {**own_labels, **labels}}
     return replace(draft, values=values, problems=[], sweep=str(name), swept=tuple(point.values))
 
 
 def _require_points(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -> None:
-    """Add a problem to each job that comes after, or reads from, a sweep in place of its jobs."""
-    made = [(draft, config) for draft, config in zip(drafts, configs, strict=True) if config]
+    """Add a problem to each job whose `after` or input names a sweep instead of one of its jobs."""
+    valid_jobs = [(draft, config) for draft, config in zip(drafts, configs, strict=True) if config]
     sweeps: dict[str, list[str]] = {}
-    for draft, config in made:
+    for draft, config in valid_jobs:
         if draft.sweep:
             sweeps.setdefault(draft.sweep, []).append(config.name)
-    for draft, config in made:
-        named = [("after", name, "{}") for name in config.after]
-        named += [(one.key, one.job, f"@{{}}/{one.kind}") for one in outputs_in(config)]
-        for key, name, form in named:
+    for draft, config in valid_jobs:
+        references = [("after", name, "{}") for name in config.after]
+        references += [
+            (output.key, output.job, f"@{{}}/{output.kind}") for output in outputs_in(config)
+        ]
+        for key, name, template in references:
             if jobs := sweeps.get(name):
                 draft.problems.append(
                     f"{draft.source(tuple(key.split('.')))}: {key}: {name!r} is a sweep of"
-                    f" {len(jobs)} jobs; name one of them, such as {form.format(jobs[0])!r}"
+                    f" {len(jobs)} jobs; name one of them, such as {template.format(jobs[0])!r}"
                 )
 
 
@@ -217,14 +233,14 @@ def localized(config: AnyJob) -> AnyJob:
     return config
 
 
-def replaced(of: Any, dotted: str, value: str) -> Any:
+def replaced(container: Any, dotted: str, value: str) -> Any:
     """Return a copy of a job, a table or a tuple of tables with another value at a key."""
-    key, _, rest = dotted.partition(".")
-    if isinstance(of, tuple):
-        changed = replaced(of[int(key)], rest, value)
-        return (*of[: int(key)], changed, *of[int(key) + 1 :])
-    new = replaced(getattr(of, key), rest, value) if rest else value
-    return of.model_copy(update={key: new})
+    key, _, inner_key = dotted.partition(".")
+    if isinstance(container, tuple):
+        changed_table = replaced(container[int(key)], inner_key, value)
+        return (*container[: int(key)], changed_table, *container[int(key) + 1 :])
+    new_value = replaced(getattr(container, key), inner_key, value) if inner_key else value
+    return container.model_copy(update={key: new_value})
 
 
 def named_files(config: AnyJob) -> list[tuple[str, str]]:
@@ -232,21 +248,34 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
 
     URLs and the outputs of other jobs are left out.
     """
-    return [(key, name) for key, name in _named(config) if "://" not in name]
+    return [(key, name) for key, name in _named_places(config) if "://" not in name]
 
 
 def named_urls(config: AnyJob) -> list[tuple[str, str]]:
     """Return (key, value) of each key that names a file or directory in an object storage."""
-    return [(key, name) for key, name in _named(config) if is_object_url(name)]
+    return [(key, name) for key, name in _named_places(config) if is_object_url(name)]
 
 
-def _named(config: AnyJob) -> list[tuple[str, str]]:
-    said = [(key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS]
-    named = [(".".join(key), name) for key, name in said]
+def _named_places(config: AnyJob) -> list[tuple[str, str]]:
+    values_by_key = [
+        (key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS
+    ]
+    named_values = [(".".join(key), name) for key, name in values_by_key]
     mixed = getattr(getattr(config, "data", None), "mix", ())
-    named += [(f"data.mix.{number}.path", other.path) for number, other in enumerate(mixed)]
-    none = ("", None, "same", "auto")  # the last two: of the keys `tokenizer`
-    return [(key, name) for key, name in named if name not in none and not is_output(name)]
+    named_values += [
+        (f"data.mix.{number}.path", mixed_set.path) for number, mixed_set in enumerate(mixed)
+    ]
+    placeholders = (
+        "",
+        None,
+        "same",
+        "auto",
+    )  # "same" and "auto" are values of the keys `tokenizer`
+    return [
+        (key, name)
+        for key, name in named_values
+        if name not in placeholders and not is_output(name)
+    ]
 
 
 def parse_override(override: str) -> tuple[KeyPath, Any]:
@@ -268,7 +297,7 @@ def parse_override(override: str) -> tuple[KeyPath, Any]:
     return path, parsed["value"] if len(parsed) == 1 else text
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidInput(f"{path}: a job file ends in .toml, .yaml or .yml")
     try:
@@ -291,24 +320,27 @@ def _read(path: Path) -> str:
         raise InvalidInput(f"{path}:{line}: not UTF-8 text") from None
 
 
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _copied(v) if isinstance(v, dict) else v for k, v in values.items()}
+def _copy_tables(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _copy_tables(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
 
 
-def _apply(override: str, draft: _Draft) -> None:
+def _apply_override(override: str, draft: _Draft) -> None:
     try:
         path, value = parse_override(override)
     except InvalidInput as error:
         draft.problems.append(error.message)
         return
-    if inner := _put(draft.values, path, value):
-        draft.problems.append(f"--set: {'.'.join(path)}: '{inner}' is not a table")
+    if invalid_key := _set_key(draft.values, path, value):
+        draft.problems.append(f"--set: {'.'.join(path)}: '{invalid_key}' is not a table")
         return
     draft.overridden.add(path)
 
 
-def _put(values: dict[str, Any], path: KeyPath, value: Any) -> str:
-    """Set the value of a key; return "", or the key on the way to it that is not a table."""
+def _set_key(values: dict[str, Any], path: KeyPath, value: Any) -> str:
+    """Set the value of a key; return "", or the outer key whose value is not a table."""
     table: Any = values
     for depth, part in enumerate(path[:-1], start=1):
         table = table.setdefault(part, {})
@@ -318,7 +350,7 @@ def _put(values: dict[str, Any], path: KeyPath, value: Any) -> str:
     return ""
 
 
-def _validated(draft: _Draft) -> AnyJob | None:
+def _validate(draft: _Draft) -> AnyJob | None:
     try:
         # Validate as JSON, which has no dates, in strict mode: `top_k = true` is an error, not 1.
         document = json.dumps(draft.values, default=str)
@@ -335,30 +367,30 @@ def _validated(draft: _Draft) -> AnyJob | None:
                 parts = (draft.source(path), ".".join(path), message)
                 draft.problems.append(": ".join(filter(None, parts)))
         return None
-    for key, name in _named(config):
+    for key, name in _named_places(config):
         is_file = key != "environment.retriever"  # or the address of a server
         if is_file and "://" in name and not is_object_url(name):
-            where = draft.source(tuple(key.split(".")))
-            message = f"a URL begins with s3:// or gs:// (got {shown(name)!r})"
-            draft.problems.append(": ".join(filter(None, (where, key, message))))
+            location = draft.source(tuple(key.split(".")))
+            message = f"a URL begins with s3:// or gs:// (got {redact_place(name)!r})"
+            draft.problems.append(": ".join(filter(None, (location, key, message))))
     return config
 
 
-def _rendered(name: str, problems: Sequence[str]) -> str:
+def _render_problems(name: str, problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return problems[0]
     lines = "".join(f"\n  {problem}" for problem in problems)
     return f"{name}: {len(problems)} problems{lines}"
 
 
-def _sources(draft: _Draft, config: AnyJob) -> Mapping[str, str]:
+def _value_sources(draft: _Draft, config: AnyJob) -> Mapping[str, str]:
     return {
-        ".".join(path): draft.source(path) if _given(draft.values, path) else "default"
+        ".".join(path): draft.source(path) if _has_key(draft.values, path) else "default"
         for path in fields(type(config))
     }
 
 
-def _given(values: Any, path: KeyPath) -> bool:
+def _has_key(values: Any, path: KeyPath) -> bool:
     for part in path:
         if not isinstance(values, dict) or part not in values:
             return False

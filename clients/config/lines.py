@@ -17,9 +17,9 @@ _TOML_LIST_HEADER = re.compile(r"\s*\[\[([^\[\]]+)\]\]\s*(#.*)?$")
 _TOML_KEY = re.compile(r"[\w\"'.\- \t]+")
 # Finds dotted keys of more than 64 parts: tomllib needs quadratic time for them. The quantifiers
 # are possessive, because this search would be quadratic too with backtracking.
-_TOML_DEEP = re.compile(r"(?<![\w\"'.\- \t])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
+_TOML_TOO_DEEP = re.compile(r"(?<![\w\"'.\- \t])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
 _MAX_DEPTH = 64
-_YAML_DEEP = re.compile(r"(?<![\[{])(?:[\[{]\s*+){64}")
+_YAML_TOO_DEEP = re.compile(r"(?<![\[{])(?:[\[{]\s*+){64}")
 _TOML_LINE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
@@ -60,15 +60,17 @@ def parse(text: str, suffix: str) -> Parsed:
 
 
 def _parse_toml(text: str) -> Parsed:
-    if deep := _TOML_DEEP.search(text):
-        raise SyntaxFault("nested too deeply", text.count("\n", 0, deep.start()) + 1)
+    if deep_key := _TOML_TOO_DEEP.search(text):
+        raise SyntaxFault("nested too deeply", text.count("\n", 0, deep_key.start()) + 1)
     try:
         values = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
-        found = _TOML_LINE.search(str(error))
+        position = _TOML_LINE.search(str(error))
         reason = _TOML_LINE.sub("", str(error))
-        where = f" (column {found[2]})" if found else ""
-        raise SyntaxFault(f"not TOML: {reason}{where}", int(found[1]) if found else 0) from None
+        column = f" (column {position[2]})" if position else ""
+        raise SyntaxFault(
+            f"not TOML: {reason}{column}", int(position[1]) if position else 0
+        ) from None
     return Parsed(values, _toml_lines(text))
 
 
@@ -79,11 +81,11 @@ def _toml_lines(text: str) -> Mapping[KeyPath, int]:
     table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _TOML_HEADER.match(line):
-            table = _numbered(_toml_path(header[1]), lengths)
+            table = _insert_indices(_toml_path(header[1]), lengths)
             lines.setdefault(table, number)
         elif header := _TOML_LIST_HEADER.match(line):
             *parents, name = _toml_path(header[1])
-            listed = (*_numbered(tuple(parents), lengths), name)
+            listed = (*_insert_indices(tuple(parents), lengths), name)
             lines.setdefault(listed, number)
             lengths[listed] = lengths.get(listed, 0) + 1
             table = (*listed, str(lengths[listed] - 1))
@@ -93,14 +95,14 @@ def _toml_lines(text: str) -> Mapping[KeyPath, int]:
     return lines
 
 
-def _numbered(path: KeyPath, lengths: Mapping[KeyPath, int]) -> KeyPath:
-    """Insert behind each list of tables the number of its last table, which a header goes on."""
-    found: KeyPath = ()
+def _insert_indices(path: KeyPath, lengths: Mapping[KeyPath, int]) -> KeyPath:
+    """Insert after each list of tables the index of its last table, to which a header refers."""
+    full_path: KeyPath = ()
     for part in path:
-        found = (*found, part)
-        if length := lengths.get(found):
-            found = (*found, str(length - 1))
-    return found
+        full_path = (*full_path, part)
+        if length := lengths.get(full_path):
+            full_path = (*full_path, str(length - 1))
+    return full_path
 
 
 def _toml_path(dotted: str) -> KeyPath:
@@ -142,7 +144,7 @@ _YamlLoader.add_implicit_resolver(
 
 
 def _parse_yaml(text: str) -> Parsed:
-    if _YAML_DEEP.search(text):
+    if _YAML_TOO_DEEP.search(text):
         raise RecursionError
     try:
         loader = _YamlLoader(text)
@@ -175,7 +177,7 @@ def _yaml_lines(node: yaml.MappingNode, table: KeyPath = ()) -> Iterator[tuple[K
         if isinstance(value, yaml.MappingNode):
             yield from _yaml_lines(value, path)
         elif isinstance(value, yaml.SequenceNode):
-            for number, one in enumerate(value.value):
-                if isinstance(one, yaml.MappingNode):
-                    yield (*path, str(number)), one.start_mark.line + 1
-                    yield from _yaml_lines(one, (*path, str(number)))
+            for number, element in enumerate(value.value):
+                if isinstance(element, yaml.MappingNode):
+                    yield (*path, str(number)), element.start_mark.line + 1
+                    yield from _yaml_lines(element, (*path, str(number)))

@@ -94,11 +94,13 @@ class OfflineJob(TrainingJob):
 
     @field_validator("teacher")
     @classmethod
-    def _is_there_if_needed(cls, teacher: TeacherLink | None, info: ValidationInfo) -> object:
+    def _check_presence(cls, teacher: TeacherLink | None, info: ValidationInfo) -> object:
         method = info.data.get("method")
         if method is not None and (method.on_policy_fraction > 0) != (teacher is not None):
-            needed = "needs" if teacher is None else "is 0, so leave out"
-            raise ValueError(f"method.on_policy_fraction {needed} teacher.address or teacher.model")
+            relation = "needs" if teacher is None else "is 0, so leave out"
+            raise ValueError(
+                f"method.on_policy_fraction {relation} teacher.address or teacher.model"
+            )
         return teacher
 
     @field_validator("data")
@@ -118,19 +120,19 @@ class OfflineJob(TrainingJob):
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
-        examined = self.eval.metric != "none"
-        sampled = examined or self.method.on_policy_fraction > 0
+        is_evaluated = self.eval.metric != "none"
+        samples_answers = is_evaluated or self.method.on_policy_fraction > 0
         return refuse_unused(
             self,
             [
                 (
-                    examined,
+                    is_evaluated,
                     "data.eval_prompts",
                     "these prompts are only for eval.metric = 'exact_match'; set it",
                 ),
                 *self._rules_of_columns(),
                 (
-                    sampled,
+                    samples_answers,
                     "method.max_new_tokens",
                     "the student samples no answers; leave it out, or set "
                     "method.on_policy_fraction or eval.metric",
@@ -142,26 +144,37 @@ class OfflineJob(TrainingJob):
         )
 
     def _rules_of_columns(self) -> list[Rule]:
-        other = self.data.tokenizer != "same"
-        examined, named = self.data.eval_prompts is not None, self.data.prompts is not None
-        same = "the store has the student's tokenizer; leave it out, or set data.tokenizer"
-        stored = "stored sequences have no columns; it is for data.eval_prompts or data.prompts"
+        has_other_tokenizer = self.data.tokenizer != "same"
+        has_eval_prompts, has_prompts = (
+            self.data.eval_prompts is not None,
+            self.data.prompts is not None,
+        )
+        same_tokenizer_hint = (
+            "the store has the student's tokenizer; leave it out, or set data.tokenizer"
+        )
+        no_columns_hint = (
+            "stored sequences have no columns; it is for data.eval_prompts or data.prompts"
+        )
         return [
             (
-                examined or named,
+                has_eval_prompts or has_prompts,
                 "data.prompt_column data.messages_column data.template data.template_arguments",
-                stored,
+                no_columns_hint,
             ),
-            (examined, "data.answer_column", stored),
-            (examined or other, "data.system data.chat_template", stored),
-            (other, "data.prompts data.roles method.match", same),
+            (has_eval_prompts, "data.answer_column", no_columns_hint),
+            (
+                has_eval_prompts or has_other_tokenizer,
+                "data.system data.chat_template",
+                no_columns_hint,
+            ),
+            (has_other_tokenizer, "data.prompts data.roles method.match", same_tokenizer_hint),
             (
                 not self.data.roles,
                 "method.match",
                 "data.roles are for the rows of every token; leave one of them out",
             ),
             (
-                not other or bool(self.data.roles),
+                not has_other_tokenizer or bool(self.data.roles),
                 "method.tail",
                 "the tail of a row is not read with another tokenizer; leave it out",
             ),
@@ -171,8 +184,8 @@ class OfflineJob(TrainingJob):
         if self.method.on_policy_fraction > 0:
             return rollout_rules(self.rollouts, self.student)
         keys = " ".join(f"rollouts.{key}" for key in RolloutsConfig.model_fields)
-        why = "the student samples no answers to learn from; leave it out, or set "
-        return [(False, keys, f"{why}method.on_policy_fraction")]
+        reason = "the student samples no answers to learn from; leave it out, or set "
+        return [(False, keys, f"{reason}method.on_policy_fraction")]
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.tables.common import (
-    MOST_DRAWS,
+    MAX_DRAWS,
     Address,
     Count,
     Name,
@@ -29,8 +29,8 @@ from clients.data.prompt_format import PromptFormat
 
 # One literal: a union of two has two messages for one wrong value.
 OnPolicyTail = Literal[Tail, "bucket+teacher_samples"]
-# Head ids beside 48 ids from the tail, the best split of 64 (docs/draws.md), and without any.
-HEAD_BESIDE_DRAWS, HEAD_ALONE = 16, 64
+# Head ids with 48 ids from the tail, the best split of 64 (docs/draws.md), and without tail ids.
+TOP_K_WITH_DRAWS, TOP_K_WITHOUT_DRAWS = 16, 64
 
 
 class OnPolicyTeacher(OtherTokens, TeacherConfig):
@@ -106,9 +106,9 @@ class OnPolicyJob(TrainingJob):
         if self.teachers:
             remedy = "has no effect: the job has `teachers`; leave one of them out"
             raise refusal(self, "teacher.tokenizer", remedy)
-        if self.control_ids > MOST_DRAWS:
+        if self.control_ids > MAX_DRAWS:
             remedy = (
-                f"is at most {MOST_DRAWS} with method.control_variate; lower it, or leave that out"
+                f"is at most {MAX_DRAWS} with method.control_variate; lower it, or leave that out"
             )
             raise refusal(self, "teacher.top_k", remedy)
         return self
@@ -125,12 +125,12 @@ class OnPolicyJob(TrainingJob):
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
-        named, examined = bool(self.teachers), self.eval.metric != "none"
+        has_several_teachers, is_evaluated = bool(self.teachers), self.eval.metric != "none"
         return refuse_unused(
             self,
             [
                 (
-                    not named,
+                    not has_several_teachers,
                     "teacher.address teacher.model teacher.adapter",
                     "the job has `teachers`; leave one of them out",
                 ),
@@ -157,9 +157,13 @@ class OnPolicyJob(TrainingJob):
                     "teacher.roles are for the rows of every token; leave one of them out",
                 ),
                 *other_tokens_rules(self.teacher, chat_template=self.data.chat_template),
-                (named, "data.teacher_column", "the job has no `teachers`; name them there"),
                 (
-                    examined,
+                    has_several_teachers,
+                    "data.teacher_column",
+                    "the job has no `teachers`; name them there",
+                ),
+                (
+                    is_evaluated,
                     "data.answer_column",
                     "answers are only read with eval.metric = 'exact_match'; set it",
                 ),
@@ -183,7 +187,7 @@ class OnPolicyJob(TrainingJob):
         """Head ids per row. More by default if a row has no ids from the tail."""
         if self.teacher.top_k is not None:
             return self.teacher.top_k
-        return HEAD_BESIDE_DRAWS if self.draws or self.tail_samples else HEAD_ALONE
+        return TOP_K_WITH_DRAWS if self.draws or self.tail_samples else TOP_K_WITHOUT_DRAWS
 
     @property
     def draws(self) -> int:

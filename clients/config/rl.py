@@ -70,10 +70,10 @@ class RLJob(TrainingJob):
                 "without a reward nothing is learned: the gradient of method.estimator = 'k1' has "
                 "a mean of zero; use 'k4', the default"
             )
-        taught = teacher is not None and method.teacher_beta > 0
-        if not (method.beta or taught):
+        has_teacher_kl = teacher is not None and method.teacher_beta > 0
+        if not (method.beta or has_teacher_kl):
             raise ValueError("without a reward the job needs method.beta > 0 or a teacher")
-        if not taught and anchor.context is None:
+        if not has_teacher_kl and anchor.context is None:
             raise ValueError(
                 "without a reward nothing is learned: the anchor starts equal to the student and "
                 "reads the same prompt; give a reward, a teacher, or anchor.context"
@@ -82,7 +82,7 @@ class RLJob(TrainingJob):
 
     @field_validator("anchor")
     @classmethod
-    def _is_asked(cls, anchor: AnchorConfig, info: ValidationInfo) -> AnchorConfig:
+    def _check_context(cls, anchor: AnchorConfig, info: ValidationInfo) -> AnchorConfig:
         method = info.data.get("method")
         if method and not method.beta and anchor.context is not None:
             raise ValueError("method.beta = 0 keeps no anchor to read `context`; raise it")
@@ -130,20 +130,20 @@ class RLJob(TrainingJob):
 
     @field_validator("data")
     @classmethod
-    def _is_there_if_needed(cls, data: DataConfig | None, info: ValidationInfo) -> object:
+    def _check_presence(cls, data: DataConfig | None, info: ValidationInfo) -> object:
         if "reward" not in info.data:
             return data
         reward = info.data["reward"]
-        generated = reward is not None and reward.task is not None
-        if data is not None and generated:
+        is_generated = reward is not None and reward.task is not None
+        if data is not None and is_generated:
             raise ValueError("the reward reasoning_gym:TASK generates its prompts; leave it out")
-        if data is None and not generated:
+        if data is None and not is_generated:
             raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
         return data
 
     @model_validator(mode="after")
     def _fits_images(self) -> Self:
-        own = (
+        method_rules = (
             (self.environment is None, "environment"),
             (self.anchor.context is None, "anchor.context"),
             (self.teacher is None or self.teacher.tokenizer == "same", "teacher.tokenizer"),
@@ -152,7 +152,7 @@ class RLJob(TrainingJob):
                 "teacher.template_arguments",
             ),
         )
-        check_beside_images(self, self.data, [*own, *in_trainer_rules(self.rollouts)])
+        check_beside_images(self, self.data, [*method_rules, *in_trainer_rules(self.rollouts)])
         return self
 
     @model_validator(mode="after")
@@ -160,19 +160,19 @@ class RLJob(TrainingJob):
         rules = [*self._rules_of_rewards(), *self._rules_of_kls(), *prompt_rules(self.data)]
         rules += started_rules(self.teacher)
         if self.teacher is not None:
-            templated = self.data is None or self.data.chat_template
-            rules += other_tokens_rules(self.teacher, chat_template=templated)
+            uses_template = self.data is None or self.data.chat_template
+            rules += other_tokens_rules(self.teacher, chat_template=uses_template)
         return refuse_unused(self, [*rules, *rollout_rules(self.rollouts, self.student)])
 
     def _rules_of_rewards(self) -> list[Rule]:
         method, reward = self.method, self.reward
-        rewarded = reward is not None and method.reward_weight > 0
+        learns_from_reward = reward is not None and method.reward_weight > 0
         no_reward = "the student learns from no reward; leave it out, or add the table `reward`"
         return [
             (reward is not None or not method.reward_weight, "method.reward_weight", no_reward),
-            (rewarded, "method.advantages", no_reward),
+            (learns_from_reward, "method.advantages", no_reward),
             (
-                rewarded and method.advantages != "gae",
+                learns_from_reward and method.advantages != "gae",
                 "method.dynamic_sampling",
                 "no advantage comes from a group; leave it out, or learn from a reward without gae",
             ),
@@ -187,7 +187,7 @@ class RLJob(TrainingJob):
                 "there is no critic; leave it out, or set method.advantages = 'gae'",
             ),
             (
-                rewarded or method.kl_in == "reward",
+                learns_from_reward or method.kl_in == "reward",
                 "method.clip_low method.clip_high method.dual_clip method.ratio",
                 "there is no policy gradient; leave it out, or add the table `reward`",
             ),
@@ -214,7 +214,7 @@ class RLJob(TrainingJob):
 
     def _rules_of_kls(self) -> list[Rule]:
         method, teacher = self.method, self.teacher
-        pulled = method.beta > 0 or (teacher is not None and method.teacher_beta > 0)
+        has_kl = method.beta > 0 or (teacher is not None and method.teacher_beta > 0)
         no_kl = "the loss has no KL; leave it out, or raise method.beta, or add a teacher"
         return [
             (
@@ -222,15 +222,15 @@ class RLJob(TrainingJob):
                 "method.teacher_beta",
                 "the job has no teacher; leave it out, or add the table `teacher`",
             ),
-            (pulled, "method.kl_in method.estimator", no_kl),
+            (has_kl, "method.kl_in method.estimator", no_kl),
             (
-                self._weighs_sampled_tokens(pulled),
+                self._weighs_sampled_tokens(has_kl),
                 "method.importance_clip method.importance_mask",
                 "no term of the loss has an importance weight: there is no policy gradient, and "
                 f"tail = '{method.tail_mode}' reads no sampled token; leave it out",
             ),
-            (pulled or method.tail == FORMER_TAIL, "method.tail", no_kl),
-            (pulled or teacher is not None, "method.divergence", no_kl),
+            (has_kl or method.tail == FORMER_TAIL, "method.tail", no_kl),
+            (has_kl or teacher is not None, "method.divergence", no_kl),
             (
                 method.top_k > 0 or method.tail == FORMER_TAIL,
                 "method.tail",
@@ -254,12 +254,12 @@ class RLJob(TrainingJob):
             ),
         ]
 
-    def _weighs_sampled_tokens(self, pulled: bool) -> bool:
+    def _weighs_sampled_tokens(self, has_kl: bool) -> bool:
         """Return whether a term of the loss is multiplied by importance weights."""
         method = self.method
-        rewarded = self.reward is not None and method.reward_weight > 0
-        sampled_kl = method.top_k == 0 or method.tail_mode not in UNWEIGHTED
-        return rewarded or method.kl_in == "reward" or (pulled and sampled_kl)
+        learns_from_reward = self.reward is not None and method.reward_weight > 0
+        is_kl_sampled = method.top_k == 0 or method.tail_mode not in UNWEIGHTED
+        return learns_from_reward or method.kl_in == "reward" or (has_kl and is_kl_sampled)
 
     @property
     def prompt_format(self) -> PromptFormat:
@@ -279,9 +279,9 @@ class RLJob(TrainingJob):
         """Ids per row that the student draws from its own tail; 0: the loss reads none."""
         method = self.method
         # With teacher_beta = 0 the KL to the teacher is only measured.
-        pulled = method.beta > 0 or self.teacher is not None
-        wanted = method.tail_mode == "bucket+draws" and method.top_k > 0 and pulled
-        return method.tail_draws if wanted else 0
+        computes_kl = method.beta > 0 or self.teacher is not None
+        draws_from_tail = method.tail_mode == "bucket+draws" and method.top_k > 0 and computes_kl
+        return method.tail_draws if draws_from_tail else 0
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -23,17 +23,17 @@ _SWEEP = {
 def schema_of(kinds: Sequence[Kind]) -> dict[str, Any]:
     """Return the schema of files with one job of these kinds, or several in `[[job]]` tables.
 
-    A key that is required is so beside a sweep of it too.
+    A required key stays required even if the table `sweep` has a list for it.
     """
-    _, found = models_json_schema([(kind, "validation") for kind in kinds])
-    definitions = found["$defs"]
+    _, schema = models_json_schema([(kind, "validation") for kind in kinds])
+    definitions = schema["$defs"]
     for kind in kinds:
         definitions[kind.__name__]["properties"][LABEL] = {"$ref": "#/$defs/Sweep"}
-    one = [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds]
-    several = {
+    job_schemas = [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds]
+    file_schema = {
         "type": "object",
         "required": ["job"],
-        "properties": {"job": {"type": "array", "minItems": 1, "items": {"anyOf": one}}},
+        "properties": {"job": {"type": "array", "minItems": 1, "items": {"anyOf": job_schemas}}},
         "additionalProperties": False,
     }
-    return {"anyOf": [*one, several], "$defs": {**definitions, "Sweep": _SWEEP}}
+    return {"anyOf": [*job_schemas, file_schema], "$defs": {**definitions, "Sweep": _SWEEP}}

@@ -32,23 +32,23 @@ class SFTJob(TrainingJob):
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
-        conversations = self.data.messages_column is not None
-        examined = self.eval.metric != "none"
+        has_conversations = self.data.messages_column is not None
+        samples_answers = self.eval.metric != "none"
         return refuse_unused(
             self,
             [
                 (
-                    examined,
+                    samples_answers,
                     "method.max_new_tokens",
                     "the student samples no answers; leave it out, or set eval.metric",
                 ),
                 (
-                    conversations,
+                    has_conversations,
                     "method.train_on",
                     "a prompt has one answer; set data.messages_column, or leave it out",
                 ),
                 (
-                    examined or not conversations,
+                    samples_answers or not has_conversations,
                     "data.answer_column",
                     "the answers are messages of data.messages_column; leave it out",
                 ),

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 Job = TypeVar("Job", bound=BaseModel)
-# Whether the job uses the keys, the keys separated by spaces, and what would make it use them.
+# Whether the job uses the keys, the keys separated by spaces, and the hint of the error.
 Rule = tuple[bool, str, str]
 
 
@@ -20,8 +20,8 @@ def refuse_unused(job: Job, rules: Iterable[Rule]) -> Job:
     was written down cannot be told from one that was not.
     """
     errors: list[InitErrorDetails] = []
-    for used, keys, remedy in rules:
-        for key in () if used else keys.split():
+    for is_used, keys, remedy in rules:
+        for key in () if is_used else keys.split():
             path = tuple(key.split("."))
             value, default = _value_and_default(job, path)
             if value != default:
@@ -36,13 +36,13 @@ def refusal(job: BaseModel, key: str, problem: str) -> ValidationError:
     """Return an error at a key of `job`, whose names are separated by dots."""
     path = tuple(key.split("."))
     value, _ = _value_and_default(job, path)
-    found = PydanticCustomError("refused_key", problem)
-    details = InitErrorDetails(type=found, loc=path, input=value)
+    refused_error = PydanticCustomError("refused_key", problem)
+    details = InitErrorDetails(type=refused_error, loc=path, input=value)
     return ValidationError.from_exception_data(type(job).__name__, [details])
 
 
 def _value_and_default(job: BaseModel, path: tuple[str, ...]) -> tuple[object, object]:
-    """Return the value of a key and its default; the same twice if its table is left out."""
+    """Return the value of a key and its default; (None, None) if its table is missing."""
     *tables, name = path
     table: BaseModel | None = job
     for inner in tables:

@@ -1,4 +1,4 @@
-"""The token ids of answers: what the student learns, and what a capture scores.
+"""The token ids of answers, which the student learns and a capture scores.
 
 Training and captures share these functions, so that both see the same token ids.
 """
@@ -17,60 +17,60 @@ from protos.errors import InvalidInput
 
 def completion_ids(tokenizer: Any, answer: str) -> list[int]:
     """Return the token ids of an answer and its end token; [] for an empty answer."""
-    return ended(plain_ids(tokenizer, answer), tokenizer) if answer else []
+    return with_end_token(plain_ids(tokenizer, answer), tokenizer) if answer else []
 
 
 def answered_ids(
-    form: PromptFormat, tokenizer: Any, conversation: Conversation, where: str
+    prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, where: str
 ) -> tuple[list[int], list[int]]:
     """Return the token ids before the last assistant message, and those of it and its end token.
 
-    Messages after it are left out. Both lists are empty if the assistant says nothing. Raises
-    InvalidInput if nothing is before the message, or if the chat template changes what is before it
-    once it is there.
+    Later messages are left out. Both lists are empty if there is no assistant message. Raises
+    InvalidInput if no message precedes it, or if the chat template renders the preceding messages
+    differently with and without it.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
         return [], []
     require_question(conversation, where)
-    prompt = form.rendered(tokenizer, conversation.unanswered(), where, ask=True)
-    whole = form.rendered(tokenizer, conversation, where, ask=False)
-    if not whole.startswith(prompt):
+    prompt = prompt_format.rendered(tokenizer, conversation.unanswered(), where, ask=True)
+    rendered = prompt_format.rendered(tokenizer, conversation, where, ask=False)
+    if not rendered.startswith(prompt):
         raise InvalidInput(
             f"the chat template changes the prompt of {where} once its answer is added",
             field="data.messages_column",
             hint="put prompt and answer into two columns",
         )
-    answer = plain_ids(tokenizer, whole.removeprefix(prompt))
-    return plain_ids(tokenizer, prompt), ended(answer, tokenizer)
+    answer = plain_ids(tokenizer, rendered.removeprefix(prompt))
+    return plain_ids(tokenizer, prompt), with_end_token(answer, tokenizer)
 
 
 def assistant_ids(
-    form: PromptFormat, tokenizer: Any, conversation: Conversation, where: str
+    prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, where: str
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Return the token ids of a conversation, and for each whether the assistant writes it.
+    """Return the token ids of a conversation, and for each whether it is part of an answer.
 
-    It writes those that the chat template marks with {% generation %}, and an end token after them.
-    The conversation is cut after the last one, where an end token is appended if there is none.
-    Both are empty if the assistant says nothing.
+    Answers are the tokens that the chat template marks with {% generation %}, and an end token
+    after them. The conversation is cut after the last answer, where an end token is appended if
+    there is none. Both results are empty if there is no assistant message.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
         return [], np.empty(0, bool)
-    encoded = form.tokenized(tokenizer, conversation, where)
-    ids = np.array(encoded["input_ids"])
-    marks = np.array(encoded["assistant_masks"], dtype=bool)
+    encoding = prompt_format.tokenized(tokenizer, conversation, where)
+    ids = np.array(encoding["input_ids"])
+    is_answer = np.array(encoding["assistant_masks"], dtype=bool)
     end = tokenizer.eos_token_id
     if end is not None:
-        marks[1:] |= marks[:-1] & (ids[1:] == end) & (ids[:-1] != end)
-    length = int(np.flatnonzero(marks).max(initial=-1)) + 1
-    ids, marks = ids[:length], marks[:length]
+        is_answer[1:] |= is_answer[:-1] & (ids[1:] == end) & (ids[:-1] != end)
+    length = int(np.flatnonzero(is_answer).max(initial=-1)) + 1
+    ids, is_answer = ids[:length], is_answer[:length]
     if length and end is not None and ids[-1] != end:
-        ids, marks = np.append(ids, end), np.append(marks, True)
-    return ids.tolist(), marks
+        ids, is_answer = np.append(ids, end), np.append(is_answer, True)
+    return ids.tolist(), is_answer
 
 
-def ended(ids: list[int], tokenizer: Any) -> list[int]:
+def with_end_token(ids: list[int], tokenizer: Any) -> list[int]:
     """Return `ids` up to the first end token; append one if there is none."""
     end = tokenizer.eos_token_id
     if end is None:

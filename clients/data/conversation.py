@@ -14,7 +14,7 @@ Message: TypeAlias = Mapping[str, Any]
 
 # The column of the tools, beside the column of the messages.
 TOOLS = "tools"
-# Chat templates leave out messages of a role that they do not know, without an error.
+# Chat templates silently drop messages with an unknown role.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELD = "data.messages_column"
 _COLUMN = re.compile(r"\{(\w+)\}")
@@ -39,8 +39,8 @@ class Conversation:
     @property
     def question(self) -> str:
         """The text of the last user message; "" if there is none."""
-        asked = (m for m in reversed(self.messages) if m["role"] == "user")
-        return text_of_content(next(asked, {}).get("content"))
+        user_messages = (m for m in reversed(self.messages) if m["role"] == "user")
+        return text_of_content(next(user_messages, {}).get("content"))
 
     @property
     def answer(self) -> str:
@@ -78,7 +78,7 @@ def columns_named(context: str) -> Sequence[str]:
 
 
 def with_context(
-    asked: Conversation, context: str, columns: Mapping[str, Any], field: str
+    conversation: Conversation, context: str, columns: Mapping[str, Any], field: str
 ) -> Conversation:
     """Return a conversation with `context` before its last user message.
 
@@ -95,7 +95,7 @@ def with_context(
             )
         return str(columns[match[1]])
 
-    return asked.prefixed(_COLUMN.sub(value, context))
+    return conversation.prefixed(_COLUMN.sub(value, context))
 
 
 def text_of_content(content: Any) -> str:
@@ -118,20 +118,20 @@ def conversation_in(
     Raises InvalidInput if the column is missing or holds something else, or if a message has no
     text; the assistant's tool calls need none.
     """
-    found = record.get(column)
-    if not isinstance(found, list) or not all(map(_is_message, found)):
+    raw_messages = record.get(column)
+    if not isinstance(raw_messages, list) or not all(map(_is_message, raw_messages)):
         raise InvalidInput(
             f"{where} has no list of messages in column {column!r}; its columns are"
             f" {', '.join(record)}",
             field=_FIELD,
             hint='each message must be like {"role": "user", "content": "..."}',
         )
-    messages = [_without_nulls(message) for message in found]
+    messages = [_without_nulls(message) for message in raw_messages]
     for number, message in enumerate(messages, 1):
-        _check(message, f"message {number} of {where}", parts=images is not None)
+        _check_message(message, f"message {number} of {where}", parts=images is not None)
     if images is not None:
         _check_images(messages, images, where)
-    return Conversation(tuple(messages), _tools(record.get(TOOLS), where))
+    return Conversation(tuple(messages), _parse_tools(record.get(TOOLS), where))
 
 
 def require_question(conversation: Conversation, where: str) -> None:
@@ -150,7 +150,7 @@ def _is_message(value: Any) -> bool:
     return "content" in value or bool(value.get("tool_calls"))
 
 
-def _check(message: Message, where: str, *, parts: bool) -> None:
+def _check_message(message: Message, where: str, *, parts: bool) -> None:
     if message["role"] not in _ROLES:
         raise InvalidInput(
             f"{where} has the role {message['role'][:40]!r}",
@@ -172,22 +172,22 @@ def _check(message: Message, where: str, *, parts: bool) -> None:
 
 def _without_nulls(message: Message) -> Message:
     """Return a message without the keys that have no value, also in the parts of its content."""
-    found = {key: value for key, value in message.items() if value is not None}
-    if isinstance(content := found.get("content"), list):
-        found["content"] = [
+    fields = {key: value for key, value in message.items() if value is not None}
+    if isinstance(content := fields.get("content"), list):
+        fields["content"] = [
             {key: value for key, value in part.items() if value is not None}
             if isinstance(part, dict)
             else part
             for part in content
         ]
-    return found
+    return fields
 
 
 def _is_part(part: Any) -> bool:
     """Return whether this is a part of a content: the place of an image, or a text."""
     match part:
-        case {"type": "image", **others}:
-            return not others
+        case {"type": "image", **extra_keys}:
+            return not extra_keys
         case {"type": "text", "text": str()}:
             return True
     return False
@@ -195,7 +195,9 @@ def _is_part(part: Any) -> bool:
 
 def _check_images(messages: Sequence[Message], images: int, where: str) -> None:
     """Raise InvalidInput unless the messages have one place for each image."""
-    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    contents = [
+        message["content"] for message in messages if isinstance(message.get("content"), list)
+    ]
     places = sum(part["type"] == "image" for content in contents for part in content)
     if places != images:
         raise InvalidInput(
@@ -206,13 +208,13 @@ def _check_images(messages: Sequence[Message], images: int, where: str) -> None:
         )
 
 
-def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
+def _parse_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
     """Return tools that are a list of objects, or JSON text of one, as Parquet files have it."""
     if value is None:
         return None
     try:
         listed = json.loads(value) if isinstance(value, str) else value
-        tools = [json.loads(one) if isinstance(one, str) else one for one in listed]
+        tools = [json.loads(element) if isinstance(element, str) else element for element in listed]
     except (ValueError, TypeError, RecursionError):
         tools = [None]
     if not all(isinstance(tool, dict) for tool in tools):

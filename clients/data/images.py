@@ -1,10 +1,10 @@
 """Images of a prompt: from files to the inputs of a model, and from placeholders to image tokens.
 
 Token ids are collapsed or expanded. Collapsed ids have one placeholder for each image: the wire,
-the cache of rows and stores have these, with `start` counted in them. Expanded ids, which a model
-reads, have as many placeholders for an image as the model makes tokens of it: that depends on the
-processor of the model, so teacher and student expand the same prompt differently. Only
-`expanded_ids` and `collapsed_ids` go from one to the other.
+the cache of rows and stores have these, with `start` counted in them. Expanded ids, the input of a
+model, have one placeholder for each token of an image. Their number depends on the processor of the
+model, so teacher and student expand the same prompt differently. Only `expanded_ids` and
+`collapsed_ids` convert between the two forms.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from protos.errors import Corrupt, InvalidInput
 from protos.extras import install_command
 
-# Of the images of a sequence. A file of a few KiB may claim any size; decoded, they take 192 MiB.
+# Maximum pixels of the images of a sequence, 192 MiB decoded. A small file may claim any size.
 MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "WEBP")
-_LONGEST_SHOWN = 300  # characters of a path in a message
+_MAX_SHOWN_CHARS = 300  # characters of a path in a message
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,41 +69,44 @@ class ImageReader:
         }
 
     def read(
-        self, images: Sequence[bytes], field: str = "images", most_tokens: int | None = None
+        self, images: Sequence[bytes], field: str = "images", max_tokens: int | None = None
     ) -> Pixels:
         """Return the pixels of encoded images, at least one.
 
         One after the other, so that memory is bounded: all together have at most MAX_PIXELS pixels
-        in their files, and `most_tokens` tokens for the model (None: no limit).
+        in their files, and `max_tokens` tokens for the model (None: no limit).
 
         Raises InvalidInput, naming `field`, if a file is no image, or if there are too many.
         """
-        left = MAX_PIXELS
-        made: list[Pixels] = []
+        remaining_pixels = MAX_PIXELS
+        pixels_of_images: list[Pixels] = []
         for image in images:
-            picture = _decoded(image, left, field)
-            left -= picture.width * picture.height
-            made.append(self._pixels(picture, field))
-            if most_tokens is not None and sum(one.tokens[0] for one in made) > most_tokens:
+            picture = _decode_image(image, remaining_pixels, field)
+            remaining_pixels -= picture.width * picture.height
+            pixels_of_images.append(self._process_picture(picture, field))
+            if (
+                max_tokens is not None
+                and sum(pixels.tokens[0] for pixels in pixels_of_images) > max_tokens
+            ):
                 raise InvalidInput(
-                    f"the images have more than {most_tokens} tokens, which are left for them",
+                    f"the images have more than {max_tokens} tokens, which are left for them",
                     field=field,
                     hint="use smaller images, a shorter sequence, or a model with a longer context",
                 )
         return Pixels(
-            np.concatenate([one.values for one in made]),
-            np.concatenate([one.grid for one in made]),
-            tuple(one.tokens[0] for one in made),
+            np.concatenate([pixels.values for pixels in pixels_of_images]),
+            np.concatenate([pixels.grid for pixels in pixels_of_images]),
+            tuple(pixels.tokens[0] for pixels in pixels_of_images),
         )
 
-    def _pixels(self, picture: Any, field: str) -> Pixels:
+    def _process_picture(self, picture: Any, field: str) -> Pixels:
         try:
-            made = self.processor(images=[picture], return_tensors="np")
+            inputs = self.processor(images=[picture], return_tensors="np")
         except ValueError as error:  # such as an aspect ratio of more than 200
-            raise _refused(str(error), field) from error
-        grid = np.asarray(made["image_grid_thw"], np.int64)
+            raise _unusable_image(str(error), field) from error
+        grid = np.asarray(inputs["image_grid_thw"], np.int64)
         tokens = int(grid.prod()) // self.processor.merge_size**2
-        return Pixels(np.asarray(made["pixel_values"], np.float32), grid, (tokens,))
+        return Pixels(np.asarray(inputs["pixel_values"], np.float32), grid, (tokens,))
 
 
 def makes_grids(processor: Any) -> bool:
@@ -127,7 +130,7 @@ def stored_images(images: Sequence[tuple[str, str]]) -> bytes:
 
 
 def read_stored_images(data: bytes) -> list[tuple[str, str]]:
-    """Return the (name, sha256) of which `stored_images` has made `data`."""
+    """Return the (name, sha256) pairs that `stored_images` has encoded as `data`."""
     return [(name, digest) for name, digest in json.loads(data)] if data else []
 
 
@@ -147,9 +150,11 @@ def image_file(folder: Path, name: str, where: str) -> Path:
     except OSError:  # such as a name that is too long
         exists = False
     if not exists:
-        shown = str(path) if len(str(path)) < _LONGEST_SHOWN else f"{str(path)[:_LONGEST_SHOWN]}..."
+        shown_path = (
+            str(path) if len(str(path)) < _MAX_SHOWN_CHARS else f"{str(path)[:_MAX_SHOWN_CHARS]}..."
+        )
         raise InvalidInput(
-            f"{where} names the image {shown}, which is no file",
+            f"{where} names the image {shown_path}, which is no file",
             field="data.image_column",
             hint="paths are relative to the data file; correct the path",
         )
@@ -157,7 +162,7 @@ def image_file(folder: Path, name: str, where: str) -> Path:
 
 
 def read_image(path: Path, where: str) -> bytes:
-    """Return the bytes of an image file of the record `where`; raises InvalidInput if it cannot."""
+    """Return the bytes of an image file of the record `where`; raises InvalidInput on failure."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -218,26 +223,28 @@ def require_pillow(field: str) -> None:
         )
 
 
-def _decoded(image: bytes, most: int, field: str) -> Any:
-    """Return an image of at most `most` pixels as RGB, turned as its metadata says."""
+def _decode_image(image: bytes, max_pixels: int, field: str) -> Any:
+    """Return an image of at most `max_pixels` pixels as RGB, rotated according to its metadata."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(image), formats=_FORMATS) as opened:
             width, height = opened.size
-            if width * height <= most:
+            if width * height <= max_pixels:
                 return ImageOps.exif_transpose(opened).convert("RGB")
-            why = f"its {width} x {height} pixels are more than {most}, which are left for it"
+            problem = (
+                f"its {width} x {height} pixels are more than {max_pixels}, which are left for it"
+            )
     except UnidentifiedImageError:
-        why = "it is no PNG, JPEG or WebP file"
+        problem = "it is no PNG, JPEG or WebP file"
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        why = str(error) or type(error).__name__
-    raise _refused(why, field)
+        problem = str(error) or type(error).__name__
+    raise _unusable_image(problem, field)
 
 
-def _refused(why: str, field: str) -> InvalidInput:
+def _unusable_image(problem: str, field: str) -> InvalidInput:
     return InvalidInput(
-        f"an image cannot be used: {(why.splitlines() or ['damaged'])[0]}",
+        f"an image cannot be used: {(problem.splitlines() or ['damaged'])[0]}",
         field=field,
         hint="give a PNG, JPEG or WebP file that a program for images can open",
     )

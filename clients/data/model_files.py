@@ -9,8 +9,8 @@ from typing import Any
 from protos.errors import InvalidInput
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
-# Keys of a job that name a model directory, and the suffixes of the files of one that programs
-# read. Others, pickles among them, are not copied.
+# Keys of a job that name a model directory, and the suffixes of its files that programs read. Other
+# files, such as pickles, are not copied.
 MODEL_KEYS = frozenset({"student.model", "teacher.model", "teacher.tokenizer", "data.tokenizer"})
 MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 
@@ -21,13 +21,13 @@ def refuse_code(path: Path, field: str) -> None:
     The index of the weights is checked because transformers opens every file that it names, in any
     format, even with `use_safetensors=True`.
     """
-    if "auto_map" in _read(path / "config.json", field):
+    if "auto_map" in _read_json(path / "config.json", field):
         raise InvalidInput(
             f"{path} has its own Python code (auto_map), which is never run",
             field=field,
             hint="use a model whose architecture is part of transformers",
         )
-    shards = _read(path / WEIGHTS_INDEX, field).get("weight_map", {})
+    shards = _read_json(path / WEIGHTS_INDEX, field).get("weight_map", {})
     names = shards.values() if isinstance(shards, dict) else [shards]
     for name in names:
         if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
@@ -39,14 +39,14 @@ def refuse_code(path: Path, field: str) -> None:
             )
 
 
-def _read(file: Path, field: str) -> dict[str, Any]:
+def _read_json(file: Path, field: str) -> dict[str, Any]:
     """Return the JSON object in a file; {} if the file does not exist."""
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text("utf-8"))
+        content = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{file} is not JSON", field=field, hint="restore the file") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InvalidInput(f"{file} is not a JSON object", field=field, hint="restore the file")
-    return found
+    return content

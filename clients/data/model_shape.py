@@ -15,7 +15,7 @@ from protos.errors import InvalidInput
 FIELD = "student.model"
 # The layers of these architectures have the same linear modules. Qwen2 always has biases on the
 # projections of queries, keys and values; Qwen3 has norms of the queries and keys of a head.
-_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -96,29 +96,29 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     Raises InvalidInput (`student.model`) for another architecture, or if a size is missing or not
     positive.
     """
-    kind = config.get("model_type")
-    if kind not in _KINDS:
+    model_type = config.get("model_type")
+    if model_type not in _MODEL_TYPES:
         raise InvalidInput(
-            f"the sizes of a model of type {kind!r} are not known",
+            f"the sizes of a model of type {model_type!r} are not known",
             field=FIELD,
-            hint=f"known are {', '.join(_KINDS)}",
+            hint=f"known are {', '.join(_MODEL_TYPES)}",
         )
     try:
-        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-        projections = kind == "qwen2" or bool(config.get("attention_bias"))
+        hidden, heads = _read_size(config, "hidden_size"), _read_size(config, "num_attention_heads")
+        has_projection_bias = model_type == "qwen2" or bool(config.get("attention_bias"))
         return ModelShape(
-            layers=_size(config, "num_hidden_layers"),
+            layers=_read_size(config, "num_hidden_layers"),
             hidden=hidden,
-            intermediate=_size(config, "intermediate_size"),
+            intermediate=_read_size(config, "intermediate_size"),
             heads=heads,
-            kv_heads=_size(config, "num_key_value_heads", heads),
-            head_dim=_size(config, "head_dim", hidden // heads),
-            vocabulary=_size(config, "vocab_size"),
+            kv_heads=_read_size(config, "num_key_value_heads", heads),
+            head_dim=_read_size(config, "head_dim", hidden // heads),
+            vocabulary=_read_size(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
-            query_norm=kind == "qwen3",
-            query_bias=projections,
-            output_bias=projections and kind != "qwen2",
-            mlp_bias=kind == "llama" and bool(config.get("mlp_bias")),
+            query_norm=model_type == "qwen3",
+            query_bias=has_projection_bias,
+            output_bias=has_projection_bias and model_type != "qwen2",
+            mlp_bias=model_type == "llama" and bool(config.get("mlp_bias")),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(
@@ -128,7 +128,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         ) from error
 
 
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _read_size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """Return a size. Raises KeyError if it is missing without a default, ValueError below 1."""
     value = config[name] if default is None else config.get(name)
     size = int(value) if value is not None else default
@@ -138,13 +138,13 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
 
 
 def logits_in(model: Path) -> int | None:
-    """Return the number of logits in the config.json of a directory; None if it does not tell."""
+    """Return the number of logits in the config.json of a directory; None if it is missing."""
     try:
         config = read_document(model / "config.json")
-        found = config.get("text_config", config)["vocab_size"]
+        vocab_size = config.get("text_config", config)["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return found if isinstance(found, int) else None
+    return vocab_size if isinstance(vocab_size, int) else None
 
 
 def config_file(model: str, revision: str | None = None) -> Path:

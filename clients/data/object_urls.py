@@ -5,7 +5,7 @@ from __future__ import annotations
 from protos.errors import InvalidInput
 
 SCHEMES = ("s3", "gs")
-_ON_DISK = "file://"
+_FILE_SCHEME = "file://"
 
 
 def is_object_url(place: object) -> bool:
@@ -13,21 +13,20 @@ def is_object_url(place: object) -> bool:
     return str(place).partition("://")[0] in SCHEMES and "://" in str(place)
 
 
-def shown(place: str) -> str:
-    """Return a place as a message may show it: a URL without what can be a secret."""
+def redact_place(place: str) -> str:
+    """Return a place for messages: of a URL that may contain credentials, the scheme only."""
     scheme, colon, path = place.partition("://")
-    return f"{scheme}://..." if colon and any(sign in path for sign in "@?#") else place
+    return f"{scheme}://..." if colon and any(character in path for character in "@?#") else place
 
 
 def place_of(text: str) -> str:
     """Return a path, or a URL of an object storage without a slash at its end.
 
-    file:///rows is the path /rows. Raises InvalidInput for a URL of another kind, and for one with
-    more than a bucket and a prefix, without '.' and '..': credentials come from the environment
-    alone.
+    file:///rows is the path /rows. Raises InvalidInput for a URL of another scheme, and for one
+    that is not SCHEME://BUCKET/PREFIX, such as one with credentials or a part '..'.
     """
-    if text.startswith(_ON_DISK):
-        text = text.removeprefix(_ON_DISK)
+    if text.startswith(_FILE_SCHEME):
+        text = text.removeprefix(_FILE_SCHEME)
     scheme, colon, path = text.partition("://")
     if not colon:
         if text.lower().startswith(tuple(f"{scheme}:" for scheme in SCHEMES)):
@@ -40,7 +39,7 @@ def place_of(text: str) -> str:
     bucket, _, prefix = path.rstrip("/").partition("/")
     if {".", ".."} & {*path.split("/")}:
         raise InvalidInput("a URL has no part '.' or '..'", hint="write out where it leads")
-    if not bucket or not prefix or "//" in path or any(sign in path for sign in "@?#"):
+    if not bucket or not prefix or "//" in path or any(character in path for character in "@?#"):
         raise InvalidInput(
             f"the URL is not {scheme}://BUCKET/PREFIX",
             hint="credentials, region and endpoint come from the environment",

@@ -15,7 +15,7 @@ from clients.data.conversation import TOOLS, Conversation, conversation_in
 from clients.data.records import images_of, text_of
 from protos.errors import InvalidInput
 
-# Roles of messages that say how to behave.
+# Roles of messages with instructions.
 _SYSTEM = ("system", "developer")
 
 
@@ -38,10 +38,10 @@ class PromptFormat:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that `conversation` reads; the first one must exist."""
-        of_images = () if self.image_column is None else (self.image_column,)
+        image_columns = () if self.image_column is None else (self.image_column,)
         if self.messages_column is None:
-            return (self.prompt_column, *of_images)
-        return (self.messages_column, TOOLS, *of_images)
+            return (self.prompt_column, *image_columns)
+        return (self.messages_column, TOOLS, *image_columns)
 
     def conversation(self, record: Mapping[str, Any], where: str) -> Conversation:
         """Return the conversation of a record; it may end with the assistant's answer.
@@ -53,24 +53,24 @@ class PromptFormat:
         images = None if column is None else len(images_of(record, column, where))
         if self.messages_column is None:
             text = text_of(record, self.prompt_column, "data.prompt_column", where)
-            return self.asked(text, images or 0)
-        found = conversation_in(record, self.messages_column, where, images)
-        if self.system is not None and any(m["role"] in _SYSTEM for m in found.messages):
+            return self.conversation_of_text(text, images or 0)
+        conversation = conversation_in(record, self.messages_column, where, images)
+        if self.system is not None and any(m["role"] in _SYSTEM for m in conversation.messages):
             raise InvalidInput(
                 f"{where} has a system message of its own",
                 field="data.system",
                 hint="leave data.system out, or remove the message",
             )
-        return self._with_system(found)
+        return self._with_system(conversation)
 
-    def asked(self, text: str, images: int = 0) -> Conversation:
-        """Return the conversation that asks `text`: one user message, with the template.
+    def conversation_of_text(self, text: str, images: int = 0) -> Conversation:
+        """Return a conversation of one user message: `text`, put into the template.
 
         `images`: number of images before the text.
         """
-        asked = self.template.replace("{prompt}", text)
-        text_part = {"type": "text", "text": asked}
-        content = [*[{"type": "image"}] * images, text_part] if images else asked
+        prompt_text = self.template.replace("{prompt}", text)
+        text_part = {"type": "text", "text": prompt_text}
+        content = [*[{"type": "image"}] * images, text_part] if images else prompt_text
         return self._with_system(Conversation(({"role": "user", "content": content},)))
 
     def text(self, record: Mapping[str, Any], conversation: Conversation) -> str:
@@ -101,7 +101,11 @@ class PromptFormat:
         `ask`: end with the start of the assistant's next message. Raises InvalidInput if the
         template fails on the conversation.
         """
-        return str(self._applied(tokenizer, conversation, where, tokenize=False, ask=ask))
+        return str(
+            self._apply_template(
+                tokenizer, conversation, where, tokenize=False, add_answer_start=ask
+            )
+        )
 
     def tokenized(
         self, tokenizer: Any, conversation: Conversation, where: str
@@ -110,19 +114,25 @@ class PromptFormat:
 
         Raises InvalidInput as `rendered` does.
         """
-        made = self._applied(
+        encoding = self._apply_template(
             tokenizer,
             conversation,
             where,
-            ask=False,
+            add_answer_start=False,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        return {name: made[name] for name in ("input_ids", "assistant_masks")}
+        return {name: encoding[name] for name in ("input_ids", "assistant_masks")}
 
-    def _applied(
-        self, tokenizer: Any, conversation: Conversation, where: str, *, ask: bool, **options: Any
+    def _apply_template(
+        self,
+        tokenizer: Any,
+        conversation: Conversation,
+        where: str,
+        *,
+        add_answer_start: bool,
+        **options: Any,
     ) -> Any:
         from jinja2 import TemplateError
 
@@ -130,24 +140,24 @@ class PromptFormat:
             return tokenizer.apply_chat_template(
                 list(conversation.messages),
                 tools=None if conversation.tools is None else list(conversation.tools),
-                add_generation_prompt=ask,
+                add_generation_prompt=add_answer_start,
                 **options,
                 **self.template_arguments,
             )
         except (TemplateError, ValueError, TypeError) as error:
             # transformers renders templates in a sandbox: a template that tries to reach Python
             # internals ends here too.
-            told = f" on {where}" if where else ""
+            location = f" on {where}" if where else ""
             raise InvalidInput(
-                f"the model's chat template cannot be used{told}: {error}",
-                field=self._key_of_messages,
+                f"the model's chat template cannot be used{location}: {error}",
+                field=self._messages_key,
                 hint="correct the data, or chat_template.jinja in its directory, or choose another"
                 " model",
             ) from error
 
     @property
-    def _key_of_messages(self) -> str:
-        """The key behind the messages that a chat template rejects."""
+    def _messages_key(self) -> str:
+        """The key of the job file that is the cause if a chat template rejects the messages."""
         if self.messages_column is not None:
             return "data.messages_column"
         return "student.model" if self.system is None else "data.system"
@@ -160,7 +170,7 @@ class PromptFormat:
 
 
 def check_generation(template: str | None) -> None:
-    """Raise InvalidInput if a chat template does not mark what the assistant writes."""
+    """Raise InvalidInput if a chat template does not mark the assistant's tokens."""
     if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template or "") is None:
         raise InvalidInput(
             "the tokenizer's chat template has no {% generation %}, which marks the assistant's"
@@ -177,20 +187,20 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def check_chat_template(form: PromptFormat, template: str | None) -> None:
+def check_chat_template(prompt_format: PromptFormat, template: str | None) -> None:
     """Raise InvalidInput if the tokenizer's chat template does not fit the keys of `form`.
 
     `template`: the text of the chat template; None if the tokenizer has none, which is refused if a
     key needs one. An argument that the template never names is refused too.
     """
-    needed = {
-        "data.messages_column": form.messages_column is not None,
-        "data.system": form.system is not None,
-        "data.template_arguments": bool(form.template_arguments),
-        "data.image_column": form.image_column is not None,
+    key_is_set = {
+        "data.messages_column": prompt_format.messages_column is not None,
+        "data.system": prompt_format.system is not None,
+        "data.template_arguments": bool(prompt_format.template_arguments),
+        "data.image_column": prompt_format.image_column is not None,
     }
     if not template:
-        for key in (key for key, is_set in needed.items() if is_set):
+        for key in (key for key, is_set in key_is_set.items() if is_set):
             raise InvalidInput(
                 "the tokenizer has no chat template, which this key needs",
                 field=key,
@@ -198,24 +208,24 @@ def check_chat_template(form: PromptFormat, template: str | None) -> None:
             )
         return
     words = set(re.findall(r"[A-Za-z_]\w*", template))
-    if form.image_column is not None and "image" not in words:
+    if prompt_format.image_column is not None and "image" not in words:
         raise InvalidInput(
             "the chat template of the tokenizer writes no images",
             field="data.image_column",
             hint="choose a model of images and text",
         )
-    for name in form.template_arguments:
+    for name in prompt_format.template_arguments:
         if name not in words:
-            near = difflib.get_close_matches(name, sorted(words), n=1)
+            similar_names = difflib.get_close_matches(name, sorted(words), n=1)
             raise InvalidInput(
                 f"the chat template of the tokenizer reads no argument {name!r}",
                 field="data.template_arguments",
-                hint=f"did you mean {near[0]!r}?" if near else "leave it out",
+                hint=f"did you mean {similar_names[0]!r}?" if similar_names else "leave it out",
             )
 
 
 def template_text(chat_template: Any) -> str | None:
     """Return the text of a tokenizer's chat template; of several by name, of all of them."""
     if isinstance(chat_template, Mapping):
-        chat_template = "\n".join(str(one) for one in chat_template.values())
+        chat_template = "\n".join(str(template) for template in chat_template.values())
     return chat_template or None

@@ -15,7 +15,7 @@ from protos.errors import InvalidInput
 from protos.extras import install_command
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
-# Half of a character beyond 16 bits; without the other half it is no valid text.
+# One half of a surrogate pair, as an escape sequence; alone it is no valid text.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -34,17 +34,17 @@ class DataSet:
     field: str = "data.path"
 
     def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        """Yield every record in order, with all of `columns` that it has, and perhaps others.
+        """Yield every record in order, with all of `columns` that it has, and perhaps more columns.
 
         Raises InvalidInput if a line is not a JSON object, if the data set cannot be loaded, or if
         the package `datasets` is needed and not installed.
         """
         if self.path.endswith(".jsonl"):
-            yield from self._json_lines()
+            yield from self._read_json_lines()
         elif self.path.endswith(".parquet"):
-            yield from self._parquet(columns)
+            yield from self._read_parquet(columns)
         else:
-            yield from self._loaded()
+            yield from self._load_with_datasets()
 
     def fingerprint(self) -> str:
         """Return a text that changes with the records.
@@ -53,33 +53,33 @@ class DataSet:
         """
         path = Path(self.path)
         if path.is_file():
-            return _sha256(path)
+            return _hash_file(path)
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
-            facts = [[file.relative_to(path).as_posix(), _sha256(file)] for file in files]
+            facts = [[file.relative_to(path).as_posix(), _hash_file(file)] for file in files]
             facts.append([self.split, self.name or ""])
             return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        found: str = self._loaded()._fingerprint
-        return found
+        fingerprint: str = self._load_with_datasets()._fingerprint
+        return fingerprint
 
-    def _json_lines(self) -> Iterator[Mapping[str, Any]]:
+    def _read_json_lines(self) -> Iterator[Mapping[str, Any]]:
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 record = record_in(line, f"{self.path}:{number}", self.field)
                 if record is not None:
                     yield record
 
-    def _parquet(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    def _read_parquet(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         import pyarrow.parquet
 
         file = pyarrow.parquet.ParquetFile(self.path)
-        found = [name for name in file.schema_arrow.names if name in columns]
+        existing_columns = [name for name in file.schema_arrow.names if name in columns]
         # If the first column does not exist, read all: the error message lists the existing ones.
-        read = found if columns and columns[0] in found else None
-        for batch in file.iter_batches(columns=read):
+        selected_columns = existing_columns if columns and columns[0] in existing_columns else None
+        for batch in file.iter_batches(columns=selected_columns):
             yield from batch.to_pylist()
 
-    def _loaded(self) -> Any:
+    def _load_with_datasets(self) -> Any:
         try:
             import datasets
         except ImportError as error:
@@ -90,10 +90,10 @@ class DataSet:
                 hint=install_command("train"),
             ) from error
         try:
-            if not (Path(self.path) / "state.json").is_file() and not _holds_splits(self.path):
+            if not (Path(self.path) / "state.json").is_file() and not _has_splits(self.path):
                 return datasets.load_dataset(self.path, self.name, split=self.split)
-            saved = datasets.load_from_disk(self.path)
-            return saved[self.split] if _holds_splits(self.path) else saved
+            saved_data = datasets.load_from_disk(self.path)
+            return saved_data[self.split] if _has_splits(self.path) else saved_data
         except Exception as error:  # the library raises anything from ValueError to OSError here
             raise InvalidInput(
                 f"cannot load the data set {self.path!r}: {_first_line(error)}",
@@ -163,12 +163,14 @@ def images_of(record: Mapping[str, Any], column: str, where: str) -> tuple[str |
     it holds something else.
     """
     value = record.get(column)
-    found: list[str | bytes] = []
-    for one in value if isinstance(value, list) else [] if value is None else [value]:
-        image = one.get("bytes") or one.get("path") if isinstance(one, dict) else one
+    images: list[str | bytes] = []
+    for element in value if isinstance(value, list) else [] if value is None else [value]:
+        image = (
+            element.get("bytes") or element.get("path") if isinstance(element, dict) else element
+        )
         if not isinstance(image, str | bytes) or not image:
             raise InvalidInput(
-                f"{where} has {type(one).__name__} in column {column!r}, not an image",
+                f"{where} has {type(element).__name__} in column {column!r}, not an image",
                 field="data.image_column",
                 hint="write the path of a PNG, JPEG or WebP file, or its bytes, or a list of them",
             )
@@ -178,8 +180,8 @@ def images_of(record: Mapping[str, Any], column: str, where: str) -> tuple[str |
                 field="data.image_column",
                 hint="write the path of a local file, or put the bytes into a .parquet file",
             )
-        found.append(image)
-    return tuple(found)
+        images.append(image)
+    return tuple(images)
 
 
 def weight_of(record: Mapping[str, Any], column: str, where: str) -> float:
@@ -188,26 +190,30 @@ def weight_of(record: Mapping[str, Any], column: str, where: str) -> float:
     Raises InvalidInput, naming `where`, if the column is missing or holds something else.
     """
     value = record.get(column)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
-        weight = float(value) if number else math.nan  # type: ignore[arg-type]
+        weight = float(value) if is_number else math.nan  # type: ignore[arg-type]
     except OverflowError:  # an integer of hundreds of digits
         weight = math.inf
     if not 0 <= weight < math.inf:
-        told = "has no" if column not in record else f"has {_kind(value, weight, number)} in"
+        problem = (
+            "has no"
+            if column not in record
+            else f"has {_describe_value(value, weight, is_number)} in"
+        )
         raise InvalidInput(
-            f"{where} {told} column {column!r}, which must hold a number of at least 0",
+            f"{where} {problem} column {column!r}, which must hold a number of at least 0",
             field="data.weight_column",
             hint="correct the row, or remove it",
         )
     return weight
 
 
-def _kind(value: Any, weight: float, number: bool) -> str:
-    return f"{weight:g}" if number else type(value).__name__
+def _describe_value(value: Any, weight: float, is_number: bool) -> str:
+    return f"{weight:g}" if is_number else type(value).__name__
 
 
-def _holds_splits(path: str) -> bool:
+def _has_splits(path: str) -> bool:
     return (Path(path) / "dataset_dict.json").is_file()
 
 
@@ -215,6 +221,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _sha256(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

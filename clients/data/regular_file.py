@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 # Largest JSON document. The tokenizer.json of a vocabulary of 262,144 tokens has half this size.
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -28,12 +28,12 @@ def read_document(path: Path) -> Any:
     """Return the parsed JSON of a file.
 
     Raises OSError if the file cannot be read or is not a regular file, and ValueError if it is not
-    JSON, nested too deeply, or longer than MOST_BYTES.
+    JSON, nested too deeply, or longer than MAX_BYTES.
     """
     with open_regular(path) as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{path} is longer than {MOST_BYTES >> 20} MiB")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path} is longer than {MAX_BYTES >> 20} MiB")
     try:
         return json.loads(data)
     except RecursionError as error:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Powers of two, exact in every dtype. The smallest shows the slope at 0 of any cap above 1 to 1e-6,
-# and the largest is beyond any cap.
+# Powers of two, exact in every dtype. The smallest gives the slope at 0 to 1e-6 for caps above 1,
+# and the largest exceeds any cap.
 _EXPONENTS = np.arange(-10.0, 21.0, 2.0)
 PROBE: NDArray[np.float32] = np.concatenate(
     [[0.0], *([2.0**power, -(2.0**power)] for power in _EXPONENTS)]
@@ -31,15 +31,15 @@ def fit_scale_and_cap(
     z, f = products.ravel().astype(np.float64), logits.ravel().astype(np.float64)
     if not np.isin(PROBE, products).all():
         return None
-    least, most = float(PROBE[1]), float(PROBE[-2])
-    scale = float(f[z == least].mean() / least)
-    limit = float(f[z == most].mean())
+    smallest_probe, largest_probe = float(PROBE[1]), float(PROBE[-2])
+    scale = float(f[z == smallest_probe].mean() / smallest_probe)
+    limit = float(f[z == largest_probe].mean())
     if not 0 < scale < np.inf or not 0 < limit < np.inf:
         return None
     cap = None
-    if abs(limit - scale * most) > 1e-3 * limit:
+    if abs(limit - scale * largest_probe) > 1e-3 * limit:
         cap = limit
     if abs(scale - 1) < _TOLERANCE:
         scale = 1.0  # exactly, so that nothing is multiplied
-    expected = scale * z if cap is None else cap * np.tanh(scale * z / cap)
-    return (scale, cap) if np.allclose(f, expected, rtol=_TOLERANCE, atol=0) else None
+    fitted = scale * z if cap is None else cap * np.tanh(scale * z / cap)
+    return (scale, cap) if np.allclose(f, fitted, rtol=_TOLERANCE, atol=0) else None

@@ -12,17 +12,18 @@ def tokens_of(tokenizer: Any) -> list[str]:
     The list ends at the highest id: with unused ids, that is beyond the number of tokens.
     """
     count = max(tokenizer.get_vocab().values(), default=-1) + 1
-    return [tokenizer.convert_ids_to_tokens(i) or "" for i in range(count)]
+    return [tokenizer.convert_ids_to_tokens(token_id) or "" for token_id in range(count)]
 
 
 def first_difference(
-    teacher: Sequence[str], ours: Sequence[str], whose: str = "the student"
+    teacher_tokens: Sequence[str], tokens: Sequence[str], owner: str = "the student"
 ) -> str:
     """Return a message that names the first id with different tokens in two vocabularies."""
-    for token_id, (mine, theirs) in enumerate(zip(ours, teacher, strict=False)):
-        if mine != theirs:
+    for token_id, (token, teacher_token) in enumerate(zip(tokens, teacher_tokens, strict=False)):
+        if token != teacher_token:
             return (
-                f"the tokenizers differ: id {token_id} is {mine!r} to {whose} and {theirs!r} to"
-                " the teacher"
+                f"the tokenizers differ: id {token_id} is {token!r} to {owner} and"
+                f" {teacher_token!r} to the teacher"
             )
-    return f"the tokenizers differ: {whose} has {len(ours)} tokens, the teacher {len(teacher)}"
+    count = len(teacher_tokens)
+    return f"the tokenizers differ: {owner} has {len(tokens)} tokens, the teacher {count}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clients.data.regular_file import open_regular, read_document
 
-_MOST_TEMPLATE_BYTES = 1 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def tokens_in(model: Path) -> list[str] | None:
@@ -38,18 +38,24 @@ def chat_template_in(model: Path) -> str | None:
     OSError or ValueError if a file cannot be interpreted.
     """
     files = [model / "chat_template.jinja", *(model / "additional_chat_templates").glob("*.jinja")]
-    texts = [_text(file) for file in files if file.exists()]
+    texts = [_read_template(file) for file in files if file.exists()]
     if not texts and (model / "tokenizer_config.json").exists():
         document = read_document(model / "tokenizer_config.json")
-        found = document.get("chat_template") if isinstance(document, dict) else None
-        named = found if isinstance(found, list) else [{"template": found}]
-        texts = [one["template"] for one in named if isinstance(one, dict) and one.get("template")]
+        template_entry = document.get("chat_template") if isinstance(document, dict) else None
+        named_templates = (
+            template_entry if isinstance(template_entry, list) else [{"template": template_entry}]
+        )
+        texts = [
+            entry["template"]
+            for entry in named_templates
+            if isinstance(entry, dict) and entry.get("template")
+        ]
     return "\n".join(map(str, texts)) or None
 
 
-def _text(file: Path) -> str:
+def _read_template(file: Path) -> str:
     with open_regular(file) as stream:
-        found = stream.read(_MOST_TEMPLATE_BYTES + 1)
-    if len(found) > _MOST_TEMPLATE_BYTES:
-        raise ValueError(f"{file} is longer than {_MOST_TEMPLATE_BYTES >> 20} MiB")
-    return found.decode()
+        content = stream.read(_MAX_TEMPLATE_BYTES + 1)
+    if len(content) > _MAX_TEMPLATE_BYTES:
+        raise ValueError(f"{file} is longer than {_MAX_TEMPLATE_BYTES >> 20} MiB")
+    return content.decode()

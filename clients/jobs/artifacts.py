@@ -21,31 +21,33 @@ from protos.errors import InvalidInput, NotFound, WrongState
 Checkpoint: TypeAlias = int | Literal["best", "last"]
 
 
-def checkpoint_step(job: Job, wanted: Checkpoint, points: Callable[[], Sequence[Point]]) -> int:
-    """Return the step of the checkpoint that `wanted` names.
+def checkpoint_step(job: Job, checkpoint: Checkpoint, points: Callable[[], Sequence[Point]]) -> int:
+    """Return the step of the checkpoint that `checkpoint` names.
 
     `points` returns the metrics of the job, and is only called for "best". A step is returned
     unchecked.
 
-    Raises InvalidInput if `wanted` is another word, and NotFound if the job has no checkpoint, or
-    for "best" no checkpoint with an evaluation.
+    Raises InvalidInput if `checkpoint` is another word, and NotFound if the job has no checkpoint,
+    or for "best" no checkpoint with an evaluation.
     """
-    if isinstance(wanted, int):
-        return wanted
-    if wanted not in ("best", "last"):
+    if isinstance(checkpoint, int):
+        return checkpoint
+    if checkpoint not in ("best", "last"):
         raise InvalidInput(
-            f"{wanted!r} is not a checkpoint", field="checkpoint", hint="give a step, best or last"
+            f"{checkpoint!r} is not a checkpoint",
+            field="checkpoint",
+            hint="give a step, best or last",
         )
     if not job.checkpoints:
         raise NotFound(f"job {job.id} has no checkpoints", field="checkpoint")
-    if wanted == "last":
+    if checkpoint == "last":
         return job.checkpoints[-1]
     best = best_step(points(), job.checkpoints)
     if best is None:
         raise NotFound(
             f"no checkpoint of job {job.id} was evaluated",
             field="checkpoint",
-            hint=f"choose last, or one of the steps {_listed(job.checkpoints)}",
+            hint=f"choose last, or one of the steps {_format_steps(job.checkpoints)}",
         )
     return best
 
@@ -83,21 +85,25 @@ def artifact_root(job: Job, run: RunDirectory, step: int | None) -> Path:
             field="job_id",
             hint="wait until it succeeds, or choose a checkpoint",
         )
-    made = {"capture": run.store, "eval": run.evaluation}.get(job.kind, run.export)
-    if not made.is_dir():
-        raise NotFound(f"the {made.name} directory of job {job.id} was removed", field="job_id")
-    return made
+    directory = {"capture": run.store, "eval": run.evaluation}.get(job.kind, run.export)
+    if not directory.is_dir():
+        raise NotFound(
+            f"the {directory.name} directory of job {job.id} was removed", field="job_id"
+        )
+    return directory
 
 
 def checkpoint_root(job: Job, run: RunDirectory, step: int) -> Path:
     """Return the directory of a checkpoint; raises NotFound, listing the existing ones."""
     root = run.checkpoint(step)
     if not root.is_dir():
-        known = run.checkpoint_steps()
+        existing_steps = run.checkpoint_steps()
         raise NotFound(
             f"job {job.id} has no checkpoint of step {step}",
             field="checkpoint",
-            hint=f"choose one of {_listed(known)}" if known else "the job has no checkpoints",
+            hint=f"choose one of {_format_steps(existing_steps)}"
+            if existing_steps
+            else "the job has no checkpoints",
         )
     return root
 
@@ -112,5 +118,5 @@ def require_files(job: Job, run: RunDirectory) -> None:
         )
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))

@@ -27,7 +27,7 @@ from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState, StartedTeacher
-from clients.jobs.messages import event_of, require_wanted, teacher_of, values_of
+from clients.jobs.messages import event_of, require_filtered, teacher_of, values_of
 from clients.jobs.record import points_of
 from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
@@ -134,7 +134,7 @@ class DistillClient:
 
         Raises the errors of the server's checks of the job, such as InvalidInput or WrongState.
         """
-        request = _submission(config, config_text, idempotency_key or secrets.token_hex(16))
+        request = _submit_request(config, config_text, idempotency_key or secrets.token_hex(16))
         return _handle_of(self, self._connection.call(self._stub.SubmitJob, request))
 
     def submit_all(
@@ -147,9 +147,12 @@ class DistillClient:
         """
         # Made once per call, so that a retry of the call cannot queue other jobs.
         key = idempotency_key or secrets.token_hex(16)
-        # Once: a hundred times the text of a file is more than a message holds.
+        # In the first request only: a hundred copies of the text can exceed the size of a message.
         texts = [config_text] + [""] * len(configs)
-        jobs = [_submission(one, texts[n], f"{key}/{n}") for n, one in enumerate(configs)]
+        jobs = [
+            _submit_request(config, texts[number], f"{key}/{number}")
+            for number, config in enumerate(configs)
+        ]
         request = pb.SubmitJobsRequest(jobs=jobs)
         queued = self._connection.call(self._stub.SubmitJobs, request).jobs
         return [_handle_of(self, job) for job in queued]
@@ -166,12 +169,12 @@ class DistillClient:
     def check(self, *configs: AnyJob) -> None:
         """Raise the error that `submit`, or `submit_all`, would raise now. Queues nothing."""
         if len(configs) == 1:
-            one = pb.CheckJobRequest(config_json=configs[0].model_dump_json())
-            self._connection.call(self._stub.CheckJob, one, again=False)
+            check_request = pb.CheckJobRequest(config_json=configs[0].model_dump_json())
+            self._connection.call(self._stub.CheckJob, check_request, retry=False)
             return
-        jobs = [_submission(config, "", "") for config in configs]
+        jobs = [_submit_request(config, "", "") for config in configs]
         request = pb.SubmitJobsRequest(jobs=jobs, check_only=True)
-        self._connection.call(self._stub.SubmitJobs, request, again=False)
+        self._connection.call(self._stub.SubmitJobs, request, retry=False)
 
     def get(self, job_id: str) -> JobHandle:
         """Return a job, including `config_json` and `checkpoints`."""
@@ -195,22 +198,22 @@ class DistillClient:
         InvalidInput is raised if the token has none. `labels`: only jobs that have all of them.
         For the next page, pass the id of the last job as `before_id`.
         """
-        number = pb.JobState.Value(state) if state else pb.JOB_STATE_UNSPECIFIED
+        state_number = pb.JobState.Value(state) if state else pb.JOB_STATE_UNSPECIFIED
         jobs: list[JobHandle] = []
         while len(jobs) < limit:
-            asked = min(limit - len(jobs), MAX_PAGE_JOBS)
+            page_size = min(limit - len(jobs), MAX_PAGE_JOBS)
             request = pb.ListJobsRequest(
-                state=number,
-                limit=asked,
+                state=state_number,
+                limit=page_size,
                 before_id=before_id,
                 owner=owner,
                 mine=mine,
                 labels=labels,
             )
             page = self._connection.call(self._stub.ListJobs, request).jobs
-            require_wanted(page, owner, mine, labels or {})
+            require_filtered(page, owner, mine, labels or {})
             jobs += [_handle_of(self, job) for job in page]
-            if len(page) < asked:
+            if len(page) < page_size:
                 break
             before_id = page[-1].id
         return jobs
@@ -236,7 +239,7 @@ class DistillClient:
         )
         # Not retried: if only the reply was lost, the job has already resumed, and a second call
         # would fail.
-        return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, again=False))
+        return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, retry=False))
 
     def remove(self, job_id: str) -> JobHandle:
         """Remove a job that has ended, with its files on the server, and return it as it was.
@@ -246,7 +249,7 @@ class DistillClient:
         """
         # Not retried: if only the reply was lost, a second call would not find the job.
         request = pb.RemoveJobRequest(job_id=job_id)
-        return _handle_of(self, self._connection.call(self._stub.RemoveJob, request, again=False))
+        return _handle_of(self, self._connection.call(self._stub.RemoveJob, request, retry=False))
 
     def pin(self, job_id: str, *, pinned: bool = True) -> JobHandle:
         """Keep a job from being removed; with `pinned=False`, no longer."""
@@ -265,8 +268,8 @@ class DistillClient:
 
     def stop_teacher(self, key: str) -> StartedTeacher:
         """Stop a teacher by its key, or a prefix of it; one with jobs ends after the last."""
-        one = self._connection.call(self._stub.StopTeacher, pb.StopTeacherRequest(key=key))
-        return teacher_of(one)
+        teacher = self._connection.call(self._stub.StopTeacher, pb.StopTeacherRequest(key=key))
+        return teacher_of(teacher)
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
@@ -282,7 +285,7 @@ class DistillClient:
         # A prefix or "@last" could name another job when the stream is reopened.
         job_id = self.get(job_id).id
         try:
-            yield from self._events(job_id, after_seq, deadline)
+            yield from self._iterate_events(job_id, after_seq, deadline)
         except TimedOut as error:
             hint = "the job continues; watch it again, or cancel it"
             raise TimedOut(f"job {job_id} did not end within {timeout:g} s", hint=hint) from error
@@ -291,7 +294,7 @@ class DistillClient:
         """Return every event up to now, without waiting for new ones."""
         job = self.get(job_id)
         events: list[JobEvent] = []
-        with closing(self._events(job.id, 0, deadline=None)) as stream:
+        with closing(self._iterate_events(job.id, 0, deadline=None)) as stream:
             for event in stream:
                 events.append(event)
                 if event.seq >= job.last_seq:
@@ -308,7 +311,7 @@ class DistillClient:
         job = self.get(job_id)
         while job.state not in TERMINAL:
             try:
-                for _ in self._events(job.id, job.last_seq, deadline):
+                for _ in self._iterate_events(job.id, job.last_seq, deadline):
                     pass
             except TimedOut as error:
                 raise TimedOut(f"job {job.id} did not end within {timeout:g} s") from error
@@ -349,16 +352,16 @@ class DistillClient:
             job_id = job.id
             checkpoint = checkpoint_step(job, checkpoint, lambda: points_of(self.history(job_id)))
         request = pb.GetArtifactRequest(job_id=job_id, checkpoint_step=checkpoint or 0)
-        return self._pull(request, Path(destination))
+        return self._download(request, Path(destination))
 
     def pull_notes(self, job_id: str, destination: Path | str) -> Path:
         """Download environment.json and samples/ of a job in any state into a new directory.
 
         Raises NotFound if the job has neither yet, and the errors of `pull`.
         """
-        return self._pull(pb.GetArtifactRequest(job_id=job_id, notes=True), Path(destination))
+        return self._download(pb.GetArtifactRequest(job_id=job_id, notes=True), Path(destination))
 
-    def _pull(self, request: pb.GetArtifactRequest, destination: Path) -> Path:
+    def _download(self, request: pb.GetArtifactRequest, destination: Path) -> Path:
         with Download(destination) as download:
             call = self._stub.GetArtifact(request)
             try:
@@ -370,21 +373,23 @@ class DistillClient:
                 call.cancel()
             return download.finish()
 
-    def _events(
+    def _iterate_events(
         self, job_id: str, after_seq: int, deadline: float | None
     ) -> Generator[JobEvent, None, None]:
         request = pb.WatchJobRequest(job_id=job_id, after_seq=after_seq)
 
         def open_stream() -> Iterator[pb.JobEvent]:
-            left = None if deadline is None else max(0.001, deadline - time.monotonic())
-            return self._stub.WatchJob(request, timeout=left)
+            remaining_seconds = (
+                None if deadline is None else max(0.001, deadline - time.monotonic())
+            )
+            return self._stub.WatchJob(request, timeout=remaining_seconds)
 
         for event in self._connection.lasting(open_stream, deadline):
             request.after_seq = event.seq
             yield event_of(event)
 
 
-def _submission(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
+def _submit_request(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
     return pb.SubmitJobRequest(
         config_json=config.model_dump_json(), config_text=text, idempotency_key=key
     )

@@ -39,11 +39,11 @@ class ServerConnection:
         method: grpc.UnaryUnaryMultiCallable[_Request, _Answer],
         request: _Request,
         *,
-        again: bool = True,
+        retry: bool = True,
     ) -> _Answer:
         """Make a unary call within the timeout, and retry once if the server cannot be reached.
 
-        `again` allows the retry. An Unavailable error with a field is not retried: the server sent
+        `retry` allows the retry. An Unavailable error with a field is not retried: the server sent
         it, because it could not reach a job's teacher.
         """
         deadline = time.monotonic() + self._timeout
@@ -51,30 +51,34 @@ class ServerConnection:
             return method(request, timeout=self._timeout)
         except grpc.RpcError as error:
             fault = fault_of(error, self.name)
-            if not again or not isinstance(fault, Unavailable) or fault.field:
+            if not retry or not isinstance(fault, Unavailable) or fault.field:
                 raise fault from error
         patience = max(0.001, min(_RESTART_SECONDS, deadline - time.monotonic()))
         try:
             return method(request, timeout=patience, wait_for_ready=True)
         except grpc.RpcError as error:
-            second = fault_of(error, self.name)
-            raise fault if isinstance(second, TimedOut) else second from error
+            retry_fault = fault_of(error, self.name)
+            raise fault if isinstance(retry_fault, TimedOut) else retry_fault from error
 
     def resuming(self, work: Callable[[], _Answer], progress: Callable[[], object]) -> _Answer:
         """Return the result of `work`, which is called again whenever the server goes away.
 
-        `work` must go on where it stopped. Raises Unavailable if the server cannot be reached, or
-        `progress()` does not change, for the patience of the client.
+        `work` must continue where it stopped. Raises Unavailable if the server cannot be reached,
+        or `progress()` does not change, for the patience of the client.
         """
-        away_since, seen, pauses = 0.0, progress(), _pauses()
+        away_since, last_progress, pauses = 0.0, progress(), _backoff_pauses()
         while True:
             try:
                 return work()
             except Unavailable as fault:
-                now, reached = time.monotonic(), progress()
-                if not away_since or reached != seen:
-                    away_since, seen, pauses = now, reached, _pauses()
-                if fault.field or now - away_since > self._patience:
+                failed_at, current_progress = time.monotonic(), progress()
+                if not away_since or current_progress != last_progress:
+                    away_since, last_progress, pauses = (
+                        failed_at,
+                        current_progress,
+                        _backoff_pauses(),
+                    )
+                if fault.field or failed_at - away_since > self._patience:
                     raise
             time.sleep(next(pauses))
             self._wait_for_server(away_since + self._patience)
@@ -87,13 +91,13 @@ class ServerConnection:
         `open_stream` must open it behind the last message received.
         """
         away_since: float | None = None
-        pauses = _pauses()
+        pauses = _backoff_pauses()
         while True:
             # Any: grpc's types do not say that a response iterator is also a grpc.Call.
             call: Any = open_stream()
             try:
                 if STREAM_OPEN in call.initial_metadata():
-                    away_since, pauses = None, _pauses()
+                    away_since, pauses = None, _backoff_pauses()
                 yield from call
                 return
             except grpc.RpcError as error:
@@ -107,19 +111,19 @@ class ServerConnection:
             time.sleep(next(pauses))
             self._wait_for_server(min(deadline or inf, away_since + self._patience))
 
-    def _wait_for_server(self, until: float) -> None:
+    def _wait_for_server(self, deadline: float) -> None:
         """Wait for a connection, for a few seconds at most.
 
         The wait is short because a server that keeps crashing may be up only for moments.
         """
-        ready = grpc.channel_ready_future(self.channel)
+        connection = grpc.channel_ready_future(self.channel)
         try:
-            ready.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, until - time.monotonic())))
+            connection.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
         except grpc.FutureTimeoutError:
-            ready.cancel()
+            connection.cancel()
 
 
-def _pauses() -> Iterator[float]:
+def _backoff_pauses() -> Iterator[float]:
     """Yield growing pauses in seconds, with jitter so that not all clients reconnect at once."""
     pause = _FIRST_PAUSE_SECONDS
     while True:

@@ -50,22 +50,29 @@ def event_of(event: pb.JobEvent) -> JobEvent:
     )
 
 
-def teacher_of(one: pb.StartedTeacher) -> StartedTeacher:
+def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
     """Return a teacher of a server."""
     return StartedTeacher(
-        *(one.key, one.model, one.engine, one.state, one.address, tuple(one.jobs)),
-        *(tuple(one.gpus), one.since, one.attempt, one.reason, one.kept),
-        *(one.queued_tokens, one.active_streams),
+        *(
+            teacher.key,
+            teacher.model,
+            teacher.engine,
+            teacher.state,
+            teacher.address,
+            tuple(teacher.jobs),
+        ),
+        *(tuple(teacher.gpus), teacher.since, teacher.attempt, teacher.reason, teacher.kept),
+        *(teacher.queued_tokens, teacher.active_streams),
     )
 
 
-def require_wanted(
-    jobs: Sequence[pb.Job], owner: str, mine: bool, labels: Mapping[str, str]
+def require_filtered(
+    jobs: Sequence[pb.Job], owner: str, own_only: bool, labels: Mapping[str, str]
 ) -> None:
-    """Raise WrongState if a server has not chosen by owner or labels: it does not know them yet."""
+    """Raise WrongState if an older server has ignored the filters by owner or labels."""
     for job in jobs:
-        owned = bool(job.owner) if mine else owner in ("", job.owner)
-        if not owned or not labels.items() <= dict(job.labels).items():
+        has_owner = bool(job.owner) if own_only else owner in ("", job.owner)
+        if not has_owner or not labels.items() <= dict(job.labels).items():
             raise WrongState(
                 "this server is of a version without owners and labels of jobs",
                 hint="upgrade the server, or choose the jobs by their names",

@@ -45,7 +45,9 @@ class JobRecord:
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """Return (step, value) for each step at which the metric was measured."""
-        return [(p.step, p.metrics[metric]) for p in self.points if metric in p.metrics]
+        return [
+            (point.step, point.metrics[metric]) for point in self.points if metric in point.metrics
+        ]
 
     @property
     def metrics(self) -> set[str]:
@@ -106,9 +108,9 @@ def notes_in(path: Path) -> Notes:
     """Read the notes in a run directory, or in a directory that `pull_notes` wrote."""
     newest = max((path / "samples").glob("step-*.jsonl"), default=None)
     return Notes(
-        environment=_mapping(path / "environment.json"),
+        environment=_read_mapping(path / "environment.json"),
         samples_step=int(newest.stem.removeprefix("step-")) if newest else 0,
-        samples=_objects(newest) if newest else (),
+        samples=_read_objects(newest) if newest else (),
     )
 
 
@@ -124,20 +126,24 @@ def is_run_directory(text: str) -> bool:
     return False
 
 
-def _mapping(path: Path) -> dict[str, str]:
+def _read_mapping(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+    return (
+        {str(key): str(value) for key, value in content.items()}
+        if isinstance(content, dict)
+        else {}
+    )
 
 
-def _objects(path: Path) -> list[Mapping[str, Any]]:
+def _read_objects(path: Path) -> list[Mapping[str, Any]]:
     """Return the lines that are JSON objects; a killed program may cut the last line short."""
-    found = []
+    values = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            found.append(json.loads(line))
+            values.append(json.loads(line))
         except ValueError:
             continue
-    return [one for one in found if isinstance(one, dict)]
+    return [value for value in values if isinstance(value, dict)]

@@ -13,7 +13,7 @@ from protos.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """The value of a metric at a step; `stderr` is its standard error, None if not measured."""
 
     step: int
@@ -29,28 +29,36 @@ class Result:
     """
 
     job: Job
-    last: Measured | None
-    best: Measured | None
+    last: Measurement | None
+    best: Measurement | None
 
 
 def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:
     """Return the result of a job from its points, in ascending order of steps."""
-    found = [
-        Measured(point.step, point.metrics[metric], point.metrics.get(f"{metric}_stderr"))
+    measurements = [
+        Measurement(point.step, point.metrics[metric], point.metrics.get(f"{metric}_stderr"))
         for point in points
         if metric in point.metrics
     ]
-    best: Measured | None = None
+    best: Measurement | None = None
     if sign := sign_of(metric):
-        best = max(found, key=lambda one: (sign * one.value, one.step), default=None)
-    return Result(job, found[-1] if found else None, best)
+        best = max(
+            measurements,
+            key=lambda measurement: (sign * measurement.value, measurement.step),
+            default=None,
+        )
+    return Result(job, measurements[-1] if measurements else None, best)
 
 
-def require_metric(metric: str, known: Sequence[str]) -> None:
-    """Raise InvalidInput if no job has recorded a metric. `known`: those that one has."""
-    if metric not in known:
-        close = difflib.get_close_matches(metric, known, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"recorded are {', '.join(known)}"
+def require_metric(metric: str, metrics: Sequence[str]) -> None:
+    """Raise InvalidInput if no job has recorded a metric. `metrics`: all recorded ones."""
+    if metric not in metrics:
+        similar_metrics = difflib.get_close_matches(metric, metrics, n=1)
+        hint = (
+            f"did you mean '{similar_metrics[0]}'?"
+            if similar_metrics
+            else f"recorded are {', '.join(metrics)}"
+        )
         raise InvalidInput(f"no job has the metric '{metric}'", field="-m", hint=hint)
 
 
@@ -58,8 +66,8 @@ def judging_metric(histories: Iterable[Iterable[Point]]) -> str:
     """Return the held-out metric by which the jobs can be compared: the first that one of them has
     of those that choose the best checkpoint; "" if none was evaluated.
     """
-    measured = {name for points in histories for point in points for name in point.metrics}
-    return next((metric for metric in JUDGES if metric in measured), "")
+    metric_names = {name for points in histories for point in points for name in point.metrics}
+    return next((metric for metric in JUDGES if metric in metric_names), "")
 
 
 def differing_labels(jobs: Sequence[Job]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The jobs of a server that a command is for, if it names none."""
+"""Selects the jobs of a server by state, age, owner and labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 RESUMABLE = frozenset({JobState.FAILED, JobState.CANCELLED})
 CANCELLABLE = frozenset(JobState) - TERMINAL - {JobState.CANCELLING}
-_MOST_JOBS = 1_000_000
+_MAX_JOBS = 1_000_000
 _SECONDS = {"m": 60, "h": 3600, "d": 24 * 3600}
 _TIME = re.compile(r"(\d{1,6})([mhd])")
 
@@ -25,29 +25,31 @@ def jobs_in(
     states: Collection[JobState],
     *,
     older_than_seconds: float = 0.0,
-    mine: bool = False,
+    own_only: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Sequence[Job]:
     """Return the jobs in these states, the oldest first.
 
-    `older_than_seconds`: the least time since their end or, if they have not ended, their start of
-    waiting in the queue. `mine` and `labels` are those of DistillClient.list.
+    `older_than_seconds`: minimum time since their end or, if they have not ended, since they were
+    submitted. `own_only` and `labels` are `mine` and `labels` of DistillClient.list.
     """
-    until = time.time() - older_than_seconds
-    found = {
+    latest_time = time.time() - older_than_seconds
+    jobs_by_id = {
         job.id: job
         for state in states
-        for job in client.list(state=state, limit=_MOST_JOBS, mine=mine, labels=labels)
+        for job in client.list(state=state, limit=_MAX_JOBS, mine=own_only, labels=labels)
     }
-    old = [job for job in found.values() if (job.ended_at or job.created_at) <= until]
-    return sorted(old, key=lambda job: job.created_at)
+    old_jobs = [
+        job for job in jobs_by_id.values() if (job.ended_at or job.created_at) <= latest_time
+    ]
+    return sorted(old_jobs, key=lambda job: job.created_at)
 
 
 def seconds_of(text: str) -> float:
     """Return the seconds of a time such as `30d`, `12h` or `90m`; raises InvalidInput."""
-    found = _TIME.fullmatch(text)
-    if found is None:
+    match = _TIME.fullmatch(text)
+    if match is None:
         raise InvalidInput(
             f"{text!r} is not a time", field="--older-than", hint="such as 30d or 12h"
         )
-    return float(int(found[1]) * _SECONDS[found[2]])
+    return float(int(match[1]) * _SECONDS[match[2]])

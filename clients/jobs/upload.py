@@ -25,15 +25,15 @@ from protos.rpc.transport import MAX_UPLOAD_FILES, MAX_UPLOAD_PATH_BYTES
 
 _Job = TypeVar("_Job", bound=AnyJob)
 
-# A part that is cut off is lost, so parts are short.
+# An interrupted part is sent again from its start, so parts are short.
 _PART_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How much of what a job names under `key` the server has. sent, size: bytes.
+class UploadProgress:
+    """Progress of uploading the files under a job's `key`. sent, size: bytes.
 
-    `begins`: nothing has been sent yet, so the server had `sent` before.
+    `begins`: the report before the first part; the server already had `sent` bytes.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Progress:
     begins: bool = False
 
 
-Report: TypeAlias = Callable[[Progress], None]
+Report: TypeAlias = Callable[[UploadProgress], None]
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class LocalFiles:
 
 
 def local_files(job: AnyJob) -> list[LocalFiles]:
-    """Return what a job names and what exists on this machine; hub ids and other paths are left.
+    """Return the files of a job that exist on this machine; hub ids and other paths are left out.
 
-    Raises InvalidInput, naming the key, if something of it cannot be sent, and for a relative path
+    Raises InvalidInput, naming the key, if a file cannot be sent, and for a relative path
     of a file that does not exist: a server has other working directories.
     """
-    found = []
+    uploads = []
     for key, name in named_files(job):
         if not Path(name).exists():
             _refuse_missing(key, name)
@@ -76,14 +76,14 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
             )
         _refuse_images(job, key, name)
         # Not resolved: the name may be a link, as in a cache of the hub.
-        found.append(_listed(key, Path(os.path.abspath(name))))
-    return found
+        uploads.append(_list_files(key, Path(os.path.abspath(name))))
+    return uploads
 
 
 def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
     """Return (key, path, name of a similar file here or "") of each path that is not here."""
     return [
-        (key, name, _similar(Path(name)))
+        (key, name, _similar_path(Path(name)))
         for key, name in named_files(job)
         if Path(name).is_absolute() and not Path(name).exists()
     ]
@@ -100,65 +100,65 @@ class Uploader:
         self._paths: dict[tuple[Path, ...], str] = {}
 
     def upload(self, job: _Job) -> _Job:
-        """Send what a job names; return the job with the paths on the server."""
+        """Send the local files of a job; return the job with their paths on the server."""
         for local in local_files(job):
-            several = tuple(local.files.values())
-            if several not in self._paths:
-                self._paths[several] = self._sent(local)
-            job = replaced(job, local.key, self._paths[several])
+            sources = tuple(local.files.values())
+            if sources not in self._paths:
+                self._paths[sources] = self._upload_files(local)
+            job = replaced(job, local.key, self._paths[sources])
         return job
 
-    def _sent(self, local: LocalFiles) -> str:
-        """Send files, also over connections that break; return their path on the server."""
-        sending = _Sending(local, self._digests)
-        request = pb.BeginUploadRequest(files=sending.files)
+    def _upload_files(self, local: LocalFiles) -> str:
+        """Send files, resuming after broken connections; return their path on the server."""
+        upload = _Upload(local, self._digests)
+        request = pb.BeginUploadRequest(files=upload.files)
 
         def begin() -> str:
-            begun = self._connection.call(self._stub.BeginUpload, request)
-            sending.begin(begun.missing)
-            return begun.path
+            reply = self._connection.call(self._stub.BeginUpload, request)
+            upload.begin(reply.missing)
+            return reply.path
 
         def work() -> str:
             path = begin()
             while not path:
-                self._send(sending)
+                self._send_parts(upload)
                 path = begin()
             return path
 
         try:
             # Outside of `resuming`: a server that cannot be reached at all is an error at once.
             path = begin()
-            self._report(replace(sending.progress, begins=True))
-            return path or self._connection.resuming(work, lambda: sending.there)
+            self._report(replace(upload.progress, begins=True))
+            return path or self._connection.resuming(work, lambda: upload.server_bytes)
         except (InvalidInput, WrongState, Corrupt) as error:
             error.field = error.field or local.key
             raise
 
-    def _send(self, sending: _Sending) -> None:
+    def _send_parts(self, upload: _Upload) -> None:
         def parts() -> Iterator[pb.FilePart]:
-            for part in sending.parts():
+            for part in upload.parts():
                 yield part
-                self._report(sending.progress)
+                self._report(upload.progress)
 
         call = self._stub.SendFiles.future(parts())
         try:
             call.result()
         except grpc.RpcError as error:
-            raise sending.fault or fault_of(error, self._connection.name) from error
+            raise upload.fault or fault_of(error, self._connection.name) from error
         finally:
             call.cancel()
-        if sending.fault is not None:
-            raise sending.fault
+        if upload.fault is not None:
+            raise upload.fault
 
 
 @dataclass
-class _Sending:
-    """One upload: its files, and where it is. there: bytes that the server said it has."""
+class _Upload:
+    """One upload: its files and its progress. server_bytes: bytes that the server reported."""
 
     local: LocalFiles
     digests: dict[Path, str]
     files: Sequence[pb.UploadFile] = ()
-    there: int = 0
+    server_bytes: int = 0
     sent: int = 0
     fault: DistillError | None = None
     missing: Sequence[pb.MissingFile] = ()
@@ -166,7 +166,7 @@ class _Sending:
 
     def __post_init__(self) -> None:
         """Hash the files. Raises InvalidInput if one cannot be read."""
-        listed = []
+        upload_files = []
         for path, source in self.local.files.items():
             try:
                 with source.open("rb") as file:
@@ -174,28 +174,30 @@ class _Sending:
                         self.digests[source] = hashlib.file_digest(file, "sha256").hexdigest()
                     size = file.seek(0, os.SEEK_END)
             except OSError as error:
-                raise self._unreadable(source, error.strerror or str(error)) from error
-            listed.append(pb.UploadFile(path=path, size=size, sha256=self.digests[source]))
+                raise self._unreadable_file(source, error.strerror or str(error)) from error
+            upload_files.append(pb.UploadFile(path=path, size=size, sha256=self.digests[source]))
             self.sources[self.digests[source]] = (source, size)
-        self.files = listed
+        self.files = upload_files
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> UploadProgress:
         """The bytes of different files, each counted once."""
         size = sum(size for _, size in self.sources.values())
-        return Progress(self.local.key, self.sent, size)
+        return UploadProgress(self.local.key, self.sent, size)
 
     def begin(self, missing: Sequence[pb.MissingFile]) -> None:
-        """Take note of what the server lacks."""
+        """Store which files the server does not have yet."""
         self.missing = missing
-        lacking = sum(self.sources[one.sha256][1] - one.offset for one in missing)
-        self.there = self.sent = self.progress.size - lacking
+        missing_bytes = sum(
+            self.sources[missing_file.sha256][1] - missing_file.offset for missing_file in missing
+        )
+        self.server_bytes = self.sent = self.progress.size - missing_bytes
 
     def parts(self) -> Iterator[pb.FilePart]:
         """Yield the missing parts. If a file cannot be read, end early, and keep the `fault`."""
-        for one in self.missing:
-            source, size = self.sources[one.sha256]
-            offset = one.offset
+        for missing_file in self.missing:
+            source, size = self.sources[missing_file.sha256]
+            offset = missing_file.offset
             try:
                 with source.open("rb") as file:
                     file.seek(offset)
@@ -204,17 +206,17 @@ class _Sending:
                         if not data and offset < size:
                             raise OSError("it has become shorter")
                         self.sent += len(data)
-                        yield pb.FilePart(sha256=one.sha256, offset=offset, data=data)
+                        yield pb.FilePart(sha256=missing_file.sha256, offset=offset, data=data)
                         offset += len(data)
                         if offset >= size:
                             break
             except OSError as error:
-                self.fault = self._unreadable(source, error.strerror or str(error))
+                self.fault = self._unreadable_file(source, error.strerror or str(error))
                 return
 
-    def _unreadable(self, source: Path, why: str) -> InvalidInput:
+    def _unreadable_file(self, source: Path, problem: str) -> InvalidInput:
         return InvalidInput(
-            f"cannot read {source}: {why}",
+            f"cannot read {source}: {problem}",
             field=self.local.key,
             hint="submit again; what has arrived is not sent again",
         )
@@ -224,30 +226,34 @@ def _refuse_missing(key: str, name: str) -> None:
     """Raise InvalidInput if a name that does not exist here can only be a file of this machine."""
     path = Path(name)
     # "models/student" may be a hub id, unless there is a directory "models".
-    below = path.parent != Path() and path.parent.is_dir()
-    if path.is_absolute() or not (below or name.endswith(FILE_SUFFIXES) or name[:1] in ".~"):
+    has_local_parent = path.parent != Path() and path.parent.is_dir()
+    if path.is_absolute() or not (
+        has_local_parent or name.endswith(FILE_SUFFIXES) or name[:1] in ".~"
+    ):
         return
-    similar = _similar(path)
+    similar_path = _similar_path(path)
     raise InvalidInput(
         f"{name} does not exist on this machine",
         field=key,
-        hint=f"did you mean {similar}?" if similar else "a path of the server is absolute",
+        hint=f"did you mean {similar_path}?"
+        if similar_path
+        else "a path of the server is absolute",
     )
 
 
-def _similar(path: Path) -> str:
-    """Return the path of the file here whose name is most like that of `path`; "" if none is."""
+def _similar_path(path: Path) -> str:
+    """Return the path of the local file with the most similar name; "" if none is similar."""
     try:
         names = os.listdir(path.parent)
     except OSError:
         return ""
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return str(path.parent / near[0]) if near else ""
+    matches = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return str(path.parent / matches[0]) if matches else ""
 
 
-def _listed(key: str, place: Path) -> LocalFiles:
+def _list_files(key: str, place: Path) -> LocalFiles:
     if place.is_file():
-        named = {place.name: place}
+        source_by_path = {place.name: place}
     elif not place.is_dir():
         raise InvalidInput(
             f"{place} is neither a regular file nor a directory",
@@ -255,17 +261,19 @@ def _listed(key: str, place: Path) -> LocalFiles:
             hint="name a file or a directory",
         )
     else:
-        files = _of_model(place) if key in MODEL_KEYS else _of_folder(key, place)
-        named = {f"{place.name}/{path.relative_to(place).as_posix()}": path for path in files}
-    if not named:
+        files = _model_files(place) if key in MODEL_KEYS else _folder_files(key, place)
+        source_by_path = {
+            f"{place.name}/{path.relative_to(place).as_posix()}": path for path in files
+        }
+    if not source_by_path:
         raise InvalidInput(f"{place} has no files to send", field=key, hint="name another one")
-    if len(named) > MAX_UPLOAD_FILES:
+    if len(source_by_path) > MAX_UPLOAD_FILES:
         raise InvalidInput(
-            f"{place} has {len(named)} files; at most {MAX_UPLOAD_FILES} are sent",
+            f"{place} has {len(source_by_path)} files; at most {MAX_UPLOAD_FILES} are sent",
             field=key,
             hint="put the records into one .parquet file, or copy the directory to the server",
         )
-    for path, source in named.items():
+    for path, source in source_by_path.items():
         if len(os.fsencode(path)) > MAX_UPLOAD_PATH_BYTES or not path.isprintable():
             raise InvalidInput(
                 f"{str(source)!r} cannot be sent under this name",
@@ -273,23 +281,23 @@ def _listed(key: str, place: Path) -> LocalFiles:
                 hint=f"rename it: printable characters, and {MAX_UPLOAD_PATH_BYTES} bytes with its"
                 " directories",
             )
-    return LocalFiles(key, place, named)
+    return LocalFiles(key, place, source_by_path)
 
 
-def _of_model(place: Path) -> Iterator[Path]:
+def _model_files(place: Path) -> Iterator[Path]:
     """Yield the files of a model that programs read, and those of the anchor in it."""
     for path in (*sorted(place.iterdir()), *sorted(place.glob("anchor/*"))):
         if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".") and path.is_file():
             yield path
 
 
-def _of_folder(key: str, place: Path) -> Iterator[Path]:
+def _folder_files(key: str, place: Path) -> Iterator[Path]:
     """Yield the files below a directory; links to files are followed, hidden files left out."""
     for path in sorted(place.iterdir()):
         if path.name.startswith("."):
             continue
         if path.is_dir() and not path.is_symlink():
-            yield from _of_folder(key, path)
+            yield from _folder_files(key, path)
         elif path.is_file():
             yield path
         else:

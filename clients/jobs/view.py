@@ -48,10 +48,10 @@ class JobView:
     def _add_step(self, event: JobEvent) -> None:
         self.metrics.update(event.metrics)
         self._clock.append((event.step, event.time))
-        if found := kl_of(event.metrics):
-            self.kl_history.append(found[1])
-        if held_out := evaluation(event.metrics):
-            self.evaluations.append((event.step, held_out))
+        if labelled_kl := kl_of(event.metrics):
+            self.kl_history.append(labelled_kl[1])
+        if held_out_metrics := evaluation(event.metrics):
+            self.evaluations.append((event.step, held_out_metrics))
 
     @property
     def seconds_left(self) -> float | None:
@@ -59,30 +59,32 @@ class JobView:
         clock = list(self._clock)  # a copy, because a live display reads it from another thread
         if len(clock) < 2 or self.state is not JobState.RUNNING:
             return None
-        (first, began), (last, now) = clock[0], clock[-1]
-        if last <= first or now <= began:
+        (first_step, first_time), (last_step, last_time) = clock[0], clock[-1]
+        if last_step <= first_step or last_time <= first_time:
             return None
-        return (now - began) / (last - first) * max(self.max_steps - last, 0)
+        return (
+            (last_time - first_time) / (last_step - first_step) * max(self.max_steps - last_step, 0)
+        )
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, text) pairs of the newest step, ready to print."""
-        known = self.metrics
-        shown = [
-            (label, f"{known[name]:{spec}}")
+        metrics = self.metrics
+        texts = [
+            (label, f"{metrics[name]:{spec}}")
             for label, name, spec in (
                 ("loss", "loss", ".4g"),
                 *((label, name, ".4g") for label, name in KL.items()),
                 ("tok/s", "tokens_per_sec", ".0f"),
             )
-            if name in known
+            if name in metrics
         ]
-        if "bytes" in known:
-            shown.append(("stored", size(known["bytes"])))
-        if known.get("time/step") and "time/teacher_wait" in known:
-            shown.append(("wait", f"{known['time/teacher_wait'] / known['time/step']:.0%}"))
+        if "bytes" in metrics:
+            texts.append(("stored", size(metrics["bytes"])))
+        if metrics.get("time/step") and "time/teacher_wait" in metrics:
+            texts.append(("wait", f"{metrics['time/teacher_wait'] / metrics['time/step']:.0%}"))
         if self.seconds_left is not None:
-            shown.append(("eta", duration(self.seconds_left)))
-        return shown
+            texts.append(("eta", duration(self.seconds_left)))
+        return texts
 
 
 def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
@@ -103,7 +105,8 @@ def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True
     """Draw a history in at most `width` characters, each the mean of an equal part of it."""
     size = max(1, len(history) / width)
     parts = (
-        history[int(i * size) : int((i + 1) * size)] for i in range(round(len(history) / size))
+        history[int(index * size) : int((index + 1) * size)]
+        for index in range(round(len(history) / size))
     )
     values = [sum(part) / len(part) for part in parts]
     levels = "".join(map(chr, range(0x2581, 0x2589))) if unicode else "_.-~=+*#"
@@ -125,10 +128,10 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format a number of seconds, such as `42s`, `3m20s` or `2h05m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
+    total_seconds = round(seconds)
+    if total_seconds < 60:
+        return f"{total_seconds}s"
+    minutes, remaining_seconds = divmod(total_seconds, 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02}s"
+        return f"{minutes}m{remaining_seconds:02}s"
     return f"{minutes // 60}h{minutes % 60:02}m"

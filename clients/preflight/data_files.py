@@ -33,11 +33,11 @@ Columns: TypeAlias = tuple[tuple[str, str], ...]
 # The first records of a file.
 Records: TypeAlias = Sequence[Mapping[str, Any]]
 
-_MOST_RECORDS = 8
-# Bytes that are read in search of the first records. A longer line is not parsed.
-_MOST_BYTES = 1 << 20
-# Suffixes of files that no hub id has: such a name is refused even if there is no such file.
-_OTHER_SUFFIXES = (".csv", ".tsv", ".json", ".txt", ".xlsx")
+_MAX_RECORDS = 8
+# Bytes that are read to find the first records. A longer line is not parsed.
+_MAX_BYTES = 1 << 20
+# File suffixes that no hub id has: such a name is refused even if the file does not exist.
+_REFUSED_SUFFIXES = (".csv", ".tsv", ".json", ".txt", ".xlsx")
 _PARQUET_MAGIC = b"PAR1"
 # Calls of the package `datasets` that read other formats.
 _READERS = {".csv": "from_csv", ".json": "from_json", ".txt": "from_text"}
@@ -65,16 +65,16 @@ def check_data(config: AnyJob) -> None:
     A file is refused if its format is not .jsonl or .parquet, if it has no records, or if a column
     is in none of its first records. Never blocks on a pipe.
     """
-    for expected in data_files(config):
-        if not is_object_url(expected.path):
-            check_file(expected)
+    for data_file in data_files(config):
+        if not is_object_url(data_file.path):
+            check_file(data_file)
 
 
 def data_files(config: AnyJob) -> Iterator[Expected]:
     """Yield the data files and hub data sets that the job's program will read."""
     match config:
         case CaptureJob():
-            yield _captured(config)
+            yield _capture_file(config)
         case OfflineJob():
             if config.eval.metric != "none" and config.data.eval_prompts is not None:
                 path = config.data.eval_prompts
@@ -85,48 +85,50 @@ def data_files(config: AnyJob) -> Iterator[Expected]:
                 yield expected_prompts("data.path", config.data.path, config.data, answers=answers)
         case OnPolicyJob() | RLJob() | SFTJob():
             if config.data is not None:
-                yield from _prompts(config, config.data)
-            searched = config.environment if isinstance(config, RLJob) else None
-            if searched is not None and not searched.remote:
-                passages = (("environment.retriever", _PASSAGES),)
-                yield Expected("environment.retriever", searched.retriever, passages)
+                yield from _prompt_files(config, config.data)
+            search_environment = config.environment if isinstance(config, RLJob) else None
+            if search_environment is not None and not search_environment.remote:
+                passage_columns = (("environment.retriever", _PASSAGES),)
+                yield Expected(
+                    "environment.retriever", search_environment.retriever, passage_columns
+                )
         case _:
             assert_never(config)
 
 
-def check_file(expected: Expected) -> None:
+def check_file(data_file: Expected) -> None:
     """Check one data file, as `check_data` does; hub ids and directories are not checked."""
-    path = Path(expected.path)
+    path = Path(data_file.path)
     try:
         if path.suffix not in FILE_SUFFIXES:
-            if path.suffix in _OTHER_SUFFIXES or path.is_file():
-                raise _unknown_format(expected)
+            if path.suffix in _REFUSED_SUFFIXES or path.is_file():
+                raise _unknown_format_error(data_file)
             return
         with open_regular(path) as file:
-            read = _json_start if path.suffix == ".jsonl" else _parquet_start
-            found, records = read(file, expected)
+            read_start = _read_json_start if path.suffix == ".jsonl" else _read_parquet_start
+            columns, records = read_start(file, data_file)
     except OSError as error:
         raise InvalidInput(
-            f"cannot read {expected.path}: {error.strerror or error}",
-            field=expected.field,
+            f"cannot read {data_file.path}: {error.strerror or error}",
+            field=data_file.field,
             hint="give a regular file that the job's program may read",
         ) from error
-    for key, column in expected.columns:
-        if found and column not in found:
+    for key, column in data_file.columns:
+        if columns and column not in columns:
             raise InvalidInput(
-                f"{expected.path} has no column {column!r}; the data has the"
-                f" column{'s' * (len(found) > 1)} {', '.join(found)}",
+                f"{data_file.path} has no column {column!r}; the data has the"
+                f" column{'s' * (len(columns) > 1)} {', '.join(columns)}",
                 field=key,
-                hint=_remedy(key, column, expected.field),
+                hint=_column_hint(key, column, data_file.field),
             )
-    if expected.check is not None:
-        expected.check(records)
+    if data_file.check is not None:
+        data_file.check(records)
 
 
-def _remedy(key: str, column: str, file: str) -> str:
+def _column_hint(key: str, column: str, file_key: str) -> str:
     if key.endswith(".context"):
         return "name one of them in it"
-    return f"rename a column to {column!r}" if key == file else f"set {key} to one of them"
+    return f"rename a column to {column!r}" if key == file_key else f"set {key} to one of them"
 
 
 def expected_prompts(
@@ -138,22 +140,22 @@ def expected_prompts(
     learned: bool = False,
     more: Columns = (),
 ) -> Expected:
-    """Return what a file of prompts must hold.
+    """Return a file of prompts with the columns that it must have.
 
     `answers`: reference answers too. The reference of a conversation is its last message if that is
     the assistant's, so the column of answers may be missing. `learned`: answers that are learned or
-    captured, which are always messages of a conversation. `more`: columns besides those of the
-    prompt.
+    captured, which are always messages of a conversation. `more`: columns in addition to those of
+    the prompt.
     """
-    conversations = data.prompt_format.messages_column
-    if conversations is None:
+    messages_column = data.prompt_format.messages_column
+    if messages_column is None:
         columns: Columns = (("data.prompt_column", data.prompt_column),)
         columns += (("data.answer_column", data.answer_column),) if answers else ()
     else:
-        columns = (("data.messages_column", conversations),)
+        columns = (("data.messages_column", messages_column),)
 
-    if (images := data.prompt_format.image_column) is not None:
-        columns += (("data.image_column", images),)
+    if (image_column := data.prompt_format.image_column) is not None:
+        columns += (("data.image_column", image_column),)
 
     def check(records: Records) -> None:
         check_first_prompts(path, data, records, answers=answers, learned=learned)
@@ -173,22 +175,22 @@ def check_first_prompts(
 
     `records`: the first ones of the file `path`. A record without the column is not refused here.
     """
-    answered = False
-    form, weights = data.prompt_format, getattr(data, "weight_column", None)
-    conversations = form.messages_column
+    has_answer = False
+    prompt_format, weight_column = data.prompt_format, getattr(data, "weight_column", None)
+    messages_column = prompt_format.messages_column
     for number, record in enumerate(records, 1):
-        where = f"row {number} of {path}"
-        if weights is not None and weights in record:
-            weight_of(record, weights, where)
-        if form.image_column is not None and form.image_column in record:
-            for image in images_of(record, form.image_column, where):
+        location = f"row {number} of {path}"
+        if weight_column is not None and weight_column in record:
+            weight_of(record, weight_column, location)
+        if prompt_format.image_column is not None and prompt_format.image_column in record:
+            for image in images_of(record, prompt_format.image_column, location):
                 if isinstance(image, str):
-                    image_file(Path(path).parent, image, where)
-        answered |= not learned and record.get(data.answer_column) is not None
-        if conversations in record:
-            found = form.conversation(record, where)
-            answered |= (found.up_to_answer() if learned else found).is_answered
-    if conversations is None or not records or answered:
+                    image_file(Path(path).parent, image, location)
+        has_answer |= not learned and record.get(data.answer_column) is not None
+        if messages_column in record:
+            conversation = prompt_format.conversation(record, location)
+            has_answer |= (conversation.up_to_answer() if learned else conversation).is_answered
+    if messages_column is None or not records or has_answer:
         return
     if learned:
         raise InvalidInput(
@@ -212,88 +214,104 @@ def needs_reference(reward: RewardConfig | None) -> bool:
     return reward.type != "regex" or re.compile(reward.pattern or "").groups > 0
 
 
-def _prompts(job: OnPolicyJob | RLJob | SFTJob, data: DataConfig) -> Iterator[Expected]:
-    rewarded = isinstance(job, RLJob) and needs_reference(job.reward)
-    learned = isinstance(job, SFTJob)
-    taught = isinstance(job, OnPolicyJob) and bool(job.teachers)
-    teacher: Columns = (("data.teacher_column", data.teacher_column),) if taught else ()
+def _prompt_files(job: OnPolicyJob | RLJob | SFTJob, data: DataConfig) -> Iterator[Expected]:
+    reward_needs_answers = isinstance(job, RLJob) and needs_reference(job.reward)
+    learns_answers = isinstance(job, SFTJob)
+    has_several_teachers = isinstance(job, OnPolicyJob) and bool(job.teachers)
+    teacher_columns: Columns = (
+        (("data.teacher_column", data.teacher_column),) if has_several_teachers else ()
+    )
     if isinstance(job, OnPolicyJob):
-        teacher += _of_context("teacher.context", job.teacher.context)
+        teacher_columns += _context_columns("teacher.context", job.teacher.context)
     elif isinstance(job, RLJob):
-        teacher += _of_context("anchor.context", job.anchor.context)
-    weight: Columns = ()
+        teacher_columns += _context_columns("anchor.context", job.anchor.context)
+    weight_columns: Columns = ()
     if data.weight_column is not None:
-        weight = (("data.weight_column", data.weight_column),)
-    examined = job.eval.metric != "none"
+        weight_columns = (("data.weight_column", data.weight_column),)
+    is_evaluated = job.eval.metric != "none"
     for field, path in data.training_paths:
-        aside = field == "data.path" and data.eval_path is None
-        answers = learned or rewarded or (examined and aside)
+        is_held_out_source = field == "data.path" and data.eval_path is None
+        needs_answers = (
+            learns_answers or reward_needs_answers or (is_evaluated and is_held_out_source)
+        )
         yield expected_prompts(
-            field, path, data, answers=answers, learned=learned, more=teacher + weight
+            field,
+            path,
+            data,
+            answers=needs_answers,
+            learned=learns_answers,
+            more=teacher_columns + weight_columns,
         )
     if data.eval_path is not None:
-        answers = learned or rewarded or examined
+        needs_answers = learns_answers or reward_needs_answers or is_evaluated
         field, path = "data.eval_path", data.eval_path
         yield expected_prompts(
-            field, path, data.without_weights(), answers=answers, learned=learned, more=teacher
+            field,
+            path,
+            data.without_weights(),
+            answers=needs_answers,
+            learned=learns_answers,
+            more=teacher_columns,
         )
 
 
-def _of_context(key: str, context: str | None) -> Columns:
+def _context_columns(key: str, context: str | None) -> Columns:
     return tuple((key, column) for column in columns_named(context or ""))
 
 
-def _captured(job: CaptureJob) -> Expected:
-    data, more = job.data, _of_context("teacher.context", job.teacher.context)
-    text = (("data.text_column", data.text_column),)
+def _capture_file(job: CaptureJob) -> Expected:
+    data, context_columns = job.data, _context_columns("teacher.context", job.teacher.context)
+    text_columns = (("data.text_column", data.text_column),)
     if data.form == "text":
-        return Expected("data.path", data.path, text + more)
-    # What is scored is chosen as what a fine-tuning job learns.
-    return expected_prompts("data.path", data.path, data, answers=True, learned=True, more=more)
+        return Expected("data.path", data.path, text_columns + context_columns)
+    # A capture scores the tokens that a fine-tuning job would learn.
+    return expected_prompts(
+        "data.path", data.path, data, answers=True, learned=True, more=context_columns
+    )
 
 
-def _unknown_format(expected: Expected) -> InvalidInput:
-    path = Path(expected.path)
+def _unknown_format_error(data_file: Expected) -> InvalidInput:
+    path = Path(data_file.path)
     reader = _READERS.get(path.suffix)
-    made = str(path.with_suffix(".jsonl"))
-    call = f"import datasets as d; d.Dataset.{reader}({str(path)!r}).to_json({made!r})"
+    converted_path = str(path.with_suffix(".jsonl"))
+    call = f"import datasets as d; d.Dataset.{reader}({str(path)!r}).to_json({converted_path!r})"
     return InvalidInput(
-        f"{expected.path} is neither a .jsonl nor a .parquet file, the two formats that are read",
-        field=expected.field,
+        f"{data_file.path} is neither a .jsonl nor a .parquet file, the two formats that are read",
+        field=data_file.field,
         hint=f'convert it: python -c "{call}"' if reader else "convert it to one of them",
     )
 
 
-def _json_start(file: BinaryIO, expected: Expected) -> tuple[list[str], Records]:
-    """Return the columns of the first records, and these; both empty if the line is very long."""
-    data = file.read(_MOST_BYTES)
-    if b"\0" in data[:4096] or data.startswith(_PARQUET_MAGIC):
+def _read_json_start(file: BinaryIO, data_file: Expected) -> tuple[list[str], Records]:
+    """Return the columns and the first records; both empty if the first line is very long."""
+    content = file.read(_MAX_BYTES)
+    if b"\0" in content[:4096] or content.startswith(_PARQUET_MAGIC):
         raise InvalidInput(
-            f"{expected.path} is a binary file, not JSON lines",
-            field=expected.field,
+            f"{data_file.path} is a binary file, not JSON lines",
+            field=data_file.field,
             hint="write one JSON object in each line, in UTF-8; a Parquet file ends in .parquet",
         )
-    lines = data.split(b"\n")
-    whole = len(data) < _MOST_BYTES
+    lines = content.split(b"\n")
+    is_complete = len(content) < _MAX_BYTES
     records: list[Mapping[str, Any]] = []
-    for number, line in enumerate(lines if whole else lines[:-1], 1):
-        record = record_in(line, f"{expected.path}:{number}", expected.field)
+    for number, line in enumerate(lines if is_complete else lines[:-1], 1):
+        record = record_in(line, f"{data_file.path}:{number}", data_file.field)
         if record is not None:
             records.append(record)
-        if len(records) == _MOST_RECORDS:
+        if len(records) == _MAX_RECORDS:
             break
-    if whole and not records:
-        raise _empty(expected)
+    if is_complete and not records:
+        raise _no_records_error(data_file)
     return list(dict.fromkeys(column for record in records for column in record)), records
 
 
-def _parquet_start(file: BinaryIO, expected: Expected) -> tuple[list[str], Records]:
-    """Return the columns of the schema, and the first records; both empty without pyarrow.
+def _read_parquet_start(file: BinaryIO, data_file: Expected) -> tuple[list[str], Records]:
+    """Return the columns of the schema and the first records; both empty without pyarrow.
 
     The records are read only if the job checks them.
     """
     if file.read(len(_PARQUET_MAGIC)) != _PARQUET_MAGIC:
-        raise _not_parquet(expected, "it does not start with PAR1")
+        raise _not_parquet_error(data_file, "it does not start with PAR1")
     try:
         import pyarrow
         import pyarrow.parquet
@@ -301,33 +319,39 @@ def _parquet_start(file: BinaryIO, expected: Expected) -> tuple[list[str], Recor
         return [], []
     file.seek(0)
     try:
-        found = pyarrow.parquet.ParquetFile(file)
+        parquet_file = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise _not_parquet(expected, (str(error).splitlines() or ["no footer"])[0]) from error
-    if not found.metadata.num_rows:
-        raise _empty(expected)
-    if expected.check is None:
-        return list(found.schema_arrow.names), []
+        raise _not_parquet_error(
+            data_file, (str(error).splitlines() or ["no footer"])[0]
+        ) from error
+    if not parquet_file.metadata.num_rows:
+        raise _no_records_error(data_file)
+    if data_file.check is None:
+        return list(parquet_file.schema_arrow.names), []
     try:
-        groups = range(found.metadata.num_row_groups)
-        filled = next(group for group in groups if found.metadata.row_group(group).num_rows)
-        first = next(found.iter_batches(batch_size=_MOST_RECORDS, row_groups=[filled]))
+        groups = range(parquet_file.metadata.num_row_groups)
+        group_with_rows = next(
+            group for group in groups if parquet_file.metadata.row_group(group).num_rows
+        )
+        batch = next(
+            parquet_file.iter_batches(batch_size=_MAX_RECORDS, row_groups=[group_with_rows])
+        )
     except (pyarrow.ArrowException, OSError) as error:
-        raise _not_parquet(expected, (str(error).splitlines() or ["damaged"])[0]) from error
-    return list(found.schema_arrow.names), first.to_pylist()
+        raise _not_parquet_error(data_file, (str(error).splitlines() or ["damaged"])[0]) from error
+    return list(parquet_file.schema_arrow.names), batch.to_pylist()
 
 
-def _not_parquet(expected: Expected, why: str) -> InvalidInput:
+def _not_parquet_error(data_file: Expected, problem: str) -> InvalidInput:
     return InvalidInput(
-        f"{expected.path} is not a Parquet file: {why.rstrip('.')}",
-        field=expected.field,
+        f"{data_file.path} is not a Parquet file: {problem.rstrip('.')}",
+        field=data_file.field,
         hint="write the file again; the name of a file of JSON lines ends in .jsonl",
     )
 
 
-def _empty(expected: Expected) -> InvalidInput:
+def _no_records_error(data_file: Expected) -> InvalidInput:
     return InvalidInput(
-        f"{expected.path} has no records",
-        field=expected.field,
+        f"{data_file.path} has no records",
+        field=data_file.field,
         hint="give a file with at least one record",
     )

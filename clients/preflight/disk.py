@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clients.config.kinds import AnyTraining, SamplingJob
 from clients.config.rl import RLJob
-from clients.config.tables.common import FEWEST_CHECKPOINTS
+from clients.config.tables.common import MIN_CHECKPOINTS
 from clients.data.regular_file import open_regular, read_document
 from clients.runs.directory import RunDirectory
 from clients.runs.memory_disk import has_room
@@ -18,9 +18,9 @@ from protos.errors import WrongState
 _FLOAT32, _BFLOAT16 = 4, 2
 # The weights and the two moments of AdamW, in sizes of the weights.
 _CHECKPOINT_COPIES = {"adamw": 3.0, "adamw_8bit": 1.5}
-# Most bytes of a safetensors header. A tensor takes about 100 bytes in it, so no real model has
+# Maximum bytes of a safetensors header. A tensor takes about 100 bytes in it, so no real model has
 # more.
-_MOST_HEADER_BYTES = 32 << 20
+_MAX_HEADER_BYTES = 32 << 20
 
 
 def check_space(config: AnyTraining, run: Path, *, here: bool = True) -> None:
@@ -35,39 +35,52 @@ def check_space(config: AnyTraining, run: Path, *, here: bool = True) -> None:
     It leaves out other jobs, logs, rows, adapters, a best checkpoint that is not among the newest,
     and students from the hub, whose size is unknown here.
     """
-    checkpoint, export = _sizes(config)
+    checkpoint_bytes, export_bytes = _file_sizes(config)
     saves = math.ceil(config.max_steps / config.checkpoint.every)
     # The oldest checkpoint is deleted only after the new one is complete.
-    most = min(saves, config.checkpoint.keep + 1)
-    files = max(most * checkpoint, min(saves, config.checkpoint.keep) * checkpoint + export)
-    versions, version = _versions(config, here=here)
-    needed = files + versions * version
-    there = next(path for path in (run, *run.parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
-    if needed <= free or needed - _kept(RunDirectory(run)) <= free:
+    max_checkpoints = min(saves, config.checkpoint.keep + 1)
+    file_bytes = max(
+        max_checkpoints * checkpoint_bytes,
+        min(saves, config.checkpoint.keep) * checkpoint_bytes + export_bytes,
+    )
+    version_count, version_bytes = _count_versions(config, here=here)
+    needed_bytes = file_bytes + version_count * version_bytes
+    existing_directory = next(path for path in (run, *run.parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(existing_directory).free
+    if (
+        needed_bytes <= free_bytes
+        or needed_bytes - _replaceable_bytes(RunDirectory(run)) <= free_bytes
+    ):
         return
-    told = f"{most} checkpoints of {_gb(checkpoint)} at a time, and an export of {_gb(export)}"
-    if versions:
-        told += f", and {versions} versions of the weights of {_gb(version)} for rollout engines"
+    parts = (
+        f"{max_checkpoints} checkpoints of {_format_gb(checkpoint_bytes)} at a time, and an export"
+        f" of {_format_gb(export_bytes)}"
+    )
+    if version_count:
+        parts += (
+            f", and {version_count} versions of the weights of {_format_gb(version_bytes)} for"
+            " rollout engines"
+        )
     raise WrongState(
-        f"the job needs {_gb(needed)} of disk space, but only {_gb(free)} are free: {told}",
-        **_remedy(config, by_versions=versions > 0 and files <= free),
+        f"the job needs {_format_gb(needed_bytes)} of disk space, but only"
+        f" {_format_gb(free_bytes)} are free: {parts}",
+        **_field_and_hint(config, by_versions=version_count > 0 and file_bytes <= free_bytes),
     )
 
 
-def _remedy(config: AnyTraining, *, by_versions: bool) -> dict[str, str]:
-    """Return field and hint. `by_versions`: without the versions of the weights, all would fit."""
+def _field_and_hint(config: AnyTraining, *, by_versions: bool) -> dict[str, str]:
+    """Return field and hint. `by_versions`: only the versions of the weights exceed the space."""
     if by_versions:
         memory = "free disk space, or enlarge /dev/shm, where they are if it has room"
         return {"field": "rollouts.lag", "hint": f"lower it, {memory}"}
-    if config.checkpoint.keep > FEWEST_CHECKPOINTS:
+    if config.checkpoint.keep > MIN_CHECKPOINTS:
         return {"field": "checkpoint.keep", "hint": "lower it, or free disk space"}
     hint = "free disk space: checkpoint.keep is at its minimum"
     return {"field": "checkpoint.keep", "hint": hint}
 
 
-def _versions(config: AnyTraining, *, here: bool) -> tuple[int, int]:
-    """Return number and bytes of the versions of the weights that are in the run directory.
+def _count_versions(config: AnyTraining, *, here: bool) -> tuple[int, int]:
+    """Return the number of versions of the weights in the run directory, and the bytes of one.
 
     (0, 0) if they are in memory, or unknown here: on a cluster, or of a student with adapters.
     """
@@ -76,12 +89,14 @@ def _versions(config: AnyTraining, *, here: bool) -> tuple[int, int]:
     rollouts = config.rollouts
     if rollouts.in_trainer:
         return 0, 0
-    narrow = rollouts.engine == "vllm" and config.student.dtype != "float32"
-    each = (_BFLOAT16 if narrow else _FLOAT32) * parameters_of(Path(config.student.model))
+    is_bfloat16 = rollouts.engine == "vllm" and config.student.dtype != "float32"
+    version_bytes = (_BFLOAT16 if is_bfloat16 else _FLOAT32) * parameters_of(
+        Path(config.student.model)
+    )
     local = rollouts.address is None
-    if local and has_room((rollouts.versions + 1) * each):
+    if local and has_room((rollouts.versions + 1) * version_bytes):
         return 0, 0
-    return rollouts.versions, each
+    return rollouts.versions, version_bytes
 
 
 def parameters_of(model: Path) -> int:
@@ -95,7 +110,7 @@ def parameters_of(model: Path) -> int:
         return 0
 
 
-def _sizes(config: AnyTraining) -> tuple[int, int]:
+def _file_sizes(config: AnyTraining) -> tuple[int, int]:
     """Return the bytes of a checkpoint and of the export."""
     weights = _FLOAT32 * parameters_of(Path(config.student.model))
     anchored = weights if isinstance(config, RLJob) and config.method.beta else 0
@@ -118,18 +133,18 @@ def _weight_files(model: Path) -> set[str]:
 def _parameters_in(file: Path) -> int:
     with open_regular(file) as opened:
         size = int.from_bytes(opened.read(8), "little")
-        if size > _MOST_HEADER_BYTES:
+        if size > _MAX_HEADER_BYTES:
             raise ValueError(f"{file} has no valid safetensors header")
         header = json.loads(opened.read(size))
     return sum(math.prod(facts["shape"]) for name, facts in header.items() if name[:2] != "__")
 
 
-def _kept(run: RunDirectory) -> int:
-    """Return the bytes of the files that earlier attempts have written, and this one replaces."""
-    made = (run.checkpoints, run.export, run.weights)
-    files = (file for directory in made for file in directory.rglob("*"))
+def _replaceable_bytes(run: RunDirectory) -> int:
+    """Return the bytes of the files of earlier attempts, which this attempt replaces."""
+    directories = (run.checkpoints, run.export, run.weights)
+    files = (file for directory in directories for file in directory.rglob("*"))
     return sum(file.lstat().st_size for file in files if not file.is_dir())
 
 
-def _gb(count: int) -> str:
+def _format_gb(count: int) -> str:
     return f"{count / 1e9:.3g} GB"

@@ -14,7 +14,7 @@ from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob, AnyTraining, SamplingJob
 from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig, TrainingJob
-from clients.data.object_urls import is_object_url, place_of, shown
+from clients.data.object_urls import is_object_url, place_of, redact_place
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.chat_template import check_template
 from clients.preflight.context_parallel import check_context_parallel
@@ -31,15 +31,17 @@ from protos.errors import InvalidInput
 _ON_DISK = frozenset(
     {"teacher.model", "teacher.tokenizer", "data.tokenizer", "data.image_folder", "reward.file"}
 )
-RELATIVE = "relative paths start at the current directory"
+RELATIVE_PATH_HINT = "relative paths start at the current directory"
 
 
-def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, here: bool = True) -> None:
+def check_here(
+    config: AnyJob, run: Path, *, hint: str = RELATIVE_PATH_HINT, here: bool = True
+) -> None:
     """Check the packages, files, data, trackers, GPUs, disk space and store of a job.
 
     `run` is the run directory, or the directory in which it will be made. `hint` is the hint of
     errors about missing files. `here` is false if the job's program runs on other machines (of a
-    Ray cluster): then this one needs neither its packages nor its GPUs.
+    Ray cluster): then this machine needs neither its packages nor its GPUs.
 
     Raises InvalidInput, WrongState, or another DistillError of the first check that fails.
     """
@@ -67,33 +69,35 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, here: bool = 
         captured_store_of(config)
 
 
-def check_files(config: AnyJob, hint: str = RELATIVE) -> None:
+def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
     """Raise InvalidInput if a file or directory that the job names does not exist.
 
     Only names that must be paths are checked: with a file suffix, a leading "/", "./", "../" or
-    "~", or more than one "/". Any other name may be a hub id. What is at a URL is looked for by the
-    job's program, with its credentials.
+    "~", or more than one "/". Any other name may be a hub id. Of a URL only the form is checked:
+    the job's program, which has the credentials, looks for the object.
     """
     for key, url in named_urls(config):
         _check_url(key, url)
     for key, name in named_files(config):
-        file = name.endswith((*FILE_SUFFIXES, ".py"))
+        has_suffix = name.endswith((*FILE_SUFFIXES, ".py"))
         # A hub id has at most one slash and no NUL character.
-        local = file or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-        local = local or "\0" in name
+        is_local = has_suffix or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+        is_local = is_local or "\0" in name
         try:
-            there = Path(name).is_file() if file else Path(name).exists()
+            exists = Path(name).is_file() if has_suffix else Path(name).exists()
         except OSError as error:  # the name is too long, or a directory is not readable
-            what = f"cannot access {name}: {error.strerror}"
-            raise InvalidInput(what, field=key, hint=hint) from error
-        if local and not there:
+            problem = f"cannot access {name}: {error.strerror}"
+            raise InvalidInput(problem, field=key, hint=hint) from error
+        if is_local and not exists:
             raise InvalidInput(f"no such file: {name}", field=key, hint=hint)
 
 
 def _check_url(key: str, url: str) -> None:
     if key in _ON_DISK:
         raise InvalidInput(
-            f"is not read from an object storage: {shown(url)}", field=key, hint="copy it to a disk"
+            f"is not read from an object storage: {redact_place(url)}",
+            field=key,
+            hint="copy it to a disk",
         )
     try:
         place_of(url)

@@ -1,8 +1,9 @@
 """The memory of one process of a training job, computed from the sizes of the student.
 
 A process holds weights, optimizer state and anchor all the time. Beside them, each stage of a step
-needs memory of its own: sampling, scoring, learning, the optimizer. The peak is that of the stage
-that needs most. `docs/training.md` explains each line, `benchmarks/memory_plan.py` measures them.
+needs additional memory: sampling, scoring, learning, the optimizer. The peak is that of the stage
+with the largest need. `docs/training.md` explains each line, `benchmarks/memory_plan.py` measures
+them.
 
 Left out: loading, memory outside PyTorch (CUDA context, NCCL: about 1 GiB), and fragmentation.
 """
@@ -19,9 +20,9 @@ FLOAT32, BFLOAT16 = 4, 2
 _CHUNKS = {"cuda": (640 << 20, 1024), "cpu": (64 << 20, 128)}
 # Bytes per vocabulary entry of a sequence in one sampling step, most of them float64 running sums.
 _SAMPLING_BYTES = 48
-# Numbers that share a float32 scale in a moment of 8 bits, and the fewest of a weight with such
+# Values that share a float32 scale in an 8-bit moment, and the minimum size of a weight with such
 # moments: `student_trainer/checkpoints/optimizer_state.py`.
-_BLOCK, _FEWEST = 64, 4096
+_MOMENT_BLOCK, _MIN_8BIT_WEIGHTS = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ class Load:
         layer = self.shape.linear_modules
         if self.lora:
             pairs = [((self.lora, inside), (out, self.lora)) for inside, out in layer]
-            found = [matrix for pair in pairs for matrix in pair] * self.shape.layers
+            shapes = [matrix for pair in pairs for matrix in pair] * self.shape.layers
         else:
-            found = [(out, inside) for inside, out in layer] * self.shape.layers
+            shapes = [(out, inside) for inside, out in layer] * self.shape.layers
         table = (self.shape.vocabulary, self.shape.hidden)
-        return found + [table] * (self.trained_root // self.shape.table_weights)
+        return shapes + [table] * (self.trained_root // self.shape.table_weights)
 
     @property
     def frozen(self) -> int:
@@ -131,8 +132,8 @@ class Load:
         return FLOAT32 if trained else self.itemsize
 
 
-def held(load: Load) -> dict[str, int]:
-    """Return the bytes that a process holds on its GPU between two updates.
+def resident_bytes(load: Load) -> dict[str, int]:
+    """Return the bytes, by part, that a process holds on its GPU between two updates.
 
     float32 weights, AdamW's two moments and the anchor, divided by the shards; frozen weights in
     the dtype of the computation. The moments are float32, or in 8 bits with a scale per block. DDP
@@ -141,42 +142,50 @@ def held(load: Load) -> dict[str, int]:
     """
     buffers = 0 if load.sharded or load.processes == 1 else FLOAT32 * load.trained
     return {
-        **{name: count * (not load.cpu_offload) for name, count in shares(load).items()},
+        **{name: count * (not load.cpu_offload) for name, count in share_bytes(load).items()},
         "critic": 4 * FLOAT32 * (load.shape.hidden + 1) * bool(load.critic_tokens),
         "DDP buckets": buffers,
         "rollout engine": 0 if load.engine_sleeps else load.engine,
     }
 
 
-def shares(load: Load) -> dict[str, int]:
+def share_bytes(load: Load) -> dict[str, int]:
     """Return the bytes of a process's weights, optimizer state and anchor, on GPU or host."""
     trained, shards = load.trained, load.shards
     return {
         "weights": (FLOAT32 * trained + load.itemsize * load.frozen) // shards,
-        "optimizer": _moments(load) // shards,
+        "optimizer": _moment_bytes(load) // shards,
         "anchor": FLOAT32 * trained // shards * load.anchor,
     }
 
 
-def on_host(load: Load) -> int:
-    """Return the most bytes of host memory that a process needs for its shares; 0: none there."""
+def host_bytes(load: Load) -> int:
+    """Return the peak host memory of a process, in bytes; 0 without CPU offload."""
     gradients = FLOAT32 * load.trained // load.shards
-    return (sum(shares(load).values()) + gradients) * load.cpu_offload
+    return (sum(share_bytes(load).values()) + gradients) * load.cpu_offload
 
 
-def _gradients(load: Load) -> int:
-    """Return the bytes of gradients on a GPU; offloaded ones leave it layer by layer."""
+def _gradient_bytes(load: Load) -> int:
+    """Return the bytes of gradients on a GPU; with CPU offload, of one layer at a time."""
     on_gpu = max(load.trained_layer, load.trained_root) if load.cpu_offload else load.trained
     return FLOAT32 * on_gpu // load.shards
 
 
-def _moments(load: Load) -> int:
+def _moment_bytes(load: Load) -> int:
     """Return the bytes of AdamW's two moments of all trainable weights."""
-    narrow = 0
+    narrow_weights = 0
     if load.narrow_moments:
-        sizes = [(rows * length, length) for rows, length in load.trained_matrices]
-        narrow = sum(of for of, length in sizes if of >= _FEWEST and length % _BLOCK == 0)
-    return 2 * (FLOAT32 * (load.trained - narrow) + narrow + FLOAT32 * narrow // _BLOCK)
+        matrices = [(rows * length, length) for rows, length in load.trained_matrices]
+        narrow_weights = sum(
+            weights
+            for weights, length in matrices
+            if weights >= _MIN_8BIT_WEIGHTS and length % _MOMENT_BLOCK == 0
+        )
+    return 2 * (
+        FLOAT32 * (load.trained - narrow_weights)
+        + narrow_weights
+        + FLOAT32 * narrow_weights // _MOMENT_BLOCK
+    )
 
 
 def saved_per_token(load: Load) -> int:
@@ -192,24 +201,24 @@ def saved_per_token(load: Load) -> int:
         norm += FLOAT32 * h  # normalised: its weight learns
     # q, k and v read one norm, gate and up the other. Under autocast each has a copy of its own,
     # but not beside adapters that FSDP2 gathers in bfloat16: peft then casts no input.
-    own = load.bf16 and not (load.lora and load.sharded)
-    copies = 5 * h if own else 2 * h
+    has_copies = load.bf16 and not (load.lora and load.sharded)
+    copies = 5 * h if has_copies else 2 * h
     attention = c * (q + 2 * k + q) + FLOAT32 * s.heads  # q, k, v, output, log-sum-exp
     if (group := load.context_parallel) > 1:
-        # The output once more, for own tokens; repeated heads, so that each process has as many.
+        # A second output, for the process's own tokens; key-value heads repeated to an equal share.
         attention += c * (q + 2 * k * (group // math.gcd(s.kv_heads, group) - 1))
-    if load.lora and own:
-        copies += q  # of the output projection's input, beside the output itself
+    if load.lora and has_copies:
+        copies += q  # bfloat16 copy of the output projection's input
     mlp = c * 4 * i  # gate, its activation, up, their product
     saved = 2 * norm + c * copies + attention + mlp + c * len(s.linear_modules) * load.lora
     if s.query_norm:
         saved += FLOAT32 * (q + k + s.heads + s.kv_heads)
         saved += 0 if load.lora else c * (q + k)
-    return saved + _math_attention(load)
+    return saved + _math_attention_per_token(load)
 
 
 def products_per_token(load: Load) -> int:
-    """Return the bytes per token of a layer's matrix products and attention: selective keeps them.
+    """Return the bytes per token of the matrix products and attention that "selective" saves.
 
     Queries, keys, values, attention with its log-sum-exp, its projection, and the three of the MLP.
     """
@@ -219,11 +228,11 @@ def products_per_token(load: Load) -> int:
     return load.itemsize * (outputs + adapters) + FLOAT32 * s.heads + lora
 
 
-def _math_attention(load: Load) -> int:
-    """Return the bytes per token that attention saves beside q, k, v and output.
+def _math_attention_per_token(load: Load) -> int:
+    """Return the bytes per token that the math kernel of attention saves beside q, k, v, output.
 
-    Only the flash kernels take grouped heads, and they take no float32. A GPU then multiplies
-    whole matrices of scores [heads, line], and expands keys and values to all heads.
+    Only the flash kernels support grouped heads, and they do not support float32. In float32 a GPU
+    computes full matrices of scores [heads, line], and expands keys and values to all heads.
     """
     s = load.part
     if not load.cuda or load.bf16 or s.heads == s.kv_heads:
@@ -231,10 +240,10 @@ def _math_attention(load: Load) -> int:
     return FLOAT32 * (s.heads * load.line + 2 * s.queries)
 
 
-def activations(load: Load) -> int:
-    """Return the bytes that are saved for the backward pass at the end of the forward pass.
+def activation_bytes(load: Load) -> int:
+    """Return the bytes saved for the backward pass at the end of the forward pass.
 
-    Of a layer that recomputes its activations: its input, and if selective its matrix products.
+    A layer that recomputes its activations saves its input, and if selective its matrix products.
     """
     s, policy = load.shape, load.checkpointing
     input_ = load.residual * s.hidden
@@ -243,102 +252,102 @@ def activations(load: Load) -> int:
     else:
         recomputed = math.ceil(s.layers / int(policy)) if policy else 0
         saved = recomputed * input_ + (s.layers - recomputed) * saved_per_token(load)
-    last = FLOAT32 * (s.hidden + 1) * (1 if load.lora else 2)  # the norm before the head
-    return load.tokens * (saved + last)
+    final_norm = FLOAT32 * (s.hidden + 1) * (1 if load.lora else 2)  # the norm before the head
+    return load.tokens * (saved + final_norm)
 
 
-def head(load: Load, *, learns: bool) -> int:
+def head_bytes(load: Load, *, learns: bool) -> int:
     """Return the bytes of the fused operator: a chunk of logits, weight copies, gradients."""
     s, c, bf16 = load.shape, load.itemsize, load.bf16
-    size, least = _CHUNKS["cuda" if load.cuda else "cpu"]
-    rows = min(max(least, size // (FLOAT32 * s.vocabulary)), load.tokens)
-    found = rows * s.vocabulary * FLOAT32
+    size, min_rows = _CHUNKS["cuda" if load.cuda else "cpu"]
+    rows = min(max(min_rows, size // (FLOAT32 * s.vocabulary)), load.tokens)
+    total_bytes = rows * s.vocabulary * FLOAT32
     if bf16 and (learns or not load.cuda):
         # A GPU's gradient of the logits; a CPU's product, before it becomes float32.
-        found += rows * s.vocabulary * BFLOAT16
+        total_bytes += rows * s.vocabulary * BFLOAT16
     if bf16 and (not load.lora or load.train_head):
-        found += BFLOAT16 * s.table_weights
+        total_bytes += BFLOAT16 * s.table_weights
     if learns and load.trains_head:
-        found += FLOAT32 * s.table_weights
+        total_bytes += FLOAT32 * s.table_weights
         if bf16 and not load.cuda:
-            found += BFLOAT16 * s.table_weights  # one chunk's product
+            total_bytes += BFLOAT16 * s.table_weights  # one chunk's product
     states = FLOAT32 + (BFLOAT16 if bf16 else 0) + (c if learns else 0)
-    return found + load.tokens * s.hidden * states
+    return total_bytes + load.tokens * s.hidden * states
 
 
-def learning(load: Load) -> dict[str, int]:
-    """Return the bytes that an update needs beside `held`, at the peak of its micro-batches."""
+def learning_bytes(load: Load) -> dict[str, int]:
+    """Return the bytes, by part, of an update beside the resident ones, at their peak."""
     s, c = load.part, load.itemsize
-    whole, load = load.tokens, replace(load, tokens=-(-load.tokens // load.context_parallel))
-    found = {"gradients": _gradients(load)}
+    all_tokens, load = load.tokens, replace(load, tokens=-(-load.tokens // load.context_parallel))
+    parts = {"gradients": _gradient_bytes(load)}
     if load.sharded:
-        found |= gathered_by_layer(load)
+        parts |= gathered_by_layer(load)
         # FSDP2 casts a layer's gradient.
-        found["gathered gradients"] = (c + FLOAT32) * load.trained_layer
-        found["gathered gradients"] += FLOAT32 * load.trained_root
+        parts["gathered gradients"] = (c + FLOAT32) * load.trained_layer
+        parts["gathered gradients"] += FLOAT32 * load.trained_root
     elif load.bf16:
         linear = load.trained_layer if load.lora else s.linear_weights
-        found["bfloat16 weights"] = BFLOAT16 * s.layers * linear
-    found["activations"] = activations(load)
-    at_loss = head(load, learns=True)
+        parts["bfloat16 weights"] = BFLOAT16 * s.layers * linear
+    parts["activations"] = activation_bytes(load)
+    at_loss = head_bytes(load, learns=True)
     # The backward pass of the MLP: two more tensors of its width, and the residual's gradient.
     backward = load.tokens * (2 * c * s.intermediate + load.residual * s.hidden)
-    backward += 3 * _math_attention(load) * load.tokens
+    backward += 3 * _math_attention_per_token(load) * load.tokens
     if load.checkpointing:  # the input of the layer is saved already
         backward += load.tokens * (saved_per_token(load) - load.residual * s.hidden)
     if load.checkpointing == "selective":
         backward -= load.tokens * products_per_token(load)
     if load.checkpointing is True:
-        backward -= found.get("bfloat16 weights", 0) * (s.layers - 1) // s.layers
+        backward -= parts.get("bfloat16 weights", 0) * (s.layers - 1) // s.layers
     at_peak = {"one layer": backward, "logits": at_loss}
-    if load.context_parallel > 1:  # of all tokens, until the end of the forward pass
-        at_peak["embeddings"] = load.residual * s.hidden * whole
+    if load.context_parallel > 1:  # kept until the end of the forward pass
+        at_peak["embeddings"] = load.residual * s.hidden * all_tokens
     widest = max(at_peak, key=at_peak.__getitem__)
-    found[widest] = at_peak[widest]
-    return found
+    parts[widest] = at_peak[widest]
+    return parts
 
 
-def optimizer(load: Load) -> dict[str, int]:
-    """Return the bytes that AdamW's step needs beside `held`.
+def optimizer_bytes(load: Load) -> dict[str, int]:
+    """Return the bytes, by part, that AdamW's step needs beside the resident ones.
 
     Moments in 8 bits are updated in float32, those of one weight at a time.
     """
     if load.cpu_offload:
         return {}
-    found = {"gradients": FLOAT32 * load.trained // load.shards}
+    parts = {"gradients": FLOAT32 * load.trained // load.shards}
     if load.narrow_moments:
         largest = max(rows * length for rows, length in load.trained_matrices)
-        found["temporary"] = 2 * FLOAT32 * largest // load.shards
-    return found
+        parts["temporary"] = 2 * FLOAT32 * largest // load.shards
+    return parts
 
 
 def gathered_by_layer(load: Load) -> dict[str, int]:
     """Return the bytes of the weights that FSDP2 gathers at a time for a pass."""
     s, c = load.part, load.itemsize
-    wide = c if load.lora else FLOAT32
-    layer = c * s.linear_weights + wide * s.other_weights
+    wide_itemsize = c if load.lora else FLOAT32
+    layer = c * s.linear_weights + wide_itemsize * s.other_weights
     layer += c * load.trained_layer if load.lora else 0
     # A layer is gathered before the one before it is freed.
-    return {"gathered weights": min(2, s.layers) * layer + wide * s.root_weights}
+    return {"gathered weights": min(2, s.layers) * layer + wide_itemsize * s.root_weights}
 
 
-def gathered(load: Load) -> dict[str, int]:
+def gathered_bytes(load: Load) -> dict[str, int]:
     """Return the bytes of the full weights of one process, for sampling."""
     s, c = load.shape, load.itemsize
     linear = s.layers * s.linear_weights
     if load.sharded:
         adapters = s.layers * load.trained_layer if load.lora else 0
-        others = load.shape.weights - linear
-        wide = c if load.lora else FLOAT32
-        return {"gathered weights": c * (linear + adapters) + wide * others}
+        other_weights = load.shape.weights - linear
+        wide_itemsize = c if load.lora else FLOAT32
+        return {"gathered weights": c * (linear + adapters) + wide_itemsize * other_weights}
     return {"bfloat16 weights": BFLOAT16 * linear} if load.bf16 and not load.lora else {}
 
 
-def _without_gradient(load: Load, tokens: int) -> int:
-    """Return the bytes of one layer's forward pass over `tokens` tokens: those of its MLP.
+def _inference_layer_bytes(load: Load, tokens: int) -> int:
+    """Return the bytes of one layer's forward pass without gradient: those of its MLP.
 
     Gate, up and their product; the residual, and two tensors of its norm, which is float32.
-    Adapters have an output besides, and read a float32 copy of a bfloat16 input.
+    Adapters add an output, and read a float32 copy of a bfloat16 input.
     """
     s, c = load.part, load.itemsize
     width, inputs = 3 * c * s.intermediate, load.residual + 2 * FLOAT32
@@ -348,53 +357,61 @@ def _without_gradient(load: Load, tokens: int) -> int:
     return tokens * (width + inputs * s.hidden)
 
 
-def sampling(load: Load) -> dict[str, int]:
-    """Return the bytes that sampling needs beside `held`; {} if the job samples nothing.
+def sampling_bytes(load: Load) -> dict[str, int]:
+    """Return the bytes, by part, of sampling beside the resident ones; {} if nothing is sampled.
 
-    A rollout engine that sleeps while the trainer learns needs its bytes here and in `scoring`.
+    A rollout engine that sleeps while the trainer learns counts here and in `scoring_bytes`.
     """
-    if awake := _awake(load):
+    if awake := _awake_engine(load):
         return awake
     if not load.sampled:
         return {}
     s, tokens = load.shape, load.sampled * load.sampled_line
     cache = 2 * load.itemsize * s.keys * tokens
-    found = gathered(load) | {"key-value cache": cache * s.layers}
+    parts = gathered_bytes(load) | {"key-value cache": cache * s.layers}
     table = BFLOAT16 * s.table_weights if load.bf16 and not load.lora else 0
     logits = load.sampled * s.vocabulary * _SAMPLING_BYTES + table
-    found["logits"] = logits
-    alone = replace(load, tensor_parallel=1)
-    read = _without_gradient(alone, load.sampled * load.sampled_prompt)
-    found["one layer"] = max(cache // 2, read)  # one layer at a time is extended by a copy
-    return found
+    parts["logits"] = logits
+    undivided_load = replace(load, tensor_parallel=1)
+    prefill = _inference_layer_bytes(undivided_load, load.sampled * load.sampled_prompt)
+    parts["one layer"] = max(cache // 2, prefill)  # the cache is extended by a copy, layer by layer
+    return parts
 
 
-def _awake(load: Load) -> dict[str, int]:
-    """Return the bytes of a rollout engine that sleeps at other times; {} if there is none."""
+def _awake_engine(load: Load) -> dict[str, int]:
+    """Return the bytes of an engine that sleeps while the trainer learns; {} if there is none."""
     return {"rollout engine": load.engine} if load.engine and load.engine_sleeps else {}
 
 
-def scoring(load: Load) -> dict[str, int]:
-    """Return the bytes of a forward pass over a micro-batch: rows of the anchor, an evaluation."""
+def scoring_bytes(load: Load) -> dict[str, int]:
+    """Return the bytes of a forward pass over a micro-batch: anchor rows or an evaluation."""
     load = replace(load, tokens=-(-load.tokens // load.context_parallel))
-    one = _without_gradient(load, load.tokens) + _math_attention(load) * load.tokens
-    weights = gathered_by_layer(load) if load.sharded else gathered(load)
-    found = weights | {"one layer": one, "logits": head(load, learns=False)} | _awake(load)
-    if load.critic_tokens:  # float32, and a copy of those with a known reward
-        found["states for the critic"] = 2 * FLOAT32 * load.shape.hidden * load.critic_tokens
-    return found
+    layer = (
+        _inference_layer_bytes(load, load.tokens) + _math_attention_per_token(load) * load.tokens
+    )
+    weights = gathered_by_layer(load) if load.sharded else gathered_bytes(load)
+    parts = (
+        weights
+        | {"one layer": layer, "logits": head_bytes(load, learns=False)}
+        | _awake_engine(load)
+    )
+    if load.critic_tokens:  # float32, and a copy of the states with a known reward
+        parts["states for the critic"] = 2 * FLOAT32 * load.shape.hidden * load.critic_tokens
+    return parts
 
 
-def stages(load: Load) -> dict[str, dict[str, int]]:
-    """Return the bytes of each stage by part, beside `held`. Stages that do not happen are {}."""
+def stage_bytes(load: Load) -> dict[str, dict[str, int]]:
+    """Return the bytes of each stage, by part, beside the resident ones; {}: no such stage."""
     return {
-        "sampling": sampling(load),
-        "scoring": scoring(load),
-        "learning": learning(load),
-        "optimizer": optimizer(load),
+        "sampling": sampling_bytes(load),
+        "scoring": scoring_bytes(load),
+        "learning": learning_bytes(load),
+        "optimizer": optimizer_bytes(load),
     }
 
 
-def peak(load: Load) -> int:
-    """Return the most bytes that a process needs at a time."""
-    return sum(held(load).values()) + max(sum(part.values()) for part in stages(load).values())
+def peak_bytes(load: Load) -> int:
+    """Return the peak bytes of a process."""
+    return sum(resident_bytes(load).values()) + max(
+        sum(part.values()) for part in stage_bytes(load).values()
+    )

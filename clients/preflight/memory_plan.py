@@ -16,14 +16,21 @@ from clients.config.tables.rollouts import RolloutsConfig
 from clients.data.model_shape import ModelShape, read_shape
 from clients.data.object_urls import is_object_url
 from clients.preflight.disk import parameters_of
-from clients.preflight.memory import Load, held, on_host, peak, sampling, stages
+from clients.preflight.memory import (
+    Load,
+    host_bytes,
+    peak_bytes,
+    resident_bytes,
+    sampling_bytes,
+    stage_bytes,
+)
 from clients.store.dataset import LogitDataset
 from protos.errors import DistillError, InvalidInput
 
 GIB = 1 << 30
 # Share of a GPU's memory for tensors. The rest: CUDA context, NCCL buffers, fragmentation.
 USABLE = 0.9
-_MOST_PROCESSES = 1024
+_MAX_PROCESSES = 1024
 
 # Changes of the job that save memory: name -> keys by table.
 _Change = Mapping[str, Mapping[str, Any]]
@@ -38,11 +45,11 @@ _OFFLOAD: _Change = {"train": {"sharding": "fsdp2", "cpu_offload": True}}
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The memory of a process of a job on a GPU, in bytes.
 
     parts: bytes of each stage by part. peak: of the largest stage. usable: what tensors may use.
-    micro_batch: most tokens per micro-batch that fit; 0: not even one sequence does. changes:
+    micro_batch: maximum tokens per micro-batch that fit; 0: not even one sequence fits. changes:
     sentences on what makes the job fit; empty if it fits. longest: tokens of the longest sequence
     of the job's store; None if it has no store, or one that cannot be read.
     """
@@ -61,16 +68,18 @@ class Plan:
         return self.peak <= self.usable
 
 
-def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> Plan:
-    """Return the plan of a job. `shape`: of its student. `memory`: of a GPU, in GiB."""
+def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> MemoryPlan:
+    """Return the plan of a job. `shape`: sizes of its student. `memory`: GiB of a GPU."""
     usable = round(USABLE * memory * GIB)
     longest = longest_stored(job) if isinstance(job, OfflineJob) else None
     load = load_of(job, shape, longest, usable=usable)
-    found = {name: held(load) | parts for name, parts in stages(load).items() if parts}
-    most = largest_micro_batch(job, shape, usable, longest)
-    fits = peak(load) <= usable
-    changes = [] if fits else changes_of(job, shape, usable, most, longest)
-    return Plan(load, found, peak(load), usable, most, changes, longest)
+    stage_parts = {
+        name: resident_bytes(load) | parts for name, parts in stage_bytes(load).items() if parts
+    }
+    micro_batch = largest_micro_batch(job, shape, usable, longest)
+    fits = peak_bytes(load) <= usable
+    changes = [] if fits else changes_of(job, shape, usable, micro_batch, longest)
+    return MemoryPlan(load, stage_parts, peak_bytes(load), usable, micro_batch, changes, longest)
 
 
 def shape_of_student(job: AnyTraining) -> ModelShape:
@@ -99,89 +108,103 @@ def load_of(
     cuda: bool = True,
     usable: int = 0,
 ) -> Load:
-    """Return what decides the memory of a process of the job.
+    """Return the sizes of the job that decide the memory of one of its processes.
 
-    Prompts and answers are taken as long as the job allows. Sequences of a store are as long as its
-    `longest` one; those of a store that is not there yet (None), as a micro-batch. `usable`: memory
-    of a GPU for tensors, of which an engine that shares it takes a part.
+    Prompts and answers count with the maximum length that the job allows. Sequences of a store
+    count with its `longest` one; without a readable store (None), with a whole micro-batch.
+    `usable`: bytes of a GPU for tensors; an engine on the same GPU uses a part of them.
     """
-    processes, most = job.train.processes, job.train.tokens_per_micro_batch
-    line, of_update, of_step = _sequences(job, longest)
-    stored = isinstance(job, OfflineJob | SFTJob)
-    answer = line + job.method.max_new_tokens * stored
-    lora, rl = job.student.lora, isinstance(job, RLJob)
-    critic = isinstance(job, RLJob) and job.method.advantages == "gae"
-    # Each turn reads everything before it again.
-    several_turns = isinstance(job, RLJob) and job.environment is not None
-    samples = not isinstance(job, SamplingJob) or job.rollouts.in_trainer
-    written = math.ceil(job.train.prompts_per_step / processes)
+    processes, token_budget = job.train.processes, job.train.tokens_per_micro_batch
+    sequence_tokens, update_sequences, step_sequences = _sequence_counts(job, longest)
+    is_off_policy = isinstance(job, OfflineJob | SFTJob)
+    sampled_tokens = sequence_tokens + job.method.max_new_tokens * is_off_policy
+    lora, is_rl = job.student.lora, isinstance(job, RLJob)
+    has_critic = isinstance(job, RLJob) and job.method.advantages == "gae"
+    # Each turn is prefilled with all earlier turns.
+    has_turns = isinstance(job, RLJob) and job.environment is not None
+    samples_in_trainer = not isinstance(job, SamplingJob) or job.rollouts.in_trainer
+    answers_per_step = math.ceil(job.train.prompts_per_step / processes)
     if isinstance(job, RLJob):
-        written *= job.method.rollouts_per_prompt
+        answers_per_step *= job.method.rollouts_per_prompt
     load = Load(
         shape=shape,
         processes=processes,
         sharded=job.train.sharded,
         bf16=job.student.dtype == "bfloat16" or (cuda and job.student.dtype == "auto"),
         checkpointing=job.student.gradient_checkpointing,
-        tokens=line * min(max(1, most // line), of_update),
-        line=line,
-        sampled=min(max(1, 4 * most // answer), of_step),
-        sampled_line=answer,
-        sampled_prompt=answer if several_turns else answer - job.method.max_new_tokens,
+        tokens=sequence_tokens * min(max(1, token_budget // sequence_tokens), update_sequences),
+        line=sequence_tokens,
+        sampled=min(max(1, 4 * token_budget // sampled_tokens), step_sequences),
+        sampled_line=sampled_tokens,
+        sampled_prompt=sampled_tokens if has_turns else sampled_tokens - job.method.max_new_tokens,
         lora=0 if lora is None else lora.rank,
         train_head=lora is not None and lora.train_head,
         anchor=isinstance(job, RLJob) and job.method.beta > 0,
         narrow_moments=job.train.optimizer == "adamw_8bit",
-        critic_tokens=written * job.method.max_new_tokens if rl and critic else 0,
+        critic_tokens=answers_per_step * job.method.max_new_tokens if is_rl and has_critic else 0,
         cuda=cuda,
         tensor_parallel=job.train.tensor_parallel,
         context_parallel=job.train.context_parallel,
         cpu_offload=job.train.cpu_offload,
     )
-    if samples:
+    if samples_in_trainer:
         return load
     assert isinstance(job, SamplingJob)
-    sleeps = job.rollouts.engine == "vllm" and not job.rollouts.lag
+    engine_sleeps = job.rollouts.engine == "vllm" and not job.rollouts.lag
     engine = _shared_engine(job.rollouts, load, usable)
-    return replace(load, sampled=0, engine=engine, engine_sleeps=sleeps)
+    return replace(load, sampled=0, engine=engine, engine_sleeps=engine_sleeps)
 
 
 def _shared_engine(rollouts: RolloutsConfig, load: Load, usable: int) -> int:
     """Return the bytes of an engine on the trainer's GPU; 0 if there is none.
 
-    `load`: that of the trainer if it sampled itself.
+    `load`: the load of a trainer that samples itself.
     """
     if rollouts.gpus or not rollouts.replicas:
         return 0
     if rollouts.engine == "vllm":
         return round(rollouts.memory_share * usable / USABLE)
-    # transformers, with all weights of its own.
-    alone = replace(load, processes=1, sharded=False, tensor_parallel=1, context_parallel=1)
-    return held(alone)["weights"] + sum(sampling(alone).values())
+    # The engine "hf" has its own copy of all weights.
+    unsharded_load = replace(
+        load, processes=1, sharded=False, tensor_parallel=1, context_parallel=1
+    )
+    return resident_bytes(unsharded_load)["weights"] + sum(sampling_bytes(unsharded_load).values())
 
 
-def _sequences(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
-    """Return tokens of the longest sequence, and sequences of a process.
+def _sequence_counts(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
+    """Return the tokens of the longest sequence, and two numbers of sequences per process.
 
-    The sequences are those of an update, and the most that are sampled in a step or an evaluation.
+    The numbers: sequences of an update, and maximum sequences sampled in a step or an evaluation.
     """
     processes, train = job.train.processes, job.train
-    examined = math.ceil(job.eval.prompts / processes)
+    eval_sequences = math.ceil(job.eval.prompts / processes)
     if isinstance(job, OfflineJob):
-        own = math.ceil(train.prompts_per_step / processes)
-        mixed = math.ceil(job.method.on_policy_fraction * train.prompts_per_step / processes)
-        line = longest or train.tokens_per_micro_batch
-        return line, own, max(mixed, examined * (job.eval.metric != "none"))
+        update_sequences = math.ceil(train.prompts_per_step / processes)
+        on_policy_sequences = math.ceil(
+            job.method.on_policy_fraction * train.prompts_per_step / processes
+        )
+        sequence_tokens = longest or train.tokens_per_micro_batch
+        return (
+            sequence_tokens,
+            update_sequences,
+            max(on_policy_sequences, eval_sequences * (job.eval.metric != "none")),
+        )
     if isinstance(job, SFTJob):
-        own = math.ceil(train.prompts_per_step / processes)
-        return job.method.max_tokens, own, examined * (job.eval.metric != "none")
-    line = job.method.max_prompt_tokens + job.method.max_new_tokens
-    size = job.method.rollouts_per_prompt
+        update_sequences = math.ceil(train.prompts_per_step / processes)
+        return job.method.max_tokens, update_sequences, eval_sequences * (job.eval.metric != "none")
+    sequence_tokens = job.method.max_prompt_tokens + job.method.max_new_tokens
+    group_size = job.method.rollouts_per_prompt
     if not isinstance(job, RLJob):
-        own = math.ceil(train.prompts_per_step * size / processes)
-        return line, own, max(own, examined)
-    own = size * math.ceil(train.prompts_per_step / job.method.updates_per_step / processes)
-    return line, own, max(size * math.ceil(train.prompts_per_step / processes), examined)
+        update_sequences = math.ceil(train.prompts_per_step * group_size / processes)
+        return sequence_tokens, update_sequences, max(update_sequences, eval_sequences)
+    update_sequences = group_size * math.ceil(
+        train.prompts_per_step / job.method.updates_per_step / processes
+    )
+    return (
+        sequence_tokens,
+        update_sequences,
+        max(group_size * math.ceil(train.prompts_per_step / processes), eval_sequences),
+    )
 
 
 def longest_stored(job: OfflineJob) -> int | None:
@@ -200,76 +223,85 @@ def longest_stored(job: OfflineJob) -> int | None:
 def largest_micro_batch(
     job: AnyTraining, shape: ModelShape, usable: int, longest: int | None = None
 ) -> int:
-    """Return the most tokens per micro-batch that fit; 0 if not even one sequence does.
+    """Return the maximum tokens per micro-batch that fit; 0 if not even one sequence fits.
 
-    More than a process's sequences of a step change nothing, so they are not tried.
+    The search ends at the process's sequences per step: a larger micro-batch changes nothing.
     """
-    line, of_update, of_step = _sequences(job, longest)
-    # `fits` is true up to some number of lines, and false from there on.
-    most, too_many = 0, max(of_update, of_step) + 1
-    while too_many - most > 1:
-        middle = (most + too_many) // 2
-        tried = changed(job, {"train": {"tokens_per_micro_batch": middle * line}})
-        if peak(load_of(tried, shape, longest, usable=usable)) <= usable:
-            most = middle
+    sequence_tokens, update_sequences, step_sequences = _sequence_counts(job, longest)
+    # Binary search: memory grows with the number of sequences.
+    fitting_count, excess_count = 0, max(update_sequences, step_sequences) + 1
+    while excess_count - fitting_count > 1:
+        middle_count = (fitting_count + excess_count) // 2
+        tried_job = with_changes(
+            job, {"train": {"tokens_per_micro_batch": middle_count * sequence_tokens}}
+        )
+        if peak_bytes(load_of(tried_job, shape, longest, usable=usable)) <= usable:
+            fitting_count = middle_count
         else:
-            too_many = middle
-    return most * line
+            excess_count = middle_count
+    return fitting_count * sequence_tokens
 
 
 def changes_of(
-    job: AnyTraining, shape: ModelShape, usable: int, most: int, longest: int | None = None
+    job: AnyTraining, shape: ModelShape, usable: int, micro_batch: int, longest: int | None = None
 ) -> list[str]:
-    """Return a sentence on each change of the job that alone makes it fit, or on all together."""
-    found = []
-    together: AnyTraining = job
-    for name, change in {**_CHANGES, **_shared_tokens(job, shape, usable, most, longest)}.items():
+    """Return a sentence on each change that saves memory, and on all together if none suffices."""
+    sentences = []
+    changed_job: AnyTraining = job
+    for name, change in {
+        **_CHANGES,
+        **_shared_tokens(job, shape, usable, micro_batch, longest),
+    }.items():
         if not _is_change(job, change):
             continue
-        together = changed(together, change)
-        needed = peak(load_of(changed(job, change), shape, longest, usable=usable))
-        verdict = "fits" if needed <= usable else "does not fit alone"
-        found.append(f"{name}: {gib(needed)} GiB, {verdict}")
-    if most:
-        found.append(f"train.tokens_per_micro_batch = {most}: fits")
-    if (processes := _enough(job, shape, usable, longest)) is not None:
-        found.append(f'{processes} GPUs with train.sharding = "fsdp2": fits')
-    if not any(one.endswith(" fits") or one.endswith(": fits") for one in found):
-        smallest = largest_micro_batch(together, shape, usable, longest)
-        needed = peak(load_of(together, shape, longest, usable=usable))
-        if needed <= usable:
-            found.append(f"all of these together: {gib(needed)} GiB, fits")
+        changed_job = with_changes(changed_job, change)
+        needed_bytes = peak_bytes(load_of(with_changes(job, change), shape, longest, usable=usable))
+        verdict = "fits" if needed_bytes <= usable else "does not fit alone"
+        sentences.append(f"{name}: {gib(needed_bytes)} GiB, {verdict}")
+    if micro_batch:
+        sentences.append(f"train.tokens_per_micro_batch = {micro_batch}: fits")
+    if (processes := _count_enough_processes(job, shape, usable, longest)) is not None:
+        sentences.append(f'{processes} GPUs with train.sharding = "fsdp2": fits')
+    if not any(sentence.endswith(" fits") or sentence.endswith(": fits") for sentence in sentences):
+        smallest = largest_micro_batch(changed_job, shape, usable, longest)
+        needed_bytes = peak_bytes(load_of(changed_job, shape, longest, usable=usable))
+        if needed_bytes <= usable:
+            sentences.append(f"all of these together: {gib(needed_bytes)} GiB, fits")
         elif smallest:
-            found.append(
+            sentences.append(
                 f"all of these together, and train.tokens_per_micro_batch = {smallest}: fits"
             )
         else:
-            found.append("all of these together: do not fit; the student is too large")
-    return found + _offloaded(job, shape, usable, longest)
+            sentences.append("all of these together: do not fit; the student is too large")
+    return sentences + _offload_changes(job, shape, usable, longest)
 
 
-def _offloaded(job: AnyTraining, shape: ModelShape, usable: int, longest: int | None) -> list[str]:
-    """Return a sentence on weights in host memory, if the job can have them there and then fits."""
+def _offload_changes(
+    job: AnyTraining, shape: ModelShape, usable: int, longest: int | None
+) -> list[str]:
+    """Return a sentence on CPU offload, if the job supports it and fits with it; otherwise []."""
     train = job.train
     if train.cpu_offload or train.tensor_parallel > 1 or train.optimizer != "adamw":
         return []
-    load = load_of(changed(job, _OFFLOAD), shape, longest, usable=usable)
-    if peak(load) > usable:
+    load = load_of(with_changes(job, _OFFLOAD), shape, longest, usable=usable)
+    if peak_bytes(load) > usable:
         return []
-    needed = f"{gib(peak(load))} GiB, and {gib(on_host(load))} GiB of host memory per GPU"
-    return [f'train = {{ sharding = "fsdp2", cpu_offload = true }}: {needed}, fits']
+    requirement = (
+        f"{gib(peak_bytes(load))} GiB, and {gib(host_bytes(load))} GiB of host memory per GPU"
+    )
+    return [f'train = {{ sharding = "fsdp2", cpu_offload = true }}: {requirement}, fits']
 
 
 def _shared_tokens(
-    job: AnyTraining, shape: ModelShape, usable: int, most: int, longest: int | None
+    job: AnyTraining, shape: ModelShape, usable: int, micro_batch: int, longest: int | None
 ) -> Mapping[str, _Change]:
-    """Return context parallelism as a change: in the smallest groups that fit, or in the largest.
+    """Return context parallelism as a change: the smallest group that fits, or the largest one.
 
-    {} if a micro-batch of one sequence fits without, or if the job cannot have groups.
+    {} if a micro-batch of one sequence fits without it, or if the job cannot have such groups.
     """
-    if most or job.train.tensor_parallel > 1 or job.student.compile:
+    if micro_batch or job.train.tensor_parallel > 1 or job.student.compile:
         return {}
-    found: Mapping[str, _Change] = {}
+    changes: Mapping[str, _Change] = {}
     for size in range(job.train.context_parallel + 1, job.train.processes + 1):
         if job.train.processes % size or shape.heads % size:
             continue
@@ -277,49 +309,56 @@ def _shared_tokens(
         name = f'train = {{ sharding = "fsdp2", context_parallel = {size} }}'
         if job.train.sharding == "fsdp2":
             name = f"train.context_parallel = {size}"
-        found = {name: {"train": keys}}
-        if peak(load_of(changed(job, found[name]), shape, longest, usable=usable)) <= usable:
-            return found
-    return found
+        changes = {name: {"train": keys}}
+        if (
+            peak_bytes(load_of(with_changes(job, changes[name]), shape, longest, usable=usable))
+            <= usable
+        ):
+            return changes
+    return changes
 
 
-def _enough(job: AnyTraining, shape: ModelShape, usable: int, longest: int | None) -> int | None:
-    """Return the fewest processes, doubled from the job's, with which FSDP2 fits; None: none."""
+def _count_enough_processes(
+    job: AnyTraining, shape: ModelShape, usable: int, longest: int | None
+) -> int | None:
+    """Return the fewest processes, doubled from the job's, that fit with FSDP2; None if none do."""
     count = 2 * job.train.processes
-    while count <= _most_processes(job):
-        tried = changed(job, {"train": {"processes": count, "sharding": "fsdp2"}})
-        if peak(load_of(tried, shape, longest, usable=usable)) <= usable:
+    while count <= _max_processes(job):
+        tried_job = with_changes(job, {"train": {"processes": count, "sharding": "fsdp2"}})
+        if peak_bytes(load_of(tried_job, shape, longest, usable=usable)) <= usable:
             return count
         count *= 2
     return None
 
 
-def _most_processes(job: AnyTraining) -> int:
-    """Return the most processes that each have a sequence of every update and evaluation."""
-    most = min(_MOST_PROCESSES, job.sequences_per_step, job.eval.prompts)
+def _max_processes(job: AnyTraining) -> int:
+    """Return the maximum processes that each get a sequence of every update and evaluation."""
+    max_processes = min(_MAX_PROCESSES, job.sequences_per_step, job.eval.prompts)
     if isinstance(job, RLJob):
-        most = min(most, job.train.prompts_per_step // job.method.updates_per_step)
-    return most
+        max_processes = min(
+            max_processes, job.train.prompts_per_step // job.method.updates_per_step
+        )
+    return max_processes
 
 
 def _is_change(job: AnyTraining, change: _Change) -> bool:
     if "sharding" in change.get("train", {}) and job.train.processes == 1:
         return False  # a single process shards nothing
-    narrow = "optimizer" in change.get("train", {})
-    if job.train.tensor_parallel > 1 and (narrow or "lora" in change.get("student", {})):
+    has_8bit_moments = "optimizer" in change.get("train", {})
+    if job.train.tensor_parallel > 1 and (has_8bit_moments or "lora" in change.get("student", {})):
         return False  # groups divide neither adapters nor moments in 8 bits
-    if job.train.cpu_offload and narrow:
+    if job.train.cpu_offload and has_8bit_moments:
         return False  # a CPU updates moments in float32
     for table, values in change.items():
         for key, value in values.items():
-            now = getattr(getattr(job, table), key)
-            if now not in (value, "auto") and not isinstance(now, LoraConfig):
+            current_value = getattr(getattr(job, table), key)
+            if current_value not in (value, "auto") and not isinstance(current_value, LoraConfig):
                 return True
     return False
 
 
-def changed(job: AnyTraining, change: _Change) -> AnyTraining:
-    """Return the job with other values of keys, given by table. They are not checked."""
+def with_changes(job: AnyTraining, change: _Change) -> AnyTraining:
+    """Return a copy of the job with new values of keys, by table. They are not validated."""
     tables = {
         table: getattr(job, table).model_copy(update=dict(values))
         for table, values in change.items()

@@ -19,7 +19,7 @@ from protos.errors import InvalidInput
 from protos.extras import require_extra
 
 # Modules of flash-attn 2 and 3, and of the package that downloads kernels, as transformers reads.
-_FLASH = ("flash_attn", "flash_attn_interface", "kernels")
+_FLASH_MODULES = ("flash_attn", "flash_attn_interface", "kernels")
 
 
 def check_packages(config: AnyJob) -> None:
@@ -35,7 +35,7 @@ def check_packages(config: AnyJob) -> None:
         check_attention(config.student)
     if isinstance(config, SamplingJob):
         rollouts = config.rollouts
-        # There are builds of vLLM under other names than that of the extra.
+        # Some builds of vLLM are distributed under other names than that of the extra.
         if rollouts.engine == "vllm" and rollouts.replicas and find_spec("vllm") is None:
             require_extra("vllm", "the engine vllm", field="rollouts.engine")
     if (teacher := started_teacher(config)) is not None:
@@ -54,7 +54,7 @@ def check_packages(config: AnyJob) -> None:
 
 def check_attention(student: StudentConfig) -> None:
     """Raise InvalidInput if `student.attention` is "flash" and no package has that attention."""
-    if student.attention == "flash" and not any(map(find_spec, _FLASH)):
+    if student.attention == "flash" and not any(map(find_spec, _FLASH_MODULES)):
         raise InvalidInput(
             "the attention 'flash' needs the package flash-attn, which is not installed",
             field="student.attention",

@@ -10,7 +10,7 @@ from typing import Any
 
 from clients.alignment.alignment import Aligner
 from clients.alignment.byte_tokenizer import tokenizer_in
-from clients.alignment.report import Shares, kind_of, measured
+from clients.alignment.report import Shares, kind_of, measure_shares
 from clients.alignment.roles import RoleMap, TokenRoles, role_map
 from clients.data.model_shape import logits_in
 from clients.data.records import DataSet
@@ -20,7 +20,7 @@ from clients.preflight.vocabulary import common_ids
 from protos.errors import DistillError, InvalidInput
 from protos.extras import require_extra
 
-ALL = "all"  # the kind of the row of all texts
+ALL = "all"  # the kind under which the shares of all texts are reported
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,25 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
 
     Raises InvalidInput if that needs a package that is not installed.
     """
-    theirs, ours = tokens_in(teacher), tokens_in(student)
-    if theirs is None or ours is None:
-        name = "teacher" if theirs is None else "student"
+    teacher_tokens, student_tokens = tokens_in(teacher), tokens_in(student)
+    if teacher_tokens is None or student_tokens is None:
+        name = "teacher" if teacher_tokens is None else "student"
         problem = f"the tokenizer.json of the {name} cannot be read; name a directory that has one"
         return PairReport(None, "", {}, [problem], "", [])
-    if theirs == ours:
-        return _of_one_tokenizer(teacher, student, ours)
-    difference = first_difference(theirs, ours)
-    roles = _roles_of(teacher, student)
+    if teacher_tokens == student_tokens:
+        return _report_one_tokenizer(teacher, student, student_tokens)
+    difference = first_difference(teacher_tokens, student_tokens)
+    roles = _read_roles(teacher, student)
     if roles is not None and not roles.missing:
-        found = _of_one_tokenizer(teacher, student, max(theirs, ours, key=len))
+        report = _report_one_tokenizer(
+            teacher, student, max(teacher_tokens, student_tokens, key=len)
+        )
         lines = [
             'teacher.tokenizer = "auto"  # on_policy and rl',
             'data.tokenizer = "auto"  # offline',
         ]
-        return replace(found, same=False, difference=difference, lines=lines, roles=roles.pairs)
-    require_extra("train", "distill pair", only={"transformers"})  # no fault of the pair
+        return replace(report, same=False, difference=difference, lines=lines, roles=roles.pairs)
+    require_extra("train", "distill pair", only={"transformers"})  # raises, unlike refusals
     try:
         aligner = Aligner(
             tokenizer_in(student, "student", "student.model"),
@@ -77,9 +79,13 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
     by_kind: dict[str, list[str]] = {}
     for text in texts:
         by_kind.setdefault(kind_of(text), []).append(text)
-    shares = {kind: measured(aligner, of) for kind, of in sorted(by_kind.items())}
+    shares = {
+        kind: measure_shares(aligner, kind_texts) for kind, kind_texts in sorted(by_kind.items())
+    }
     if len(shares) > 1:
-        shares[ALL] = measured(aligner, [text for of in by_kind.values() for text in of])
+        shares[ALL] = measure_shares(
+            aligner, [text for kind_texts in by_kind.values() for text in kind_texts]
+        )
     loss = (
         "reverse KL of the teacher's log-probs of its own tokens, word by word"
         ' (method.horizon = "answer": with all that follows); offline, cross-entropy, with rows'
@@ -96,24 +102,30 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
     return PairReport(False, difference, shares, [], loss, lines, roles.pairs, roles.missing)
 
 
-def _roles_of(teacher: Path, student: Path) -> RoleMap | None:
-    ours, theirs = (TokenRoles.in_directory(model) for model in (student, teacher))
-    return None if ours is None or theirs is None else role_map(ours, theirs)
+def _read_roles(teacher: Path, student: Path) -> RoleMap | None:
+    student_roles, teacher_roles = (TokenRoles.in_directory(model) for model in (student, teacher))
+    return (
+        None
+        if student_roles is None or teacher_roles is None
+        else role_map(student_roles, teacher_roles)
+    )
 
 
-def texts_in(path: str, columns: Sequence[str], most: int) -> list[str]:
-    """Return the texts of the first `most` records of a data set, one for each record.
+def texts_in(path: str, columns: Sequence[str], max_records: int) -> list[str]:
+    """Return the texts of the first `max_records` records of a data set, one for each record.
 
-    `columns`: those to read; empty: all that hold a text or messages. Raises InvalidInput if there
+    `columns`: columns to read; empty: all with a text or messages. Raises InvalidInput if there
     is no text.
     """
-    records = islice(DataSet(path, field="--data").records(columns), most)
+    records = islice(DataSet(path, field="--data").records(columns), max_records)
     texts = ["\n".join(_texts_of(record, columns)) for record in records]
-    found = [text for text in texts if text]
-    if not found:
-        what = f"no column {', '.join(columns)} with text" if columns else "no column with text"
-        raise InvalidInput(f"there is {what} in {path}", field="--data", hint="name it: --column")
-    return found
+    nonempty_texts = [text for text in texts if text]
+    if not nonempty_texts:
+        problem = f"no column {', '.join(columns)} with text" if columns else "no column with text"
+        raise InvalidInput(
+            f"there is {problem} in {path}", field="--data", hint="name it: --column"
+        )
+    return nonempty_texts
 
 
 def _texts_of(record: Mapping[str, Any], columns: Sequence[str]) -> Iterator[str]:
@@ -128,7 +140,7 @@ def _texts_of(record: Mapping[str, Any], columns: Sequence[str]) -> Iterator[str
             )
 
 
-def _of_one_tokenizer(teacher: Path, student: Path, tokens: Sequence[str]) -> PairReport:
+def _report_one_tokenizer(teacher: Path, student: Path, tokens: Sequence[str]) -> PairReport:
     loss, refusals = "KL of the rows of every token (docs/methods.md)", []
     widths = [logits_in(student), logits_in(teacher)]
     if widths[0] and widths[1]:

@@ -29,8 +29,8 @@ from protos.rpc.statuses import fault_of
 log = logging.getLogger(__name__)
 
 FIELD = "rollouts.address"
-# Of what a trainer and a service must agree on: the messages, the files of a snapshot, and the
-# tokens that a seed and a rollout number give. A test fails if they change without it.
+# Version of what a trainer and a service must agree on: the messages, the files of a snapshot, and
+# the tokens that follow from a seed and a rollout number. A test fails if these change without it.
 PROTOCOL = 2
 _SECONDS = 5.0
 
@@ -46,15 +46,19 @@ def gpus_here() -> list[str]:
 def check_gpus(config: AnyJob) -> None:
     """Raise InvalidInput if `rollouts.gpus` asks for more GPUs than this machine has.
 
-    Not for a trainer whose engines have been placed on a cluster.
+    Engines that have been placed on a cluster are not checked.
     """
     if not isinstance(config, SamplingJob) or not config.rollouts.gpus or PLACED in os.environ:
         return
-    own, engines, found = config.train.processes, config.rollouts.gpus, len(gpus_here())
-    if found < own + engines:
+    trainer_gpus, engine_gpus, available_gpus = (
+        config.train.processes,
+        config.rollouts.gpus,
+        len(gpus_here()),
+    )
+    if available_gpus < trainer_gpus + engine_gpus:
         raise InvalidInput(
-            f"there are {found} GPUs; train.processes needs {own} of them and the engine"
-            f" {engines} more",
+            f"there are {available_gpus} GPUs; train.processes needs {trainer_gpus} of them and the"
+            f" engine {engine_gpus} more",
             field="rollouts.gpus",
             hint="lower one of the two, or leave rollouts.gpus out to share the trainer's GPUs",
         )
@@ -69,28 +73,28 @@ def not_rollouts(address: str) -> InvalidInput:
     )
 
 
-def check_protocol(address: str, has: int) -> None:
+def check_protocol(address: str, protocol: int) -> None:
     """Raise WrongState if the service at `address` has another protocol than this program."""
-    if has != PROTOCOL:
+    if protocol != PROTOCOL:
         raise WrongState(
             f"the rollout service at {address} is of another version of distill-service: its"
-            f" protocol is {has}, that of the job {PROTOCOL}",
+            f" protocol is {protocol}, that of the job {PROTOCOL}",
             field=FIELD,
             hint="start the service with the version of distill-service that runs the job",
         )
 
 
-def another_engine(has: str, wanted: str) -> WrongState:
+def another_engine(engine: str, requested: str) -> WrongState:
     """Return the error for a service with another engine than the job asks for."""
     return WrongState(
-        f"the service at rollouts.address has the engine {has}, the job asks for {wanted}",
+        f"the service at rollouts.address has the engine {engine}, the job asks for {requested}",
         field="rollouts.engine",
-        hint=f"set rollouts.engine = '{has}', or start the service with --engine {wanted}",
+        hint=f"set rollouts.engine = '{engine}', or start the service with --engine {requested}",
     )
 
 
 def check_rollouts(config: AnyJob, *, scope: str) -> None:
-    """Ask the services at `rollouts.address`, if the job has any; 5 s at most.
+    """Query the services at `rollouts.address`, if the job has any; waits at most 5 s.
 
     `scope`: see `open_channel`. Services that do not answer are logged. Raises Unavailable if none
     answers, InvalidInput if a server is another program or if its sequences are too short for the
@@ -98,14 +102,16 @@ def check_rollouts(config: AnyJob, *, scope: str) -> None:
     """
     if not isinstance(config, SamplingJob) or config.rollouts.address is None:
         return
-    given = config.rollouts.address
-    addresses = [given] if isinstance(given, str) else given
+    configured_addresses = config.rollouts.address
+    addresses = (
+        [configured_addresses] if isinstance(configured_addresses, str) else configured_addresses
+    )
     faults: list[DistillError] = []
     longest = config.method.max_new_tokens
     if not isinstance(config, OfflineJob):  # its prompts are those of the store
         longest += config.method.max_prompt_tokens
     with ExitStack() as stack:
-        calls = [stack.enter_context(_Question(address, scope)) for address in addresses]
+        calls = [stack.enter_context(_InfoCall(address, scope)) for address in addresses]
         for address, call in zip(addresses, calls, strict=True):
             try:
                 info = call.answer()
@@ -126,7 +132,7 @@ def check_rollouts(config: AnyJob, *, scope: str) -> None:
         log.warning("%s", fault)
 
 
-class _Question(ExitStack):
+class _InfoCall(ExitStack):
     """A call for the info of one service, which runs until `answer` is called."""
 
     def __init__(self, address: str, scope: str) -> None:
@@ -150,7 +156,7 @@ class _Question(ExitStack):
                 raise not_rollouts(self._address) from error
             fault = fault_of(error, f"rollout service at {self._address}")
             if isinstance(fault, Unauthenticated | Forbidden):
-                # WrongState: the token of whoever submits the job is good.
+                # WrongState, not Unauthenticated: the token of the submitter is valid.
                 raise WrongState(
                     f"the rollout service at {self._address} does not take the token of the"
                     " distill server",

@@ -133,16 +133,16 @@ def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
         )
 
 
-def check_length(longest: int, model: str, most: int | None) -> None:
+def check_length(longest: int, model: str, limit: int | None) -> None:
     """Raise InvalidInput if prompt and answer can have more tokens than `model` can read.
 
-    `longest` is the largest total of the job, `most` the limit of the model (None: no limit), and
-    `model` the name of the model for the message.
+    `longest` is the largest total of the job, `limit` the maximum of the model (None: no limit),
+    and `model` the name of the model for the message.
     """
-    if most is not None and longest > most:
+    if limit is not None and longest > limit:
         raise InvalidInput(
             f"a prompt with its answer can have {longest} tokens, but the {model} reads at most"
-            f" {most}",
+            f" {limit}",
             field="method.max_new_tokens",
             hint="lower it, or use shorter prompts",
         )
@@ -151,19 +151,19 @@ def check_length(longest: int, model: str, most: int | None) -> None:
 def _check_scorer(
     info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k: int, key: str
 ) -> None:
-    """Check `top_k`, which the job has under `key`, and the sequence length."""
-    remedy = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
-    _check_head(info, label, top_k, key, remedy)
+    """Check `top_k`, the value of the job's key `key`, and the sequence length."""
+    hint = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
+    _check_head(info, label, top_k, key, hint)
     _check_ids(info, label, config, top_k)
     _check_temperature(info, label, config.method.temperature)
     # As the baseline of a KL reward, only `bucket` needs no draws.
     in_reward = isinstance(config, RLJob) and config.method.kl_in == "reward"
-    older = "bucket" if in_reward else "bucket+sampled"
+    alternative_tail = "bucket" if in_reward else "bucket+sampled"
     if config.draws > info.max_tail_draws:
         raise InvalidInput(
             f"the {label} scores {info.max_tail_draws} tail draws per row, not {config.draws}",
             field="method.tail",
-            hint=f"install the same version on the teacher's machine, or use '{older}'",
+            hint=f"install the same version on the teacher's machine, or use '{alternative_tail}'",
         )
     if isinstance(config, OnPolicyJob) and config.control_ids:
         _check_control(info, label, config.control_ids)
@@ -177,26 +177,26 @@ def _check_scorer(
     longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     check_length(longest, label, info.max_length)
     # For the reverse KL each query carries the student's head ids and draws, four bytes each.
-    most = info.max_request_bytes * 3 // 16 // config.method.max_new_tokens
-    if _sends_ids(config) and top_k + config.draws > most:
+    max_ids = info.max_request_bytes * 3 // 16 // config.method.max_new_tokens
+    if _sends_ids(config) and top_k + config.draws > max_ids:
         raise InvalidInput(
             f"{config.method.max_new_tokens} tokens with {top_k} head ids and {config.draws} draws"
             " each exceed the size of one query",
             field=key,
-            hint=f"lower it, or the draws: {most} ids fit in a row",
+            hint=f"lower it, or the draws: {max_ids} ids fit in a row",
         )
 
 
 def _check_control(info: TeacherInfo, label: str, ids: int) -> None:
     """Check that the teacher scores the `ids` per row of the control variate, and one head id."""
-    most = info.max_tail_draws
+    max_ids = info.max_tail_draws
     if info.max_chosen_ids is not None:
-        most = min(most, max(0, info.max_chosen_ids - 1))
-    if ids > most:
+        max_ids = min(max_ids, max(0, info.max_chosen_ids - 1))
+    if ids > max_ids:
         raise InvalidInput(
-            f"the {label} scores {most} more ids per row, not {ids}",
+            f"the {label} scores {max_ids} more ids per row, not {ids}",
             field="method.control_variate",
-            hint=f"set teacher.top_k = {most}" if most else "leave it out",
+            hint=f"set teacher.top_k = {max_ids}" if max_ids else "leave it out",
         )
 
 
@@ -218,18 +218,20 @@ def _sends_ids(config: OnPolicyJob | RLJob) -> bool:
 
 def _check_ids(info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k: int) -> None:
     """Check that the teacher scores as many ids of the student as the reverse KL asks for."""
-    most = info.max_chosen_ids
-    if most is None or not _sends_ids(config) or top_k + config.draws <= most:
+    max_ids = info.max_chosen_ids
+    if max_ids is None or not _sends_ids(config) or top_k + config.draws <= max_ids:
         return
-    if not most:
-        own = "use 'forward_kl', or a server that scores chosen ids"
+    if not max_ids:
+        alternative = "use 'forward_kl', or a server that scores chosen ids"
         raise InvalidInput(
             f"the {label} scores its own likeliest ids only, and reverse_kl needs the student's",
             field="method.divergence",
-            hint=f"set method.head = 'teacher', {own}" if isinstance(config, OnPolicyJob) else own,
+            hint=f"set method.head = 'teacher', {alternative}"
+            if isinstance(config, OnPolicyJob)
+            else alternative,
         )
     raise InvalidInput(
-        f"the {label} scores {most} chosen ids per row, not {top_k} head ids and"
+        f"the {label} scores {max_ids} chosen ids per row, not {top_k} head ids and"
         f" {config.draws} draws",
         field="teacher.top_k",
         hint=f"lower it, or start the server with --max-logprobs {top_k + config.draws + 1}",
@@ -238,8 +240,8 @@ def _check_ids(info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k
 
 def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> None:
     """Check that a running teacher matches a store: same tokenizer, and a large enough k."""
-    remedy = "start the teacher with a larger --max-top-k"
-    _check_head(info, label, store.top_k, "teacher.address", remedy)
+    hint = "start the teacher with a larger --max-top-k"
+    _check_head(info, label, store.top_k, "teacher.address", hint)
     if info.only_temperature_one and store.temperature != 1:
         raise WrongState(
             f"the {label} scores at temperature 1 only, and the {store.label} has rows of"
@@ -260,24 +262,24 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
             field="teacher.address",
             hint="train from the store alone, or capture again without teacher.context",
         )
-    stored = int(store.facts["vocab_size"])
-    same = info.tokenizer_fingerprint == store.facts["tokenizer_fingerprint"]
-    if not same or info.vocab_size < stored:
-        what = "number of logits" if same else "tokenizer_fingerprint"
+    store_vocab_size = int(store.facts["vocab_size"])
+    has_same_tokenizer = info.tokenizer_fingerprint == store.facts["tokenizer_fingerprint"]
+    if not has_same_tokenizer or info.vocab_size < store_vocab_size:
+        differing_fact = "number of logits" if has_same_tokenizer else "tokenizer_fingerprint"
         raise WrongState(
-            f"the {what} of the teacher differs from that of the {store.label}",
+            f"the {differing_fact} of the teacher differs from that of the {store.label}",
             field="teacher.address",
             hint="use the teacher of the capture, or one with the same tokenizer",
         )
-    require_narrowing(info, stored, label, "teacher.address")
+    require_narrowing(info, store_vocab_size, label, "teacher.address")
     if info.fingerprint != store.facts["teacher_fingerprint"]:
         log.warning("the %s is not the teacher that made the %s", label, store.label)
 
 
-def _check_head(info: TeacherInfo, label: str, top_k: int, field: str, remedy: str) -> None:
+def _check_head(info: TeacherInfo, label: str, top_k: int, field: str, hint: str) -> None:
     if top_k > info.max_top_k:
         raise InvalidInput(
             f"{top_k} is more than the {label} returns ({info.max_top_k})",
             field=field,
-            hint=remedy,
+            hint=hint,
         )

@@ -16,8 +16,8 @@ from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
 
 FIELD = "train.tensor_parallel"
-# Keys of config.json that count what a group divides, and how a message names it.
-_COUNTED = {
+# Keys of config.json with the counts that a group divides, and their names in messages.
+_COUNT_KEYS = {
     "num_attention_heads": "heads of queries",
     "num_key_value_heads": "heads of keys and values",
     "intermediate_size": "units of the MLP",
@@ -40,16 +40,18 @@ def local_config(student: StudentConfig) -> dict[str, Any]:
     The job's program says what is wrong with the file.
     """
     try:
-        found = read_document(Path(student.model) / "config.json")
+        model_config = read_document(Path(student.model) / "config.json")
     except (OSError, ValueError):
         return {}
-    return (found.get("text_config") or found) if isinstance(found, dict) else {}
+    return (
+        (model_config.get("text_config") or model_config) if isinstance(model_config, dict) else {}
+    )
 
 
 def divided_counts(config: Mapping[str, Any]) -> dict[str, int]:
     """Return what a tensor-parallel group divides, by name, from a model's configuration."""
-    found = {name: config.get(key) for key, name in _COUNTED.items()}
-    return {name: count for name, count in found.items() if isinstance(count, int) and count > 0}
+    values = {name: config.get(key) for key, name in _COUNT_KEYS.items()}
+    return {name: count for name, count in values.items() if isinstance(count, int) and count > 0}
 
 
 def refuse_indivisible(counts: Mapping[str, int], size: int, field: str) -> None:
@@ -57,8 +59,12 @@ def refuse_indivisible(counts: Mapping[str, int], size: int, field: str) -> None
     for name, count in counts.items():
         if count % size:
             # A divisor of `size` also divides train.processes.
-            divisors = [n for n in range(1, size) if size % n == 0]
-            possible = [n for n in divisors if all(of % n == 0 for of in counts.values())]
+            divisors = [divisor for divisor in range(1, size) if size % divisor == 0]
+            possible = [
+                divisor
+                for divisor in divisors
+                if all(shared_count % divisor == 0 for shared_count in counts.values())
+            ]
             raise InvalidInput(
                 f"{size} processes cannot share the {count} {name} of the student evenly",
                 field=field,

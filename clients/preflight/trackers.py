@@ -12,7 +12,7 @@ from clients.config.tables.common import TrackConfig
 from protos.errors import InvalidInput
 from protos.extras import install_command
 
-_WANDB = "https://api.wandb.ai"
+_WANDB_URL = "https://api.wandb.ai"
 
 
 def check_trackers(track: TrackConfig) -> None:
@@ -27,7 +27,7 @@ def check_trackers(track: TrackConfig) -> None:
                 field=f"track.{name}",
                 hint=f"{install_command('track')}, or leave the table out",
             )
-    if track.wandb is not None and not _wandb_may_start(os.environ):
+    if track.wandb is not None and not _has_wandb_credentials(os.environ):
         raise InvalidInput(
             "there is no API key for Weights & Biases",
             field="track.wandb",
@@ -35,12 +35,12 @@ def check_trackers(track: TrackConfig) -> None:
         )
 
 
-def _wandb_may_start(environment: Mapping[str, str]) -> bool:
+def _has_wandb_credentials(environment: Mapping[str, str]) -> bool:
     if environment.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
         return True
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urllib.parse.urlsplit(environment.get("WANDB_BASE_URL", _WANDB)).netloc
+    host = urllib.parse.urlsplit(environment.get("WANDB_BASE_URL", _WANDB_URL)).netloc
     try:
         return netrc.netrc(environment.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

@@ -26,19 +26,22 @@ class TeacherWidth(Protocol):
         """Whether it can leave some of them out."""
 
 
-def common_ids(ours: int, theirs: int, label: str, tokens: Sequence[str]) -> int:
-    """Return V0 of a student with `ours` logits and a teacher or store with `theirs`.
+def common_ids(student_logits: int, teacher_logits: int, label: str, tokens: Sequence[str]) -> int:
+    """Return V0, the number of common ids of a student and a teacher or store.
 
     `tokens`: the tokens of both by id, "" for an unused id. Raises WrongState (`student.model`) if
-    the numbers differ and an id from V0 on has a token: then it is not padding.
+    the numbers of logits differ and an id from V0 on has a token, which makes it no padding.
     """
-    common = min(ours, theirs)
-    named = next((i for i in range(common, len(tokens)) if tokens[i]), None)
-    if ours != theirs and named is not None:
-        without = "the student" if ours < theirs else f"the {label}"
+    common = min(student_logits, teacher_logits)
+    first_token_id = next(
+        (token_id for token_id in range(common, len(tokens)) if tokens[token_id]), None
+    )
+    if student_logits != teacher_logits and first_token_id is not None:
+        model_without_logit = "the student" if student_logits < teacher_logits else f"the {label}"
         raise WrongState(
-            f"the student has logits for {ours} ids, the {label} for {theirs}, but id {named} is"
-            f" the token {tokens[named]!r}, for which {without} has no logit",
+            f"the student has logits for {student_logits} ids, the {label} for {teacher_logits},"
+            f" but id {first_token_id} is the token {tokens[first_token_id]!r}, for which"
+            f" {model_without_logit} has no logit",
             field="student.model",
             hint="use a student and a teacher whose numbers of logits differ only by padding",
         )
@@ -48,7 +51,7 @@ def common_ids(ours: int, theirs: int, label: str, tokens: Sequence[str]) -> int
 def other_tokenizer(difference: str, label: str) -> WrongState:
     """Return the error for a teacher with another tokenizer than the student, to raise."""
     hint = f"use a student with the {label}'s tokenizer"
-    if label == "teacher":  # one of several, which have names, cannot have another
+    if label == "teacher":  # one of several (they have names) must share the tokenizer
         hint += ", or set teacher.tokenizer = 'auto' in an on_policy or rl job"
     return WrongState(difference, field="student.model", hint=hint)
 

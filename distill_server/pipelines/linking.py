@@ -10,7 +10,7 @@ from typing import TypeAlias
 from clients.config.capture import CaptureJob
 from clients.config.file import replaced
 from clients.config.kinds import AnyJob, parse_job
-from clients.config.tables.after import Output, output_of, outputs_in
+from clients.config.tables.after import JobOutput, output_of, outputs_in
 from clients.jobs.artifacts import artifact_root
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
@@ -74,7 +74,7 @@ def link_job(configs: Sequence[AnyJob], ids: Sequence[str], index: int, find: Fi
                 field=output.key,
                 hint="name a job with this output",
             )
-        config = replaced(config, output.key, str(Output(output.key, job_id, output.kind)))
+        config = replaced(config, output.key, str(JobOutput(output.key, job_id, output.kind)))
         dependencies.append(job_id)
     return LinkedJob(config, tuple(dict.fromkeys(dependencies)))
 

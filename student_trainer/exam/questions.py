@@ -54,7 +54,7 @@ def load_questions(config: ExamConfig) -> list[Question]:
         return [
             Question(
                 number,
-                prompt_format.asked(task_question.text),
+                prompt_format.conversation_of_text(task_question.text),
                 task_question.answer,
                 task_question.fields,
             )

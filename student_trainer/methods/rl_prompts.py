@@ -60,7 +60,7 @@ def _generated(config: RLJob, tokenizer: Any) -> RLPrompts:
     form, most = config.prompt_format, config.method.max_prompt_tokens
 
     def ids(text: str) -> list[int]:
-        return form.ids(tokenizer, form.asked(text))
+        return form.ids(tokenizer, form.conversation_of_text(text))
 
     def prompt(question: TaskQuestion) -> Prompt:
         tokens = np.array(ids(question.text), dtype=np.int32)

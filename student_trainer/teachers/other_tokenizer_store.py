@@ -83,7 +83,8 @@ class StoredPrompts:
         text_positions = np.flatnonzero(self._teacher.lengths[ids])
         if not len(text_positions) or not self._teacher.lengths[ids[text_positions[0] :]].all():
             return None
-        conversation = self._prompt_format.asked(self._teacher.data(ids).decode("utf-8", "replace"))
+        text = self._teacher.data(ids).decode("utf-8", "replace")
+        conversation = self._prompt_format.conversation_of_text(text)
         return np.array(self._prompt_format.ids(self._tokenizer, conversation), np.int32)
 
 

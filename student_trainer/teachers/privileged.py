@@ -43,7 +43,7 @@ def privileged_prompt(
     def prompt(rollout: Rollout) -> Tensor:
         columns = {**rollout.fields, "prompt": rollout.text, "answer": rollout.answer}
         if prompt_format.messages_column is None:
-            conversation = prompt_format.asked(rollout.text)
+            conversation = prompt_format.conversation_of_text(rollout.text)
         else:
             conversation = prompt_format.conversation(rollout.fields, "the record").unanswered()
         if context:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clients.alignment.alignment import Aligner
 from clients.alignment.byte_tokenizer import ByteTokenizer
-from clients.alignment.report import measured
+from clients.alignment.report import measure_shares
 from clients.alignment.roles import FIELD as ROLES
 from clients.alignment.roles import RoleMap, TokenRoles, role_map
 from clients.config.on_policy import OnPolicyJob
@@ -76,7 +76,7 @@ class TokenizerPair:
     def log_facts(self, prompts: Sequence[Prompt]) -> None:
         """Log the share of the student's tokens in `prompts` that are one token of the teacher."""
         texts = [f"{prompt.text}\n{prompt.answer}" for prompt in prompts]
-        report = measured(self.aligner, texts)
+        report = measure_shares(self.aligner, texts)
         log.info(
             "the teacher has another tokenizer: %.1f%% of %d tokens of held-out prompts and"
             " answers are one token of it",

@@ -35,7 +35,7 @@ def expand_query(query: ScoreQuery, reader: ImageReader, max_length: int) -> Exp
     `max_length` tokens.
     """
     text_tokens = len(query.token_ids) - len(query.images)
-    pixels = reader.read(query.images, most_tokens=max_length - text_tokens)
+    pixels = reader.read(query.images, max_tokens=max_length - text_tokens)
     token_ids = expanded_ids(query.token_ids, reader.placeholder, pixels.tokens)
     query_fields: dict[str, Any] = {
         field_info.name: getattr(query, field_info.name) for field_info in fields(ScoreQuery)

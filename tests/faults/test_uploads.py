@@ -16,7 +16,7 @@ import pytest
 from clients.config.on_policy import OnPolicyJob
 from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
-from clients.jobs.upload import Progress
+from clients.jobs.upload import UploadProgress
 from protos.errors import Unavailable
 from tests.distill_server.conftest import SCRIPTED, Server, job_config
 from tests.faults.proxy import FaultProxy, Toxics
@@ -79,10 +79,10 @@ def breaking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Breakin
 
 @pytest.mark.parametrize("breaking", [[]], indirect=True)
 def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -> None:
-    told: list[Progress] = []
+    told: list[UploadProgress] = []
     with FaultProxy(breaking.address, Toxics(reset_after_bytes=3 << 20)) as proxy:
 
-        def report(progress: Progress) -> None:
+        def report(progress: UploadProgress) -> None:
             told.append(progress)
             if proxy.resets >= BREAKS:
                 proxy.toxics = Toxics()
@@ -97,7 +97,7 @@ def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -
             before = proxy.carried
             assert client.upload([job_of(data)]) == [ready]
             assert proxy.carried - before < 10_000, "the server has it"
-    assert told[0] == Progress("data.path", 0, SIZE, begins=True)
+    assert told[0] == UploadProgress("data.path", 0, SIZE, begins=True)
     assert told[-1].sent == SIZE
 
 

@@ -46,8 +46,10 @@ def capture(
     An interrupted capture resumes at the first incomplete shard of the store: run it again with
     the same --store, or use `distill run --resume DIR`.
     """
-    chosen = ["method.type=capture"]
-    chosen += [f"method.store={store}"] if store else []
-    chosen += [f"method.shard={shard}"] if shard else []
-    chosen += ["method.ray={}"] if ray else []
-    return run_new(job, [*chosen, *overrides(sets, name)], Path(runs), settings_of(context).output)
+    capture_overrides = ["method.type=capture"]
+    capture_overrides += [f"method.store={store}"] if store else []
+    capture_overrides += [f"method.shard={shard}"] if shard else []
+    capture_overrides += ["method.ray={}"] if ray else []
+    return run_new(
+        job, [*capture_overrides, *overrides(sets, name)], Path(runs), settings_of(context).output
+    )

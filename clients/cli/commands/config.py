@@ -69,11 +69,11 @@ def print_values(output: Output, files: Sequence[JobFile]) -> None:
     rows: list[Mapping[str, Any]] = []
     for file in files:
         name = {} if len(files) == 1 else {"job": file.config.name}
-        rows += [{**name, **row} for row in _rows(file, as_json=output.as_json)]
+        rows += [{**name, **row} for row in _value_rows(file, as_json=output.as_json)]
     output.table("values", rows, tuple(rows[0]))
 
 
-def _rows(file: JobFile, *, as_json: bool) -> Iterator[Mapping[str, Any]]:
+def _value_rows(file: JobFile, *, as_json: bool) -> Iterator[Mapping[str, Any]]:
     from pydantic import BaseModel
 
     for key, source in file.sources.items():
@@ -81,6 +81,9 @@ def _rows(file: JobFile, *, as_json: bool) -> Iterator[Mapping[str, Any]]:
         for part in key.split("."):
             value = None if value is None else getattr(value, part)  # None: the table is absent
         if isinstance(value, tuple):
-            value = [one.model_dump() if isinstance(one, BaseModel) else one for one in value]
-        shown = value if as_json else "-" if value is None else json.dumps(value)
-        yield {"key": key, "value": shown, "source": source}
+            value = [
+                element.model_dump() if isinstance(element, BaseModel) else element
+                for element in value
+            ]
+        printed_value = value if as_json else "-" if value is None else json.dumps(value)
+        yield {"key": key, "value": printed_value, "source": source}

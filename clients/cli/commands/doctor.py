@@ -56,35 +56,45 @@ def doctor(
     """Check versions, packages, devices and connections; exit with 1 if there is a problem."""
     settings = settings_of(context)
     output = settings.output
-    checks = [*_versions(), *_packages(), _sqlite(), _torch(), _ray(), *_extras()]
+    checks = [
+        *_check_versions(),
+        *_check_packages(),
+        _check_sqlite(),
+        _check_torch(),
+        _check_ray(),
+        *_check_extras(),
+    ]
     with output.stage("checking the connections"):
-        server = _reachable("server", settings.server)
+        server = _check_connection("server", settings.server)
         if settings.server == DEFAULT_SERVER and server.problem:
             # The user did not name a server, and `distill run` needs none: only a warning.
             server = Check("server", server.value, warning=server.problem)
         checks.append(server)
         if teacher:
-            checks.append(_reachable("teacher", teacher))
+            checks.append(_check_connection("teacher", teacher))
     problems = [f"{check.name}: {check.problem}" for check in checks if check.problem]
     warnings = [f"{check.name}: {check.warning}" for check in checks if check.warning]
     output.result(
         {"checks": [asdict(c) for c in checks], "problems": problems, "warnings": warnings},
-        _report(checks, problems, warnings),
+        _format_report(checks, problems, warnings),
     )
     return ExitCode.JOB_FAILED if problems else ExitCode.OK
 
 
-def _report(checks: list[Check], problems: list[str], warnings: list[str]) -> str:
+def _format_report(checks: list[Check], problems: list[str], warnings: list[str]) -> str:
     lines = [f"{check.name:<16} {check.value}" for check in checks]
     lines += [f"warning: {warning}" for warning in warnings]
     lines += [f"problem: {problem}" for problem in problems]
     if not problems:
-        cannot = [what for extra, what in EXTRAS.items() if missing_packages(extra)]
-        lines.append("no problems" + (f"; cannot {'; cannot '.join(cannot)}" if cannot else ""))
+        missing_purposes = [purpose for extra, purpose in EXTRAS.items() if missing_packages(extra)]
+        lines.append(
+            "no problems"
+            + (f"; cannot {'; cannot '.join(missing_purposes)}" if missing_purposes else "")
+        )
     return "\n".join(lines)
 
 
-def _versions() -> Iterator[Check]:
+def _check_versions() -> Iterator[Check]:
     yield Check("python", f"{platform.python_version()} {sys.executable}")
     for package in PACKAGES:
         try:
@@ -93,30 +103,30 @@ def _versions() -> Iterator[Check]:
             yield Check(package, "-", problem="not installed")
 
 
-def _packages() -> Iterator[Check]:
+def _check_packages() -> Iterator[Check]:
     # Other distributions on PyPI install packages of the same names over these.
     for name, module in (("protos", "protos.distill_pb2"), ("clients", "clients.runs.launch")):
         spec = importlib.util.find_spec(name)
-        where = str(spec.origin) if spec else "-"
+        location = str(spec.origin) if spec else "-"
         try:
-            ours = importlib.util.find_spec(module) is not None
+            is_this_project = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:
-            ours = False
-        taken = (
+            is_this_project = False
+        problem = (
             "another distribution hides this package; install this project in a virtual"
             " environment of its own"
         )
-        yield Check(name, where, problem="" if ours else taken)
+        yield Check(name, location, problem="" if is_this_project else problem)
 
 
-def _sqlite() -> Check:
-    old = sqlite3.sqlite_version_info < SQLITE_FIXED
-    fixed = ".".join(map(str, SQLITE_FIXED))
-    warning = f"older than {fixed}, which fixed a rare corruption of WAL databases"
-    return Check("sqlite", sqlite3.sqlite_version, warning=warning if old else "")
+def _check_sqlite() -> Check:
+    is_old = sqlite3.sqlite_version_info < SQLITE_FIXED
+    fixed_version = ".".join(map(str, SQLITE_FIXED))
+    warning = f"older than {fixed_version}, which fixed a rare corruption of WAL databases"
+    return Check("sqlite", sqlite3.sqlite_version, warning=warning if is_old else "")
 
 
-def _torch() -> Check:
+def _check_torch() -> Check:
     if importlib.util.find_spec("torch") is None:
         return Check("torch", "not installed; only the teacher and the trainer need it")
     # In a process of its own, so that this process does not import torch.
@@ -124,29 +134,31 @@ def _torch() -> Check:
         [sys.executable, "-P", "-c", TORCH_PROBE], capture_output=True, text=True
     )
     if probe.returncode:
-        last = (probe.stderr.strip().splitlines() or ["no output"])[-1]
-        return Check("torch", "broken", problem=f"the import fails: {last}")
+        last_line = (probe.stderr.strip().splitlines() or ["no output"])[-1]
+        return Check("torch", "broken", problem=f"the import fails: {last_line}")
     return Check("torch", probe.stdout.strip().splitlines()[-1])
 
 
-def _ray() -> Check:
+def _check_ray() -> Check:
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         return Check("ray", "not installed; only --ray needs it")
-    whole = importlib.util.find_spec("aiohttp") is not None
-    lacking = f"its Jobs API is not installed: {install_command('ray')}"
-    return Check("ray", version, warning="" if whole else lacking)
+    has_jobs_api = importlib.util.find_spec("aiohttp") is not None
+    warning = f"its Jobs API is not installed: {install_command('ray')}"
+    return Check("ray", version, warning="" if has_jobs_api else warning)
 
 
-def _extras() -> Iterator[Check]:
+def _check_extras() -> Iterator[Check]:
     for extra in EXTRAS:
         missing = missing_packages(extra)
-        what = f"without {', '.join(missing)}: {install_command(extra)}" if missing else "installed"
-        yield Check(f"extra {extra}", what)
+        status = (
+            f"without {', '.join(missing)}: {install_command(extra)}" if missing else "installed"
+        )
+        yield Check(f"extra {extra}", status)
 
 
-def _reachable(name: str, address: str) -> Check:
+def _check_connection(name: str, address: str) -> Check:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -161,7 +173,7 @@ def _reachable(name: str, address: str) -> Check:
     try:
         with open_channel(address, token=token) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=3.0)
+            health_reply = health.Check(health_pb2.HealthCheckRequest(), timeout=3.0)
             # Health checks need no token.
             if name == "server":
                 DistillStub(channel).ListJobs(ListJobsRequest(limit=1), timeout=3.0)
@@ -170,14 +182,16 @@ def _reachable(name: str, address: str) -> Check:
     except grpc.RpcError as error:
         code = error.code().name
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            unknown = f"{address} does not know the token; set ${token} to one of its token file"
-            return Check(name, address, problem=unknown)
-        sent = sent_fault(error)
-        problem = f"answers: {sent.message}" if sent else f"does not answer ({code})"
+            token_problem = (
+                f"{address} does not know the token; set ${token} to one of its token file"
+            )
+            return Check(name, address, problem=token_problem)
+        fault = sent_fault(error)
+        problem = f"answers: {fault.message}" if fault else f"does not answer ({code})"
         return Check(name, address, problem=f"{address} {problem}")
     except DistillError as error:
         return Check(name, address, problem=str(error))
-    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    is_serving = health_reply.status == health_pb2.HealthCheckResponse.SERVING
     return Check(
-        name, f"{address} serving", problem="" if serving else f"{address} is shutting down"
+        name, f"{address} serving", problem="" if is_serving else f"{address} is shutting down"
     )

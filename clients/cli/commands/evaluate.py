@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # A model's display name is a directory name and a table cell.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 # Settings that do not affect an answer: a later command may change them and use the same directory.
-_FREE = {"out", "reward", "prompts", "samples", "in_flight", "patience_seconds"}
+_IRRELEVANT_TO_ANSWERS = {"out", "reward", "prompts", "samples", "in_flight", "patience_seconds"}
 
 
 ModelsArgument = Annotated[
@@ -101,8 +101,8 @@ def exam(
     """
     output = settings_of(context).output
     values = {
-        **_tables(reward, data, sets or []),
-        "models": _named(models, local=not endpoint),
+        **_parse_tables(reward, data, sets or []),
+        "models": _name_models(models, local=not endpoint),
         "out": out or "?",
         "prompts": prompts or None,
         "samples": samples,
@@ -115,13 +115,13 @@ def exam(
         "in_flight": in_flight,
         "patience_seconds": patience,
     }
-    config = _checked(values)
+    config = _validate_config(values)
     _require_packages(config)
     _require_columns(config)
     if not out:
-        config = config.model_copy(update={"out": f"runs/eval-{_digest(config)}"})
+        config = config.model_copy(update={"out": f"runs/eval-{_config_digest(config)}"})
     output.say(f"answers are stored in {config.out}")
-    return _concluded(_asked(config, output), config, output)
+    return _print_results(_run_evaluation(config, output), config, output)
 
 
 def _require_packages(config: ExamConfig) -> None:
@@ -134,43 +134,47 @@ def _require_packages(config: ExamConfig) -> None:
     check_reward(config.reward)
 
 
-def _named(models: Sequence[str], *, local: bool) -> dict[str, str]:
+def _name_models(models: Sequence[str], *, local: bool) -> dict[str, str]:
     """Return models by display name; a run directory becomes its export and its anchor's."""
-    named: dict[str, str] = {}
-    for given in models:
-        name, equals, model = given.partition("=")
+    paths_by_name: dict[str, str] = {}
+    for argument in models:
+        name, equals, model = argument.partition("=")
         if not equals:
-            name, model = given.rstrip("/").rsplit("/", 1)[-1], given
-        made = Path(model) / "export"
-        of_run = local and (made / "config.json").is_file()
-        found = {name: str(made) if of_run else model}
-        if of_run and (made / "anchor" / "config.json").is_file():
-            found[f"{name}-anchor"] = str(made / "anchor")
-        for one, path in found.items():
-            if not _NAME.fullmatch(one) or one in named:
-                what = "is given twice" if one in named else "is not a valid name"
+            name, model = argument.rstrip("/").rsplit("/", 1)[-1], argument
+        export = Path(model) / "export"
+        of_run = local and (export / "config.json").is_file()
+        new_models = {name: str(export) if of_run else model}
+        if of_run and (export / "anchor" / "config.json").is_file():
+            new_models[f"{name}-anchor"] = str(export / "anchor")
+        for model_name, path in new_models.items():
+            if not _NAME.fullmatch(model_name) or model_name in paths_by_name:
+                problem = "is given twice" if model_name in paths_by_name else "is not a valid name"
                 hint = "name each model: NAME=MODEL"
-                raise InvalidInput(f"{one!r} {what}", field="MODEL", hint=hint)
+                raise InvalidInput(f"{model_name!r} {problem}", field="MODEL", hint=hint)
             if local:
                 _require_model(path)
-            named[one] = path
-    return named
+            paths_by_name[model_name] = path
+    return paths_by_name
 
 
 def _require_model(path: str) -> None:
-    """Raise NotFound if `path` is no directory, and no hub id or a misspelt directory."""
-    where = Path(path)
-    if where.is_dir():
+    """Raise NotFound if `path` is not a directory and either no hub id or a misspelt directory."""
+    directory = Path(path)
+    if directory.is_dir():
         return
-    others = [other.name for other in where.parent.glob("*/")] if where.parent.is_dir() else []
-    near = difflib.get_close_matches(where.name, others, n=1)
+    siblings = (
+        [sibling.name for sibling in directory.parent.glob("*/")]
+        if directory.parent.is_dir()
+        else []
+    )
+    similar_names = difflib.get_close_matches(directory.name, siblings, n=1)
     # A hub id has at most one slash.
-    if near or path.startswith(("/", "./", "../")) or path.count("/") > 1:
-        hint = f"did you mean {where.parent / near[0]}?" if near else ""
+    if similar_names or path.startswith(("/", "./", "../")) or path.count("/") > 1:
+        hint = f"did you mean {directory.parent / similar_names[0]}?" if similar_names else ""
         raise NotFound(f"no such directory: {path}", field="MODEL", hint=hint)
 
 
-def _tables(reward: str, data: str, sets: Sequence[str]) -> dict[str, Any]:
+def _parse_tables(reward: str, data: str, sets: Sequence[str]) -> dict[str, Any]:
     from clients.config.file import parse_override
 
     tables: dict[str, Any] = {"reward": {"type": reward}, "data": {"path": data} if data else {}}
@@ -193,7 +197,7 @@ def _tables(reward: str, data: str, sets: Sequence[str]) -> dict[str, Any]:
     return {**tables, "data": tables["data"] or None}
 
 
-def _checked(values: Mapping[str, Any]) -> ExamConfig:
+def _validate_config(values: Mapping[str, Any]) -> ExamConfig:
     from pydantic import ValidationError
 
     from clients.config.exam import ExamConfig
@@ -206,12 +210,12 @@ def _checked(values: Mapping[str, Any]) -> ExamConfig:
         path, message = next(iter(describe(detail, ExamConfig)))
         field = ".".join(path) if len(path) > 1 else "--" + path[0].replace("_", "-")
         raise InvalidInput(message, field=field) from None
-    _require(config)
+    _check_settings(config)
     return config
 
 
-def _require(config: ExamConfig) -> None:
-    """Check combinations of settings, and that files are there."""
+def _check_settings(config: ExamConfig) -> None:
+    """Check combinations of settings, and that the files exist."""
     kind, generated = config.reward.type, config.reward.task is not None
     if generated and config.data is not None:
         raise InvalidInput(f"{kind} generates its own prompts", field="--data", hint="omit it")
@@ -239,12 +243,12 @@ def _require_columns(config: ExamConfig) -> None:
         check_file(expected_prompts("--data", config.data.path, config.data, answers=answers))
 
 
-def _digest(config: ExamConfig) -> str:
-    said = config.model_dump_json(exclude=_FREE)
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+def _config_digest(config: ExamConfig) -> str:
+    settings_json = config.model_dump_json(exclude=_IRRELEVANT_TO_ANSWERS)
+    return hashlib.sha256(settings_json.encode()).hexdigest()[:12]
 
 
-def _asked(config: ExamConfig, output: Output) -> tuple[int, str]:
+def _run_evaluation(config: ExamConfig, output: Output) -> tuple[int, str]:
     """Run the evaluation program, which may load torch; return its exit code and stdout."""
     program = subprocess.Popen(
         [sys.executable, "-P", "-m", "student_trainer.exam"],
@@ -262,17 +266,17 @@ def _asked(config: ExamConfig, output: Output) -> tuple[int, str]:
     return program.returncode, stdout
 
 
-def _concluded(asked: tuple[int, str], config: ExamConfig, output: Output) -> ExitCode:
-    code, stdout = asked
+def _print_results(reply: tuple[int, str], config: ExamConfig, output: Output) -> ExitCode:
+    code, stdout = reply
     if code == ExitCode.INTERRUPTED:
         output.say("stopped; run the same command again to resume")
         return ExitCode.INTERRUPTED
     try:
         document = json.loads(stdout)
     except ValueError:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise InternalFault(
-            f"the evaluation {how}", hint="run the same command again to resume"
+            f"the evaluation {ending}", hint="run the same command again to resume"
         ) from None
     if "error" in document:
         error = document["error"]

@@ -28,9 +28,9 @@ from clients.jobs.view import duration, kl_of
 from protos.errors import DistillError, InvalidInput, Unavailable
 
 if TYPE_CHECKING:
-    from clients.jobs.results import Measured, Result
+    from clients.jobs.results import Measurement, Result
 
-# The column of the KL, or else of what the method has: the loss of sft, the accuracy of eval.
+# The column of the KL; of the loss for sft jobs, of the accuracy for eval jobs.
 KL_OR_LOSS = "kl/loss"
 COLUMNS = ("id", "state", "steps", KL_OR_LOSS, "age", "attempt", "owner", "name", "reason")
 
@@ -42,25 +42,27 @@ def ls(
         typer.Option(case_sensitive=False, help="Show only jobs in this state.", show_choices=True),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Show at most this many jobs.")] = 50,
-    mine: MineOption = False,
+    own_only: MineOption = False,
     owner: Annotated[str, typer.Option(metavar="NAME", help="Show only jobs of this owner.")] = "",
     labels: LabelOption = None,
 ) -> None:
     """List jobs, newest first."""
     settings = settings_of(context)
-    wanted = parse_labels(labels)
+    wanted_labels = parse_labels(labels)
     with settings.client() as client:
-        jobs = client.list(state=state, limit=limit, mine=mine, owner=owner, labels=wanted)
+        jobs = client.list(
+            state=state, limit=limit, mine=own_only, owner=owner, labels=wanted_labels
+        )
     if not jobs and not settings.output.as_json:
         settings.output.say("no jobs")
         return
     now = time.time()
-    rows = [_row(job, now) for job in jobs]
+    rows = [_job_row(job, now) for job in jobs]
     if not settings.output.as_json:
-        rows = [{**row, KL_OR_LOSS: _kl_or_loss(row), "reason": _why(row)} for row in rows]
-    owned = any(job.owner for job in jobs)
-    shown = [column for column in COLUMNS if owned or column != "owner"]
-    settings.output.table("jobs", rows, shown)
+        rows = [{**row, KL_OR_LOSS: _kl_or_loss(row), "reason": _state_reason(row)} for row in rows]
+    has_owners = any(job.owner for job in jobs)
+    columns = [column for column in COLUMNS if has_owners or column != "owner"]
+    settings.output.table("jobs", rows, columns)
 
 
 def table(
@@ -69,7 +71,7 @@ def table(
     every: AllOption = False,
     state: StateOption = None,
     older_than: OlderThanOption = None,
-    mine: MineOption = False,
+    own_only: MineOption = False,
     labels: LabelOption = None,
     metric: Annotated[
         str,
@@ -86,35 +88,39 @@ def table(
     from clients.jobs.results import differing_labels, judging_metric, require_metric, result_of
 
     settings = settings_of(context)
-    choice = Choice(jobs, every, state, older_than, mine, labels)
+    choice = Choice(jobs, every, state, older_than, own_only, labels)
     with settings.client() as client:
-        found = [client.get(job) for job in choice.ids(client, frozenset(JobState))]
-        points = [points_of(job.history()) if job.metrics else [] for job in found]
-    known = {name for of_job in points for point in of_job for name in point.metrics}
-    if metric and known:
-        require_metric(metric, sorted(known))
+        selected_jobs = [client.get(job) for job in choice.ids(client, frozenset(JobState))]
+        points = [points_of(job.history()) if job.metrics else [] for job in selected_jobs]
+    metric_names = {name for job_points in points for point in job_points for name in point.metrics}
+    if metric and metric_names:
+        require_metric(metric, sorted(metric_names))
     metric = metric or judging_metric(points)
-    results = [result_of(*one, metric) for one in zip(found, points, strict=True)]
+    results = [result_of(*result, metric) for result in zip(selected_jobs, points, strict=True)]
     if settings.output.as_json:
-        facts = [{**facts_of(one.job), **_measured_facts(one)} for one in results]
+        facts = [{**facts_of(result.job), **_measured_facts(result)} for result in results]
         settings.output.result({"metric": metric, "jobs": facts}, "")
         return
-    if not found:
+    if not selected_jobs:
         settings.output.say("no jobs")
         return
-    varied = [name for name in differing_labels(found) if name not in (*COLUMNS, "best")]
-    named = [] if varied else ["name"]
-    last = metric or "no evaluation yet"
-    rows = [_result_row(one, varied, last) for one in results]
-    settings.output.table("jobs", rows, ["id", *varied, *named, "state", "steps", last, "best"])
+    varied_labels = [
+        name for name in differing_labels(selected_jobs) if name not in (*COLUMNS, "best")
+    ]
+    name_column = [] if varied_labels else ["name"]
+    last_column = metric or "no evaluation yet"
+    rows = [_result_row(result, varied_labels, last_column) for result in results]
+    settings.output.table(
+        "jobs", rows, ["id", *varied_labels, *name_column, "state", "steps", last_column, "best"]
+    )
 
 
 def show(context: typer.Context, job: JobArgument) -> None:
     """Show a job: state, reason, steps, times, checkpoints and newest metrics."""
     settings = settings_of(context)
     with settings.client() as client:
-        found = client.get(job)
-    settings.output.result(facts_of(found), _described(found))
+        job_record = client.get(job)
+    settings.output.result(facts_of(job_record), _describe_job(job_record))
 
 
 def cancel(
@@ -123,21 +129,21 @@ def cancel(
     every: AllOption = False,
     state: StateOption = None,
     older_than: OlderThanOption = None,
-    mine: MineOption = False,
+    own_only: MineOption = False,
     labels: LabelOption = None,
     now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
 ) -> None:
     """Write a checkpoint and stop jobs. It is safe to repeat."""
     settings = settings_of(context)
-    choice = Choice(jobs, every, state, older_than, mine, labels)
+    choice = Choice(jobs, every, state, older_than, own_only, labels)
     with settings.client() as client:
-        chosen = choice.ids(client, CANCELLABLE)
-        _each(
+        job_ids = choice.ids(client, CANCELLABLE)
+        _apply_to_jobs(
             settings.output,
-            chosen,
+            job_ids,
             lambda job: client.cancel(job, now=now),
             lambda job: f"{job.id} {job.state}",
-            named=bool(jobs),
+            stop_on_error=bool(jobs),
         )
 
 
@@ -147,7 +153,7 @@ def resume(
     every: AllOption = False,
     state: StateOption = None,
     older_than: OlderThanOption = None,
-    mine: MineOption = False,
+    own_only: MineOption = False,
     labels: LabelOption = None,
     sets: SetOption = None,
     from_step: Annotated[
@@ -162,16 +168,16 @@ def resume(
 ) -> None:
     """Resume jobs from a checkpoint, as new attempts. --set max_steps=N extends a job."""
     settings = settings_of(context)
-    choice = Choice(jobs, every, state, older_than, mine, labels)
+    choice = Choice(jobs, every, state, older_than, own_only, labels)
     max_steps = max_steps_of(sets or [])
     with settings.client() as client:
-        chosen = choice.ids(client, RESUMABLE)
-        _each(
+        job_ids = choice.ids(client, RESUMABLE)
+        _apply_to_jobs(
             settings.output,
-            chosen,
+            job_ids,
             lambda job: client.resume(job, max_steps=max_steps, from_step=from_step),
             lambda job: f"{job.id} {job.state} attempt {job.attempt}",
-            named=bool(jobs),
+            stop_on_error=bool(jobs),
         )
 
 
@@ -181,7 +187,7 @@ def rm(
     every: AllOption = False,
     state: StateOption = None,
     older_than: OlderThanOption = None,
-    mine: MineOption = False,
+    own_only: MineOption = False,
     labels: LabelOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
@@ -190,17 +196,17 @@ def rm(
     Jobs that are pinned, or that a job needs which has not ended, are refused.
     """
     settings = settings_of(context)
-    choice = Choice(jobs, every, state, older_than, mine, labels)
+    choice = Choice(jobs, every, state, older_than, own_only, labels)
     with settings.client() as client:
-        chosen = choice.ids(client, TERMINAL)
-        if chosen and not yes:
-            _ask(settings.output, [client.get(job) for job in chosen])
-        _each(
+        job_ids = choice.ids(client, TERMINAL)
+        if job_ids and not yes:
+            _confirm_removal(settings.output, [client.get(job) for job in job_ids])
+        _apply_to_jobs(
             settings.output,
-            chosen,
+            job_ids,
             client.remove,
             lambda job: f"{job.id} removed",
-            named=bool(jobs),
+            stop_on_error=bool(jobs),
         )
 
 
@@ -212,49 +218,51 @@ def pin(
     """Keep jobs from being removed, by `distill rm` and by the server's --keep-days."""
     settings = settings_of(context)
     with settings.client() as client:
-        _each(
+        _apply_to_jobs(
             settings.output,
             jobs or [],
             lambda job: client.pin(job, pinned=not off),
             lambda job: f"{job.id} {'pinned' if job.pinned else 'not pinned'}",
-            named=True,
+            stop_on_error=True,
         )
 
 
-def _ask(output: Output, jobs: Sequence[Job]) -> None:
+def _confirm_removal(output: Output, jobs: Sequence[Job]) -> None:
     """Ask on the terminal whether to remove the jobs; raises InvalidInput if there is none."""
-    what = jobs[0].id if len(jobs) == 1 else f"{len(jobs)} jobs"
+    description = jobs[0].id if len(jobs) == 1 else f"{len(jobs)} jobs"
     if not sys.stdin.isatty():
-        raise InvalidInput(f"removes {what} for good", field="--yes", hint="give it to confirm")
+        raise InvalidInput(
+            f"removes {description} for good", field="--yes", hint="give it to confirm"
+        )
     for job in jobs if len(jobs) > 1 else ():
         output.say(f"{job.id} {job.state}")
-    typer.confirm(f"Remove {what} with all files?", abort=True, err=True)
+    typer.confirm(f"Remove {description} with all files?", abort=True, err=True)
 
 
-def _each(
+def _apply_to_jobs(
     output: Output,
     jobs: Sequence[str],
     act: Callable[[str], Job],
     line_of: Callable[[Job], str],
     *,
-    named: bool,
+    stop_on_error: bool,
 ) -> None:
     """Call `act` for each job and print the results.
 
-    `named`: the jobs are those that the user named, of which an error stops the rest. Otherwise the
-    rest goes on, unless the server does not answer. Then the first error is raised.
+    `stop_on_error`: the user named the jobs, so the first error skips the remaining ones. Otherwise
+    only an unreachable server does. Raises the first error at the end.
     """
-    done: list[Job] = []
+    changed_jobs: list[Job] = []
     faults: list[DistillError] = []
     for job in jobs:
         try:
-            done.append(act(job))
+            changed_jobs.append(act(job))
         except DistillError as error:
             faults.append(error)
-            if named or isinstance(error, Unavailable):
+            if stop_on_error or isinstance(error, Unavailable):
                 break
-    if done or (output.as_json and not faults):
-        print_jobs(output, done, [line_of(job) for job in done])
+    if changed_jobs or (output.as_json and not faults):
+        print_jobs(output, changed_jobs, [line_of(job) for job in changed_jobs])
     elif not faults:
         output.say("no jobs")
     for fault in faults[1:]:
@@ -264,13 +272,13 @@ def _each(
 
 
 def max_steps_of(sets: list[str]) -> int | None:
-    """Return the `max_steps` that --set gives, or None.
+    """Return the value of `max_steps` in the --set options, or None.
 
     Raises InvalidInput for any other key, because the checkpoints depend on it.
     """
     from clients.config.file import parse_override
 
-    chosen: int | None = None
+    max_steps: int | None = None
     for override in sets:
         path, value = parse_override(override)
         if path != ("max_steps",):
@@ -282,8 +290,8 @@ def max_steps_of(sets: list[str]) -> int | None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             message = f"must be a whole number of at least 1 (got {value!r})"
             raise InvalidInput(message, field="max_steps")
-        chosen = value
-    return chosen
+        max_steps = value
+    return max_steps
 
 
 def print_jobs(output: Output, jobs: Sequence[Job], lines: Sequence[str]) -> None:
@@ -295,7 +303,7 @@ def print_jobs(output: Output, jobs: Sequence[Job], lines: Sequence[str]) -> Non
 def facts_of(job: Job) -> Mapping[str, Any]:
     """Return a job as a JSON object.
 
-    `checkpoints` and `config` are there only if the server sent them: for one job, not for a list.
+    `checkpoints` and `config` are missing in jobs of a list, for which the server sends neither.
     """
     record = asdict(job)
     config, checkpoints = record.pop("config_json"), record.pop("checkpoints")
@@ -304,7 +312,7 @@ def facts_of(job: Job) -> Mapping[str, Any]:
     return {**record, "checkpoints": checkpoints, "config": json.loads(config)}
 
 
-def _row(job: Job, now: float) -> Mapping[str, Any]:
+def _job_row(job: Job, now: float) -> Mapping[str, Any]:
     label, kl = kl_of(job.metrics) or ("", None)
     return {
         **facts_of(job),
@@ -319,39 +327,39 @@ def _measured_facts(result: Result) -> Mapping[str, Any]:
     return {"last": last and asdict(last), "best": best and asdict(best)}
 
 
-def _result_row(result: Result, labels: Sequence[str], last: str) -> Mapping[str, Any]:
+def _result_row(result: Result, labels: Sequence[str], last_column: str) -> Mapping[str, Any]:
     return {
-        **_row(result.job, 0.0),
+        **_job_row(result.job, 0.0),
         **{name: result.job.labels.get(name, "-") for name in labels},
-        last: _measured(result.last),
-        "best": _measured(result.best),
+        last_column: _format_measured(result.last),
+        "best": _format_measured(result.best),
     }
 
 
-def _measured(one: Measured | None) -> str:
-    if one is None:
+def _format_measured(measured: Measurement | None) -> str:
+    if measured is None:
         return "-"
-    error = "" if one.stderr is None else f" +-{one.stderr:.1g}"
-    return f"{one.value:.4g}{error} @{one.step}"
+    error = "" if measured.stderr is None else f" +-{measured.stderr:.1g}"
+    return f"{measured.value:.4g}{error} @{measured.step}"
 
 
 def _kl_or_loss(row: Mapping[str, Any]) -> str:
     if row["kl"] != "-":
         return str(row["kl"])
-    named = (("cross_entropy", "loss"), ("eval/accuracy", "accuracy"))
+    metric_labels = (("cross_entropy", "loss"), ("eval/accuracy", "accuracy"))
     metrics = row["metrics"]
-    found = (f"{metrics[name]:.4g} {label}" for name, label in named if name in metrics)
-    return next(found, "-")
+    texts = (f"{metrics[name]:.4g} {label}" for name, label in metric_labels if name in metrics)
+    return next(texts, "-")
 
 
-def _why(row: Mapping[str, Any]) -> str:
-    """Return what a job that does not run yet waits for, or else the reason of its state."""
+def _state_reason(row: Mapping[str, Any]) -> str:
+    """Return the phase of a job that waits or is prepared, or else the reason of its state."""
     queued = row["state"] is JobState.QUEUED and row["phase"].startswith("WAITING ")
     waits = queued or row["state"] is JobState.PREPARING
     return str(row["phase"] if waits else row["reason"])
 
 
-def _described(job: Job) -> str:
+def _describe_job(job: Job) -> str:
     lines = [
         ("id", job.id),
         ("name", plain(job.name)),
@@ -360,14 +368,14 @@ def _described(job: Job) -> str:
         ("state", plain(f"{job.state} {job.phase}".rstrip())),
         ("reason", plain(job.reason)),
         ("steps", f"{job.step}/{job.max_steps}, attempt {job.attempt}"),
-        ("created", _clock(job.created_at)),
-        ("started", _clock(job.started_at)),
-        ("ended", _clock(job.ended_at)),
+        ("created", _format_time(job.created_at)),
+        ("started", _format_time(job.started_at)),
+        ("ended", _format_time(job.ended_at)),
         ("checkpoints", ", ".join(map(str, job.checkpoints))),
         *((name, f"{value:.6g}") for name, value in sorted(job.metrics.items())),
     ]
     return "\n".join(f"{name:<20} {value}" for name, value in lines if value)
 
 
-def _clock(moment: float) -> str:
+def _format_time(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment else ""

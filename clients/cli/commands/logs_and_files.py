@@ -41,7 +41,7 @@ def logs(
         with settings.client() as client:
             chunks = client.logs(job, attempt=attempt, follow=follow, tail_lines=lines)
             if settings.output.as_json:
-                for line in whole_lines(chunks):
+                for line in decode_lines(chunks):
                     print(json.dumps({"line": line}), flush=True)
             else:
                 for chunk in chunks:
@@ -54,14 +54,14 @@ def logs(
     return ExitCode.OK
 
 
-def whole_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+def decode_lines(chunks: Iterable[bytes]) -> Iterator[str]:
     """Yield the lines of a byte stream whose chunks may end within a line or a character."""
-    rest = b""
+    partial_line = b""
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
-    if rest:
-        yield rest.decode(errors="replace")
+        *complete_lines, partial_line = (partial_line + chunk).split(b"\n")
+        yield from (line.decode(errors="replace") for line in complete_lines)
+    if partial_line:
+        yield partial_line.decode(errors="replace")
 
 
 def pull(
@@ -87,17 +87,21 @@ def pull(
     from clients.jobs.record import is_run_directory, points_of, record_of_run
 
     settings = settings_of(context)
-    fetch = partial(_fetch, settings.output, _wanted(checkpoint), destination)
+    pull_files = partial(_pull_files, settings.output, _parse_checkpoint(checkpoint), destination)
     if is_run_directory(job):
         record = record_of_run(job)
-        fetch(record.job, lambda: record.points, partial(pull_run, job))
+        pull_files(record.job, lambda: record.points, partial(pull_run, job))
         return
     with settings.client() as client:
-        found = client.get(job)
-        fetch(found, lambda: points_of(client.history(found.id)), partial(client.pull, found.id))
+        job_record = client.get(job)
+        pull_files(
+            job_record,
+            lambda: points_of(client.history(job_record.id)),
+            partial(client.pull, job_record.id),
+        )
 
 
-def _wanted(checkpoint: str) -> Checkpoint | None:
+def _parse_checkpoint(checkpoint: str) -> Checkpoint | None:
     match checkpoint:
         case "":
             return None
@@ -110,9 +114,9 @@ def _wanted(checkpoint: str) -> Checkpoint | None:
     return int(checkpoint)
 
 
-def _fetch(
+def _pull_files(
     output: Output,
-    wanted: Checkpoint | None,
+    checkpoint: Checkpoint | None,
     destination: str,
     job: Job,
     points: Callable[[], Sequence[Point]],
@@ -120,8 +124,8 @@ def _fetch(
 ) -> None:
     from clients.jobs.artifacts import checkpoint_step
 
-    step = None if wanted is None else checkpoint_step(job, wanted, points)
-    what = job.id if step is None else f"{job.id}, checkpoint of step {step}"
-    with output.stage(f"pulling {what}"):
+    step = None if checkpoint is None else checkpoint_step(job, checkpoint, points)
+    description = job.id if step is None else f"{job.id}, checkpoint of step {step}"
+    with output.stage(f"pulling {description}"):
         path = pull(Path(destination or job.id), checkpoint=step)
     output.result({"path": str(path), "checkpoint": step}, str(path))

@@ -1,4 +1,4 @@
-"""`distill plan` and `distill pair`: what a job needs, found before anything is loaded."""
+"""`distill plan` and `distill pair`: the needs of a job, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from protos.errors import ExitCode, InvalidInput
 
 if TYPE_CHECKING:
     from clients.config.kinds import AnyTraining
-    from clients.preflight.memory_plan import Plan
+    from clients.preflight.memory_plan import MemoryPlan
     from clients.preflight.pair import PairReport
 
-PART = "GiB per GPU"  # title of the first column
+PART_COLUMN = "GiB per GPU"  # title of the first column
 DirectoryArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False)]
 
 
@@ -46,8 +46,8 @@ def plan(
     from clients.preflight.memory_plan import plan_of, shape_of_student
     from clients.preflight.tensor_parallel import check_tensor_parallel
 
-    chosen = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
-    config = load_job(job, chosen).config
+    plan_overrides = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
+    config = load_job(job, plan_overrides).config
     if not isinstance(config, TrainingJob):
         raise InvalidInput(
             f"a job of method {config.method.type} trains no student",
@@ -58,38 +58,38 @@ def plan(
     check_tensor_parallel(config)
     check_context_parallel(config)
     output = settings_of(context).output
-    found = plan_of(config, shape_of_student(config), memory)
-    if isinstance(config, OfflineJob) and found.longest is None:
+    memory_plan = plan_of(config, shape_of_student(config), memory)
+    if isinstance(config, OfflineJob) and memory_plan.longest is None:
         output.say(
             f"the store {config.data.path} cannot be read: its sequences count as long as a"
             " micro-batch"
         )
     if output.as_json:
-        train = config.train.processes
-        shares = {"train": train, "rollouts": gpus_of(config) - train}
-        output.result({**_record(found), "gpus": shares}, "")
+        trainer_gpus = config.train.processes
+        gpu_shares = {"train": trainer_gpus, "rollouts": gpus_of(config) - trainer_gpus}
+        output.result({**_plan_record(memory_plan), "gpus": gpu_shares}, "")
     else:
-        print(_head(found) + _engines(config))
-        output.table("parts", _rows(found), (PART, *found.parts))
-        print("\n".join(_conclusion(found, memory)))
-    return ExitCode.OK if found.fits else ExitCode.JOB_FAILED
+        print(_format_summary(memory_plan) + _format_engines(config))
+        output.table("parts", _part_rows(memory_plan), (PART_COLUMN, *memory_plan.parts))
+        print("\n".join(_conclusion_lines(memory_plan, memory)))
+    return ExitCode.OK if memory_plan.fits else ExitCode.JOB_FAILED
 
 
-def _record(plan: Plan) -> dict[str, object]:
-    from clients.preflight.memory import on_host
+def _plan_record(plan: MemoryPlan) -> dict[str, object]:
+    from clients.preflight.memory import host_bytes
 
     return {
         "fits": plan.fits,
         "bytes": plan.parts,
         "peak": plan.peak,
-        "host": on_host(plan.load),
+        "host": host_bytes(plan.load),
         "usable": plan.usable,
         "largest_micro_batch": plan.micro_batch,
         "changes": plan.changes,
     }
 
 
-def _head(plan: Plan) -> str:
+def _format_summary(plan: MemoryPlan) -> str:
     load = plan.load
     trained = replace(load, tensor_parallel=1).trained
     sharding = "" if load.processes == 1 else ", FSDP2" if load.sharded else ", DDP"
@@ -99,14 +99,14 @@ def _head(plan: Plan) -> str:
         sharding += f" with context parallelism in groups of {load.context_parallel}"
     sampled = f", {load.sampled} answers sampled at a time" if load.sampled else ""
     return (
-        f"{_number(load.shape.weights)} weights, {_number(trained)} trained, on"
+        f"{_format_count(load.shape.weights)} weights, {_format_count(trained)} trained, on"
         f" {load.processes} GPU{'s' * (load.processes > 1)}{sharding}; micro-batches of"
         f" {load.tokens} tokens in sequences of {load.line}{sampled}\n"
     )
 
 
-def _engines(config: AnyTraining) -> str:
-    """Return the sentence that says which GPUs are whose, if the job has engines on their own."""
+def _format_engines(config: AnyTraining) -> str:
+    """Return a sentence on how trainer and engines divide the GPUs; "" without engine GPUs."""
     from clients.config.kinds import gpus_of
 
     sampling = gpus_of(config) - config.train.processes
@@ -119,25 +119,29 @@ def _engines(config: AnyTraining) -> str:
     )
 
 
-def _number(weights: int) -> str:
+def _format_count(weights: int) -> str:
     return f"{weights / 1e9:.3g} billion" if weights >= 1e8 else f"{weights:,}"
 
 
-def _rows(plan: Plan) -> list[dict[str, str]]:
+def _part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
     from clients.preflight.memory_plan import gib
 
     stages = plan.parts.items()
     names = dict.fromkeys(name for parts in plan.parts.values() for name in parts)
     totals = {stage: gib(sum(parts.values())) for stage, parts in stages}
     return [
-        {PART: name} | {stage: gib(of[name]) if of.get(name) else "" for stage, of in stages}
+        {PART_COLUMN: name}
+        | {
+            stage: gib(stage_parts[name]) if stage_parts.get(name) else ""
+            for stage, stage_parts in stages
+        }
         for name in names
         if any(parts.get(name) for _, parts in stages)
-    ] + [{PART: "total"} | totals]
+    ] + [{PART_COLUMN: "total"} | totals]
 
 
-def _conclusion(plan: Plan, memory: float) -> list[str]:
-    from clients.preflight.memory import on_host
+def _conclusion_lines(plan: MemoryPlan, memory: float) -> list[str]:
+    from clients.preflight.memory import host_bytes
     from clients.preflight.memory_plan import USABLE, gib
 
     verdict = "fits" if plan.fits else "does not fit"
@@ -145,7 +149,7 @@ def _conclusion(plan: Plan, memory: float) -> list[str]:
         f"\nThe job {verdict}: {gib(plan.peak)} GiB of {gib(plan.usable)} GiB"
         f" ({USABLE:.0%} of {memory:g} GiB)."
     ]
-    if host := on_host(plan.load):
+    if host := host_bytes(plan.load):
         lines.append(
             f"Host memory: {gib(host)} GiB per GPU for weights, gradients, optimizer and anchor."
         )
@@ -176,42 +180,42 @@ def pair(
     """
     from clients.preflight.pair import pair_report, texts_in
 
-    found = pair_report(teacher, student, texts_in(data, column or [], records))
+    report = pair_report(teacher, student, texts_in(data, column or [], records))
     output = settings_of(context).output
     if output.as_json:
-        output.result(asdict(found), "")
+        output.result(asdict(report), "")
     else:
-        _print_pair(found)
-        if found.shares:
+        _print_pair(report)
+        if report.shares:
             rows = [
                 {
                     "text": kind,
-                    "records": of.texts,
-                    "tokens": of.tokens,
-                    "one to one": f"{of.one_to_one:.1%}",
-                    "left out": f"{of.left_out:.1%}",
+                    "records": shares.texts,
+                    "tokens": shares.tokens,
+                    "one to one": f"{shares.one_to_one:.1%}",
+                    "left out": f"{shares.left_out:.1%}",
                 }
-                for kind, of in found.shares.items()
+                for kind, shares in report.shares.items()
             ]
             output.table("shares", rows, tuple(rows[0]))
-        print("\n".join(_conclusion_of_pair(found)))
-    return ExitCode.JOB_FAILED if found.refusals else ExitCode.OK
+        print("\n".join(_pair_conclusion_lines(report)))
+    return ExitCode.JOB_FAILED if report.refusals else ExitCode.OK
 
 
-def _print_pair(found: PairReport) -> None:
-    if found.same is not None:
-        print(f"tokenizer: {'the same' if found.same else 'another one'}")
-    if found.difference:
-        print(f"{found.difference}\n")
-    for ours, theirs in found.roles:
-        print(f"role: {ours} of the student is {theirs} of the teacher")
-    if found.missing:
-        print(f"without a role in the other tokenizer: {', '.join(found.missing)}")
+def _print_pair(report: PairReport) -> None:
+    if report.same is not None:
+        print(f"tokenizer: {'the same' if report.same else 'another one'}")
+    if report.difference:
+        print(f"{report.difference}\n")
+    for student_token, teacher_token in report.roles:
+        print(f"role: {student_token} of the student is {teacher_token} of the teacher")
+    if report.missing:
+        print(f"without a role in the other tokenizer: {', '.join(report.missing)}")
 
 
-def _conclusion_of_pair(found: PairReport) -> list[str]:
-    if found.refusals:
-        return [f"The pair cannot be trained: {reason}" for reason in found.refusals]
-    lines = [f"\nloss: {found.loss}"]
-    named = "".join(f"\n  {line}" for line in found.lines)
-    return [*lines, f"job file:{named}" if named else "job file: nothing to set"]
+def _pair_conclusion_lines(report: PairReport) -> list[str]:
+    if report.refusals:
+        return [f"The pair cannot be trained: {reason}" for reason in report.refusals]
+    lines = [f"\nloss: {report.loss}"]
+    job_file_lines = "".join(f"\n  {line}" for line in report.lines)
+    return [*lines, f"job file:{job_file_lines}" if job_file_lines else "job file: nothing to set"]

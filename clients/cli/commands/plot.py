@@ -28,7 +28,7 @@ JobOrRunArgument = Annotated[
         autocompletion=complete_job,
     ),
 ]
-_MOST_COLUMNS = 100
+_MAX_COLUMNS = 100
 
 
 def plot(
@@ -62,12 +62,12 @@ def plot(
     if picture is not None:
         from clients.cli.plots.png import save_picture
 
-        save_picture(picture, panels, [one.job.id for one in records if one.points])
+        save_picture(picture, panels, [record.job.id for record in records if record.points])
         output.result({"path": str(picture)}, str(picture))
     elif output.as_json:
-        output.result({"panels": [_facts(panel) for panel in panels]}, "")
+        output.result({"panels": [_panel_facts(panel) for panel in panels]}, "")
     else:
-        print(_text(panels, output))
+        print(_render_text(panels, output))
 
 
 def records_of(
@@ -80,12 +80,12 @@ def records_of(
     from clients.jobs.record import is_run_directory, record_of_run
 
     return [
-        record_of_run(job) if is_run_directory(job) else _asked(settings, job, with_notes)
+        record_of_run(job) if is_run_directory(job) else _fetch_record(settings, job, with_notes)
         for job in dict.fromkeys(jobs)
     ]
 
 
-def _asked(settings: ClientSettings, name: str, with_notes: bool) -> JobRecord:
+def _fetch_record(settings: ClientSettings, name: str, with_notes: bool) -> JobRecord:
     from clients.jobs.record import JobRecord, notes_in, points_of
 
     with settings.client() as client:
@@ -100,17 +100,17 @@ def _asked(settings: ClientSettings, name: str, with_notes: bool) -> JobRecord:
             return JobRecord(job, points, notes_in(notes))
 
 
-def _text(panels: Sequence[Panel], output: Output) -> str:
+def _render_text(panels: Sequence[Panel], output: Output) -> str:
     from clients.cli.plots.text import panel_text
 
     color = output.color and sys.stdout.isatty()
     dots = "utf" in (sys.stdout.encoding or "").lower()
-    width = min(output.console(stderr=False).width, _MOST_COLUMNS)
-    drawn = (panel_text(panel, width=width, dots=dots, color=color) for panel in panels)
-    return "\n\n".join(drawn)
+    width = min(output.console(stderr=False).width, _MAX_COLUMNS)
+    plots = (panel_text(panel, width=width, dots=dots, color=color) for panel in panels)
+    return "\n\n".join(plots)
 
 
-def _facts(panel: Panel) -> dict[str, Any]:
+def _panel_facts(panel: Panel) -> dict[str, Any]:
     curves = [
         {
             "label": curve.label,

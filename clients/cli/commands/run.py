@@ -60,30 +60,32 @@ def run(
         raise InvalidInput("is for a job file", field="--dir", hint="leave out --dir or --resume")
     if directory == "":
         raise InvalidInput("is empty", field="--dir", hint="name the run directory")
-    chosen = overrides(sets, name)
+    job_overrides = overrides(sets, name)
     if directory is not None and (Path(directory) / "job.json").exists():
         from clients.config.file import load_job
 
-        return _run_on(Path(directory), _complete(load_job(job, chosen)), output)
+        return _resume_or_finish(
+            Path(directory), _make_paths_absolute(load_job(job, job_overrides)), output
+        )
     if not resume:
-        return run_new(job, chosen, Path(runs), output, directory or "")
-    found, attempt = _reopened(Path(resume), max_steps_of(sets or []))
-    return _attempted(found, attempt, output, remove_if_refused=False)
+        return run_new(job, job_overrides, Path(runs), output, directory or "")
+    run_directory, attempt = _reopen_run(Path(resume), max_steps_of(sets or []))
+    return _run_and_conclude(run_directory, attempt, output, remove_if_refused=False)
 
 
-def _run_on(path: Path, job: AnyJob, output: Output) -> ExitCode:
-    """Resume the job of a run directory; a finished one has nothing left to do.
+def _resume_or_finish(path: Path, job: AnyJob, output: Output) -> ExitCode:
+    """Resume the job of a run directory; return OK at once if it has succeeded.
 
-    `job`: of the file. Raises InvalidInput (`--dir`) if it is not the job of the directory.
+    `job`: the job of the file. Raises InvalidInput (`--dir`) if the directory has another job.
     """
     from clients.runs.difference import first_difference
     from clients.runs.directory import RunDirectory
 
     made_with = RunDirectory(path).config()
     if differs := first_difference(made_with.model_dump(), job.model_dump()):
-        key, had, asked = differs
+        key, previous_value, new_value = differs
         raise InvalidInput(
-            f"{path} was made with another {key}: {had!r}, not {asked!r}",
+            f"{path} was made with another {key}: {previous_value!r}, not {new_value!r}",
             field="--dir",
             hint="give the same job file and --set, or name another directory;"
             f" distill run --resume {path} continues it as it is",
@@ -92,12 +94,12 @@ def _run_on(path: Path, job: AnyJob, output: Output) -> ExitCode:
     if status is not None and status.verdict == "succeeded":
         output.say(f"the run {path} is finished: {status.step} of {status.max_steps} steps")
         return ExitCode.OK
-    found, attempt = _reopened(path, None)
-    return _attempted(found, attempt, output, remove_if_refused=False)
+    run_directory, attempt = _reopen_run(path, None)
+    return _run_and_conclude(run_directory, attempt, output, remove_if_refused=False)
 
 
 def run_new(
-    job: str, chosen: list[str], runs: Path, output: Output, directory: str = ""
+    job: str, job_overrides: list[str], runs: Path, output: Output, directory: str = ""
 ) -> ExitCode:
     """Run the first attempt of the job in a file, in a new run directory in `runs`.
 
@@ -106,10 +108,12 @@ def run_new(
     Returns the exit code of the command. Removes the run directory and raises the trainer's error
     if its preflight refuses the job.
     """
-    return _attempted(_made(job, chosen, runs, directory), 1, output, remove_if_refused=True)
+    return _run_and_conclude(
+        _create_run(job, job_overrides, runs, directory), 1, output, remove_if_refused=True
+    )
 
 
-def _attempted(
+def _run_and_conclude(
     run: RunDirectory, attempt: int, output: Output, *, remove_if_refused: bool
 ) -> ExitCode:
     from clients.cli.live.display import conclude
@@ -125,20 +129,20 @@ def _attempted(
             shutil.rmtree(run.path)
         raise
     status = run.read_status()
-    if remove_if_refused and status is not None and _refused(status):
+    if remove_if_refused and status is not None and _is_refusal(status):
         # The job was refused before its first step: there is nothing to resume.
         shutil.rmtree(run.path)
-        raise _fault(status.error)(status.reason)
-    conclusion = conclude(output, progress, **_made_by(run))
+        raise _error_class(status.error)(status.reason)
+    conclusion = conclude(output, progress, **_output_paths(run))
     if conclusion is ExitCode.JOB_FAILED:
         output.say(f"trainer log: {run.log_file(attempt)}")
     if conclusion is not ExitCode.OK:
         output.say(f"to resume: distill run --resume {run.path}")
-    # These two codes say more than the job's state does.
+    # These two codes are more specific than the job's state.
     return code if code in (ExitCode.INTERRUPTED, ExitCode.WRONG_STATE) else conclusion
 
 
-def _made_by(run: RunDirectory) -> dict[str, Path | str]:
+def _output_paths(run: RunDirectory) -> dict[str, Path | str]:
     from clients.config.capture import CaptureJob
     from clients.config.evaluation import EvalJob
 
@@ -150,7 +154,7 @@ def _made_by(run: RunDirectory) -> dict[str, Path | str]:
     return {"run": run.path}
 
 
-def _made(job: str, chosen: list[str], runs: Path, directory: str) -> RunDirectory:
+def _create_run(job: str, job_overrides: list[str], runs: Path, directory: str) -> RunDirectory:
     from clients.config.file import load_job
     from clients.config.tables.after import outputs_in
     from clients.preflight.data_files import check_data
@@ -160,31 +164,31 @@ def _made(job: str, chosen: list[str], runs: Path, directory: str) -> RunDirecto
     from clients.runs.directory import RunDirectory
     from clients.runs.run_id import run_ids
 
-    file = load_job(job, chosen)
+    file = load_job(job, job_overrides)
     if file.config.after or outputs_in(file.config):
         raise InvalidInput(
             "only a server starts a job after others",
             field="after" if file.config.after else outputs_in(file.config)[0].key,
             hint="use distill submit, or name the files that the other job wrote",
         )
-    config = _complete(file)
+    config = _make_paths_absolute(file)
     check_packages(config)
     check_gpus(config)
     check_files(config)
     check_data(config)
     parts = (config, file.text, file.path.suffix.lower())
     if directory:
-        return _made_whole(Path(directory), parts)
+        return _create_atomically(Path(directory), parts)
     for name in run_ids(config.method.type, config.name):
         with suppress(FileExistsError):
             return RunDirectory.create(runs / name, *parts)
     raise AssertionError("there is always another id")
 
 
-def _made_whole(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirectory:
-    """Make the run directory `path` with its job, or nothing: a script may be killed at any time.
+def _create_atomically(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirectory:
+    """Create the run directory `path` atomically: a script may be killed at any time.
 
-    Raises InvalidInput if there is something at `path` already, other than an empty directory.
+    Raises InvalidInput if `path` exists and is not an empty directory.
     """
     from clients.runs.directory import RunDirectory
 
@@ -203,7 +207,7 @@ def _made_whole(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirectory:
     return RunDirectory(path)
 
 
-def judged_beside(job: Path, config: AnyJob) -> AnyJob:
+def with_absolute_reward(job: Path, config: AnyJob) -> AnyJob:
     """Return the job with `reward.file` made absolute, from the job file's directory.
 
     Raises InvalidInput if the file does not exist.
@@ -223,14 +227,14 @@ def judged_beside(job: Path, config: AnyJob) -> AnyJob:
     return config.model_copy(update={"reward": reward})
 
 
-def _complete(file: JobFile) -> AnyJob:
-    """Return the job of a file as a run directory has it: all paths are absolute."""
+def _make_paths_absolute(file: JobFile) -> AnyJob:
+    """Return the job of a file with absolute paths, as run directories store it."""
     from clients.config.file import localized
 
-    return _stored_absolute(localized(judged_beside(file.path, file.config)))
+    return _make_store_absolute(localized(with_absolute_reward(file.path, file.config)))
 
 
-def _stored_absolute(config: AnyJob) -> AnyJob:
+def _make_store_absolute(config: AnyJob) -> AnyJob:
     """Make `method.store` absolute: a later resume may run in another directory."""
     from clients.config.capture import CaptureJob
     from clients.data.object_urls import is_object_url
@@ -243,7 +247,7 @@ def _stored_absolute(config: AnyJob) -> AnyJob:
     return config.model_copy(update={"method": config.method.model_copy(update={"store": store})})
 
 
-def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
+def _reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
     from clients.config.tables.common import TrainingJob
     from clients.runs.directory import Control, RunDirectory, replace_file
 
@@ -270,17 +274,17 @@ def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
 
 
 def _new_attempt(run: RunDirectory, status: Status | None) -> int:
-    """Return an unused attempt number, and make its log directory so that nobody else takes it."""
+    """Return an unused attempt number; creates its log directory, which reserves the number."""
     names = [log.name.removeprefix("attempt-") for log in run.logs(1).parent.glob("attempt-*")]
-    made = [int(name) for name in names if name.isdecimal()]
-    attempt = max([*made, status.attempt if status else 0]) + 1
+    numbers = [int(name) for name in names if name.isdecimal()]
+    attempt = max([*numbers, status.attempt if status else 0]) + 1
     run.logs(attempt).mkdir(parents=True)
     return attempt
 
 
-def _refused(status: Status) -> bool:
+def _is_refusal(status: Status) -> bool:
     return status.verdict == "failed" and status.phase == "preflight"
 
 
-def _fault(name: str) -> type[DistillError]:
+def _error_class(name: str) -> type[DistillError]:
     return next((category for category in CATEGORIES if category.__name__ == name), InternalFault)

@@ -40,21 +40,25 @@ def verify(context: typer.Context, store: StoreArgument) -> ExitCode:
     from clients.store.checks import counted, damages
 
     place = place_of(store)
-    found = list(damages(place))
-    sequences, expected = counted(place)
+    damage_messages = list(damages(place))
+    sequences, expected_sequences = counted(place)
     record = {
         "path": place,
-        "sound": not found,
-        "complete": sequences == expected,
+        "sound": not damage_messages,
+        "complete": sequences == expected_sequences,
         "sequences": sequences,
-        "sequences_expected": expected,
-        "damages": found,
+        "sequences_expected": expected_sequences,
+        "damages": damage_messages,
     }
-    lines = found or [f"{place}: no damage"]
-    if sequences != expected:
-        lines.append(f"incomplete: {sequences} of {expected} sequences; resume the capture")
+    lines = damage_messages or [f"{place}: no damage"]
+    if sequences != expected_sequences:
+        lines.append(
+            f"incomplete: {sequences} of {expected_sequences} sequences; resume the capture"
+        )
     settings_of(context).output.result(record, "\n".join(lines))
-    return ExitCode.JOB_FAILED if found or sequences != expected else ExitCode.OK
+    return (
+        ExitCode.JOB_FAILED if damage_messages or sequences != expected_sequences else ExitCode.OK
+    )
 
 
 @app.command()
@@ -128,23 +132,26 @@ def sample(
     """Show rows of one sequence: each token, its probability, and the likeliest head ids."""
     from clients.store.sample import sample_of
 
-    found = sample_of(place_of(store), sequence, rows=rows, head=head, tokenizer=tokenizer)
-    settings_of(context).output.result(found, _as_text(found))
+    store_sample = sample_of(place_of(store), sequence, rows=rows, head=head, tokenizer=tokenizer)
+    settings_of(context).output.result(store_sample, _format_sample(store_sample))
 
 
-def _as_text(found: Mapping[str, Any]) -> str:
+def _format_sample(sample: Mapping[str, Any]) -> str:
     lines = [
-        f"sequence {found['sequence']}: {found['tokens']} tokens, scored from {found['start']}"
+        f"sequence {sample['sequence']}: {sample['tokens']} tokens, scored from {sample['start']}"
     ]
-    if found["prompt"] is not None:
-        lines += [f"prompt  {plain(found['prompt'])}", f"scored  {plain(found['scored'])}"]
-    for row in found["rows"]:
-        likeliest = "  ".join(f"{_named(one)} {one['probability']:.4f}" for one in row["head"])
-        token = f"{row['position']:>6}  {_named(row)} {row['probability']:.4f}"
-        drawn = "  ".join(map(_named, row["drawn"]))
-        lines.append(f"{token}  |  {likeliest}  |  tail {row['tail']:.2g}  {drawn}".rstrip())
+    if sample["prompt"] is not None:
+        lines += [f"prompt  {plain(sample['prompt'])}", f"scored  {plain(sample['scored'])}"]
+    for row in sample["rows"]:
+        likeliest = "  ".join(
+            f"{_format_token(head_token)} {head_token['probability']:.4f}"
+            for head_token in row["head"]
+        )
+        token = f"{row['position']:>6}  {_format_token(row)} {row['probability']:.4f}"
+        drawn_tokens = "  ".join(map(_format_token, row["drawn"]))
+        lines.append(f"{token}  |  {likeliest}  |  tail {row['tail']:.2g}  {drawn_tokens}".rstrip())
     return "\n".join(lines)
 
 
-def _named(token: Mapping[str, Any]) -> str:
+def _format_token(token: Mapping[str, Any]) -> str:
     return str(token["id"]) if token["text"] is None else plain(repr(token["text"]))

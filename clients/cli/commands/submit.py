@@ -72,76 +72,88 @@ def submit(
     configs = [file.config if upload else localized(file.config) for file in files]
     if dry_run:
         print_values(output, files)
-        if not (upload and _told_of_files(output, configs)):
-            _ask_server(settings, configs)
+        if not (upload and _print_planned_uploads(output, configs)):
+            _check_with_server(settings, configs)
         return ExitCode.OK
     with settings.client() as client:
         if upload:
-            configs = _sent(client, output, configs)
+            configs = _upload_files(client, output, configs)
         text = files[0].text
-        if len(configs) == 1:  # as older servers know it, too
-            made = [client.submit(configs[0], config_text=text, idempotency_key=key or None)]
+        if len(configs) == 1:  # older servers have no submit_all
+            submitted_jobs = [
+                client.submit(configs[0], config_text=text, idempotency_key=key or None)
+            ]
         else:
-            made = [*client.submit_all(configs, config_text=text, idempotency_key=key)]
-        print_jobs(output, made, [one.id for one in made])
+            submitted_jobs = [*client.submit_all(configs, config_text=text, idempotency_key=key)]
+        print_jobs(output, submitted_jobs, [submitted_job.id for submitted_job in submitted_jobs])
         if follow:
-            codes = [watch_job(client, one.id, output, timeout) for one in made]
+            codes = [
+                watch_job(client, submitted_job.id, output, timeout)
+                for submitted_job in submitted_jobs
+            ]
             return next((code for code in codes if code is not ExitCode.OK), ExitCode.OK)
-    for sweep in dict.fromkeys(one.labels[LABEL] for one in made if LABEL in one.labels):
+    for sweep in dict.fromkeys(
+        submitted_job.labels[LABEL]
+        for submitted_job in submitted_jobs
+        if LABEL in submitted_job.labels
+    ):
         output.say(f"  distill table --label {quote(f'{LABEL}={sweep}')}    compare its jobs")
-    for one in made:
-        if LABEL in one.labels:
+    for submitted_job in submitted_jobs:
+        if LABEL in submitted_job.labels:
             continue
-        output.say(f"  distill watch {one.id}    show its progress")
-        output.say(f"  distill logs -f {one.id}  show its log")
-        output.say(f"  distill cancel {one.id}   stop it after a checkpoint")
+        output.say(f"  distill watch {submitted_job.id}    show its progress")
+        output.say(f"  distill logs -f {submitted_job.id}  show its log")
+        output.say(f"  distill cancel {submitted_job.id}   stop it after a checkpoint")
     return ExitCode.OK
 
 
-def _sent(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> list[AnyJob]:
-    """Send the files of the jobs, once their content was checked here; return the jobs."""
+def _upload_files(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> list[AnyJob]:
+    """Check the files of the jobs, send them to the server, and return the jobs."""
     from clients.cli.live.upload_report import UploadReport
     from clients.config.tables.common import TrainingJob
     from clients.preflight.data_files import check_file, data_files
     from clients.preflight.files import check_student
 
-    _tell_paths_of_server(output, configs)
+    _print_server_paths(output, configs)
     for config in configs:
-        for expected in data_files(config):
-            if Path(expected.path).exists():
-                check_file(expected)
+        for data_file in data_files(config):
+            if Path(data_file.path).exists():
+                check_file(data_file)
         if isinstance(config, TrainingJob):
             check_student(config.student)
     return client.upload(configs, UploadReport(output))
 
 
-def _told_of_files(output: Output, configs: Sequence[AnyJob]) -> bool:
-    """Print what would be sent; return False if it is nothing."""
-    from clients.cli.live.upload_report import size_of
+def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
+    """Print the files that would be sent; return False if there are none."""
+    from clients.cli.live.upload_report import format_size
     from clients.jobs.upload import local_files
 
-    _tell_paths_of_server(output, configs)
-    found = [local for config in configs for local in local_files(config)]
-    for local in found:
-        size = size_of(sum(path.stat().st_size for path in local.files.values()))
-        output.say(f"{local.key}: {local.place}, {len(local.files)} files, {size}, would be sent")
-    if found:
+    _print_server_paths(output, configs)
+    files = [local_file for config in configs for local_file in local_files(config)]
+    for local_file in files:
+        size = format_size(sum(path.stat().st_size for path in local_file.files.values()))
+        count = len(local_file.files)
+        output.say(f"{local_file.key}: {local_file.place}, {count} files, {size}, would be sent")
+    if files:
         output.say("checked the job file only: the server checks a job when it has the files")
-    return bool(found)
+    return bool(files)
 
 
-def _tell_paths_of_server(output: Output, configs: Sequence[AnyJob]) -> None:
-    """Say which absolute paths are not on this machine: with a typo, one is no path at all."""
+def _print_server_paths(output: Output, configs: Sequence[AnyJob]) -> None:
+    """Print the absolute paths that are not on this machine, with similar ones for a typo."""
     from clients.jobs.upload import paths_of_server
 
     for config in configs:
         for key, path, similar in paths_of_server(config):
-            here = f"; did you mean {similar}?" if similar else ""
-            output.say(f"{key}: {path} is not on this machine: taken as a path of the server{here}")
+            suggestion = f"; did you mean {similar}?" if similar else ""
+            output.say(
+                f"{key}: {path} is not on this machine: taken as a path of the server{suggestion}"
+            )
 
 
-def _ask_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:
-    """Raises the error that a submit would raise, except that the server may be unreachable."""
+def _check_with_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:
+    """Raise the error that a submit would raise; an unreachable server is only reported."""
     try:
         with settings.client() as client:
             client.check(*configs)
@@ -150,8 +162,8 @@ def _ask_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:
             raise
         settings.output.say(f"checked the job file only: {error}")
     else:
-        what = "the job" if len(configs) == 1 else f"the {len(configs)} jobs"
-        settings.output.say(f"the server would accept {what}")
+        description = "the job" if len(configs) == 1 else f"the {len(configs)} jobs"
+        settings.output.say(f"the server would accept {description}")
 
 
 def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = None) -> ExitCode:
@@ -170,10 +182,10 @@ def watch_job(
     """
     progress = JobView(job_id)
     try:
-        with display(output, progress) as shown:
+        with display(output, progress) as view:
             for event in client.watch(job_id, timeout=timeout):
                 progress.add(event)
-                shown.show(event)
+                view.show(event)
     except KeyboardInterrupt:
         output.say(f"job {job_id} continues; to watch it again: distill watch {job_id}")
         return ExitCode.INTERRUPTED

@@ -49,7 +49,7 @@ AddressArgument = Annotated[
 
 
 @app.callback()
-def _teacher() -> None: ...
+def _group_options() -> None: ...
 
 
 @app.command()
@@ -73,11 +73,11 @@ def ls(context: typer.Context) -> None:
     """List the teachers that the job server runs."""
     settings = settings_of(context)
     with settings.client() as client:
-        found = client.teachers()
-    if not found and not settings.output.as_json:
+        teachers = client.teachers()
+    if not teachers and not settings.output.as_json:
         settings.output.say("the server runs no teacher")
         return
-    rows = [asdict(one) for one in found]
+    rows = [asdict(teacher) for teacher in teachers]
     if not settings.output.as_json:
         now = time.time()
         rows = [
@@ -113,15 +113,17 @@ def up(
     Jobs with the same teacher.model and options use it.
     """
     settings = settings_of(context)
-    teacher = _link(model, engine, sets or [])
+    teacher = _parse_teacher(model, engine, sets or [])
     with settings.client() as client:
-        found = client.start_teacher(teacher)
+        started = client.start_teacher(teacher)
         if wait:
-            with settings.output.stage(f"starting teacher {found.key}"):
-                found = _started(client, found)
-    settings.output.result(asdict(found), f"{found.key} {found.state} {found.address}".rstrip())
-    if found.state == "FAILED":
-        settings.output.say(f"it failed: {found.reason}")
+            with settings.output.stage(f"starting teacher {started.key}"):
+                started = _wait_until_started(client, started)
+    settings.output.result(
+        asdict(started), f"{started.key} {started.state} {started.address}".rstrip()
+    )
+    if started.state == "FAILED":
+        settings.output.say(f"it failed: {started.reason}")
         return ExitCode.JOB_FAILED
     return ExitCode.OK
 
@@ -134,13 +136,13 @@ def down(
     """Stop a teacher of the job server. One that jobs use ends after the last of them."""
     settings = settings_of(context)
     with settings.client() as client:
-        found = client.stop_teacher(key)
-    if found.jobs:
-        settings.output.say(f"it ends after its jobs: {' '.join(found.jobs)}")
-    settings.output.result(asdict(found), f"{found.key} {found.state}")
+        teacher = client.stop_teacher(key)
+    if teacher.jobs:
+        settings.output.say(f"it ends after its jobs: {' '.join(teacher.jobs)}")
+    settings.output.result(asdict(teacher), f"{teacher.key} {teacher.state}")
 
 
-def _link(model: str, engine: str, sets: list[str]) -> TeacherLink:
+def _parse_teacher(model: str, engine: str, sets: list[str]) -> TeacherLink:
     """Return the table `teacher` of a job. Raises InvalidInput, naming the key that is wrong."""
     from pydantic import ValidationError
 
@@ -161,12 +163,12 @@ def _link(model: str, engine: str, sets: list[str]) -> TeacherLink:
         raise InvalidInput(message, field=".".join(path)) from error
 
 
-def _started(client: DistillClient, teacher: StartedTeacher) -> StartedTeacher:
+def _wait_until_started(client: DistillClient, teacher: StartedTeacher) -> StartedTeacher:
     """Wait until a teacher is READY or FAILED, or somebody has stopped it."""
     while teacher.state not in ("READY", "FAILED", "STOPPING"):
         time.sleep(_PAUSE_SECONDS)
-        found = [one for one in client.teachers() if one.key == teacher.key]
-        if not found:
+        same_key = [candidate for candidate in client.teachers() if candidate.key == teacher.key]
+        if not same_key:
             raise WrongState(f"teacher {teacher.key} was stopped", field="teacher.model")
-        teacher = found[0]
+        teacher = same_key[0]
     return teacher

@@ -39,15 +39,15 @@ def token(
     """Generate a token and print its line for a server's --token-file: ROLE TOKEN [owner=NAME]."""
     from protos.auth.owners import read_terms
 
-    made = secrets.token_urlsafe(_TOKEN_BYTES)
-    given = {"owner": owner or None, "jobs": jobs, "gpus": gpus}
-    terms = {key: value for key, value in given.items() if value is not None}
+    secret = secrets.token_urlsafe(_TOKEN_BYTES)
+    options = {"owner": owner or None, "jobs": jobs, "gpus": gpus}
+    terms = {key: value for key, value in options.items() if value is not None}
     words = [f"{key}={value}" for key, value in terms.items()]
     if terms and not owner:
         raise InvalidInput("missing", field="--owner", hint="a quota is that of an owner")
     try:
         read_terms(words, "the line")
-    except InvalidInput as error:  # the numbers are numbers
+    except InvalidInput as error:  # only the name can be invalid
         raise InvalidInput(f"{owner!r} is no name", field="--owner", hint=error.hint) from error
-    line = " ".join([role.value, made, *words])
-    settings_of(context).output.result({"role": role.value, "token": made, **terms}, line)
+    line = " ".join([role.value, secret, *words])
+    settings_of(context).output.result({"role": role.value, "token": secret, **terms}, line)

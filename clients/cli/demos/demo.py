@@ -85,48 +85,48 @@ def demo(
 
     require_extra("teacher,train", "distill demo")
     output = settings_of(context).output
-    place = Path(runs).absolute()
-    clear(place, output)
-    began = time.monotonic()
-    with Services(place / "logs") as services:
-        accuracy = _make_models(place, services, output)
+    directory = Path(runs).absolute()
+    clear(directory, output)
+    started_at = time.monotonic()
+    with Services(directory / "logs") as services:
+        accuracy = _make_models(directory, services, output)
         with output.stage("starting the teacher and the server"):
-            teacher = services.listen("teacher", filled(TEACHER, place))
-            server = services.listen("server", filled(SERVER, place))
-        config, progress = _train(place, server, teacher, output)
-        summary = _summary(config, progress, accuracy, time.monotonic() - began)
-        (place / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
-        _print(output, summary, place)
+            teacher = services.listen("teacher", fill_directories(TEACHER, directory))
+            server = services.listen("server", fill_directories(SERVER, directory))
+        config, progress = _train_student(directory, server, teacher, output)
+        summary = _summarize(config, progress, accuracy, time.monotonic() - started_at)
+        (directory / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        _print_summary(output, summary, directory)
         if keep:
-            _wait(output, server)
+            _wait_for_interrupt(output, server)
     return ExitCode.OK
 
 
-def clear(place: Path, output: Output) -> None:
+def clear(directory: Path, output: Output) -> None:
     """Make the directory of a demo, deleting an earlier demo in it.
 
     Raises InvalidInput if the directory has other content.
     """
-    if place.exists() and any(place.iterdir()):
-        if not (place / MARKER).exists():
+    if directory.exists() and any(directory.iterdir()):
+        if not (directory / MARKER).exists():
             raise InvalidInput(
-                f"{place} has files that no demo made",
+                f"{directory} has files that no demo made",
                 field="--runs",
                 hint="choose an empty or a new directory",
             )
-        output.say(f"replacing the earlier demo in {place}")
-        shutil.rmtree(place)
-    (place / "logs").mkdir(parents=True)
-    (place / MARKER).touch()
+        output.say(f"replacing the earlier demo in {directory}")
+        shutil.rmtree(directory)
+    (directory / "logs").mkdir(parents=True)
+    (directory / MARKER).touch()
 
 
-def filled(command: tuple[str, ...], place: Path) -> list[str]:
+def fill_directories(command: tuple[str, ...], directory: Path) -> list[str]:
     """Return the command with the demo's directories in place of {data}, {teacher} and so on."""
     names = ("data", "teacher", "student", "cache", "jobs")
-    return [part.format_map({name: place / name for name in names}) for part in command]
+    return [part.format_map({name: directory / name for name in names}) for part in command]
 
 
-def _make_models(place: Path, services: Services, output: Output) -> float:
+def _make_models(directory: Path, services: Services, output: Output) -> float:
     """Make the data, the teacher and the student; return the accuracy of the teacher."""
     printed = ""
     for log, title, command in (
@@ -136,12 +136,14 @@ def _make_models(place: Path, services: Services, output: Output) -> float:
         ("evaluate-teacher", "evaluating the teacher", EVALUATE_TEACHER),
     ):
         with output.stage(title):
-            printed = services.run(log, filled(command, place))
-    # The log also has warnings of libraries; the result is its last line.
+            printed = services.run(log, fill_directories(command, directory))
+    # The output also has warnings of libraries; the result is its last line.
     return float(json.loads(printed.strip().splitlines()[-1])["accuracy"])
 
 
-def _train(place: Path, server: str, teacher: str, output: Output) -> tuple[OnPolicyJob, JobView]:
+def _train_student(
+    directory: Path, server: str, teacher: str, output: Output
+) -> tuple[OnPolicyJob, JobView]:
     from clients.config.file import load_job
     from clients.config.on_policy import OnPolicyJob
     from clients.jobs.client import DistillClient
@@ -149,24 +151,24 @@ def _train(place: Path, server: str, teacher: str, output: Output) -> tuple[OnPo
     file = load_job(
         JOB,
         [
-            f"student.model={place / 'student'}",
+            f"student.model={directory / 'student'}",
             f"teacher.address={teacher}",
-            f"data.path={place / 'data' / 'train.jsonl'}",
-            f"data.eval_path={place / 'data' / 'heldout.jsonl'}",
+            f"data.path={directory / 'data' / 'train.jsonl'}",
+            f"data.eval_path={directory / 'data' / 'heldout.jsonl'}",
         ],
     )
     with DistillClient(server) as client:
         job_id = client.submit(file.config, config_text=file.text).id
         output.say(f"submitted {job_id} to the server at {server}")
         with _cancelled_on_error(client, job_id, output):
-            progress = _watched(client, job_id, place, output)
+            progress = _watch_job(client, job_id, directory, output)
         with output.stage("pulling the trained student"):
-            client.pull(job_id, place / "export")
+            client.pull(job_id, directory / "export")
     assert isinstance(file.config, OnPolicyJob)
     return file.config, progress
 
 
-def _watched(client: DistillClient, job_id: str, place: Path, output: Output) -> JobView:
+def _watch_job(client: DistillClient, job_id: str, directory: Path, output: Output) -> JobView:
     from clients.cli.live.display import display
     from clients.jobs.job import JobState
     from clients.jobs.view import JobView
@@ -174,13 +176,13 @@ def _watched(client: DistillClient, job_id: str, place: Path, output: Output) ->
 
     progress = JobView(job_id)
     # With --json only the summary goes to stdout.
-    with display(output.for_people(), progress) as shown:
+    with display(output.for_people(), progress) as view:
         for event in client.watch(job_id):
             progress.add(event)
-            shown.show(event)
+            view.show(event)
     if progress.state is not JobState.SUCCEEDED:
-        log = RunDirectory(place / "jobs" / job_id).log_file(progress.attempt)
-        log = log if log.exists() else place / "logs" / "server.log"
+        log = RunDirectory(directory / "jobs" / job_id).log_file(progress.attempt)
+        log = log if log.exists() else directory / "logs" / "server.log"
         raise InternalFault(
             f"job {job_id} {progress.state}: {progress.reason or 'no reason given'}",
             hint=f"read {log}",
@@ -203,27 +205,30 @@ def _cancelled_on_error(client: DistillClient, job_id: str, output: Output) -> I
         raise
 
 
-def _summary(
+def _summarize(
     config: OnPolicyJob, progress: JobView, accuracy: float, seconds: float
 ) -> DemoSummary:
-    first, last = _figures(progress.evaluations[0][1]), _figures(progress.evaluations[-1][1])
+    before, after = (
+        _accuracy_and_kl(progress.evaluations[0][1]),
+        _accuracy_and_kl(progress.evaluations[-1][1]),
+    )
     return DemoSummary(
         teacher_accuracy=accuracy,
-        accuracy_before=first[0],
-        accuracy_after=last[0],
-        kl_before=first[1],
-        kl_after=last[1],
+        accuracy_before=before[0],
+        accuracy_after=after[0],
+        kl_before=before[1],
+        kl_after=after[1],
         seconds=round(seconds, 1),
         tail=config.method.tail_mode,
         top_k=config.top_k,
     )
 
 
-def _figures(evaluation: Mapping[str, float]) -> tuple[float, float]:
+def _accuracy_and_kl(evaluation: Mapping[str, float]) -> tuple[float, float]:
     return evaluation["eval/accuracy"], evaluation["eval/kl"]
 
 
-def _print(output: Output, summary: DemoSummary, place: Path) -> None:
+def _print_summary(output: Output, summary: DemoSummary, directory: Path) -> None:
     if output.as_json:
         output.result(asdict(summary), "")
         return
@@ -231,14 +236,14 @@ def _print(output: Output, summary: DemoSummary, place: Path) -> None:
 
     title = f"{summary.seconds:.0f} s, top_k {summary.top_k}, tail {summary.tail}"
     table = Table("", "teacher", "student before", "student after", title=title)
-    right = (summary.teacher_accuracy, summary.accuracy_before, summary.accuracy_after)
-    table.add_row("accuracy", *(f"{share:.1%}" for share in right))
+    accuracies = (summary.teacher_accuracy, summary.accuracy_before, summary.accuracy_after)
+    table.add_row("accuracy", *(f"{share:.1%}" for share in accuracies))
     table.add_row("KL to teacher", "-", f"{summary.kl_before:.4f}", f"{summary.kl_after:.4f}")
     output.console(stderr=False).print(table)
-    output.say(f"the trained student: {place / 'export'}")
+    output.say(f"the trained student: {directory / 'export'}")
 
 
-def _wait(output: Output, server: str) -> None:
+def _wait_for_interrupt(output: Output, server: str) -> None:
     output.say(f"try: distill --server {server} ls   (Ctrl-C stops the teacher and the server)")
     with suppress(KeyboardInterrupt):
         while True:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clients.cli.demos.demo import MAKE_DATA, PRETRAIN, clear, filled
+from clients.cli.demos.demo import MAKE_DATA, PRETRAIN, clear, fill_directories
 from clients.cli.output import Output
 from clients.cli.settings import settings_of
 from protos.errors import ExitCode
@@ -62,39 +62,39 @@ def demo_rl(
 
     require_extra("teacher,train", "distill demo-rl")
     output = settings_of(context).output
-    place = Path(runs).absolute()
-    clear(place, output)
-    began = time.monotonic()
+    directory = Path(runs).absolute()
+    clear(directory, output)
+    started_at = time.monotonic()
     changes = [part for override in overrides or () for part in ("--set", override)]
-    with Services(place / "logs") as services:
+    with Services(directory / "logs") as services:
         for log, title, command in (
             ("make-data", "generating the data", MAKE_DATA),
             ("make-student", "training a weak student from scratch", MAKE_STUDENT),
             ("train", "training the student from rewards", (*TRAIN, *changes)),
         ):
             with output.stage(title):
-                services.run(log, filled(command, place))
-    summary = _summary(place / "jobs", time.monotonic() - began)
-    (place / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
-    _print(output, summary)
+                services.run(log, fill_directories(command, directory))
+    summary = _summarize(directory / "jobs", time.monotonic() - started_at)
+    (directory / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    _print_summary(output, summary)
     return ExitCode.OK
 
 
-def _summary(jobs: Path, seconds: float) -> RLDemoSummary:
+def _summarize(jobs: Path, seconds: float) -> RLDemoSummary:
     (metrics,) = jobs.glob("*/metrics.jsonl")
     lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
-    first, last = lines[0], lines[-1]
+    first_metrics, last_metrics = lines[0], lines[-1]
     return RLDemoSummary(
-        accuracy_before=first["eval/accuracy"],
-        accuracy_after=last["eval/accuracy"],
-        anchor_accuracy_after=last["eval/anchor/accuracy"],
-        kl_from_anchor=last["kl/anchor"],
-        steps=last["step"],
+        accuracy_before=first_metrics["eval/accuracy"],
+        accuracy_after=last_metrics["eval/accuracy"],
+        anchor_accuracy_after=last_metrics["eval/anchor/accuracy"],
+        kl_from_anchor=last_metrics["kl/anchor"],
+        steps=last_metrics["step"],
         seconds=round(seconds, 1),
     )
 
 
-def _print(output: Output, summary: RLDemoSummary) -> None:
+def _print_summary(output: Output, summary: RLDemoSummary) -> None:
     if output.as_json:
         output.result(asdict(summary), "")
         return

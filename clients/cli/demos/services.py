@@ -30,7 +30,7 @@ class Services:
 
     def __enter__(self) -> Services:
         # A closed terminal or a `kill` must stop the processes, as Ctrl-C does.
-        self._before = {
+        self._previous_handlers = {
             number: signal.signal(number, signal.default_int_handler)
             for number in (signal.SIGTERM, signal.SIGHUP)
         }
@@ -40,8 +40,8 @@ class Services:
         with uninterrupted():
             # In reverse order: a process may need earlier ones for a clean end.
             for process in reversed(self._running):
-                _stop(process)
-        for number, handler in self._before.items():
+                _stop_process(process)
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def run(self, name: str, arguments: Sequence[str]) -> str:
@@ -49,35 +49,35 @@ class Services:
 
         Raises InternalFault if its exit code is not 0.
         """
-        process = self._start(name, arguments)
+        process = self._start_process(name, arguments)
         try:
             code = process.wait()
         finally:
-            _stop(process)
+            _stop_process(process)
             self._running.remove(process)
         if code:
-            raise self._failed(name, f"ended with exit code {code}")
-        return self._log(name).read_text(errors="replace")
+            raise self._failure(name, f"ended with exit code {code}")
+        return self._log_file(name).read_text(errors="replace")
 
     def listen(self, name: str, arguments: Sequence[str]) -> str:
         """Start a server and return its HOST:PORT, once it prints "NAME listening on HOST:PORT".
 
         Raises InternalFault if it ends, or does not listen within 120 s.
         """
-        process = self._start(name, arguments)
+        process = self._start_process(name, arguments)
         deadline = time.monotonic() + SECONDS_TO_LISTEN
         while time.monotonic() < deadline:
-            for line in self._log(name).read_text(errors="replace").splitlines():
-                _, found, address = line.partition(f"{name} listening on ")
-                if found:
+            for line in self._log_file(name).read_text(errors="replace").splitlines():
+                _, prefix, address = line.partition(f"{name} listening on ")
+                if prefix:
                     return address.strip()
             if process.poll() is not None:
-                raise self._failed(name, f"ended with exit code {process.returncode}")
+                raise self._failure(name, f"ended with exit code {process.returncode}")
             time.sleep(0.1)
-        raise self._failed(name, f"is not listening after {SECONDS_TO_LISTEN:.0f} s")
+        raise self._failure(name, f"is not listening after {SECONDS_TO_LISTEN:.0f} s")
 
-    def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        with self._log(name).open("wb") as log:
+    def _start_process(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        with self._log_file(name).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -91,26 +91,26 @@ class Services:
         self._running.append(process)
         return process
 
-    def _log(self, name: str) -> Path:
+    def _log_file(self, name: str) -> Path:
         return self._logs / f"{name}.log"
 
-    def _failed(self, name: str, how: str) -> InternalFault:
-        return InternalFault(f"{name} {how}", hint=f"read {self._log(name)}")
+    def _failure(self, name: str, ending: str) -> InternalFault:
+        return InternalFault(f"{name} {ending}", hint=f"read {self._log_file(name)}")
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ignore SIGINT, SIGTERM and SIGHUP inside, so that a second Ctrl-C cannot stop a clean-up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    previous_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop_process(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -66,19 +66,19 @@ class PlainLines:
     def __init__(self, progress: JobView, output: Output) -> None:
         self._progress = progress
         self._output = output
-        self._next = 0.0
-        self._shown: tuple[JobState | None, int, str] = (None, 0, "")
+        self._next_line_at = 0.0
+        self._printed_state: tuple[JobState | None, int, str] = (None, 0, "")
 
     def show(self, event: JobEvent) -> None:
         """Print a line if one is due."""
         # Changes of phase count before the first step only: later the phase changes with every
         # evaluation and checkpoint.
-        phase = event.phase if event.step == 0 else self._shown[-1]
-        now = (event.state, event.attempt, phase)
-        due = bool(event.metrics) and time.monotonic() >= self._next
-        if now != self._shown or due or evaluation(event.metrics):
-            self._shown = now
-            self._next = time.monotonic() + SECONDS_BETWEEN_LINES
+        phase = event.phase if event.step == 0 else self._printed_state[-1]
+        state = (event.state, event.attempt, phase)
+        is_due = bool(event.metrics) and time.monotonic() >= self._next_line_at
+        if state != self._printed_state or is_due or evaluation(event.metrics):
+            self._printed_state = state
+            self._next_line_at = time.monotonic() + SECONDS_BETWEEN_LINES
             clock = time.strftime("%H:%M:%S", time.localtime(event.time))
             self._output.say(f"{clock}  {line_of(self._progress, event)}")
 
@@ -99,9 +99,11 @@ class LiveBlock:
         if event.state is not self._state:
             self._state = event.state
             self._console.print(line_of(self._progress, event), markup=False)
-        elif found := evaluation(event.metrics):
+        elif evaluation_metrics := evaluation(event.metrics):
             # Only the evaluation: the block shows all other metrics.
-            figures = "  ".join(f"{name} {value:<7.4g}" for name, value in found.items()).rstrip()
+            figures = "  ".join(
+                f"{name} {value:<7.4g}" for name, value in evaluation_metrics.items()
+            ).rstrip()
             self._console.print(f"step {event.step:>6}  {figures}", markup=False)
 
     def render(self) -> RenderableType:
@@ -139,10 +141,10 @@ def line_of(job: JobView, event: JobEvent) -> str:
     return "  ".join(parts)
 
 
-def conclude(output: Output, job: JobView, **more: Any) -> ExitCode:
+def conclude(output: Output, job: JobView, **extra: Any) -> ExitCode:
     """Print the last line about a job that has ended, and return the exit code for its state.
 
-    `more` are further names and values to print. With --json nothing is printed.
+    `extra` are further names and values to print. With --json nothing is printed.
     """
     if not output.as_json:
         parts = [f"{job.job_id} {job.state}", f"{job.step}/{job.max_steps} steps"]
@@ -150,6 +152,6 @@ def conclude(output: Output, job: JobView, **more: Any) -> ExitCode:
             parts += [f"{name} {value:.4g}" for name, value in job.evaluations[-1][1].items()]
         if job.reason:
             parts.append(job.reason)
-        parts += [f"{name} {value}" for name, value in more.items()]
+        parts += [f"{name} {value}" for name, value in extra.items()]
         print("  ".join(parts), flush=True)
     return EXIT_CODES.get(job.state, ExitCode.JOB_FAILED)

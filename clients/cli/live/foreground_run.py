@@ -23,7 +23,7 @@ from clients.runs.memory_disk import delete_abandoned
 from protos.errors import ExitCode
 
 SECONDS_BETWEEN_POLLS = 0.2
-# SIGTERM asks the trainer for a last checkpoint; a job server waits as long for it.
+# SIGTERM requests a last checkpoint from the trainer; a job server waits for the same time.
 SECONDS_TO_STOP = 60.0
 _ERROR = "error: "
 
@@ -41,36 +41,38 @@ def run_attempt(
     progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
     follower = RunFollower(run, attempt, config.max_steps)
     with (
-        _trainer(run, attempt, processes_of(config), inherited) as trainer,
-        _Wishes(run, output) as wishes,
-        display(output, progress) as shown,
+        _run_trainer(run, attempt, processes_of(config), inherited) as trainer,
+        _StopSignals(run, output) as signals,
+        display(output, progress) as view,
     ):
-        over = False
-        while not over:
+        has_ended = False
+        while not has_ended:
             # Poll the process before reading its files, to miss nothing written before its end.
-            over = trainer.poll() is not None
+            has_ended = trainer.poll() is not None
             for event in follower.poll():
                 progress.add(event)
-                shown.show(event)
-            if wishes.kill and not over:
-                _kill(trainer)
-            elif not over:
+                view.show(event)
+            if signals.kill and not has_ended:
+                _kill_group(trainer)
+            elif not has_ended:
                 time.sleep(SECONDS_BETWEEN_POLLS)
         if not follower.over:
-            last = follower.died(*_ending(run.log_file(attempt), trainer.returncode, wishes.kill))
-            progress.add(last)
-            shown.show(last)
-    if wishes.kill:
+            final_event = follower.trainer_died(
+                *_final_reason(run.log_file(attempt), trainer.returncode, signals.kill)
+            )
+            progress.add(final_event)
+            view.show(final_event)
+    if signals.kill:
         return progress, ExitCode.INTERRUPTED
-    known = trainer.returncode in {code.value for code in ExitCode}
-    return progress, ExitCode(trainer.returncode) if known else ExitCode.JOB_FAILED
+    is_exit_code = trainer.returncode in {code.value for code in ExitCode}
+    return progress, ExitCode(trainer.returncode) if is_exit_code else ExitCode.JOB_FAILED
 
 
-class _Wishes:
-    """The user's signals: the first asks for a checkpoint and a stop, a later Ctrl-C kills.
+class _StopSignals:
+    """Signal handlers: the first signal requests a checkpoint and a stop, a later Ctrl-C kills.
 
-    SIGTERM and SIGHUP ask only: batch systems send SIGTERM more than once, and end the time to save
-    by SIGKILL.
+    SIGTERM and SIGHUP never kill: batch systems send SIGTERM more than once, and SIGKILL when the
+    time to save is over.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -78,26 +80,28 @@ class _Wishes:
     def __init__(self, run: RunDirectory, output: Output) -> None:
         self._run = run
         self._output = output
-        self._asked = self.kill = False
+        self._stop_requested = self.kill = False
 
-    def __enter__(self) -> _Wishes:
-        self._before = {number: signal.signal(number, self._wish) for number in self._SIGNALS}
+    def __enter__(self) -> _StopSignals:
+        self._previous_handlers = {
+            number: signal.signal(number, self._handle_signal) for number in self._SIGNALS
+        }
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _wish(self, number: int, frame: FrameType | None) -> None:
-        self.kill = self.kill or (self._asked and number == signal.SIGINT)
-        if not self._asked:
-            self._asked = True
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self.kill = self.kill or (self._stop_requested and number == signal.SIGINT)
+        if not self._stop_requested:
+            self._stop_requested = True
             self._run.write_control(Control(stop="checkpoint"))
             self._output.say("stopping after a checkpoint; press Ctrl-C again to kill the job")
 
 
 @contextmanager
-def _trainer(
+def _run_trainer(
     run: RunDirectory, attempt: int, processes: int, inherited: Sequence[int]
 ) -> Iterator[subprocess.Popen[bytes]]:
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
@@ -120,17 +124,17 @@ def _trainer(
             with suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_STOP)
         # The launcher of several processes may have died before them.
-        _kill(process)
+        _kill_group(process)
         delete_abandoned()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _ending(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
+def _final_reason(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
     if killed:
         return "killed; it can resume from its last checkpoint", JobState.CANCELLED
     errors = [
@@ -138,5 +142,5 @@ def _ending(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
     ]
     if errors and returncode > 0:
         return errors[-1].removeprefix(_ERROR), JobState.FAILED
-    how = f"by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
-    return f"the trainer ended {how} and printed no error; read its log", JobState.FAILED
+    ending = f"by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
+    return f"the trainer ended {ending} and printed no error; read its log", JobState.FAILED

@@ -21,8 +21,8 @@ from protos.errors import InternalFault, InvalidInput
 _LISTENS = re.compile(r"^teacher listening on (\S+)$", re.MULTILINE)
 _SECONDS_BETWEEN_POLLS = 0.1
 _SECONDS_TO_STOP = 20.0
-# Reads a process group, and ends it when the standard input ends: when all processes that hold its
-# other end have ended, in whatever way.
+# Reads the number of a process group, and ends the group at the end of the standard input: when all
+# processes that hold the other end of the pipe have ended, even if they were killed.
 _GUARD = (
     'read group || exit; cat > /dev/null; kill -s TERM -- "-$group"; sleep 20; '
     'kill -s KILL -- "-$group"'
@@ -47,25 +47,27 @@ def foreground_teacher(
     file = run.path / "teacher.log"
     # A closed terminal or a `kill` must not leave the teacher behind.
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    previous_handlers = {
+        number: signal.signal(number, signal.default_int_handler) for number in numbers
+    }
     try:
-        with _guard() as held:
-            process = _start(teacher_command(teacher, port=0), file, held)
+        with _start_guard() as guard_pipe:
+            process = _start_teacher(teacher_command(teacher, port=0), file, guard_pipe)
             try:
                 with output.stage(f"starting a teacher for {teacher.model}"):
-                    write_address(run.path, _address(process, file))
-                yield (held,)
+                    write_address(run.path, _wait_for_address(process, file))
+                yield (guard_pipe,)
             finally:
-                _stop(process)
+                _stop_teacher(process)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-def _start(command: Sequence[str], file: Path, held: int) -> subprocess.Popen[bytes]:
-    """Start the teacher, which itself tells the guard of `held` its process group first.
+def _start_teacher(command: Sequence[str], file: Path, guard_pipe: int) -> subprocess.Popen[bytes]:
+    """Start the teacher; its process first writes its process group to `guard_pipe`.
 
-    So no moment is left in which this process could be killed and the teacher stay.
+    Then the guard stops it even if this process is killed right after the start.
     """
     with file.open("wb") as log:
         return subprocess.Popen(
@@ -77,11 +79,11 @@ def _start(command: Sequence[str], file: Path, held: int) -> subprocess.Popen[by
             # A session of its own: after a Ctrl-C the trainer still needs its teacher.
             start_new_session=True,
             # Runs in the new process, after its session was made and before its program.
-            preexec_fn=lambda: os.write(held, b"%d\n" % os.getpid()),
+            preexec_fn=lambda: os.write(guard_pipe, b"%d\n" % os.getpid()),
         )
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop_teacher(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_SECONDS_TO_STOP)
@@ -91,12 +93,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _guard() -> Iterator[int]:
-    """Yield a file descriptor for the number of a process group, in a line.
+def _start_guard() -> Iterator[int]:
+    """Yield a file descriptor; write the number of a process group and a line break to it.
 
-    If this process is killed, the group ends with all processes that hold the descriptor.
+    The guard stops the group when all processes that hold the descriptor have ended.
     """
-    end, held = os.pipe()
+    end, guard_pipe = os.pipe()
     guard = subprocess.Popen(
         ["/bin/sh", "-c", _GUARD],
         stdin=end,
@@ -106,25 +108,25 @@ def _guard() -> Iterator[int]:
     )
     os.close(end)
     try:
-        yield held
+        yield guard_pipe
     finally:
         with suppress(ProcessLookupError):
             os.killpg(guard.pid, signal.SIGKILL)
         guard.wait()
-        os.close(held)
+        os.close(guard_pipe)
 
 
-def _address(process: subprocess.Popen[bytes], file: Path) -> str:
+def _wait_for_address(process: subprocess.Popen[bytes], file: Path) -> str:
     """Wait until the teacher listens, however long its model takes to load."""
     while True:
-        over = process.poll() is not None
-        said = file.read_text(errors="replace")
-        if found := _LISTENS.search(said):
-            return found[1]
-        if over:
+        has_ended = process.poll() is not None
+        log_text = file.read_text(errors="replace")
+        if match := _LISTENS.search(log_text):
+            return match[1]
+        if has_ended:
             break
         time.sleep(_SECONDS_BETWEEN_POLLS)
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    errors = [line for line in log_text.splitlines() if line.startswith("error: ")]
     if errors:
         raise InvalidInput(errors[-1].removeprefix("error: "), field="teacher.model")
     raise InternalFault(

@@ -35,7 +35,7 @@ class RunFollower:
     @property
     def over(self) -> bool:
         """True if the attempt has ended, according to its status file."""
-        return _state(self._status) in TERMINAL
+        return _job_state(self._status) in TERMINAL
 
     def poll(self) -> Iterator[JobEvent]:
         """Yield the events since the last call."""
@@ -44,14 +44,14 @@ class RunFollower:
         status = self._run.read_status()
         for point in self._tail.read_all():
             self._newest = point.step
-            yield self._event(self._status, point)
+            yield self._make_event(self._status, point)
         if status is not None and status.attempt == self._attempt and status != self._status:
-            previous = _state(self._status), self._status.phase, self._status.reason
+            previous = _job_state(self._status), self._status.phase, self._status.reason
             self._status = status
-            if (_state(status), status.phase, status.reason) != previous:
-                yield self._event(status)
+            if (_job_state(status), status.phase, status.reason) != previous:
+                yield self._make_event(status)
 
-    def died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
+    def trainer_died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
         """Return the final event of a trainer that ended without writing a final status.
 
         A reason that the trainer wrote before takes the place of `reason`, unless it was stopped.
@@ -60,16 +60,16 @@ class RunFollower:
         if state is not JobState.CANCELLED:
             reason = self._status.reason or reason
         step = max(self._newest, 0)
-        return self._event(
+        return self._make_event(
             Status(self._attempt, verdict, self._status.phase, step, self._max_steps, reason)
         )
 
-    def _event(self, status: Status, point: Point | None = None) -> JobEvent:
+    def _make_event(self, status: Status, point: Point | None = None) -> JobEvent:
         self._seq += 1
         return JobEvent(
             seq=self._seq,
             time=time.time(),
-            state=_state(status),
+            state=_job_state(status),
             reason=status.reason,
             phase=status.phase,
             attempt=self._attempt,
@@ -79,7 +79,7 @@ class RunFollower:
         )
 
 
-def _state(status: Status) -> JobState:
+def _job_state(status: Status) -> JobState:
     if status.verdict == "running" and status.phase in ("", "starting", "preflight"):
         return JobState.PREPARING
     return _STATES[status.verdict]

@@ -11,7 +11,7 @@ from clients.jobs.results import require_metric
 from protos.errors import InvalidInput
 
 # (title, metrics, logarithmic y axis); a panel is omitted if none of its metrics was recorded.
-DEFAULTS = (
+DEFAULT_PANELS = (
     ("loss", ("loss", "eval/cross_entropy"), False),
     ("KL, nats per token", ("kl/teacher", "kl/teacher_bound", "eval/kl", "eval/kl_bound"), True),
     ("KL to the anchor, nats per token", ("kl/anchor",), True),
@@ -20,7 +20,7 @@ DEFAULTS = (
 )
 # As DEFAULTS, for jobs whose answers a rollout engine samples.
 ENGINE_METRIC = "rollout/lag"
-OF_ENGINES = (
+ENGINE_PANELS = (
     ("steps that the sampling weights are behind", (ENGINE_METRIC,), False),
     ("importance weights, 1 on-policy", ("ratio/ess", "ratio/mean", "ratio/bounded"), False),
     ("KL of the sampling policy to the student, nats per token", ("ratio/kl",), False),
@@ -56,12 +56,12 @@ class Panel:
         """Return (first step, last step, lowest, highest value); neither range is empty."""
         xs = [x for curve in self.curves for x, _ in curve.points]
         ys = [y for curve in self.curves for _, y in curve.points]
-        first, last, low, high = min(xs), max(xs), min(ys), max(ys)
-        if first == last:
-            first, last = first - 0.5, last + 0.5
+        first_step, last_step, low, high = min(xs), max(xs), min(ys), max(ys)
+        if first_step == last_step:
+            first_step, last_step = first_step - 0.5, last_step + 0.5
         if low == high:
-            low, high = _around(low, self.log)
-        return first, last, low, high
+            low, high = _pad_range(low, self.log)
+        return first_step, last_step, low, high
 
     def heights(self, values: Sequence[float]) -> list[float]:
         """Return the height of each value: 0 at the bottom of the panel, 1 at its top."""
@@ -77,46 +77,65 @@ def panels_of(records: Sequence[JobRecord], metrics: Sequence[str] = ()) -> list
     With several jobs a panel has one curve per job. Raises InvalidInput if no job has recorded a
     metric yet, or if no job has one of `metrics`.
     """
-    known = sorted(set().union(*(record.metrics for record in records)))
-    if not known:
+    metric_names = sorted(set().union(*(record.metrics for record in records)))
+    if not metric_names:
         jobs = ", ".join(record.job.id for record in records)
         raise InvalidInput(f"no metrics are recorded yet: {jobs}", hint="wait for the first step")
     for metric in metrics:
-        require_metric(metric, known)
-    measured = [record for record in records if record.points]
-    asked = [(metric, (metric,), _is_kl(metric)) for metric in metrics]
-    usual = DEFAULTS + OF_ENGINES if ENGINE_METRIC in known else DEFAULTS
-    found = (_panel(measured, *one) for one in asked or usual)
-    panels = [panel for panel in found if panel is not None]
-    # A capture has none of the default metrics: plot all that it has.
-    return panels or [p for m in known if (p := _panel(measured, m, (m,), False)) is not None]
+        require_metric(metric, metric_names)
+    records_with_metrics = [record for record in records if record.points]
+    requested_panels = [(metric, (metric,), _is_kl(metric)) for metric in metrics]
+    default_panels = (
+        DEFAULT_PANELS + ENGINE_PANELS if ENGINE_METRIC in metric_names else DEFAULT_PANELS
+    )
+    candidates = (
+        _make_panel(records_with_metrics, *panel_spec)
+        for panel_spec in requested_panels or default_panels
+    )
+    panels = [panel for panel in candidates if panel is not None]
+    # A capture has none of the default metrics: plot all of its metrics.
+    return panels or [
+        single_panel
+        for m in metric_names
+        if (single_panel := _make_panel(records_with_metrics, m, (m,), False)) is not None
+    ]
 
 
-def _panel(
+def _make_panel(
     records: Sequence[JobRecord], title: str, metrics: Sequence[str], log: bool
 ) -> Panel | None:
     if len(records) == 1:
-        measured = [metric for metric in metrics if metric in records[0].metrics]
-        made = [_curve(records[0], metric, metric, n) for n, metric in enumerate(measured)]
-    else:  # one curve per job: the first of the metrics that it has
-        made = [
-            next((c for m in metrics if (c := _curve(one, m, one.job.id, n)) is not None), None)
-            for n, one in enumerate(records)
+        recorded_metrics = [metric for metric in metrics if metric in records[0].metrics]
+        candidates = [
+            _make_curve(records[0], metric, metric, number)
+            for number, metric in enumerate(recorded_metrics)
         ]
-    curves = [curve for curve in made if curve is not None]
+    else:  # one curve per job: of its first metric among `metrics`
+        candidates = [
+            next(
+                (
+                    first_curve
+                    for m in metrics
+                    if (first_curve := _make_curve(record, m, record.job.id, number)) is not None
+                ),
+                None,
+            )
+            for number, record in enumerate(records)
+        ]
+    curves = [curve for curve in candidates if curve is not None]
     # An unbiased estimate of the KL may be negative at a step, which a log axis cannot show.
-    positive = [_positive(curve) for curve in curves] if log else []
+    positive = [_drop_nonpositive(curve) for curve in curves] if log else []
     if log and all(curve.points for curve in positive):
         return Panel(title, positive, True) if curves else None
     return Panel(title, curves, False) if curves else None
 
 
-def _curve(record: JobRecord, metric: str, label: str, number: int) -> Curve | None:
+def _make_curve(record: JobRecord, metric: str, label: str, number: int) -> Curve | None:
     points = [(float(step), value) for step, value in record.series(metric)]
     return Curve(label, number, points, metric.startswith("eval/")) if points else None
 
 
-def _positive(curve: Curve) -> Curve:
+def _drop_nonpositive(curve: Curve) -> Curve:
     points = [(x, y) for x, y in curve.points if y > 0]
     return Curve(curve.label, curve.number, points, curve.held_out)
 
@@ -125,7 +144,7 @@ def _is_kl(metric: str) -> bool:
     return metric.startswith(("kl/", "eval/kl"))
 
 
-def _around(value: float, log: bool) -> tuple[float, float]:
+def _pad_range(value: float, log: bool) -> tuple[float, float]:
     """Return a range around the only value of a curve."""
     if log:
         return value / 1.5, value * 1.5
@@ -133,26 +152,26 @@ def _around(value: float, log: bool) -> tuple[float, float]:
     return (value - abs(value) / 2, value + abs(value) / 2) if value else (0.0, 1.0)
 
 
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def smooth_curve(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the moving average of a curve; a curve of fewer than SMOOTHED_FROM points unchanged.
 
     The window is centered on its point and shorter at the ends.
     """
     if len(points) < SMOOTHED_FROM:
         return list(points)
-    reach = max(1, round(len(points) * SMOOTHED_SHARE / 2))
+    half_window = max(1, round(len(points) * SMOOTHED_SHARE / 2))
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)
-    made = []
-    for place, (x, _) in enumerate(points):
-        first, end = max(0, place - reach), min(len(points), place + reach + 1)
-        made.append((x, (sums[end] - sums[first]) / (end - first)))
-    return made
+    averages = []
+    for index, (x, _) in enumerate(points):
+        start, end = max(0, index - half_window), min(len(points), index + half_window + 1)
+        averages.append((x, (sums[end] - sums[start]) / (end - start)))
+    return averages
 
 
-def ticks(low: float, high: float, *, log: bool, most: int = 5) -> list[float]:
-    """Return at most about `most` round numbers from `low` to `high`, for the ticks of an axis.
+def choose_ticks(low: float, high: float, *, log: bool, max_ticks: int = 5) -> list[float]:
+    """Return about `max_ticks` round numbers from `low` to `high`, for the ticks of an axis.
 
     On a linear axis they are multiples of 1, 2 or 5 times a power of ten; on a log axis they are
     these numbers themselves. A log axis with fewer than three of them has linear ticks.
@@ -160,10 +179,12 @@ def ticks(low: float, high: float, *, log: bool, most: int = 5) -> list[float]:
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for factors in ((1,), (1, 3), (1, 2, 5)):
-            found = [f * 10.0**p for p in powers for f in factors if low <= f * 10.0**p <= high]
-            if len(found) >= 3:
-                return found[:: math.ceil(len(found) / (most + 1))]
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(f * power for f in (1, 2, 5, 10) if (high - low) / (f * power) <= most)
-    first = math.ceil(low / step - 1e-9)
-    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+            marks = [f * 10.0**p for p in powers for f in factors if low <= f * 10.0**p <= high]
+            if len(marks) >= 3:
+                return marks[:: math.ceil(len(marks) / (max_ticks + 1))]
+    power = 10.0 ** math.floor(math.log10((high - low) / max_ticks))
+    step = next(f * power for f in (1, 2, 5, 10) if (high - low) / (f * power) <= max_ticks)
+    first_multiple = math.ceil(low / step - 1e-9)
+    return [
+        multiple * step for multiple in range(first_multiple, math.floor(high / step + 1e-9) + 1)
+    ]

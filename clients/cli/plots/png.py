@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.cli.plots.panels import Panel, smoothed, ticks
+from clients.cli.plots.panels import Panel, choose_ticks, smooth_curve
 from protos.errors import InvalidInput
 from protos.extras import install_command
 
@@ -21,8 +21,8 @@ def save_picture(path: Path, panels: Sequence[Panel], jobs: Sequence[str]) -> No
     InvalidInput for another suffix, or if matplotlib is not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
-        kinds = ", ".join(SUFFIXES)
-        message = f"{path} does not end in one of {kinds}"
+        suffixes = ", ".join(SUFFIXES)
+        message = f"{path} does not end in one of {suffixes}"
         raise InvalidInput(message, field="-o", hint="give a .png file")
     try:
         from matplotlib.figure import Figure
@@ -37,35 +37,37 @@ def save_picture(path: Path, panels: Sequence[Panel], jobs: Sequence[str]) -> No
     rows = -(-len(panels) // columns)
     # Figure and not pyplot, which has global state and looks for a display.
     figure = Figure(figsize=(5.6 * columns, 3.3 * rows + 0.3), layout="constrained", dpi=150)
-    for place, panel in enumerate(panels):
-        _draw(figure.add_subplot(rows, columns, place + 1), panel, legend=len(jobs) == 1)
+    for index, panel in enumerate(panels):
+        _draw_panel(figure.add_subplot(rows, columns, index + 1), panel, legend=len(jobs) == 1)
     if len(jobs) == 1:
         figure.suptitle(jobs[0], fontsize=11)
     else:
-        lines = [Line2D([], [], **_look(number)) for number in range(len(jobs))]
+        lines = [Line2D([], [], **_line_style(number)) for number in range(len(jobs))]
         figure.legend(lines, jobs, loc="outside upper center", ncols=2, fontsize=9, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _draw(axes: Any, panel: Panel, *, legend: bool) -> None:
+def _draw_panel(axes: Any, panel: Panel, *, legend: bool) -> None:
     from matplotlib.ticker import NullLocator
 
     for curve in panel.curves:
-        look = _look(curve.number)
+        line_style = _line_style(curve.number)
         xs, ys = zip(*curve.points, strict=True)
         if curve.held_out:
-            axes.plot(xs, ys, **look, marker="o", markersize=3.5, label=curve.label)
+            axes.plot(xs, ys, **line_style, marker="o", markersize=3.5, label=curve.label)
             continue
-        smooth = smoothed(curve.points)
+        smooth = smooth_curve(curve.points)
         if smooth != list(curve.points):
-            axes.plot(xs, ys, **look, alpha=0.25, linewidth=0.8)
-        axes.plot(xs, [y for _, y in smooth], **look, linewidth=1.5, label=curve.label)
+            axes.plot(xs, ys, **line_style, alpha=0.25, linewidth=0.8)
+        axes.plot(xs, [y for _, y in smooth], **line_style, linewidth=1.5, label=curve.label)
     if panel.log:
         _, _, low, high = panel.spans()
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.set_yticks(marks := ticks(low, high, log=True), [f"{mark:.4g}" for mark in marks])
+        axes.set_yticks(
+            marks := choose_ticks(low, high, log=True), [f"{mark:.4g}" for mark in marks]
+        )
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel("step", fontsize=9)
     axes.tick_params(labelsize=8, which="both")
@@ -75,6 +77,6 @@ def _draw(axes: Any, panel: Panel, *, legend: bool) -> None:
         axes.legend(fontsize=8, frameon=False)
 
 
-def _look(number: int) -> dict[str, Any]:
+def _line_style(number: int) -> dict[str, Any]:
     line = ("-", "--", ":")[number // len(COLORS) % 3]
     return {"color": COLORS[number % len(COLORS)], "linestyle": line}

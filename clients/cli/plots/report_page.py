@@ -23,13 +23,13 @@ def report_page(record: JobRecord) -> str:
     body = [
         f"<h1>{escape(job.name)}</h1>",
         f'<p class="soft">{escape(job.id)}, {escape(job.kind)}</p>',
-        _verdict(record),
-        f'<div class="tiles">{"".join(_tiles(record))}</div>',
-        *_curves(record),
-        *_timings(record),
-        *_samples(record),
-        _table("Configuration", dict(_flat(json.loads(job.config_json or "{}")))),
-        _table("Environment", record.notes.environment),
+        _render_verdict(record),
+        f'<div class="tiles">{"".join(_render_tiles(record))}</div>',
+        *_render_curves(record),
+        *_render_timings(record),
+        *_render_samples(record),
+        _render_table("Configuration", dict(_flatten(json.loads(job.config_json or "{}")))),
+        _render_table("Environment", record.notes.environment),
         f'<p class="soft">Made by distill report, {time.strftime("%Y-%m-%d %H:%M")}.</p>',
     ]
     return (
@@ -41,7 +41,7 @@ def report_page(record: JobRecord) -> str:
     )
 
 
-def _verdict(record: JobRecord) -> str:
+def _render_verdict(record: JobRecord) -> str:
     job = record.job
     phase = f" ({escape(job.phase)})" if job.phase and job.state == "RUNNING" else ""
     reason = f": {escape(job.reason)}" if job.reason else ""
@@ -50,8 +50,8 @@ def _verdict(record: JobRecord) -> str:
     return f"<p>{summary}<br>step {job.step} of {job.max_steps}{attempts}</p>"
 
 
-def _tiles(record: JobRecord) -> Iterator[str]:
-    for label, metric, spec in (
+def _render_tiles(record: JobRecord) -> Iterator[str]:
+    for label, metric, format_spec in (
         ("held-out KL, nats per token", "eval/kl", ".3f"),
         ("held-out KL, lower bound", "eval/kl_bound", ".3f"),
         ("held-out cross-entropy, nats per token", "eval/cross_entropy", ".3f"),
@@ -59,44 +59,46 @@ def _tiles(record: JobRecord) -> Iterator[str]:
         ("held-out reward", "eval/reward", ".3f"),
         ("perplexity", "eval/perplexity", ".3f"),
     ):
-        found = record.series(metric)
-        if found:
-            before, after = found[0][1], found[-1][1]
-            yield _tile(label, f"{before:{spec}} &rarr; {after:{spec}}")
+        series = record.series(metric)
+        if series:
+            first_value, last_value = series[0][1], series[-1][1]
+            yield _render_tile(
+                label, f"{first_value:{format_spec}} &rarr; {last_value:{format_spec}}"
+            )
     tokens = sum(value for _, value in record.series("tokens"))
     if tokens:
-        taught = not record.metrics.isdisjoint(KL.values())
-        yield _tile("tokens scored" if taught else "tokens learned", f"{tokens:,.0f}")
+        has_teacher = not record.metrics.isdisjoint(KL.values())
+        yield _render_tile("tokens scored" if has_teacher else "tokens learned", f"{tokens:,.0f}")
     seconds = sum(value for _, value in record.series("time/step"))
     if seconds:
-        yield _tile("time in steps", duration(seconds))
-        yield _tile("tokens per second", f"{tokens / seconds:,.0f}")
+        yield _render_tile("time in steps", duration(seconds))
+        yield _render_tile("tokens per second", f"{tokens / seconds:,.0f}")
     job = record.job
     if job.ended_at and job.started_at:
-        yield _tile("total time", duration(job.ended_at - job.started_at))
+        yield _render_tile("total time", duration(job.ended_at - job.started_at))
 
 
-def _tile(label: str, value: str) -> str:
+def _render_tile(label: str, value: str) -> str:
     return f'<div class="tile"><b>{value}</b><span class="soft">{escape(label)}</span></div>'
 
 
-def _curves(record: JobRecord) -> list[str]:
+def _render_curves(record: JobRecord) -> list[str]:
     if not record.metrics:
         return ["<h2>Curves</h2><p>No metrics were recorded.</p>"]
-    drawn = "".join(panel_svg(panel) for panel in panels_of([record]))
-    return [f'<h2>Curves</h2><div class="curves">{drawn}</div>']
+    figures = "".join(panel_svg(panel) for panel in panels_of([record]))
+    return [f'<h2>Curves</h2><div class="curves">{figures}</div>']
 
 
-def _timings(record: JobRecord) -> list[str]:
+def _render_timings(record: JobRecord) -> list[str]:
     stages = stages_of(record)
     bars = bars_of(record, stages) if stages else []
-    totals = bars_of(record, stages, most=1)[0].seconds if bars else []
-    whole, count = sum(totals), len(record.series("time/step"))
-    if not whole:
+    totals = bars_of(record, stages, max_bars=1)[0].seconds if bars else []
+    total_seconds, count = sum(totals), len(record.series("time/step"))
+    if not total_seconds:
         return []
     rows = "".join(
         f'<tr><th><span class="key c{stage.color}">{escape(stage.label)}</span></th>'
-        f"<td>{seconds / whole:.0%}, {duration(seconds * count)}</td></tr>"
+        f"<td>{seconds / total_seconds:.0%}, {duration(seconds * count)}</td></tr>"
         for stage, seconds in zip(stages, totals, strict=True)
     )
     figure = f"<figure><figcaption>seconds a step</figcaption>{bars_svg(stages, bars)}</figure>"
@@ -104,35 +106,37 @@ def _timings(record: JobRecord) -> list[str]:
     return [f'<h2>Time in steps</h2><div class="stages">{figure}{table}</div>']
 
 
-def _samples(record: JobRecord) -> Iterator[str]:
+def _render_samples(record: JobRecord) -> Iterator[str]:
     if record.notes.samples:
-        cards = "".join(f'<div class="card">{_rows(one)}</div>' for one in record.notes.samples)
+        cards = "".join(
+            f'<div class="card">{_render_rows(sample)}</div>' for sample in record.notes.samples
+        )
         yield f"<h2>Samples of step {record.notes.samples_step}</h2>"
         yield f'<div class="samples">{cards}</div>'
 
 
-def _table(title: str, values: Mapping[str, Any]) -> str:
+def _render_table(title: str, values: Mapping[str, Any]) -> str:
     if not values:
         return ""
-    return f'<h2>{escape(title)}</h2><div class="card">{_rows(values)}</div>'
+    return f'<h2>{escape(title)}</h2><div class="card">{_render_rows(values)}</div>'
 
 
-def _rows(values: Mapping[str, Any]) -> str:
+def _render_rows(values: Mapping[str, Any]) -> str:
     lines = "".join(
-        f"<tr><th>{escape(str(name))}</th><td>{escape(_shown(value))}</td></tr>"
+        f"<tr><th>{escape(str(name))}</th><td>{escape(_format_value(value))}</td></tr>"
         for name, value in values.items()
         if value is not None
     )
     return f"<table>{lines}</table>"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from clients.jobs.record import JobRecord
 
-# The most parts that a run is divided into.
-MOST_BARS = 30
-_WHOLE = "time/step"
+# Maximum number of parts into which the steps of a run are divided.
+MAX_BARS = 30
+_STEP_METRIC = "time/step"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Stage:
     color: int
 
 
-# In the order of a step. Learning has no metric: it is the rest of a step.
+# In the order of a step. Learning has no metric: it takes the remaining time of a step.
 STAGES = (
     Stage("sampling rollouts", "time/rollout", 6),
     Stage("computing rewards", "time/reward", 1),
@@ -31,7 +31,7 @@ STAGES = (
     Stage("loss, forward and backward", "", 3),
     Stage("optimizer", "time/optim", 2),
 )
-# The label of time/rollout in a job that samples no answers: it has no length/truncated.
+# The label of time/rollout in a job that samples no answers, as the lack of length/truncated shows.
 WITHOUT_ANSWERS = "making the sequences"
 
 
@@ -47,39 +47,45 @@ class Bar:
 def stages_of(record: JobRecord) -> list[Stage]:
     """Return the stages that a job has, in the order of a step; [] if no step was timed.
 
-    A stage whose total rounds to 0 seconds and to 0% of the steps is none of them.
+    Leaves out a stage whose total rounds to 0 seconds and to 0% of the steps.
     """
-    metrics, whole = record.metrics, sum(value for _, value in record.series(_WHOLE))
-    if _WHOLE not in metrics:
+    metrics, total_step_seconds = (
+        record.metrics,
+        sum(value for _, value in record.series(_STEP_METRIC)),
+    )
+    if _STEP_METRIC not in metrics:
         return []
 
-    def counts(metric: str) -> bool:
+    def is_significant(metric: str) -> bool:
         total = sum(value for _, value in record.series(metric))
-        return total >= 0.5 or total >= 0.005 * whole > 0
+        return total >= 0.5 or total >= 0.005 * total_step_seconds > 0
 
     return [
-        one
-        if one.metric != "time/rollout" or "length/truncated" in metrics
-        else replace(one, label=WITHOUT_ANSWERS)
-        for one in STAGES
-        if not one.metric or counts(one.metric)
+        stage
+        if stage.metric != "time/rollout" or "length/truncated" in metrics
+        else replace(stage, label=WITHOUT_ANSWERS)
+        for stage in STAGES
+        if not stage.metric or is_significant(stage.metric)
     ]
 
 
-def bars_of(record: JobRecord, stages: Sequence[Stage], most: int = MOST_BARS) -> list[Bar]:
+def bars_of(record: JobRecord, stages: Sequence[Stage], max_bars: int = MAX_BARS) -> list[Bar]:
     """Return at most `most` bars, each of an equal number of steps; `stages`: of the job."""
-    timed = [point for point in record.points if _WHOLE in point.metrics]
-    size = -(-len(timed) // most)
+    timed = [point for point in record.points if _STEP_METRIC in point.metrics]
+    size = -(-len(timed) // max_bars)
     bars = []
     for start in range(0, len(timed), size):
         part = timed[start : start + size]
-        every = [_seconds(point.metrics, stages) for point in part]
-        means = [sum(of_stage) / len(part) for of_stage in zip(*every, strict=True)]
+        seconds_by_step = [_stage_seconds(point.metrics, stages) for point in part]
+        means = [sum(of_stage) / len(part) for of_stage in zip(*seconds_by_step, strict=True)]
         bars.append(Bar(part[0].step, part[-1].step, means))
     return bars
 
 
-def _seconds(metrics: Mapping[str, float], stages: Sequence[Stage]) -> list[float]:
-    found = [metrics.get(one.metric, 0.0) for one in stages]
-    rest = max(0.0, metrics[_WHOLE] - sum(found))
-    return [seconds if one.metric else rest for one, seconds in zip(stages, found, strict=True)]
+def _stage_seconds(metrics: Mapping[str, float], stages: Sequence[Stage]) -> list[float]:
+    measured_seconds = [metrics.get(stage.metric, 0.0) for stage in stages]
+    remaining_seconds = max(0.0, metrics[_STEP_METRIC] - sum(measured_seconds))
+    return [
+        seconds if stage.metric else remaining_seconds
+        for stage, seconds in zip(stages, measured_seconds, strict=True)
+    ]

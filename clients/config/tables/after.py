@@ -12,9 +12,11 @@ from pydantic import BaseModel, BeforeValidator, WithJsonSchema
 from clients.config.unused import refusal
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _parse_names(value: Any) -> tuple[str, ...]:
     listed = (value,) if isinstance(value, str) else value
-    if not isinstance(listed, list | tuple) or not all(isinstance(n, str) and n for n in listed):
+    if not isinstance(listed, list | tuple) or not all(
+        isinstance(name, str) and name for name in listed
+    ):
         raise ValueError("must be the name or the id of a job, or a list of them")
     return tuple(dict.fromkeys(listed))
 
@@ -22,7 +24,7 @@ def _names(value: Any) -> tuple[str, ...]:
 _TEXT = {"type": "string", "minLength": 1}
 After = Annotated[
     tuple[str, ...],
-    BeforeValidator(_names),
+    BeforeValidator(_parse_names),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}),
 ]
 
@@ -44,7 +46,7 @@ _OUTPUT = re.compile(r"@(.+)/(store|export)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Output:
+class JobOutput:
     """The output of another job: `key` of this job has the value `@JOB/KIND`.
 
     `kind` is "store" for the rows of a capture, and "export" for the model of a training job.
@@ -68,21 +70,21 @@ def output_of(method: str) -> str:
     return {"capture": "store", "eval": ""}.get(method, "export")
 
 
-def outputs_in(job: BaseModel) -> list[Output]:
+def outputs_in(job: BaseModel) -> list[JobOutput]:
     """Return the outputs of other jobs that a valid job reads."""
-    matches = ((key, _OUTPUT.fullmatch(value)) for key, value in _values(job))
-    return [Output(key, found[1], found[2]) for key, found in matches if found]
+    matches = ((key, _OUTPUT.fullmatch(value)) for key, value in _iterate_output_values(job))
+    return [JobOutput(key, match[1], match[2]) for key, match in matches if match]
 
 
 def check_outputs(job: BaseModel) -> None:
-    """Raise ValidationError at a key whose value starts with "@" and is no output that it reads."""
-    for key, value in _values(job):
+    """Raise ValidationError at a key whose "@" value is no output that the key can read."""
+    for key, value in _iterate_output_values(job):
         kind = _kind_of(job, key)
         if not kind:
             problem = f"reads no output of a job, and {value!r} is one; name a file"
             raise refusal(job, key, problem)
-        found = _OUTPUT.fullmatch(value)
-        if not found or found[2] != kind:
+        match = _OUTPUT.fullmatch(value)
+        if not match or match[2] != kind:
             raise refusal(job, key, f"got {value!r}, expected '@JOB/{kind}', the {kind} of a job")
 
 
@@ -94,11 +96,11 @@ def _kind_of(job: Any, key: str) -> str:
     return "store" if offline and key in ("data.path", "data.eval_path") else ""
 
 
-def _values(job: Any) -> Iterator[tuple[str, str]]:
+def _iterate_output_values(job: Any) -> Iterator[tuple[str, str]]:
     for table, name in FILE_KEYS:
         value = getattr(getattr(job, table, None), name, None)
         if isinstance(value, str) and is_output(value):
             yield f"{table}.{name}", value
-    for number, other in enumerate(getattr(getattr(job, "data", None), "mix", ())):
-        if is_output(other.path):
-            yield f"data.mix.{number}.path", other.path
+    for number, mixed in enumerate(getattr(getattr(job, "data", None), "mix", ())):
+        if is_output(mixed.path):
+            yield f"data.mix.{number}.path", mixed.path

@@ -29,9 +29,9 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 Name = Annotated[str, Field(min_length=1)]
 
 
-def _address(value: Any) -> str | list[str]:
+def _check_address(value: Any) -> str | list[str]:
     listed = value if isinstance(value, list) else [value]
-    if not listed or not all(isinstance(one, str) and one for one in listed):
+    if not listed or not all(isinstance(address, str) and address for address in listed):
         raise ValueError("must be HOST:PORT, or a list of HOST:PORT")
     return value  # type: ignore[no-any-return]
 
@@ -41,12 +41,12 @@ _TEXT = {"type": "string", "minLength": 1}
 
 Address = Annotated[
     str | list[str],
-    PlainValidator(_address),
+    PlainValidator(_check_address),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}),
 ]
 
 
-def _recomputation(value: Any) -> bool | int | str:
+def _check_recomputation(value: Any) -> bool | int | str:
     if type(value) is bool or (type(value) is int and value >= 2) or value == "selective":
         return value  # type: ignore[no-any-return]
     raise ValueError("must be true, false, a number of layers (at least 2), or 'selective'")
@@ -55,7 +55,7 @@ def _recomputation(value: Any) -> bool | int | str:
 # One validator: a union has one message for each of its types.
 Recomputation = Annotated[
     bool | int | str,
-    PlainValidator(_recomputation),
+    PlainValidator(_check_recomputation),
     WithJsonSchema(
         {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}, {"const": "selective"}]}
     ),
@@ -65,8 +65,8 @@ Recomputation = Annotated[
 Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+draws"]
 # `bucket+sampled` was the default, and a resolved job has every key: there it counts as not set.
 FORMER_TAIL = "bucket+sampled"
-MOST_DRAWS = 256  # that a teacher scores per row
-TailDraws = Annotated[int, Field(ge=1, le=MOST_DRAWS)]
+MAX_DRAWS = 256  # maximum that a teacher scores per row
+TailDraws = Annotated[int, Field(ge=1, le=MAX_DRAWS)]
 
 
 def check_tail(tail: str | None, divergence: str | None) -> str | None:
@@ -94,7 +94,7 @@ class Table(BaseModel):
     )
 
 
-_MOST_LORA_RANK = 512  # of vLLM
+_MAX_LORA_RANK = 512  # maximum of vLLM
 
 
 class LoraConfig(Table):
@@ -113,7 +113,7 @@ class LoraConfig(Table):
 
         A head that is trained in full is not in the adapters, and vLLM limits their rank.
         """
-        return 0 if self.train_head or self.rank > _MOST_LORA_RANK else self.rank
+        return 0 if self.train_head or self.rank > _MAX_LORA_RANK else self.rank
 
 
 class StudentConfig(Table):
@@ -178,9 +178,9 @@ class TrainConfig(Table):
 
     @field_validator("cpu_offload")
     @classmethod
-    def _is_of_shares(cls, cpu_offload: bool, info: ValidationInfo) -> bool:
-        own = info.data.get("sharding", "fsdp2"), info.data.get("optimizer", "adamw")
-        if cpu_offload and own != ("fsdp2", "adamw"):
+    def _check_offload(cls, cpu_offload: bool, info: ValidationInfo) -> bool:
+        settings = info.data.get("sharding", "fsdp2"), info.data.get("optimizer", "adamw")
+        if cpu_offload and settings != ("fsdp2", "adamw"):
             raise ValueError("needs sharding = 'fsdp2' and optimizer = 'adamw'; set both")
         return cpu_offload
 
@@ -246,7 +246,7 @@ class SampledEvalConfig(EvalConfig):
 
 
 # If the newest checkpoint is damaged, the one before it is needed.
-FEWEST_CHECKPOINTS = 2
+MIN_CHECKPOINTS = 2
 
 
 class CheckpointConfig(Table):
@@ -254,7 +254,7 @@ class CheckpointConfig(Table):
 
     every: Count = 50
     """Steps between checkpoints."""
-    keep: Annotated[int, Field(ge=FEWEST_CHECKPOINTS)] = 2
+    keep: Annotated[int, Field(ge=MIN_CHECKPOINTS)] = 2
     """Newest checkpoints to keep besides the best one; at least 2, in case one is damaged."""
     copy_to: str | None = None
     """s3://BUCKET/PREFIX or gs://: copies of checkpoints and export, to resume from elsewhere."""

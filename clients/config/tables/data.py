@@ -12,7 +12,7 @@ from clients.config.tables.common import Name, Table, TrainingJob
 from clients.config.unused import Rule, refusal
 from clients.data.prompt_format import PromptFormat
 
-# Arguments of the function that renders chat templates (transformers), which calls it themselves.
+# Arguments that the program passes itself to the renderer of chat templates (transformers).
 _RENDERING = {
     "add_generation_prompt",
     "chat_template",
@@ -116,8 +116,8 @@ class DataConfig(PromptKeys):
 
     @field_validator("mix")
     @classmethod
-    def _leaves_a_rest(cls, mix: tuple[MixConfig, ...]) -> tuple[MixConfig, ...]:
-        if sum(_exact(other.share) for other in mix) >= 1:
+    def _check_share_sum(cls, mix: tuple[MixConfig, ...]) -> tuple[MixConfig, ...]:
+        if sum(_exact_share(mixed.share) for mixed in mix) >= 1:
             raise ValueError("the shares must add up to less than 1; data.path has the rest")
         return mix
 
@@ -128,14 +128,16 @@ class DataConfig(PromptKeys):
     @property
     def training_paths(self) -> list[tuple[str, str]]:
         """The data sets of the training prompts, each with its key in the job file."""
-        mixed = [(f"data.mix.{number}.path", one.path) for number, one in enumerate(self.mix)]
-        return [("data.path", self.path), *mixed]
+        mixed_paths = [
+            (f"data.mix.{number}.path", mixed_set.path) for number, mixed_set in enumerate(self.mix)
+        ]
+        return [("data.path", self.path), *mixed_paths]
 
     @property
     def shares(self) -> list[Fraction]:
         """The share of `path`, and those of `mix`; their sum is 1."""
-        others = [_exact(other.share) for other in self.mix]
-        return [1 - sum(others, Fraction(0)), *others]
+        mixed_shares = [_exact_share(mixed.share) for mixed in self.mix]
+        return [1 - sum(mixed_shares, Fraction(0)), *mixed_shares]
 
     @property
     def prompt_format(self) -> PromptFormat:
@@ -143,14 +145,14 @@ class DataConfig(PromptKeys):
         return self.format_of(self.prompt_column, self.messages_column, self.image_column)
 
 
-def _exact(share: float) -> Fraction:
+def _exact_share(share: float) -> Fraction:
     """Return the number as it was written, not its binary neighbour."""
     return Fraction(str(share))
 
 
 def prompt_rules(data: PromptKeys | None) -> list[Rule]:
     """Return the rules of keys of `data` that exclude each other, for `refuse_unused`."""
-    conversations = getattr(data, "messages_column", None) is not None
+    has_conversations = getattr(data, "messages_column", None) is not None
     return [
         (
             data is None or data.chat_template,
@@ -158,7 +160,7 @@ def prompt_rules(data: PromptKeys | None) -> list[Rule]:
             "data.chat_template = false switches the chat template off; leave one of them out",
         ),
         (
-            not conversations,
+            not has_conversations,
             "data.prompt_column data.template",
             "the prompts are the conversations of data.messages_column; leave one of them out",
         ),
@@ -166,20 +168,20 @@ def prompt_rules(data: PromptKeys | None) -> list[Rule]:
 
 
 def check_beside_images(
-    job: TrainingJob, data: DataConfig | None, others: Iterable[tuple[bool, str]]
+    job: TrainingJob, data: DataConfig | None, method_rules: Iterable[tuple[bool, str]]
 ) -> None:
     """Raise ValidationError if a job with images has a key that does not work with them.
 
-    `others`: of the method, each whether the key can stay, and the key.
+    `method_rules`: pairs of the method; whether the key is compatible, and the key.
     """
     if data is None or data.image_column is None:
         return
     rules = [
-        *others,
+        *method_rules,
         (job.train.sharding == "none", "train.sharding"),
         (not job.student.compile, "student.compile"),
     ]
-    for fits, key in rules:
-        if not fits:
+    for is_compatible, key in rules:
+        if not is_compatible:
             problem = "does not work with data.image_column; leave one of them out"
             raise refusal(job, key, problem)

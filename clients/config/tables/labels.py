@@ -8,27 +8,27 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
-_MOST_LABELS, _MOST_CHARS = 32, 200
+_MAX_LABELS, _MAX_CHARS = 32, 200
 
 
-def _labels(value: Any) -> dict[str, str]:
+def _parse_labels(value: Any) -> dict[str, str]:
     """Return the labels, which are texts: 1.10 as a number would be 1.1."""
     if not isinstance(value, dict):
         raise ValueError("must be a table of names and texts")
-    if len(value) > _MOST_LABELS:
-        raise ValueError(f"must have at most {_MOST_LABELS} labels")
+    if len(value) > _MAX_LABELS:
+        raise ValueError(f"must have at most {_MAX_LABELS} labels")
     for name, text in value.items():
         if not re.fullmatch(_NAME, name):
             raise ValueError(f"{name!r} is no name of a label: up to 63 of A-Z a-z 0-9 . _ / -")
-        if not isinstance(text, str) or not 0 < len(text) <= _MOST_CHARS:
+        if not isinstance(text, str) or not 0 < len(text) <= _MAX_CHARS:
             raise ValueError(
-                f"label {name!r} must be a text of 1 to {_MOST_CHARS} characters, in quotes"
+                f"label {name!r} must be a text of 1 to {_MAX_CHARS} characters, in quotes"
             )
     return dict(value)
 
 
 Labels = Annotated[
     dict[str, str],
-    PlainValidator(_labels),
+    PlainValidator(_parse_labels),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
 ]

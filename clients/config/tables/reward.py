@@ -28,10 +28,10 @@ class LengthPenalty(Table):
 
     @field_validator("max_tokens")
     @classmethod
-    def _is_longer(cls, most: int, info: ValidationInfo) -> int:
-        if most <= info.data.get("free_tokens", 0):
+    def _is_longer(cls, max_tokens: int, info: ValidationInfo) -> int:
+        if max_tokens <= info.data.get("free_tokens", 0):
             raise ValueError("must be more than free_tokens")
-        return most
+        return max_tokens
 
 
 class RewardConfig(Table):
@@ -55,8 +55,8 @@ class RewardConfig(Table):
     @field_validator("type")
     @classmethod
     def _is_known(cls, kind: str) -> str:
-        generated = kind.startswith(GENERATED) and kind != GENERATED
-        if not generated and kind not in NAMED:
+        is_generated = kind.startswith(GENERATED) and kind != GENERATED
+        if not is_generated and kind not in NAMED:
             raise ValueError(f"must be one of {', '.join(NAMED)}, {GENERATED}TASK")
         return kind
 

@@ -82,13 +82,13 @@ class RLConfig(Table):
 
     @field_validator("estimator")
     @classmethod
-    def _fits(cls, estimator: str | None, info: ValidationInfo) -> str | None:
+    def _check_estimator(cls, estimator: str | None, info: ValidationInfo) -> str | None:
         if estimator is not None and info.data.get("top_k"):
             raise ValueError("needs top_k = 0; with top_k > 0, set tail instead")
         if estimator is not None and "divergence" in info.data:
-            meant = "forward_kl" if estimator == "k5" else "reverse_kl"
-            if info.data["divergence"] != meant:
-                raise ValueError(f"estimates the other KL; set divergence = '{meant}'")
+            expected = "forward_kl" if estimator == "k5" else "reverse_kl"
+            if info.data["divergence"] != expected:
+                raise ValueError(f"estimates the other KL; set divergence = '{expected}'")
         return estimator
 
     @field_validator("tail")

@@ -50,15 +50,15 @@ class RolloutsConfig(Table):
     @field_validator("push")
     @classmethod
     def _fits_layout(cls, push: str, info: ValidationInfo) -> str:
-        given = info.data
-        if push != "file" and given.get("in_flight") == "drain" and given.get("lag", 0) > 1:
+        settings = info.data
+        if push != "file" and settings.get("in_flight") == "drain" and settings.get("lag", 0) > 1:
             raise ValueError(
                 "the trainer would wait until older answers have ended; set rollouts.in_flight ="
                 " 'recompute', lower rollouts.lag to 1, or leave push out"
             )
-        if push == "ipc" and (given.get("gpus") or given.get("address") is not None):
+        if push == "ipc" and (settings.get("gpus") or settings.get("address") is not None):
             raise ValueError("needs engines on the trainer's GPUs; use 'broadcast'")
-        if push != "file" and "https://" in str(given.get("address")):
+        if push != "file" and "https://" in str(settings.get("address")):
             raise ValueError("sends weights without TLS; use 'file', or an address without https")
         return push
 
@@ -90,22 +90,24 @@ class RolloutsConfig(Table):
 
 def rollout_rules(rollouts: RolloutsConfig, student: StudentConfig) -> list[Rule]:
     """Return the rules of the keys that the job does not use."""
-    adapters = student.lora is not None and student.lora.rank_of_engines > 0
-    started = rollouts.replicas > 0
-    vllm = started and rollouts.engine == "vllm"
-    remote = "the service at rollouts.address has its own; leave it out"
-    own = "the trainer itself samples; leave it out, or set rollouts.engine or rollouts.lag"
-    why = remote if rollouts.address is not None else own
+    has_adapters = student.lora is not None and student.lora.rank_of_engines > 0
+    starts_engine = rollouts.replicas > 0
+    starts_vllm = starts_engine and rollouts.engine == "vllm"
+    service_hint = "the service at rollouts.address has its own; leave it out"
+    no_engine_hint = (
+        "the trainer itself samples; leave it out, or set rollouts.engine or rollouts.lag"
+    )
+    hint = service_hint if rollouts.address is not None else no_engine_hint
     return [
-        (started, "rollouts.gpus", why),
+        (starts_engine, "rollouts.gpus", hint),
         (
-            vllm,
+            starts_vllm,
             "rollouts.tensor_parallel_size rollouts.gpu_memory_share",
             "only a vllm engine that the trainer starts reads it; leave it out",
         ),
-        (not rollouts.in_trainer, "rollouts.patience_seconds rollouts.push", own),
+        (not rollouts.in_trainer, "rollouts.patience_seconds rollouts.push", no_engine_hint),
         (
-            not (started and adapters),
+            not (starts_engine and has_adapters),
             "rollouts.push",
             "an engine gets the adapters of student.lora alone, as files; leave it out",
         ),

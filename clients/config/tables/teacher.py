@@ -72,17 +72,17 @@ class TeacherLink(Table):
 
 def started_rules(teacher: TeacherLink | None) -> list[Rule]:
     """Return the rules of the keys of a teacher that is started for the job, or is not."""
-    started = teacher is not None and teacher.model is not None
+    is_started = teacher is not None and teacher.model is not None
     options = "engine dtype device max_batch_tokens batch_invariant gpus"
     return [
-        (not started, "teacher.address", "teacher.model is started; leave one of them out"),
+        (not is_started, "teacher.address", "teacher.model is started; leave one of them out"),
         (
-            not started,
+            not is_started,
             "teacher.adapter",
             "a teacher that is started has none; set the teacher.address of one that has it",
         ),
         (
-            started,
+            is_started,
             " ".join(f"teacher.{option}" for option in options.split()),
             "the service at teacher.address has its own; leave it out, or set teacher.model",
         ),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clients.alignment.alignment import Aligner
 from clients.alignment.byte_tokenizer import ByteTokenizer, tokenizer_in
-from clients.alignment.report import kind_of, measured
+from clients.alignment.report import kind_of, measure_shares
 from tests.real_tokenizers import fetch_tokenizer
 
 NAMES = ("llama3_2", "qwen3", "gemma3", "deepseek_v3", "mistral_nemo", "gpt2")
@@ -83,7 +83,7 @@ def test_shares_of_one_to_one_tokens(directory: Path) -> None:
     found = {}
     for pair in SHARES:
         of = aligner(directory, pair)
-        shares = [measured(of, [text]) for text in TEXTS.values()]
+        shares = [measure_shares(of, [text]) for text in TEXTS.values()]
         found[pair] = tuple(round(one.one_to_one, 2) for one in shares)
         assert not any(one.left_out for one in shares)
     for pair, of_pair in found.items():

@@ -158,5 +158,5 @@ def test_doctor_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("clients.cli.commands.doctor._torch", interrupted)
+    monkeypatch.setattr("clients.cli.commands.doctor._check_torch", interrupted)
     assert main(["doctor"]) == ExitCode.INTERRUPTED

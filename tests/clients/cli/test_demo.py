@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.cli.demos.demo import _figures
+from clients.cli.demos.demo import _accuracy_and_kl
 from clients.cli.demos.services import Services
 from protos.errors import ExitCode, InternalFault
 
@@ -99,4 +99,4 @@ def test_an_older_demo_is_replaced_and_that_is_said(
 
 
 def test_figures_are_accuracy_then_kl() -> None:
-    assert _figures({"eval/kl": 0.5, "eval/accuracy": 0.25}) == (0.25, 0.5)
+    assert _accuracy_and_kl({"eval/kl": 0.5, "eval/accuracy": 0.25}) == (0.25, 0.5)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clients.cli.app import main
-from clients.cli.commands.logs_and_files import whole_lines
+from clients.cli.commands.logs_and_files import decode_lines
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import Job, JobEvent, JobState
 from protos.errors import (
@@ -268,7 +268,7 @@ def test_logs(capsysbinary: pytest.CaptureFixture[bytes], client: type[ScriptedC
 
 
 def test_whole_lines_of_broken_text() -> None:
-    assert list(whole_lines([b"a\xff\n", b"", b"\n"])) == ["a\ufffd", ""]
+    assert list(decode_lines([b"a\xff\n", b"", b"\n"])) == ["a\ufffd", ""]
 
 
 def test_submit_under_a_key(

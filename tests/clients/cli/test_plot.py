@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clients.cli.app import main
-from clients.cli.plots.panels import Curve, Panel, panels_of, smoothed, ticks
+from clients.cli.plots.panels import Curve, Panel, choose_ticks, panels_of, smooth_curve
 from clients.cli.plots.report_page import report_page
 from clients.cli.plots.stages import bars_of, stages_of
 from clients.cli.plots.svg import panel_svg
@@ -219,21 +219,21 @@ def test_any_values_can_be_drawn(values: tuple[float, ...], log: bool) -> None:
 
 
 def test_ticks_are_round_and_inside() -> None:
-    assert ticks(0.0, 1.0, log=False) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ticks(0.17, 0.77, log=True) == pytest.approx([0.2, 0.4, 0.6])
-    assert ticks(0.001, 1000.0, log=True) == pytest.approx([10.0**p for p in (-3, -1, 1, 3)])
+    assert choose_ticks(0.0, 1.0, log=False) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert choose_ticks(0.17, 0.77, log=True) == pytest.approx([0.2, 0.4, 0.6])
+    assert choose_ticks(0.001, 1000.0, log=True) == pytest.approx([10.0**p for p in (-3, -1, 1, 3)])
     for low, high in ((3.0, 700.0), (0.02, 0.021), (-5.0, 12.0), (1e6, 9e6)):
-        found = ticks(low, high, log=False)
+        found = choose_ticks(low, high, log=False)
         assert 2 <= len(found) <= 6
         assert low <= min(found) <= max(found) <= high
 
 
 def test_smoothing_keeps_a_line_and_calms_noise() -> None:
     line = [(float(x), 2.0 * x) for x in range(200)]
-    assert [y for _, y in smoothed(line)][5:-5] == pytest.approx([y for _, y in line][5:-5])
+    assert [y for _, y in smooth_curve(line)][5:-5] == pytest.approx([y for _, y in line][5:-5])
     noise = [(float(x), float(x % 2)) for x in range(200)]
-    assert all(0.3 < y < 0.7 for _, y in smoothed(noise))
-    assert smoothed(line[:10]) == line[:10]
+    assert all(0.3 < y < 0.7 for _, y in smooth_curve(noise))
+    assert smooth_curve(line[:10]) == line[:10]
 
 
 def test_a_negative_kl_is_left_out_of_a_logarithm(make_run: MakeRun) -> None:
@@ -256,7 +256,7 @@ def test_stages_are_stacked_to_the_time_of_a_step(make_run: MakeRun) -> None:
     record = replace(record_of_run(make_run("one").path), points=points)
     stages = stages_of(record)
     assert [one.metric for one in stages] == ["time/rollout", "time/anchor", "", "time/optim"]
-    bars = bars_of(record, stages, most=3)
+    bars = bars_of(record, stages, max_bars=3)
     assert [(bar.first, bar.last) for bar in bars] == [(1, 4), (5, 8), (9, 10)]
     assert [list(bar.seconds) for bar in bars] == [
         [2.5, 0, 7, 0.5],

@@ -95,9 +95,9 @@ def test_an_image_of_too_many_pixels_is_not_decoded(
 def test_images_share_the_limits(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request has as many images as placeholders: each alone would be no limit."""
     files = [tiny_vision.image(number) for number in range(3)]
-    assert reader.read(files, most_tokens=18).tokens == (6, 6, 6)
+    assert reader.read(files, max_tokens=18).tokens == (6, 6, 6)
     with pytest.raises(InvalidInput, match="the images have more than 17 tokens"):
-        reader.read(files, most_tokens=17)
+        reader.read(files, max_tokens=17)
     monkeypatch.setattr(images, "MAX_PIXELS", 2 * 24 * 16 + 5)
     with pytest.raises(InvalidInput, match="24 x 16 pixels are more than 5,"):
         reader.read(files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clients.jobs.job import Job, JobState
-from clients.jobs.results import Measured, differing_labels, judging_metric, result_of
+from clients.jobs.results import Measurement, differing_labels, judging_metric, result_of
 from clients.runs.metrics_follower import Point
 
 
@@ -16,20 +16,20 @@ def job(**labels: str) -> Job:
 @pytest.mark.parametrize(
     ("metric", "best"),
     [
-        ("eval/kl", Measured(2, 1.0)),
-        ("eval/reward", Measured(3, 4.0, 0.5)),
-        ("eval/pass@8", Measured(3, 4.0)),
-        ("eval/anchor/kl", Measured(2, 1.0)),
+        ("eval/kl", Measurement(2, 1.0)),
+        ("eval/reward", Measurement(3, 4.0, 0.5)),
+        ("eval/pass@8", Measurement(3, 4.0)),
+        ("eval/anchor/kl", Measurement(2, 1.0)),
         ("loss", None),
         ("eval/length", None),
     ],
 )
-def test_best_by_the_direction_of_the_metric(metric: str, best: Measured | None) -> None:
+def test_best_by_the_direction_of_the_metric(metric: str, best: Measurement | None) -> None:
     values = {1: 1.0, 2: 1.0, 3: 4.0, 4: 2.0}  # of equal values, the later step
     points = [Point(step, {metric: value}) for step, value in values.items()]
     points[2].metrics["eval/reward_stderr"] = 0.5  # type: ignore[index]
     found = result_of(job(), [*points, Point(5, {"other": 9.0})], metric)
-    assert found.last == Measured(4, 2.0)
+    assert found.last == Measurement(4, 2.0)
     assert found.best == best
 
 

@@ -36,7 +36,7 @@ def client() -> Iterator[DistillClient]:
     server.stop(None)
 
 
-@pytest.mark.parametrize("wanted", [{"mine": True}, {"labels": {"for": "paper"}}])
+@pytest.mark.parametrize("wanted", [{"own_only": True}, {"labels": {"for": "paper"}}])
 def test_no_job_of_others_is_chosen(client: DistillClient, wanted: dict[str, Any]) -> None:
     """Otherwise `distill cancel --mine` would cancel everybody's jobs."""
     assert jobs_in(client, {JobState.RUNNING})

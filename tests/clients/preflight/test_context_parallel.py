@@ -15,7 +15,7 @@ from clients.config.kinds import AnyTraining
 from clients.config.tables.common import TrainingJob
 from clients.data.model_shape import shape_of
 from clients.preflight.context_parallel import check_context_parallel
-from clients.preflight.memory import activations, learning, scoring
+from clients.preflight.memory import activation_bytes, learning_bytes, scoring_bytes
 from clients.preflight.memory_plan import load_of, plan_of
 from protos.errors import InvalidInput
 from tests.clients.preflight.test_memory import QWEN_7B  # 28 heads of queries, 4 of keys
@@ -76,9 +76,9 @@ def test_a_process_learns_from_its_part_of_the_tokens(tmp_path: Path) -> None:
     assert divided.shards == plain.shards == 8
     again = 2 * shape.queries  # the outputs of attention, a second time
     more = shape.layers * again * divided.tokens // 4
-    found = learning(divided)["activations"]
-    assert found == activations(plain) // 4 + more * (not divided.checkpointing)
-    assert 4 * scoring(divided)["one layer"] == scoring(plain)["one layer"]
+    found = learning_bytes(divided)["activations"]
+    assert found == activation_bytes(plain) // 4 + more * (not divided.checkpointing)
+    assert 4 * scoring_bytes(divided)["one layer"] == scoring_bytes(plain)["one layer"]
 
 
 def test_heads_of_keys_are_repeated(tmp_path: Path) -> None:
@@ -88,7 +88,8 @@ def test_heads_of_keys_are_repeated(tmp_path: Path) -> None:
     more = replace(few, context_parallel=4)
     keys = 2 * 2 * few.shape.keys * few.shape.layers
     per_token = [
-        learning(one)["activations"] / (one.tokens // one.context_parallel) for one in (few, more)
+        learning_bytes(one)["activations"] / (one.tokens // one.context_parallel)
+        for one in (few, more)
     ]
     assert per_token[0] - per_token[1] == pytest.approx(keys)
 

@@ -23,23 +23,23 @@ from clients.config.rl import RLJob
 from clients.data.model_shape import shape_of
 from clients.preflight.memory import (
     Load,
-    activations,
-    held,
-    on_host,
-    optimizer,
-    peak,
+    activation_bytes,
+    host_bytes,
+    optimizer_bytes,
+    peak_bytes,
     products_per_token,
-    sampling,
+    resident_bytes,
+    sampling_bytes,
     saved_per_token,
 )
 from clients.preflight.memory_plan import (
     GIB,
     USABLE,
-    changed,
     largest_micro_batch,
     load_of,
     plan_of,
     shape_of_student,
+    with_changes,
 )
 from protos.errors import InvalidInput
 from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
@@ -129,7 +129,7 @@ def test_the_selective_policy_keeps_these_bytes(bf16: bool, lora: int) -> None:
 def test_layers_that_recompute_save_their_input_only() -> None:
     load = Load(replace(SHAPE, layers=5), 1, False, True, False, TOKENS, LINE)
     policies: tuple[bool | int | str, ...] = (False, 3, 2, "selective", True)
-    found = [activations(replace(load, checkpointing=policy)) for policy in policies]
+    found = [activation_bytes(replace(load, checkpointing=policy)) for policy in policies]
     layer = TOKENS * (saved_per_token(load) - 4 * SHAPE.hidden)
     assert found[0] - found[1] == 2 * layer
     assert found[0] - found[2] == 3 * layer
@@ -197,8 +197,8 @@ def test_states_and_weights_are_shared_by_fsdp2(tmp_path: Path) -> None:
     rl = {"method": {"type": "rl", "beta": 0.01}, "reward": {"type": "exact_match"}}
     config = job(tmp_path, **rl)
     shape = shape_of_student(config)
-    alone = held(load_of(config, shape))
-    shared = held(load_of(changed(config, {"train": {"sharding": "fsdp2"}}), shape))
+    alone = resident_bytes(load_of(config, shape))
+    shared = resident_bytes(load_of(with_changes(config, {"train": {"sharding": "fsdp2"}}), shape))
     assert alone["weights"] == alone["anchor"] == alone["DDP buckets"] == 4 * WEIGHTS_7B
     assert alone["optimizer"] == 8 * WEIGHTS_7B
     assert shared["weights"] == shared["anchor"] == 4 * WEIGHTS_7B // 8
@@ -211,7 +211,7 @@ def test_the_cache_of_sampling_by_hand(tmp_path: Path) -> None:
     # 32 prompts on 8 processes, and 128 held-out ones; at most 4 * 16384 tokens at a time.
     assert (load.sampled, load.sampled_line) == (16, 512 + 256)
     # Keys and values of 4 heads of 128 numbers, bfloat16, in 28 layers.
-    assert sampling(load)["key-value cache"] == 16 * 768 * 2 * 4 * 128 * 2 * 28
+    assert sampling_bytes(load)["key-value cache"] == 16 * 768 * 2 * 4 * 128 * 2 * 28
 
 
 def test_a_job_that_does_not_fit_gets_changes_that_do(tmp_path: Path) -> None:
@@ -224,20 +224,22 @@ def test_a_job_that_does_not_fit_gets_changes_that_do(tmp_path: Path) -> None:
     assert plan.peak >= WEIGHTS_7B * (4 + 8 + 4 + 4)
     (sharded,) = [one for one in plan.changes if one.startswith("train.sharding")]
     assert sharded.endswith("GiB, fits")
-    better = changed(config, {"train": {"sharding": "fsdp2"}})
-    assert peak(load_of(better, shape)) <= USABLE * 80 * GIB
+    better = with_changes(config, {"train": {"sharding": "fsdp2"}})
+    assert peak_bytes(load_of(better, shape)) <= USABLE * 80 * GIB
     assert not plan_of(better, shape, 80.0).changes
 
 
 def test_the_largest_micro_batch_is_the_largest(tmp_path: Path) -> None:
-    config = changed(job(tmp_path), {"train": {"sharding": "fsdp2", "prompts_per_step": 4096}})
+    config = with_changes(job(tmp_path), {"train": {"sharding": "fsdp2", "prompts_per_step": 4096}})
     shape = shape_of_student(config)
     usable = round(80 * GIB)
     most = largest_micro_batch(config, shape, usable)
     assert most % 768 == 0
 
     def needed(tokens: int) -> int:
-        return peak(load_of(changed(config, {"train": {"tokens_per_micro_batch": tokens}}), shape))
+        return peak_bytes(
+            load_of(with_changes(config, {"train": {"tokens_per_micro_batch": tokens}}), shape)
+        )
 
     assert needed(most) <= usable < needed(most + 768)
 
@@ -252,19 +254,19 @@ def test_headers_with_other_weights_are_refused(tmp_path: Path) -> None:
 def test_adamw_needs_a_gradient_and_nothing_else() -> None:
     """The fused kernel of a GPU has no temporary tensors, and the loop of a CPU small ones."""
     load = Load(SHAPE, 2, True, True, False, TOKENS, LINE)
-    assert optimizer(load) == {"gradients": 4 * SHAPE.weights // 2}
+    assert optimizer_bytes(load) == {"gradients": 4 * SHAPE.weights // 2}
 
 
 @pytest.mark.parametrize(("processes", "anchor"), [(1, False), (8, True)])
 def test_weights_in_host_memory(processes: int, anchor: bool) -> None:
     """float32 weights, gradients and two moments: 16 bytes per weight, 20 with an anchor."""
     load = Load(SHAPE, processes, True, True, True, TOKENS, LINE, anchor=anchor, cpu_offload=True)
-    assert on_host(load) == (20 if anchor else 16) * SHAPE.weights // processes
-    assert not any(held(load).values())
-    assert optimizer(load) == {}
+    assert host_bytes(load) == (20 if anchor else 16) * SHAPE.weights // processes
+    assert not any(resident_bytes(load).values())
+    assert optimizer_bytes(load) == {}
     on_gpu = replace(load, cpu_offload=False)
-    assert peak(load) < peak(on_gpu) - 8 * SHAPE.weights // processes
-    assert on_host(on_gpu) == 0
+    assert peak_bytes(load) < peak_bytes(on_gpu) - 8 * SHAPE.weights // processes
+    assert host_bytes(on_gpu) == 0
 
 
 @pytest.mark.parametrize("lora", [0, 64])
@@ -279,9 +281,9 @@ def test_moments_in_8_bits(lora: int, hidden: int) -> None:
         weight.numel() * (1 + 4 / BLOCK) if is_quantized(weight) else 4 * weight.numel()
         for weight in trained
     ]
-    assert held(load)["optimizer"] == 2 * sum(bytes_of) // 2
+    assert resident_bytes(load)["optimizer"] == 2 * sum(bytes_of) // 2
     largest = max(weight.numel() for weight in trained)
-    assert optimizer(load)["temporary"] == 8 * largest // 2
+    assert optimizer_bytes(load)["temporary"] == 8 * largest // 2
 
 
 class TestCommand:

@@ -14,7 +14,7 @@ from clients.config.tables.common import TrainingJob
 from clients.data.model_shape import shape_of
 from clients.preflight import memory_plan
 from clients.preflight.files import check_processes
-from clients.preflight.memory import held, sampling
+from clients.preflight.memory import resident_bytes, sampling_bytes
 from clients.preflight.memory_plan import plan_of
 from clients.store.dataset import LogitDataset
 from clients.store.store import LogitStore
@@ -120,7 +120,7 @@ def test_an_engine_on_the_same_gpu_is_counted() -> None:
     shape, memory = shape_of(QWEN_7B), 240.0
     engine = round(0.4 * memory * memory_plan.GIB)
 
-    def planned(**rollouts: object) -> memory_plan.Plan:
+    def planned(**rollouts: object) -> memory_plan.MemoryPlan:
         return plan_of(valid(merged(own, {"rollouts": rollouts})), shape, memory)
 
     apart = planned(engine="vllm", gpus=1, lag=1)
@@ -129,7 +129,7 @@ def test_an_engine_on_the_same_gpu_is_counted() -> None:
     assert beside.peak == apart.peak + engine
     assert apart.fits
     assert not beside.fits
-    kept = sum(held(apart.load).values())
+    kept = sum(resident_bytes(apart.load).values())
     asleep = planned(engine="vllm", lag=0)
     assert asleep.parts["sampling"]["rollout engine"] == engine
     assert "rollout engine" not in {n for n, of in asleep.parts["learning"].items() if of}
@@ -146,11 +146,11 @@ def test_an_hf_engine_on_the_same_gpu_has_all_weights() -> None:
     own: Values = {"student": {"model": "m"}, "data": {"path": "p.jsonl"}}
     shape, memory = shape_of(QWEN_7B), 240.0
 
-    def planned(**rollouts: object) -> memory_plan.Plan:
+    def planned(**rollouts: object) -> memory_plan.MemoryPlan:
         return plan_of(valid(merged(own, {"rollouts": rollouts})), shape, memory)
 
     alone, apart, beside = planned(), planned(engine="hf", gpus=1, lag=1), planned(lag=1)
-    engine = held(alone.load)["weights"] + sum(sampling(alone.load).values())
+    engine = resident_bytes(alone.load)["weights"] + sum(sampling_bytes(alone.load).values())
     assert engine > 4 * shape.weights
     assert beside.peak == apart.peak + engine
     assert not beside.load.engine_sleeps

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clients.cli.plots.panels import smoothed
+from clients.cli.plots.panels import smooth_curve
 from protos.rpc.ports import free_ports
 from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.proxy import PREFIX, proxy
@@ -34,7 +34,7 @@ def test_smoothing_is_that_of_the_reports(site: Site, browser: Browser) -> None:
         found: list[float] = browser.run(script.replace("VALUES", json.dumps(values)))
         return found
 
-    report = [y for _, y in smoothed(list(enumerate(values)))]
+    report = [y for _, y in smooth_curve(list(enumerate(values)))]
     assert drawn("movingAverage(VALUES)") == pytest.approx(report, rel=1e-12)
     assert drawn("movingAverage(VALUES.slice(0, 59))") == values[:59]
     weighted = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.cli.commands.run import judged_beside
+from clients.cli.commands.run import with_absolute_reward
 from clients.config.file import load_job
 from clients.config.rl import RLJob
 from distill_server.jobs.job_file import parse_config
@@ -35,7 +35,7 @@ def test_server_refuses_it(job: Path) -> None:
 def test_it_is_found_beside_the_job_file(job: Path) -> None:
     (job.parent / "mine").mkdir()
     (job.parent / "mine" / "reward.py").touch()
-    config = judged_beside(job, load_job(job).config)
+    config = with_absolute_reward(job, load_job(job).config)
     assert isinstance(config, RLJob)
     assert config.reward is not None
     assert config.reward.file == str(job.parent / "mine" / "reward.py")
@@ -43,4 +43,4 @@ def test_it_is_found_beside_the_job_file(job: Path) -> None:
 
 def test_it_must_be_there(job: Path) -> None:
     with pytest.raises(InvalidInput, match=r"^reward.file: no such file: .*mine/reward.py; "):
-        judged_beside(job, load_job(job).config)
+        with_absolute_reward(job, load_job(job).config)

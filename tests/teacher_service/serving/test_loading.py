@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.cli.commands.doctor import _reachable
+from clients.cli.commands.doctor import _check_connection
 from clients.runs.directory import RunDirectory
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
@@ -106,12 +106,12 @@ def test_callers_learn_the_share_and_their_queries_wait(loading: GatedTeacher) -
         loading.go_on()
         assert len(answer.result(60)) == 8  # type: ignore[arg-type]
         assert client.info().engine == "hf"
-    problem = _reachable("teacher", loading.address).problem
+    problem = _check_connection("teacher", loading.address).problem
     assert problem == ""
 
 
 def test_doctor_tells_the_share(loading: GatedTeacher) -> None:
-    problem = _reachable("teacher", loading.address).problem
+    problem = _check_connection("teacher", loading.address).problem
     assert problem.startswith(f"{loading.address} answers: it is loading its model (reading")
 
 
