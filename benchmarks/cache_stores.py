@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.distillkit_layout import RECOMMENDED, compress, decompress
 from clients.store.store import LogitStore, StoredRows
-from protos.rows.codec import RowBlock, compress_rows, decode_rows, encode_rows, most_bytes
+from protos.rows.codec import RowBlock, compress_rows, decode_rows, encode_rows, max_encoded_bytes
 from teacher_service.cache.redis_address import RedisAddress
 from teacher_service.cache.redis_tier import RedisTier
 
@@ -76,7 +76,7 @@ class RedisStore:
         self._tier = RedisTier(RedisAddress(f"redis://{address}/0"), ttl_seconds=3600, zstd=zstd)
 
     def write(self, blocks: Sequence[RowBlock]) -> int:
-        self._most = most_bytes(len(blocks[0]), blocks[0].k)
+        self._most = max_encoded_bytes(len(blocks[0]), blocks[0].k)
         rows = [encode_rows(block) for block in blocks]
         self._loop.run_until_complete(self._write(rows))
         assert self._tier.counts.errors == 0

@@ -46,7 +46,7 @@ def encoded(material: Material, number: int, match: Match) -> ScoredSequence:
     """Return a stored answer in the student's tokens, with the rows of an offline job."""
     stored = material.stored[number]
     written = stored.ids.numpy().astype(np.int32)
-    found = material.reads_teacher.align(written, ended=stored.ended)
+    found = material.reads_teacher.align(written, has_end=stored.ended)
     assert found is not None, "no tokenizer here normalizes"
     if match == "row":
         rows = mapped_rows(found, written, stored.rows, material.token_map)
@@ -177,7 +177,9 @@ class OnPolicy:
         return cost / size
 
     def _align(self, one: Rollout) -> Alignment | None:
-        return self._aligner.align(one.completion.numpy().astype(np.int32), ended=not one.truncated)
+        return self._aligner.align(
+            one.completion.numpy().astype(np.int32), has_end=not one.truncated
+        )
 
 
 def _block(found: Alignment, table: Tensor) -> RowBlock:

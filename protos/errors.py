@@ -61,9 +61,9 @@ class DistillError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        where = f"{self.field}: " if self.field else ""
-        then = f"; {self.hint}" if self.hint else ""
-        return f"{where}{self.message}{then}"
+        prefix = f"{self.field}: " if self.field else ""
+        suffix = f"; {self.hint}" if self.hint else ""
+        return f"{prefix}{self.message}{suffix}"
 
 
 class InvalidInput(DistillError, ValueError):
@@ -151,7 +151,7 @@ CATEGORIES: tuple[type[DistillError], ...] = (
 )
 
 
-# What fails here is not the job but what it runs on; the same job may succeed later, unchanged.
+# Errors of services and machines, not of the job: the unchanged job may succeed later.
 _INFRASTRUCTURE = frozenset(error.__name__ for error in (Unavailable, Overloaded, TimedOut))
 
 

@@ -36,7 +36,7 @@ def missing_packages(extra: str) -> list[str]:
     The list is empty if the distribution itself is not installed (a bare source tree). The packages
     are unknown then, and a failing import gives the better message.
     """
-    return [name for name in map(_name_of, _requirements(extra)) if not _installed(name)]
+    return [name for name in map(_name_of, _requirements_of(extra)) if not _is_installed(name)]
 
 
 def install_command(extra: str) -> str:
@@ -46,48 +46,48 @@ def install_command(extra: str) -> str:
     the checkout is installed in editable mode. If that is unknown, it names the packages of the
     extra. The command starts with the pip of this Python's environment.
     """
-    source = _source()
+    source = _install_source()
     if source is not None:
         path, editable = source
-        return f"{_pip()} install {'-e ' if editable else ''}'{path}[{extra}]'"
-    packages = [f"'{package}'" for package in _requirements(extra)]
-    return " ".join([_pip(), "install", *(packages or [f"'.[{extra}]'"])])
+        return f"{_pip_command()} install {'-e ' if editable else ''}'{path}[{extra}]'"
+    packages = [f"'{package}'" for package in _requirements_of(extra)]
+    return " ".join([_pip_command(), "install", *(packages or [f"'.[{extra}]'"])])
 
 
 def require_extra(
-    extra: str, what: str, *, field: str = "", only: Collection[str] | None = None
+    extra: str, purpose: str, *, field: str = "", only: Collection[str] | None = None
 ) -> None:
     """Raise InvalidInput if a package of `extra` is not installed.
 
-    `what` is the subject of the message, such as "training"; `field` is the key that needs it.
+    `purpose` is the subject of the message, such as "training"; `field` is the key that needs it.
     `only` names the packages that are needed, if not all of the extra are.
     """
     missing = [name for name in missing_packages(extra) if only is None or name in only]
     if missing:
         raise InvalidInput(
-            f"{what} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'}"
+            f"{purpose} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'}"
             " not installed",
             field=field,
             hint=install_command(extra),
         )
 
 
-def _requirements(extra: str) -> list[str]:
+def _requirements_of(extra: str) -> list[str]:
     """Return the requirements of `extra`, including those of extras that it refers to."""
     try:
-        everything = importlib.metadata.requires(DISTRIBUTION) or []
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    wanted = set(extra.split(","))
-    found: dict[str, None] = {}  # in order, each once
-    for requirement in everything:
+    extras = set(extra.split(","))
+    names: dict[str, None] = {}  # in order, each once
+    for requirement in requirements:
         marker = _EXTRA.search(requirement)
-        if marker is None or marker[1] not in wanted:
+        if marker is None or marker[1] not in extras:
             continue
         included = re.match(rf"{DISTRIBUTION}\[([^]]*)\]", requirement)
-        of_extra = _requirements(included[1]) if included else [requirement.partition(";")[0]]
-        found |= dict.fromkeys(name.strip() for name in of_extra)
-    return list(found)
+        of_extra = _requirements_of(included[1]) if included else [requirement.partition(";")[0]]
+        names |= dict.fromkeys(name.strip() for name in of_extra)
+    return list(names)
 
 
 def _name_of(requirement: str) -> str:
@@ -95,7 +95,7 @@ def _name_of(requirement: str) -> str:
     return name[0] if name else requirement
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -103,25 +103,29 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _pip() -> str:
+def _pip_command() -> str:
     """Return "pip" if that is the pip of this Python, else its full path."""
-    ours = Path(sys.executable).with_name("pip")
-    found = shutil.which("pip")
-    return "pip" if found is None or Path(found) == ours or not ours.exists() else str(ours)
+    own_pip = Path(sys.executable).with_name("pip")
+    pip_on_path = shutil.which("pip")
+    return (
+        "pip"
+        if pip_on_path is None or Path(pip_on_path) == own_pip or not own_pip.exists()
+        else str(own_pip)
+    )
 
 
-def _source() -> tuple[str, bool] | None:
+def _install_source() -> tuple[str, bool] | None:
     """Return where the package was installed from (PEP 610), and whether it is editable.
 
     The place is a checkout or a wheel file. Returns None if it is unknown or does not exist.
     """
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-        found = json.loads(text) if text else {}
-        url = urlsplit(found["url"])
+        direct_url = json.loads(text) if text else {}
+        url = urlsplit(direct_url["url"])
     except (importlib.metadata.PackageNotFoundError, ValueError, KeyError):
         return None
     path = unquote(url.path)
     if url.scheme != "file" or not Path(path).exists():
         return None
-    return path, bool(found.get("dir_info", {}).get("editable"))
+    return path, bool(direct_url.get("dir_info", {}).get("editable"))

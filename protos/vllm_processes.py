@@ -69,16 +69,16 @@ def executor(processes: int) -> str | None:
 def stdout_on_stderr() -> Iterator[None]:
     """Redirect file descriptor 1 to stderr inside the block, for the processes it starts.
 
-    Programs parse our stdout, and libraries in vLLM's processes print to theirs.
+    Programs parse the stdout of this process, and libraries in vLLM's processes print to theirs.
     """
     sys.stdout.flush()
-    ours = os.dup(1)
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(ours, 1)
-        os.close(ours)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 class DeathWatch:
@@ -92,12 +92,12 @@ class DeathWatch:
         """Start to watch `llm`, an AsyncLLM. `program`: its name in the log, "this teacher"."""
         self._llm = llm
         self._program = program
-        self._closed = False
-        threading.Thread(target=self._watch, name="vllm-watch", daemon=True).start()
+        self._is_closed = False
+        threading.Thread(target=self._poll, name="vllm-watch", daemon=True).start()
 
     def check(self) -> None:
         """Exit if vLLM is dead."""
-        if self._llm.errored and not self._closed:
+        if self._llm.errored and not self._is_closed:
             self.exit("a process of vLLM died")
 
     def exit(self, reason: str) -> None:
@@ -107,11 +107,11 @@ class DeathWatch:
 
     def close(self) -> None:
         """End the watch, because vLLM will be stopped on purpose."""
-        self._closed = True
+        self._is_closed = True
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
         """Poll for a dead vLLM, which may happen between requests or leave one unanswered."""
-        while not self._closed:
+        while not self._is_closed:
             time.sleep(_WATCH_SECONDS)
             self.check()
 

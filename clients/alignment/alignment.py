@@ -1,14 +1,14 @@
 """Aligns the tokens of an answer with those of another tokenizer for the same text.
 
 The writer is the tokenizer of the answer's tokens, the reader the other one. On-policy the student
-writes and the teacher reads; of a store, the teacher has written and the student reads.
+is the writer and the teacher the reader; for a store it is the other way round.
 
 A chunk is a shortest run of the writer's tokens that has the same bytes as a run of the reader's:
 it ends where both have a boundary. With equal tokenizers each token is a chunk.
 
-A word is a run of chunks from one beginning of white space to the next. No usual tokenizer has a
-token from one word into the next, so what follows a word does not change its tokens. Where one has,
-or where there is no white space, a word is longer.
+A word is a run of chunks from one beginning of white space to the next. Tokens of the usual
+tokenizers do not cross words, so the text after a word does not change its tokens. Where a token
+does cross, or where there is no white space, a word is longer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from clients.alignment.byte_tokenizer import ByteTokenizer
 
-# The last tokens of a text's encoding can change when the text goes on.
+# Number of last tokens of an encoding that can change when the text continues.
 UNSETTLED = 2
 _SPACES = np.frombuffer(b" \t\n\r", np.uint8)
 
@@ -65,35 +65,35 @@ class Aligner:
         self.reader = reader
         self.reader_end = reader_end
 
-    def align(self, ids: NDArray[np.int32], *, ended: bool) -> Alignment | None:
+    def align(self, ids: NDArray[np.int32], *, has_end: bool) -> Alignment | None:
         """Return the alignment of an answer; None if no text of it can be aligned.
 
-        `ids` [n]: its tokens; `ended`: the last one is the writer's end token. The text stops
+        `ids` [n]: its tokens; `has_end`: the last one is the writer's end token. The text stops
         before a special token, and before a character that is cut where an answer without an end
         stops. None: nothing is left then, or the reader's normalization changes the text (NFC).
         """
-        written = len(ids) - ended
-        special = np.flatnonzero(self.writer.lengths[ids[:written]] == 0)
-        last = int(special[0]) if len(special) else written
-        text = _decoded(self.writer.data(ids[:last]), whole=ended or last < written)
+        text_length = len(ids) - has_end
+        special = np.flatnonzero(self.writer.lengths[ids[:text_length]] == 0)
+        end = int(special[0]) if len(special) else text_length
+        text = _decode_answer(self.writer.data(ids[:end]), is_complete=has_end or end < text_length)
         data = text.encode("utf-8", "surrogateescape")
         reader_ids = self.reader.encode(text)
         if self.reader.data(reader_ids) != data:
             return None
-        ends, theirs = self.writer.ends(ids[:last]), self.reader.ends(reader_ids)
-        common = np.intersect1d(ends, theirs, assume_unique=True)
+        writer_ends, reader_ends = self.writer.ends(ids[:end]), self.reader.ends(reader_ids)
+        common = np.intersect1d(writer_ends, reader_ends, assume_unique=True)
         words = np.intersect1d(common, _word_starts(data), assume_unique=True)
         chunk = np.full(len(ids), len(common))
-        chunk[:last] = np.searchsorted(common, ends)
+        chunk[:end] = np.searchsorted(common, writer_ends)
         word = np.full(len(ids), len(words) + 1)
-        word[:last] = np.searchsorted(words, ends)
-        reader_chunk = np.searchsorted(common, theirs)
-        reader_word = np.searchsorted(words, theirs)
-        canonical, read = np.zeros((2, len(ids)), np.bool_)
-        canonical[:last] = self._canonical(ids[:last], ends, text)
-        read[:last] = ends <= len(data)
-        if ended and last == written:
-            canonical[-1] = read[-1] = True
+        word[:end] = np.searchsorted(words, writer_ends)
+        reader_chunk = np.searchsorted(common, reader_ends)
+        reader_word = np.searchsorted(words, reader_ends)
+        canonical, is_read = np.zeros((2, len(ids)), np.bool_)
+        canonical[:end] = self._find_canonical(ids[:end], writer_ends, text)
+        is_read[:end] = writer_ends <= len(data)
+        if has_end and end == text_length:
+            canonical[-1] = is_read[-1] = True
             reader_ids = np.append(reader_ids, np.int32(self.reader_end))
             reader_chunk = np.append(reader_chunk, len(common))
             reader_word = np.append(reader_word, len(words) + 1)
@@ -111,26 +111,28 @@ class Aligner:
             word,
             reader_word,
             canonical,
-            read,
+            is_read,
             chunk < settled,
             reader_chunk < settled,
             single[chunk],
             single[reader_chunk],
             data,
-            stopped=last < written,
+            stopped=end < text_length,
         )
 
-    def _canonical(
+    def _find_canonical(
         self, ids: NDArray[np.int32], ends: NDArray[np.int64], text: str
     ) -> NDArray[np.bool_]:
-        """Return which tokens the writer has at the same place for the whole text."""
+        """Return which tokens are the same in the writer's encoding of the complete text."""
         canonical = self.writer.encode(text)
         if not len(canonical):
             return np.zeros(len(ids), np.bool_)
-        theirs = self.writer.ends(canonical)
-        at = np.minimum(np.searchsorted(theirs, ends), len(canonical) - 1)
-        found: NDArray[np.bool_] = (theirs[at] == ends) & (canonical[at] == ids)
-        return found
+        canonical_ends = self.writer.ends(canonical)
+        positions = np.minimum(np.searchsorted(canonical_ends, ends), len(canonical) - 1)
+        is_canonical: NDArray[np.bool_] = (canonical_ends[positions] == ends) & (
+            canonical[positions] == ids
+        )
+        return is_canonical
 
 
 def _word_starts(data: bytes) -> NDArray[np.int64]:
@@ -139,10 +141,10 @@ def _word_starts(data: bytes) -> NDArray[np.int64]:
     return np.flatnonzero(space[1:] & ~space[:-1]) + 1
 
 
-def _decoded(data: bytes, *, whole: bool) -> str:
-    """Return the text, with bytes that are no UTF-8 as "surrogateescape" has them.
+def _decode_answer(data: bytes, *, is_complete: bool) -> str:
+    """Return the text, with invalid UTF-8 bytes encoded by "surrogateescape".
 
-    `whole`: nothing was to follow; otherwise a character that is cut at the end is left out.
+    `is_complete`: no bytes would follow; otherwise an incomplete character at the end is left out.
     """
     decoder = getincrementaldecoder("utf-8")("surrogateescape")
-    return decoder.decode(data, final=whole)
+    return decoder.decode(data, final=is_complete)

@@ -23,10 +23,20 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are no UTF-8, as surrogateescape has them
+_INVALID_BYTES = re.compile(
+    "([\udc80-\udcff]+)"
+)  # bytes of invalid UTF-8, as surrogateescape encodes them
 _SPACE = "\u2581"  # SentencePiece writes a space as this character
-# Parts of decoders under which a token stands for the same text wherever it is.
-_PLAIN = {"ByteLevel", "ByteFallback", "Fuse", "Replace", "Metaspace", "Strip", "Sequence"}
+# Parts of decoders with which a token stands for the same text at every position.
+_CONTEXT_FREE_DECODERS = {
+    "ByteLevel",
+    "ByteFallback",
+    "Fuse",
+    "Replace",
+    "Metaspace",
+    "Strip",
+    "Sequence",
+}
 
 
 class ByteTokenizer:
@@ -43,7 +53,7 @@ class ByteTokenizer:
         `label` and `field`, such as "teacher" and "teacher.tokenizer", are for the error: raises
         InvalidInput if the tokens of this kind of tokenizer have no bytes of their own.
         """
-        self._tokenizer = _backend(document)
+        self._tokenizer = _load_backend(document)
         try:
             tokens = _bytes_of_tokens(document)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -53,28 +63,28 @@ class ByteTokenizer:
                 hint="use a model with a byte-level or SentencePiece tokenizer",
             ) from error
         self.lengths = np.array([len(token) for token in tokens], np.int64)
-        self._first = np.cumsum(self.lengths) - self.lengths
+        self._offsets = np.cumsum(self.lengths) - self.lengths
         self._bytes = np.frombuffer(b"".join(tokens), np.uint8)
         single = np.flatnonzero(self.lengths == 1)
-        self._of_byte = np.full(256, -1, np.int32)  # the token of each byte; -1: none
-        self._of_byte[self._bytes[self._first[single]]] = single
+        self._token_of_byte = np.full(256, -1, np.int32)  # the token of each byte; -1: none
+        self._token_of_byte[self._bytes[self._offsets[single]]] = single
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return the token ids [T] of a text.
 
-        Bytes that are no UTF-8, which `text` has as Python's "surrogateescape" does, become the
-        tokens of these bytes. Without such tokens they are left out.
+        Invalid UTF-8 bytes, encoded in `text` by Python's "surrogateescape", become the tokens of
+        these bytes. They are left out if the vocabulary has no such tokens.
         """
-        if not _BROKEN.search(text):
-            return self._encode(text)
+        if not _INVALID_BYTES.search(text):
+            return self._encode_valid(text)
         parts = []
-        for number, part in enumerate(_BROKEN.split(text)):
+        for number, part in enumerate(_INVALID_BYTES.split(text)):
             broken = np.frombuffer(part.encode("utf-8", "surrogateescape"), np.uint8)
-            parts.append(self._of_byte[broken] if number % 2 else self._encode(part))
+            parts.append(self._token_of_byte[broken] if number % 2 else self._encode_valid(part))
         ids = np.concatenate(parts)
         return ids[ids >= 0]
 
-    def _encode(self, text: str) -> NDArray[np.int32]:
+    def _encode_valid(self, text: str) -> NDArray[np.int32]:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def ends(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -84,7 +94,7 @@ class ByteTokenizer:
     def data(self, ids: NDArray[np.int32]) -> bytes:
         """Return the bytes that the tokens stand for, joined."""
         lengths, ends = self.lengths[ids], self.ends(ids)
-        shift = np.repeat(self._first[ids] - (ends - lengths), lengths)
+        shift = np.repeat(self._offsets[ids] - (ends - lengths), lengths)
         return self._bytes[shift + np.arange(len(shift))].tobytes()
 
 
@@ -104,7 +114,7 @@ def tokenizer_in(directory: Path, label: str, field: str) -> ByteTokenizer:
     return ByteTokenizer(document, label, field)
 
 
-def _backend(document: Mapping[str, Any]) -> Tokenizer:
+def _load_backend(document: Mapping[str, Any]) -> Tokenizer:
     require_extra("train", "aligning tokenizers", only={"transformers"})
     from tokenizers import Tokenizer
 
@@ -118,11 +128,11 @@ def _backend(document: Mapping[str, Any]) -> Tokenizer:
 def _without_first_space(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tokenizer.json of a tokenizer that puts no space before a text."""
 
-    def changed(part: Any) -> Any:
+    def disable_prefix(part: Any) -> Any:
         match part:
             case {"type": "Sequence"}:
                 parts = {key: value for key, value in part.items() if isinstance(value, list)}
-                return part | {key: _kept(value) for key, value in parts.items()}
+                return part | {key: change_parts(value) for key, value in parts.items()}
             case {"type": "Metaspace"}:
                 return part | {"prepend_scheme": "never"}
             case {"type": "ByteLevel"}:
@@ -131,50 +141,55 @@ def _without_first_space(document: Mapping[str, Any]) -> dict[str, Any]:
                 return None
         return part
 
-    def _kept(parts: list[Any]) -> list[Any]:
-        return [one for one in map(changed, parts) if one is not None]
+    def change_parts(parts: list[Any]) -> list[Any]:
+        return [
+            changed_part for changed_part in map(disable_prefix, parts) if changed_part is not None
+        ]
 
-    both = ("normalizer", "pre_tokenizer")
-    return dict(document) | {key: changed(document.get(key)) for key in both}
+    keys = ("normalizer", "pre_tokenizer")
+    return dict(document) | {key: disable_prefix(document.get(key)) for key in keys}
 
 
 def _bytes_of_tokens(document: Mapping[str, Any]) -> list[bytes]:
     """Return the bytes of each token by id. Raises ValueError if the kind is unknown."""
-    model, kinds = document["model"], set(_kinds(document.get("decoder")))
-    if not kinds or not kinds <= _PLAIN:
-        raise ValueError(f"its decoder is {', '.join(sorted(kinds - _PLAIN)) or 'missing'}")
+    model, decoder_types = document["model"], set(_decoder_types(document.get("decoder")))
+    if not decoder_types or not decoder_types <= _CONTEXT_FREE_DECODERS:
+        unsupported = ", ".join(sorted(decoder_types - _CONTEXT_FREE_DECODERS))
+        raise ValueError(f"its decoder is {unsupported or 'missing'}")
     vocabulary = model["vocab"]
     if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, in order
         ids = {number: token for number, (token, _) in enumerate(vocabulary)}
     else:
         ids = {number: token for token, number in vocabulary.items()}
     table = {ord(character): byte for byte, character in _byte_level().items()}
-    marked = bool(kinds & {"Replace", "Metaspace"})
+    marked = bool(decoder_types & {"Replace", "Metaspace"})
 
     def bytes_of(token: str) -> bytes:
-        if "ByteLevel" in kinds:
+        if "ByteLevel" in decoder_types:
             return _from_characters(token, table)
         return _from_text(token, marked)
 
-    found = {number: bytes_of(token) for number, token in ids.items()}
-    for added in document.get("added_tokens", []):
-        found[added["id"]] = b"" if added["special"] else bytes_of(added["content"])
+    bytes_by_id = {number: bytes_of(token) for number, token in ids.items()}
+    for added_token in document.get("added_tokens", []):
+        bytes_by_id[added_token["id"]] = (
+            b"" if added_token["special"] else bytes_of(added_token["content"])
+        )
     unknown = model.get("unk_token")
     if isinstance(unknown, str) and not isinstance(vocabulary, list):
-        found[vocabulary.get(unknown, -1)] = b""
-    found.pop(-1, None)
-    longest = max(found) + 1
-    if longest > 2 * len(found) + 1024:
+        bytes_by_id[vocabulary.get(unknown, -1)] = b""
+    bytes_by_id.pop(-1, None)
+    count = max(bytes_by_id) + 1
+    if count > 2 * len(bytes_by_id) + 1024:
         raise ValueError("its ids have large gaps")
-    return [found.get(number, b"") for number in range(longest)]
+    return [bytes_by_id.get(number, b"") for number in range(count)]
 
 
-def _kinds(decoder: Any) -> Iterator[str]:
+def _decoder_types(decoder: Any) -> Iterator[str]:
     if decoder is None:
         return
     yield decoder["type"]
     for part in decoder.get("decoders", []):
-        yield from _kinds(part)
+        yield from _decoder_types(part)
 
 
 def _from_characters(token: str, table: Mapping[int, int]) -> bytes:
@@ -186,16 +201,16 @@ def _from_characters(token: str, table: Mapping[int, int]) -> bytes:
 
 
 def _from_text(token: str, marked: bool) -> bytes:
-    byte = _BYTE.fullmatch(token)
-    if byte is not None:
-        return bytes([int(byte[1], 16)])
+    match = _BYTE.fullmatch(token)
+    if match is not None:
+        return bytes([int(match[1], 16)])
     return (token.replace(_SPACE, " ") if marked else token).encode()
 
 
 def _byte_level() -> dict[int, str]:
-    """Return the character of each byte in byte-level BPE (GPT-2); printable ones keep theirs."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    return {byte: chr(byte) for byte in plain} | {
-        byte: chr(256 + number) for number, byte in enumerate(others)
+    """Return the character of each byte in byte-level BPE (GPT-2); printable bytes are kept."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    nonprintable = [byte for byte in range(256) if byte not in set(printable)]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + number) for number, byte in enumerate(nonprintable)
     }

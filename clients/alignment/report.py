@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from clients.alignment.alignment import Aligner
 
-# The first that fits is the kind of a text; the numbers are shares of its characters.
+# Characters by which `kind_of` tells the kind of a text.
 _OTHER_LETTERS = re.compile(r"[^\W\d_\u0000-\u024f]")
 _FIGURES = re.compile(r"[0-9+*/=^$\\%]")
 _BRACKETS = re.compile(r"[{}()\[\];<>_#]")
@@ -36,10 +36,10 @@ def measure_shares(aligner: Aligner, texts: Iterable[str]) -> Shares:
         if not len(ids):
             continue
         count += 1
-        found = aligner.align(ids, ended=False)
-        left_out += found is None
+        alignment = aligner.align(ids, has_end=False)
+        left_out += alignment is None
         tokens += len(ids)
-        single += 0 if found is None else int(found.one_to_one.sum())
+        single += 0 if alignment is None else int(alignment.one_to_one.sum())
     return Shares(count, tokens, single / max(tokens, 1), left_out / max(count, 1))
 
 

@@ -38,37 +38,42 @@ class TokenRoles:
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenRoles:
-        """Return those of a tokenizer of transformers."""
-        added = tokenizer.added_tokens_decoder
-        special = frozenset(number for number, token in added.items() if token.special)
+        """Return the roles of a tokenizer of transformers."""
+        added_tokens = tokenizer.added_tokens_decoder
+        special = frozenset(number for number, token in added_tokens.items() if token.special)
         ends = answer_end(tokenizer), tokenizer.eos_token_id
-        first, last = (-1 if end is None else end for end in ends)
-        return cls(tokens_of(tokenizer), special, frozenset(added) - special, (first, last))
+        answer_end_id, eos_id = (-1 if end is None else end for end in ends)
+        return cls(
+            tokens_of(tokenizer),
+            special,
+            frozenset(added_tokens) - special,
+            (answer_end_id, eos_id),
+        )
 
     @classmethod
     def in_directory(cls, model: Path) -> TokenRoles | None:
-        """Return those of a Hugging Face directory, whose answers end with its eos_token.
+        """Return the roles of a Hugging Face directory, whose answers end with its eos_token.
 
         None if its files cannot be interpreted.
         """
         tokens = tokens_in(model)
         try:
-            added = read_document(model / "tokenizer.json").get("added_tokens", [])
-            special = frozenset(token["id"] for token in added if token["special"])
-            named = read_document(model / "tokenizer_config.json").get("eos_token") or ""
-            end = named["content"] if isinstance(named, dict) else named
+            added_tokens = read_document(model / "tokenizer.json").get("added_tokens", [])
+            special = frozenset(token["id"] for token in added_tokens if token["special"])
+            eos_entry = read_document(model / "tokenizer_config.json").get("eos_token") or ""
+            end = eos_entry["content"] if isinstance(eos_entry, dict) else eos_entry
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         if tokens is None:
             return None
         number = tokens.index(end) if end in tokens else -1
-        text = frozenset(token["id"] for token in added) - special
+        text = frozenset(token["id"] for token in added_tokens) - special
         return cls(tokens, special, text, (number, number))
 
     def is_ordinary(self, number: int) -> bool:
         """Return whether the id has a token that was not added to the vocabulary."""
-        added = number in self.special or number in self.text
-        return bool(self.token(number)) and not added
+        is_added = number in self.special or number in self.text
+        return bool(self.token(number)) and not is_added
 
     def token(self, number: int) -> str:
         """Return the token of an id, "" if it has none."""
@@ -90,73 +95,97 @@ class RoleMap:
 
 
 def role_map(
-    student: TokenRoles, teacher: TokenRoles, given: Mapping[str, str] | None = None
+    student: TokenRoles, teacher: TokenRoles, explicit_pairs: Mapping[str, str] | None = None
 ) -> RoleMap | None:
     """Pair the added tokens of two tokenizers; None if their ordinary tokens differ.
 
-    `given`: tokens of the teacher by the student's. Tokens that are not given are paired if both
-    end an answer, both end a sequence, or both have the same text. The others, which nobody writes
-    in an answer, are paired in an order that changes the fewest ids. Raises InvalidInput, naming
-    `teacher.roles`, if one of the given tokens does not exist or is given twice.
+    `explicit_pairs`: tokens of the teacher by the student's. Tokens without an explicit pair are
+    paired if both end an answer, both end a sequence, or both have the same text. The others, which
+    do not occur in answers, are paired such that the fewest ids change. Raises InvalidInput, naming
+    `teacher.roles`, if a token of `explicit_pairs` does not exist or occurs twice.
     """
     count = max(len(student.tokens), len(teacher.tokens))
-    free: list[int] = []
+    added_ids: list[int] = []
     for number in range(count):
-        plain = student.is_ordinary(number), teacher.is_ordinary(number)
-        if plain == (False, False):
-            free.append(number)
-        elif plain != (True, True) or student.token(number) != teacher.token(number):
+        are_ordinary = student.is_ordinary(number), teacher.is_ordinary(number)
+        if are_ordinary == (False, False):
+            added_ids.append(number)
+        elif are_ordinary != (True, True) or student.token(number) != teacher.token(number):
             return None
-    theirs_of = _paired(student, teacher, free, given or {})
-    pairs = [(student.token(ours), teacher.token(theirs)) for ours, theirs in theirs_of.items()]
-    missing = [student.token(number) for number in sorted(student.text - theirs_of.keys())]
-    missing += [teacher.token(one) for one in sorted(teacher.text - set(theirs_of.values()))]
-    _pair_rest(theirs_of, free)
+    teacher_by_student = _pair_roles(student, teacher, added_ids, explicit_pairs or {})
+    pairs = [
+        (student.token(student_id), teacher.token(teacher_id))
+        for student_id, teacher_id in teacher_by_student.items()
+    ]
+    missing = [student.token(number) for number in sorted(student.text - teacher_by_student.keys())]
+    missing += [
+        teacher.token(teacher_id)
+        for teacher_id in sorted(teacher.text - set(teacher_by_student.values()))
+    ]
+    _pair_remaining(teacher_by_student, added_ids)
     ids = np.arange(count, dtype=np.int32)
-    ids[list(theirs_of)] = list(theirs_of.values())
-    changed = tuple((ours, theirs) for ours, theirs in pairs if ours != theirs)
-    return RoleMap(ids, changed, tuple(missing))
+    ids[list(teacher_by_student)] = list(teacher_by_student.values())
+    changed_pairs = tuple(
+        (student_id, teacher_id) for student_id, teacher_id in pairs if student_id != teacher_id
+    )
+    return RoleMap(ids, changed_pairs, tuple(missing))
 
 
-def _paired(
-    student: TokenRoles, teacher: TokenRoles, free: Sequence[int], given: Mapping[str, str]
+def _pair_roles(
+    student: TokenRoles,
+    teacher: TokenRoles,
+    added_ids: Sequence[int],
+    explicit_pairs: Mapping[str, str],
 ) -> dict[int, int]:
     """Return the teacher's ids of the student's ids that have a role."""
-    ours = {student.token(number): number for number in free if student.token(number)}
-    theirs = {teacher.token(number): number for number in free if teacher.token(number)}
-    theirs_of: dict[int, int] = {}
+    student_ids = {student.token(number): number for number in added_ids if student.token(number)}
+    teacher_ids = {teacher.token(number): number for number in added_ids if teacher.token(number)}
+    teacher_by_student: dict[int, int] = {}
 
-    def wanted() -> Iterator[tuple[int | None, int | None]]:
+    def candidate_pairs() -> Iterator[tuple[int | None, int | None]]:
         yield from zip(student.ends, teacher.ends, strict=True)
-        yield from ((ours[token], theirs.get(token)) for token in ours)
+        yield from ((student_ids[token], teacher_ids.get(token)) for token in student_ids)
 
-    for token, other in given.items():
-        for whose, name, known in (("student", token, ours), ("teacher", other, theirs)):
-            if name not in known:
+    for token, teacher_token in explicit_pairs.items():
+        for owner, name, ids_by_token in (
+            ("student", token, student_ids),
+            ("teacher", teacher_token, teacher_ids),
+        ):
+            if name not in ids_by_token:
                 raise InvalidInput(
-                    f"the {whose} has no special token {name!r}",
+                    f"the {owner} has no special token {name!r}",
                     field=FIELD,
                     hint='write "token of the student" = "token of the teacher"',
                 )
-        if theirs[other] in theirs_of.values():
+        if teacher_ids[teacher_token] in teacher_by_student.values():
             raise InvalidInput(
-                f"the token {other!r} of the teacher is given twice",
+                f"the token {teacher_token!r} of the teacher is given twice",
                 field=FIELD,
                 hint="give each token of the teacher to one token of the student",
             )
-        theirs_of[ours[token]] = theirs[other]
-    places, unpaired = set(free), set(free) - theirs_of.keys()
-    for number, match in wanted():
-        if number in unpaired and match in places and match not in theirs_of.values():
-            theirs_of[number] = match
+        teacher_by_student[student_ids[token]] = teacher_ids[teacher_token]
+    added_id_set, unpaired = set(added_ids), set(added_ids) - teacher_by_student.keys()
+    for number, match in candidate_pairs():
+        if (
+            number in unpaired
+            and match in added_id_set
+            and match not in teacher_by_student.values()
+        ):
+            teacher_by_student[number] = match
             unpaired.remove(number)
-    return theirs_of
+    return teacher_by_student
 
 
-def _pair_rest(theirs_of: dict[int, int], free: Sequence[int]) -> None:
-    """Pair the ids without a role: each with itself, if that is free, else in ascending order."""
-    used = set(theirs_of.values())
-    theirs_of |= {one: one for one in free if one not in theirs_of and one not in used}
-    used = set(theirs_of.values())
-    ours = [one for one in free if one not in theirs_of]
-    theirs_of |= zip(ours, (one for one in free if one not in used), strict=True)
+def _pair_remaining(teacher_by_student: dict[int, int], added_ids: Sequence[int]) -> None:
+    """Pair the ids without a role: each with itself if unused, otherwise in ascending order."""
+    used_ids = set(teacher_by_student.values())
+    teacher_by_student |= {
+        token_id: token_id
+        for token_id in added_ids
+        if token_id not in teacher_by_student and token_id not in used_ids
+    }
+    used_ids = set(teacher_by_student.values())
+    unpaired = [token_id for token_id in added_ids if token_id not in teacher_by_student]
+    teacher_by_student |= zip(
+        unpaired, (token_id for token_id in added_ids if token_id not in used_ids), strict=True
+    )

@@ -188,7 +188,7 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def check_chat_template(prompt_format: PromptFormat, template: str | None) -> None:
-    """Raise InvalidInput if the tokenizer's chat template does not fit the keys of `form`.
+    """Raise InvalidInput if the tokenizer's chat template does not fit the prompt format.
 
     `template`: the text of the chat template; None if the tokenizer has none, which is refused if a
     key needs one. An argument that the template never names is refused too.

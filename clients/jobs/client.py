@@ -149,10 +149,7 @@ class DistillClient:
         key = idempotency_key or secrets.token_hex(16)
         # In the first request only: a hundred copies of the text can exceed the size of a message.
         texts = [config_text] + [""] * len(configs)
-        jobs = [
-            _submit_request(config, texts[number], f"{key}/{number}")
-            for number, config in enumerate(configs)
-        ]
+        jobs = [_submit_request(config, texts[n], f"{key}/{n}") for n, config in enumerate(configs)]
         request = pb.SubmitJobsRequest(jobs=jobs)
         queued = self._connection.call(self._stub.SubmitJobs, request).jobs
         return [_handle_of(self, job) for job in queued]
@@ -379,10 +376,8 @@ class DistillClient:
         request = pb.WatchJobRequest(job_id=job_id, after_seq=after_seq)
 
         def open_stream() -> Iterator[pb.JobEvent]:
-            remaining_seconds = (
-                None if deadline is None else max(0.001, deadline - time.monotonic())
-            )
-            return self._stub.WatchJob(request, timeout=remaining_seconds)
+            seconds = None if deadline is None else max(0.001, deadline - time.monotonic())
+            return self._stub.WatchJob(request, timeout=seconds)
 
         for event in self._connection.lasting(open_stream, deadline):
             request.after_seq = event.seq

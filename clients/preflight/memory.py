@@ -2,8 +2,7 @@
 
 A process holds weights, optimizer state and anchor all the time. Beside them, each stage of a step
 needs additional memory: sampling, scoring, learning, the optimizer. The peak is that of the stage
-with the largest need. `docs/training.md` explains each line, `benchmarks/memory_plan.py` measures
-them.
+with the largest need. See `docs/training.md`; `benchmarks/memory_plan.py` measures each line.
 
 Left out: loading, memory outside PyTorch (CUDA context, NCCL: about 1 GiB), and fragmentation.
 """
@@ -22,7 +21,7 @@ _CHUNKS = {"cuda": (640 << 20, 1024), "cpu": (64 << 20, 128)}
 _SAMPLING_BYTES = 48
 # Values that share a float32 scale in an 8-bit moment, and the minimum size of a weight with such
 # moments: `student_trainer/checkpoints/optimizer_state.py`.
-_MOMENT_BLOCK, _MIN_8BIT_WEIGHTS = 64, 4096
+_BLOCK, _MIN_SIZE = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -173,19 +172,11 @@ def _gradient_bytes(load: Load) -> int:
 
 def _moment_bytes(load: Load) -> int:
     """Return the bytes of AdamW's two moments of all trainable weights."""
-    narrow_weights = 0
+    in_8bit = 0
     if load.narrow_moments:
         matrices = [(rows * length, length) for rows, length in load.trained_matrices]
-        narrow_weights = sum(
-            weights
-            for weights, length in matrices
-            if weights >= _MIN_8BIT_WEIGHTS and length % _MOMENT_BLOCK == 0
-        )
-    return 2 * (
-        FLOAT32 * (load.trained - narrow_weights)
-        + narrow_weights
-        + FLOAT32 * narrow_weights // _MOMENT_BLOCK
-    )
+        in_8bit = sum(n for n, length in matrices if n >= _MIN_SIZE and length % _BLOCK == 0)
+    return 2 * (FLOAT32 * (load.trained - in_8bit) + in_8bit + FLOAT32 * in_8bit // _BLOCK)
 
 
 def saved_per_token(load: Load) -> int:
@@ -214,7 +205,7 @@ def saved_per_token(load: Load) -> int:
     if s.query_norm:
         saved += FLOAT32 * (q + k + s.heads + s.kv_heads)
         saved += 0 if load.lora else c * (q + k)
-    return saved + _math_attention_per_token(load)
+    return saved + _math_attention(load)
 
 
 def products_per_token(load: Load) -> int:
@@ -228,7 +219,7 @@ def products_per_token(load: Load) -> int:
     return load.itemsize * (outputs + adapters) + FLOAT32 * s.heads + lora
 
 
-def _math_attention_per_token(load: Load) -> int:
+def _math_attention(load: Load) -> int:
     """Return the bytes per token that the math kernel of attention saves beside q, k, v, output.
 
     Only the flash kernels support grouped heads, and they do not support float32. In float32 a GPU
@@ -292,7 +283,7 @@ def learning_bytes(load: Load) -> dict[str, int]:
     at_loss = head_bytes(load, learns=True)
     # The backward pass of the MLP: two more tensors of its width, and the residual's gradient.
     backward = load.tokens * (2 * c * s.intermediate + load.residual * s.hidden)
-    backward += 3 * _math_attention_per_token(load) * load.tokens
+    backward += 3 * _math_attention(load) * load.tokens
     if load.checkpointing:  # the input of the layer is saved already
         backward += load.tokens * (saved_per_token(load) - load.residual * s.hidden)
     if load.checkpointing == "selective":
@@ -343,7 +334,7 @@ def gathered_bytes(load: Load) -> dict[str, int]:
     return {"bfloat16 weights": BFLOAT16 * linear} if load.bf16 and not load.lora else {}
 
 
-def _inference_layer_bytes(load: Load, tokens: int) -> int:
+def _forward_bytes(load: Load, tokens: int) -> int:
     """Return the bytes of one layer's forward pass without gradient: those of its MLP.
 
     Gate, up and their product; the residual, and two tensors of its norm, which is float32.
@@ -370,10 +361,8 @@ def sampling_bytes(load: Load) -> dict[str, int]:
     cache = 2 * load.itemsize * s.keys * tokens
     parts = gathered_bytes(load) | {"key-value cache": cache * s.layers}
     table = BFLOAT16 * s.table_weights if load.bf16 and not load.lora else 0
-    logits = load.sampled * s.vocabulary * _SAMPLING_BYTES + table
-    parts["logits"] = logits
-    undivided_load = replace(load, tensor_parallel=1)
-    prefill = _inference_layer_bytes(undivided_load, load.sampled * load.sampled_prompt)
+    parts["logits"] = load.sampled * s.vocabulary * _SAMPLING_BYTES + table
+    prefill = _forward_bytes(replace(load, tensor_parallel=1), load.sampled * load.sampled_prompt)
     parts["one layer"] = max(cache // 2, prefill)  # the cache is extended by a copy, layer by layer
     return parts
 
@@ -386,15 +375,10 @@ def _awake_engine(load: Load) -> dict[str, int]:
 def scoring_bytes(load: Load) -> dict[str, int]:
     """Return the bytes of a forward pass over a micro-batch: anchor rows or an evaluation."""
     load = replace(load, tokens=-(-load.tokens // load.context_parallel))
-    layer = (
-        _inference_layer_bytes(load, load.tokens) + _math_attention_per_token(load) * load.tokens
-    )
+    layer = _forward_bytes(load, load.tokens) + _math_attention(load) * load.tokens
     weights = gathered_by_layer(load) if load.sharded else gathered_bytes(load)
-    parts = (
-        weights
-        | {"one layer": layer, "logits": head_bytes(load, learns=False)}
-        | _awake_engine(load)
-    )
+    parts = weights | {"one layer": layer, "logits": head_bytes(load, learns=False)}
+    parts |= _awake_engine(load)
     if load.critic_tokens:  # float32, and a copy of the states with a known reward
         parts["states for the critic"] = 2 * FLOAT32 * load.shape.hidden * load.critic_tokens
     return parts
@@ -412,6 +396,5 @@ def stage_bytes(load: Load) -> dict[str, dict[str, int]]:
 
 def peak_bytes(load: Load) -> int:
     """Return the peak bytes of a process."""
-    return sum(resident_bytes(load).values()) + max(
-        sum(part.values()) for part in stage_bytes(load).values()
-    )
+    stages = stage_bytes(load).values()
+    return sum(resident_bytes(load).values()) + max(sum(parts.values()) for parts in stages)

@@ -31,12 +31,14 @@ def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
     eval/kl_bound if a store allows only the bound, or eval/cross_entropy without a teacher. Of
     equal values, the later step is returned.
     """
-    measured = {point.step: point.metrics for point in points if point.step in steps}
+    metrics_by_step = {point.step: point.metrics for point in points if point.step in steps}
     for metric in JUDGES:
-        known = [step for step in measured if metric in measured[step]]
-        if known:
+        measured_steps = [step for step in metrics_by_step if metric in metrics_by_step[step]]
+        if measured_steps:
             sign = sign_of(metric)
-            return max(known, key=lambda step: (sign * measured[step][metric], step))
+            return max(
+                measured_steps, key=lambda step: (sign * metrics_by_step[step][metric], step)
+            )
     return None
 
 
@@ -46,19 +48,24 @@ def unproven_gain(points: Iterable[Point], step: int) -> str:
     Clearly: by more than two standard errors of the difference, of evaluations taken as
     independent. On the same prompts they are not, which makes the difference more certain.
     """
-    measured = {point.step: point.metrics for point in points}
+    metrics_by_step = {point.step: point.metrics for point in points}
     for metric in JUDGES:
-        known = [at for at in measured if f"{metric}_stderr" in measured[at]]
-        if step not in known or step == known[0]:
+        measured_steps = [
+            measured_step
+            for measured_step in metrics_by_step
+            if f"{metric}_stderr" in metrics_by_step[measured_step]
+        ]
+        if step not in measured_steps or step == measured_steps[0]:
             continue
-        first, best = measured[known[0]], measured[step]
-        error = math.hypot(first[f"{metric}_stderr"], best[f"{metric}_stderr"])
-        if sign_of(metric) * (best[metric] - first[metric]) > 2 * error:
+        first_metrics, best_metrics = metrics_by_step[measured_steps[0]], metrics_by_step[step]
+        error = math.hypot(first_metrics[f"{metric}_stderr"], best_metrics[f"{metric}_stderr"])
+        if sign_of(metric) * (best_metrics[metric] - first_metrics[metric]) > 2 * error:
             return ""
         return (
-            f"no gain is shown: {metric} is {best[metric]:.4g} at the best step, {step}, and "
-            f"{first[metric]:.4g} at step {known[0]}, which is not better by two standard errors "
-            f"of the difference ({2 * error:.2g}); raise eval.prompts, or train longer"
+            f"no gain is shown: {metric} is {best_metrics[metric]:.4g} at the best step, {step}, "
+            f"and {first_metrics[metric]:.4g} at step {measured_steps[0]}, which is not better by "
+            f"two standard errors of the difference ({2 * error:.2g}); raise eval.prompts, or "
+            "train longer"
         )
     return ""
 

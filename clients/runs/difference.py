@@ -7,22 +7,22 @@ from typing import Any
 
 
 def first_difference(
-    one: Mapping[str, Any], other: Mapping[str, Any]
+    left: Mapping[str, Any], right: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
     """Return a key such as `train.learning_rate`, and its value in both; None if all are equal.
 
-    `one`, `other`: dumps of jobs. A key that only one of them has is None in the other.
+    `left`, `right`: dumps of jobs. A key that only one of them has is None in the other.
     """
-    first, second = _values(one), _values(other)
-    for key in sorted(first | second):
-        if first.get(key) != second.get(key):
-            return key, first.get(key), second.get(key)
+    left_values, right_values = _flatten(left), _flatten(right)
+    for key in sorted(left_values | right_values):
+        if left_values.get(key) != right_values.get(key):
+            return key, left_values.get(key), right_values.get(key)
     return None
 
 
-def _values(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for name, value in table.items():
-        key = f"{above}{name}"
-        found |= _values(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
-    return found
+        key = f"{prefix}{name}"
+        values |= _flatten(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return values

@@ -191,10 +191,11 @@ class RunDirectory:
                 f"{self.path} is not a run directory", hint="it has no job.json"
             ) from error
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or self.job_json.name
+            first_problem = error.errors(include_url=False)[0]
+            location = ".".join(map(str, first_problem["loc"])) or self.job_json.name
             raise WrongState(
-                f"this version cannot read the job of {self.path}: {where}: {first['msg']}",
+                f"this version cannot read the job of {self.path}: {location}:"
+                f" {first_problem['msg']}",
                 hint="use the version that made the run directory",
             ) from error
 
@@ -219,7 +220,7 @@ class RunDirectory:
         """
         with (self.path / ".trainer.lock").open("a") as lock:
             deadline = time.monotonic() + _LOCK_SECONDS
-            while not _locked(lock):
+            while not _try_lock(lock):
                 if time.monotonic() > deadline:
                     raise WrongState(
                         f"another program is running in {self.path}",
@@ -233,7 +234,7 @@ class RunDirectory:
         replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")
 
 
-def _locked(file: IO[str]) -> bool:
+def _try_lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

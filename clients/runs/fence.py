@@ -26,7 +26,7 @@ def raise_fence(run: Path, attempt: int) -> str:
     from clients.runs.directory import replace_file  # shims import this module and stay light
 
     path = run / ".attempt"
-    if _newest(path) != attempt:
+    if _read_attempt(path) != attempt:
         replace_file(path, f"{attempt}\n")
     return f"{attempt}:{path}"
 
@@ -38,7 +38,7 @@ def require_unfenced() -> None:
     a checkpoint, a file of a capture. Each call reads a small file, so do not call it per row.
     Without $DISTILL_FENCE (a run without a server) nothing is checked.
     """
-    attempt, newest = _attempts()
+    attempt, newest = _own_and_newest_attempt()
     if newest > attempt:
         raise WrongState(
             f"attempt {attempt} was replaced by attempt {newest}",
@@ -48,7 +48,7 @@ def require_unfenced() -> None:
 
 def is_fenced() -> bool:
     """Return True if this process belongs to an attempt that has a successor."""
-    attempt, newest = _attempts()
+    attempt, newest = _own_and_newest_attempt()
     return newest > attempt
 
 
@@ -57,14 +57,14 @@ def own_attempt() -> int:
     return int(os.environ.get(VARIABLE, "").partition(":")[0] or 0)
 
 
-def _attempts() -> tuple[int, int]:
+def _own_and_newest_attempt() -> tuple[int, int]:
     """Return the attempt of this process and the newest attempt; equal without a fence."""
     attempt, _, path = os.environ.get(VARIABLE, "").partition(":")
-    newest = _newest(Path(path)) if path else None
+    newest = _read_attempt(Path(path)) if path else None
     return (0, 0) if newest is None else (int(attempt), newest)
 
 
-def _newest(path: Path) -> int | None:
+def _read_attempt(path: Path) -> int | None:
     """Return the attempt in the file; None if the file is missing or invalid (a broken disk)."""
     try:
         with open_regular(path) as file:

@@ -19,5 +19,5 @@ def run_identity(run: Path) -> str:
     if not path.exists():
         replace_file(path, secrets.token_hex(16))
     with open_regular(path) as file:
-        made = file.read(64)
-    return f"{run.name[:100]}-{sha256(made + bytes(run.absolute())).hexdigest()[:16]}"
+        token = file.read(64)
+    return f"{run.name[:100]}-{sha256(token + bytes(run.absolute())).hexdigest()[:16]}"

@@ -19,20 +19,22 @@ _PREFIX = "distill-weights-"
 _TRIES = 10
 
 
-def has_room(needed: int) -> bool:
-    """Return whether `needed` bytes may be written to memory. Half of its room is for others."""
-    return os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 2 * needed
+def has_room(needed_bytes: int) -> bool:
+    """Return whether `needed_bytes` fit into memory. Half of the free memory stays free."""
+    return (
+        os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 2 * needed_bytes
+    )
 
 
 def locked_directory() -> Path | None:
     """Return a new directory in memory, locked until this process ends.
 
-    Returns None if each of several was taken for an abandoned one before it was locked.
+    Returns None if other processes deleted each of several as abandoned before it was locked.
     """
     for _ in range(_TRIES):
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_DISK))
         with suppress(OSError):
-            _locked(root)  # a lock and no process id, which may be of another container
+            _lock_directory(root)  # a lock and no process id, which may be of another container
             if root.exists():
                 return root
     return None
@@ -40,19 +42,19 @@ def locked_directory() -> Path | None:
 
 def delete_abandoned() -> None:
     """Delete the directories of this user in memory whose trainers have ended."""
-    for left in MEMORY_DISK.glob(f"{_PREFIX}*"):
+    for directory in MEMORY_DISK.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # the lock is held, or another user owns the directory
-            lock = _locked(left)
-            shutil.rmtree(left, ignore_errors=True)
+            lock = _lock_directory(directory)
+            shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
 
 
-def _locked(root: Path) -> int:
+def _lock_directory(root: Path) -> int:
     """Lock a directory and return its descriptor. Raises OSError if another process holds it."""
-    opened = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(opened)
+        os.close(descriptor)
         raise
-    return opened
+    return descriptor

@@ -72,15 +72,15 @@ class MetricsTail:
                 return []
             raise
         with file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._offset:
-                self._inode, self._offset = found.st_ino, 0
+            file_status = os.fstat(file.fileno())
+            if file_status.st_ino != self._inode or file_status.st_size < self._offset:
+                self._inode, self._offset = file_status.st_ino, 0
             file.seek(self._offset)
-            data = file.read(_READ_BYTES)
+            content = file.read(_READ_BYTES)
         # The last line may be incomplete.
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.splitlines()
+        complete_lines = content[: content.rfind(b"\n") + 1]
+        self._offset += len(complete_lines)
+        return complete_lines.splitlines()
 
 
 def read_points(path: Path) -> list[Point]:
@@ -96,19 +96,19 @@ def read_points(path: Path) -> list[Point]:
 def _point_of(line: bytes, attempt: int | None = None) -> Point | None:
     """Parse a line; return None for a line of another attempt and for an invalid line."""
     try:
-        found = json.loads(line)
-        if attempt is not None and found["attempt"] != attempt:
+        record = json.loads(line)
+        if attempt is not None and record["attempt"] != attempt:
             return None
-        return Point(int(found["step"]), _numbers(found))
+        return Point(int(record["step"]), _finite_numbers(record))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         log.warning("metrics.jsonl: skipped an invalid line: %r", line[:200])
         return None
 
 
-def _numbers(found: Mapping[str, Any]) -> Mapping[str, float]:
+def _finite_numbers(record: Mapping[str, Any]) -> Mapping[str, float]:
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in record.items()
         if name not in ("attempt", "step")
         and isinstance(value, int | float)
         and math.isfinite(value)

@@ -46,8 +46,8 @@ class MetricsLog:
         require_unfenced()
         self._attempt = attempt
         self._path = run.metrics
-        kept = _lines_to(run, last_step)
-        replace_file(self._path, "".join(kept))
+        lines = _read_lines_up_to(run, last_step)
+        replace_file(self._path, "".join(lines))
         self._file = self._path.open("a")
         self._trackers = trackers
 
@@ -79,18 +79,18 @@ class MetricsLog:
             tracker.close()
 
 
-def _lines_to(run: RunDirectory, last_step: int | None) -> list[str]:
+def _read_lines_up_to(run: RunDirectory, last_step: int | None) -> list[str]:
     if last_step is None or not run.metrics.exists():
         return []
-    kept = []
+    lines = []
     for line in run.metrics.read_text().splitlines(keepends=True):
         # A killed process may have left an incomplete last line.
         step = _step_of(line) if line.endswith("\n") else None
         if step is None:
             log.warning("metrics.jsonl: removed a damaged line")
         elif step <= last_step:
-            kept.append(line)
-    return kept
+            lines.append(line)
+    return lines
 
 
 def _step_of(line: str) -> int | None:

@@ -38,7 +38,8 @@ def read_placed(file: Path) -> tuple[list[Placed], bool]:
     try:
         document = read_document(file)
         services = [
-            Placed(str(one["address"]), str(one["problem"])) for one in document["services"]
+            Placed(str(service["address"]), str(service["problem"]))
+            for service in document["services"]
         ]
         return services, bool(document["one_machine"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -64,9 +65,9 @@ class PlacedAddress:
         services, _ = read_placed(self.file)
         placed = services[self.number]
         if not placed.address:
-            why = placed.problem or "it waits for a node with room, or starts"
+            problem = placed.problem or "it waits for a node with room, or starts"
             raise Unavailable(
-                f"rollout service {self} does not run: {why}",
+                f"rollout service {self} does not run: {problem}",
                 field="rollouts.gpus",
                 hint=f"its log is {self.file.with_name(f'rollouts-{self.number}.log')}",
             )

@@ -53,7 +53,7 @@ class Progress:
         self._terminated = terminated
         self.agree = agree
         self._status = Status(attempt=attempt, verdict="running", max_steps=max_steps)
-        self._written = -_SECONDS_BETWEEN_WRITES
+        self._written_at = -_SECONDS_BETWEEN_WRITES
 
     @property
     def attempt(self) -> int:
@@ -66,11 +66,11 @@ class Progress:
 
     def say(self, phase: str, step: int) -> None:
         """Set phase and step. Writes a new phase at once, and steps at most twice per second."""
-        new = dataclasses.replace(self._status, phase=phase, step=step)
-        due = time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES
-        if new != self._status and (due or phase != self._status.phase):
-            self._write(new)
-        self._status = new
+        status = dataclasses.replace(self._status, phase=phase, step=step)
+        is_due = time.monotonic() - self._written_at >= _SECONDS_BETWEEN_WRITES
+        if status != self._status and (is_due or phase != self._status.phase):
+            self._write_status(status)
+        self._status = status
 
     def end(self, verdict: Verdict, reason: str = "", error: str = "") -> None:
         """Write the final verdict.
@@ -79,17 +79,25 @@ class Progress:
         Other verdicts are written by the main process.
         """
         if verdict == "failed":
-            told = self._run.read_status()
-            first = told is None or (told.attempt, told.verdict) != (self._status.attempt, verdict)
-            self._main = first
-        self._write(dataclasses.replace(self._status, verdict=verdict, reason=reason, error=error))
+            written_status = self._run.read_status()
+            is_first_failure = written_status is None or (
+                written_status.attempt,
+                written_status.verdict,
+            ) != (self._status.attempt, verdict)
+            self._main = is_first_failure
+        self._write_status(
+            dataclasses.replace(self._status, verdict=verdict, reason=reason, error=error)
+        )
 
     def die(self, reason: str) -> None:
         """Write why this attempt ends without a verdict, unless another process wrote one."""
-        told = self._run.read_status()
-        if told is None or (told.attempt, told.verdict) == (self._status.attempt, "running"):
+        written_status = self._run.read_status()
+        if written_status is None or (written_status.attempt, written_status.verdict) == (
+            self._status.attempt,
+            "running",
+        ):
             self._main = True  # the main process may be the lost one
-            self._write(dataclasses.replace(self._status, reason=reason))
+            self._write_status(dataclasses.replace(self._status, reason=reason))
 
     def stop_wanted(self) -> str:
         """Return "" to continue, "checkpoint" to stop after a checkpoint, or "now" to stop at once.
@@ -106,9 +114,9 @@ class Progress:
         """Return whether this process sees a request to stop. Not collective, for any thread."""
         return self._terminated() or bool(self._run.read_control().stop)
 
-    def _write(self, status: Status) -> None:
+    def _write_status(self, status: Status) -> None:
         self._status = status
-        self._written = time.monotonic()
+        self._written_at = time.monotonic()
         if self._main:
             require_unfenced()
             self._run.write_status(status)
@@ -129,7 +137,7 @@ def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
         verdict = attempt()
         progress.end(verdict)
     except DistillError as error:
-        return _fail(progress, error)
+        return _end_as_failed(progress, error)
     except Cancelled as error:
         logging.info("cancelled: %s", error)
         progress.end("cancelled")
@@ -140,14 +148,14 @@ def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and is_of_a_disk(error):
             logging.exception("the disk failed")
-            return _fail(progress, _disk_fault(error))
+            return _end_as_failed(progress, _disk_fault(error))
         logging.exception("the program failed")
         progress.end("failed", f"{type(error).__name__}: {error}")
         return ExitCode.JOB_FAILED
     return ExitCode.OK
 
 
-def _fail(progress: Progress, error: DistillError) -> int:
+def _end_as_failed(progress: Progress, error: DistillError) -> int:
     # Where the status cannot be written, the server decides by the exit code.
     with contextlib.suppress(OSError):
         progress.end("failed", str(error), type(error).__name__)
@@ -157,8 +165,8 @@ def _fail(progress: Progress, error: DistillError) -> int:
 
 def is_of_a_disk(error: OSError) -> bool:
     """Return True for a full disk, and for a file on a disk that is broken or away."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return full or (error.filename is not None and error.errno in _DISK_FAULTS)
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_full or (error.filename is not None and error.errno in _DISK_FAULTS)
 
 
 def _disk_fault(error: OSError) -> Unavailable:

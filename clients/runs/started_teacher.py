@@ -18,7 +18,7 @@ _NAME = "teacher.json"
 
 
 def write_address(run: Path, address: str) -> None:
-    """Say in the run directory at which HOST:PORT the started teacher listens."""
+    """Write the HOST:PORT of the started teacher to the run directory."""
     replace_file(run / _NAME, json.dumps({"address": address}) + "\n")
 
 
@@ -38,5 +38,5 @@ def connected(config: AnyTraining, run: Path) -> AnyTraining:
             field="teacher.model",
             hint="run the job with a server or with distill run",
         ) from error
-    there = teacher.model_copy(update={"model": None, "address": address})
-    return config.model_copy(update={"teacher": there})
+    connected_teacher = teacher.model_copy(update={"model": None, "address": address})
+    return config.model_copy(update={"teacher": connected_teacher})

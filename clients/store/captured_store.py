@@ -12,7 +12,7 @@ from clients.store.manifest import Manifest
 from protos.errors import DistillError, InvalidInput, WrongState
 
 _FACTS = ("tokenizer_fingerprint", "vocab_size", "top_k", "temperature", "tail_samples")
-_NUMBERS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
+_NUMERIC_FACTS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
     sequences or was not written by a capture, Corrupt if it is damaged, WrongState if a store is
     incomplete or does not match the job. The error names the job key.
     """
-    training = _read(config.data.path, "data.path")
+    training = _read_store(config.data.path, "data.path")
     _check_facts(config.method, training)
     _check_images(config, training)
     if config.method.on_policy_fraction:
@@ -76,7 +76,7 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
     if config.data.eval_path is None:
         _check_count(config, training, training.count - 1)
         return training, None
-    held_out = _read(config.data.eval_path, "data.eval_path")
+    held_out = _read_store(config.data.eval_path, "data.eval_path")
     _check_images(config, held_out)
     for name in ("teacher_fingerprint", *_FACTS):
         if held_out.facts[name] != training.facts[name]:
@@ -90,7 +90,7 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
     return training, held_out
 
 
-def _read(path: str, field: str) -> CapturedStore:
+def _read_store(path: str, field: str) -> CapturedStore:
     try:
         manifest = manifest_at(path)
     except DistillError as error:
@@ -103,7 +103,7 @@ def _read(path: str, field: str) -> CapturedStore:
             hint="check the permissions of the directory",
         ) from error
     facts = manifest.metadata
-    if not _is_of_a_capture(manifest):
+    if not _is_captured(manifest):
         raise InvalidInput(
             f"{path} was not written by distill capture",
             field=field,
@@ -125,13 +125,13 @@ def _read(path: str, field: str) -> CapturedStore:
     return CapturedStore(path, field, facts, count)
 
 
-def _is_of_a_capture(manifest: Manifest) -> bool:
+def _is_captured(manifest: Manifest) -> bool:
     """True if all metadata keys of a capture are there and its numbers can be parsed."""
     facts = manifest.metadata
     if not {*_FACTS, SEQUENCES, "teacher_fingerprint"} <= facts.keys():
         return False
     try:
-        for name in _NUMBERS:
+        for name in _NUMERIC_FACTS:
             int(facts[name])
         float(facts["temperature"])
     except (TypeError, ValueError):
@@ -139,16 +139,18 @@ def _is_of_a_capture(manifest: Manifest) -> bool:
     return all(isinstance(shard.count, int) for shard in manifest.shards)
 
 
-def _check_count(config: OfflineJob, store: CapturedStore, most: int) -> None:
+def _check_count(config: OfflineJob, store: CapturedStore, max_count: int) -> None:
     """Require enough sequences to hold out.
 
     Without `data.eval_path`, `eval.prompts` sequences come out of `store`. A separate held-out
     store may have fewer than `eval.prompts`, but needs at least one per process.
     """
-    asked = config.eval.prompts if config.data.eval_path is None else config.train.processes
-    if asked > most:
+    required_count = (
+        config.eval.prompts if config.data.eval_path is None else config.train.processes
+    )
+    if required_count > max_count:
         raise InvalidInput(
-            f"the {store.label} has {store.count} sequences, too few to hold out {asked}",
+            f"the {store.label} has {store.count} sequences, too few to hold out {required_count}",
             field=store.field,
             hint="give a larger store, or lower eval.prompts",
         )
@@ -156,15 +158,15 @@ def _check_count(config: OfflineJob, store: CapturedStore, most: int) -> None:
 
 def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
     """Raises WrongState if the store's metadata contradicts the keys that the job sets."""
-    said = {
+    values_by_key = {
         "top_k": (method.top_k, store.top_k),
         "temperature": (method.temperature, store.temperature),
         "teacher_fingerprint": (method.teacher_fingerprint, store.facts["teacher_fingerprint"]),
     }
-    for name, (asked, found) in said.items():
-        if asked is not None and asked != found:
+    for name, (job_value, store_value) in values_by_key.items():
+        if job_value is not None and job_value != store_value:
             raise WrongState(
-                f"the job sets {asked}, but the {store.label} was captured with {found}",
+                f"the job sets {job_value}, but the {store.label} was captured with {store_value}",
                 field=f"method.{name}",
                 hint="remove the key to use the store's value, or give another store",
             )
@@ -190,8 +192,8 @@ def _check_images(config: OfflineJob, store: CapturedStore) -> None:
         (config.method.on_policy_fraction == 0, "method.on_policy_fraction"),
         (config.data.tokenizer == "same", "data.tokenizer"),
     ]
-    for fits, key in rules if store.has_images else ():
-        if not fits:
+    for is_compatible, key in rules if store.has_images else ():
+        if not is_compatible:
             raise InvalidInput(
                 f"the prompts of the {store.label} have images, with which this key does not work",
                 field=key,
@@ -201,9 +203,9 @@ def _check_images(config: OfflineJob, store: CapturedStore) -> None:
 
 def _check_prompts(store: CapturedStore) -> None:
     if store.facts.get("form") == "text" or not store.top_k:
-        what = "plain text and no prompts" if store.top_k else "rows without a head"
+        content = "plain text and no prompts" if store.top_k else "rows without a head"
         raise WrongState(
-            f"on-policy sequences need prompts and a head, but the {store.label} has {what}",
+            f"on-policy sequences need prompts and a head, but the {store.label} has {content}",
             field="method.on_policy_fraction",
             hint="remove the key, or capture prompts and answers with top_k of at least 1",
         )

@@ -15,7 +15,7 @@ from protos.errors import Corrupt
 from protos.rows.codec import decode_rows
 
 
-def counted(place: Path | str) -> tuple[int, int]:
+def count_sequences(place: Path | str) -> tuple[int, int]:
     """Return the number of sequences in a store, and the number when its capture is complete.
 
     Raises NotFound if there is no store, Corrupt if its manifest is damaged.
@@ -36,31 +36,33 @@ def summary_of(place: Path | str) -> dict[str, str | int | float | bool]:
     require_arrow()
     sequences = sum(facts.count for facts in manifest.shards)
     size = sum(facts.bytes for facts in manifest.shards)
-    expected = int(manifest.metadata.get(SEQUENCES, sequences))
-    inside = {} if is_object_url(place) else _inside(Path(place), manifest.shards, size)
+    expected_sequences = int(manifest.metadata.get(SEQUENCES, sequences))
+    shard_counts = (
+        {} if is_object_url(place) else _count_in_shards(Path(place), manifest.shards, size)
+    )
     return {
         "path": str(place),
-        "complete": sequences == expected,
-        **inside,
+        "complete": sequences == expected_sequences,
+        **shard_counts,
         "bytes": size,
         "shards": len(manifest.shards),
         **manifest.metadata,
         "sequences": sequences,
-        "sequences_expected": expected,
+        "sequences_expected": expected_sequences,
     }
 
 
-def _inside(path: Path, shards: Sequence[ShardFacts], size: int) -> dict[str, int | float]:
-    """Return the counts that the shards themselves have."""
+def _count_in_shards(path: Path, shards: Sequence[ShardFacts], size: int) -> dict[str, int | float]:
+    """Return the counts of tokens and rows, read from the shards."""
     tokens = rows = 0
     for facts in shards:
         try:
             shard = open_shard(path / facts.name, facts)
         except (OSError, ValueError) as error:
             raise Corrupt(f"shard {facts.name} of {path} is damaged: {error}") from error
-        of_shard = int(shard.token_offsets[-1]) // 4
-        tokens += of_shard
-        rows += of_shard - int(shard.starts.sum())
+        shard_tokens = int(shard.token_offsets[-1]) // 4
+        tokens += shard_tokens
+        rows += shard_tokens - int(shard.starts.sum())
     per_row = round(size / rows, 2) if rows else 0.0
     return {"tokens": tokens, "rows": rows, "bytes_per_row": per_row}
 
@@ -72,15 +74,15 @@ def damages(place: Path | str) -> Iterator[str]:
     a URL it does not. Raises NotFound if there is no store, Corrupt if the manifest is damaged.
     """
     folder = ObjectFolder(str(place)) if is_object_url(place) else None
-    first = 0
+    first_index = 0
     for facts in manifest_at(place).shards:
         if folder is None:
-            damage = damage_of(Path(place), facts, first)
+            damage = damage_of(Path(place), facts, first_index)
         else:
             damage = _damage_at(folder, facts)
         if damage is not None:
             yield f"shard {facts.name}: {damage}"
-        first += facts.count
+        first_index += facts.count
 
 
 def _damage_at(folder: ObjectFolder, facts: ShardFacts) -> str | None:
@@ -90,10 +92,10 @@ def _damage_at(folder: ObjectFolder, facts: ShardFacts) -> str | None:
     return None if digest == facts.sha256 else "its sha256 does not match"
 
 
-def damage_of(path: Path, facts: ShardFacts, first: int) -> str | None:
+def damage_of(path: Path, facts: ShardFacts, first_index: int) -> str | None:
     """Describe the damage of a shard, or return None if its sha256 matches.
 
-    `first` is the store-wide number of the shard's first sequence. Raises InvalidInput if the
+    `first_index` is the store-wide index of the shard's first sequence. Raises InvalidInput if the
     sha256 does not match and pyarrow is not installed.
     """
     try:
@@ -111,5 +113,5 @@ def damage_of(path: Path, facts: ShardFacts, first: int) -> str | None:
         try:
             decode_rows(shard.entry(row).rows)
         except Corrupt as error:
-            return f"sequence {first + row}: {error.message}"
+            return f"sequence {first_index + row}: {error.message}"
     return "its sha256 does not match, although every sequence passes its checks"

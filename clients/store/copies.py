@@ -36,12 +36,12 @@ def manifest_at(place: Path | str) -> Manifest:
     Raises NotFound if there is no store, Corrupt if the manifest is damaged, and what ObjectFolder
     raises.
     """
-    found = (
+    manifest = (
         ObjectFolder(str(place)).manifest() if is_object_url(place) else read_manifest(Path(place))
     )
-    if found is None:
+    if manifest is None:
         raise _no_store(place)
-    return found
+    return manifest
 
 
 def on_disk(place: Path | str) -> Path:
@@ -58,11 +58,11 @@ def on_disk(place: Path | str) -> Path:
     if data is None:
         raise _no_store(place)
     manifest = parse_manifest(data, str(place))
-    copy = _cache() / "stores" / hashlib.sha256(data).hexdigest()
+    copy = _cache_directory() / "stores" / hashlib.sha256(data).hexdigest()
     copy.mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [facts for facts in manifest.shards if not _is_there(copy, facts)]
+        missing = [facts for facts in manifest.shards if not _is_copied(copy, facts)]
         if missing:
             size = sum(facts.bytes for facts in missing) / 2**20
             log.info("copying %d files (%.0f MiB) of %s to %s", len(missing), size, place, copy)
@@ -80,7 +80,7 @@ def on_disk(place: Path | str) -> Path:
 
 
 def files_on_disk(job: _Job) -> _Job:
-    """Return the job with paths of copies in place of the URLs of its files; stores stay at theirs.
+    """Return the job with local copies in place of the URLs of its files, except those of stores.
 
     Several processes may call this at the same time: one copies. Raises NotFound, naming the key,
     if there is no such file, OSError if the disk is full, and what ObjectFolder raises.
@@ -88,34 +88,36 @@ def files_on_disk(job: _Job) -> _Job:
     stores = ("data.path", "data.eval_path") if isinstance(job, OfflineJob) else ()
     for key, url in named_urls(job):
         if key not in stores:
-            job = replaced(job, key, str(_copied(key, url)))
+            job = replaced(job, key, str(_copy_files(key, url)))
     return job
 
 
-def _copied(key: str, url: str) -> Path:
+def _copy_files(key: str, url: str) -> Path:
     """Return the path of a copy of one file, or of the files of a model."""
     try:
         url = place_of(url)
         parent, _, name = url.rpartition("/")
-        model = key in MODEL_KEYS
-        folder = ObjectFolder(url if model else parent)
-        facts = folder.facts("" if model else name)
+        is_model = key in MODEL_KEYS
+        folder = ObjectFolder(url if is_model else parent)
+        facts = folder.facts("" if is_model else name)
     except DistillError as error:
         error.field = key
         raise
-    if model:
-        facts = {file: one for file, one in facts.items() if file.endswith(MODEL_SUFFIXES)}
+    if is_model:
+        facts = {
+            file: file_facts for file, file_facts in facts.items() if file.endswith(MODEL_SUFFIXES)
+        }
     if not facts:
-        what = "model" if model else "file"
-        raise NotFound(f"there is no {what} at {url}", field=key, hint="correct the URL")
+        kind = "model" if is_model else "file"
+        raise NotFound(f"there is no {kind} at {url}", field=key, hint="correct the URL")
     identity = hashlib.sha256(json.dumps([url, facts], sort_keys=True).encode()).hexdigest()
-    copy = _cache() / "files" / identity
+    copy = _cache_directory() / "files" / identity
     place = copy / name
-    (place if model else copy).mkdir(parents=True, exist_ok=True)
+    (place if is_model else copy).mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for file in sorted(facts):
-            path = place / file if model else place
+            path = place / file if is_model else place
             if not path.exists():
                 log.info("copying %s of %s to %s", file, url, copy)
                 partial = path.with_name(f"{file}.tmp")
@@ -124,12 +126,12 @@ def _copied(key: str, url: str) -> Path:
     return place
 
 
-def _is_there(copy: Path, facts: ShardFacts) -> bool:
+def _is_copied(copy: Path, facts: ShardFacts) -> bool:
     file = copy / facts.name
     return file.exists() and file.stat().st_size == facts.bytes
 
 
-def _cache() -> Path:
+def _cache_directory() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "distill"
 

@@ -45,7 +45,7 @@ class LogitDataset:
         manifest = manifest_at(self.path)
         self.metadata: Mapping[str, str] = manifest.metadata
         self.facts = manifest.shards
-        self._shards = [self._open(facts) for facts in manifest.shards]
+        self._shards = [self._open_shard(facts) for facts in manifest.shards]
         self._ends = np.cumsum([facts.count for facts in manifest.shards])
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class LogitDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         entry, block = self.decoded(index)
-        arrays = {one.name: getattr(block, one.name) for one in fields(block)}
+        arrays = {column.name: getattr(block, column.name) for column in fields(block)}
         return {
             "input_ids": np.frombuffer(entry.token_ids, "<i4"),
             "start": entry.start,
@@ -83,15 +83,15 @@ class LogitDataset:
 
         Raises IndexError if there is no such sequence.
         """
-        shard, row = self._place(index)
+        shard, row = self._locate(index)
         return bytes(shard.token_ids[shard.token_offsets[row] : shard.token_offsets[row + 1]])
 
     def content(self, index: int) -> tuple[bytes, tuple[str, ...]]:
-        """Return what a model reads of sequence `index`: `token_ids`, and the sha256 of its images.
+        """Return a model's input of sequence `index`: `token_ids`, and the sha256 of its images.
 
         Raises IndexError if there is no such sequence.
         """
-        shard, row = self._place(index)
+        shard, row = self._locate(index)
         images = read_stored_images(shard.images[row]) if shard.images else []
         return self.token_ids(index), tuple(digest for _, digest in images)
 
@@ -100,7 +100,7 @@ class LogitDataset:
 
         Raises IndexError if there is no such sequence.
         """
-        shard, row = self._place(index)
+        shard, row = self._locate(index)
         ids = np.frombuffer(self.token_ids(index), "<i4")
         return ids[: shard.starts[row]].astype(np.int32)
 
@@ -109,7 +109,7 @@ class LogitDataset:
 
         Raises IndexError if there is no such sequence, Corrupt if its checksum does not match.
         """
-        shard, row = self._place(index)
+        shard, row = self._locate(index)
         return shard.entry(row)
 
     def decoded(self, index: int) -> tuple[StoredRows, RowBlock]:
@@ -117,7 +117,7 @@ class LogitDataset:
 
         Raises IndexError if there is no such sequence, Corrupt if it is damaged.
         """
-        shard, row = self._place(index)
+        shard, row = self._locate(index)
         try:
             entry = shard.entry(row)
             return entry, decode_rows(entry.rows)
@@ -142,21 +142,21 @@ class LogitDataset:
             ) from error
 
         numbers = datasets.Dataset.from_dict({"index": np.arange(len(self))})
-        return numbers.with_transform(self._items)
+        return numbers.with_transform(self._read_items)
 
-    def _items(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+    def _read_items(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         items = [self[int(index)] for index in batch["index"]]
         return {name: [item[name] for item in items] for name in items[0]}
 
-    def _place(self, index: int) -> tuple[Shard, int]:
+    def _locate(self, index: int) -> tuple[Shard, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         index %= len(self)
         number = int(np.searchsorted(self._ends, index, side="right"))
-        first = int(self._ends[number]) - self.facts[number].count
-        return self._shards[number], index - first
+        first_index = int(self._ends[number]) - self.facts[number].count
+        return self._shards[number], index - first_index
 
-    def _open(self, facts: ShardFacts) -> Shard:
+    def _open_shard(self, facts: ShardFacts) -> Shard:
         try:
             return open_shard(self.path / facts.name, facts)
         except (OSError, ValueError) as error:

@@ -21,9 +21,9 @@ from pathlib import Path
 from clients.store.shards import KEY_BYTES
 from protos.errors import WrongState
 
-_NAMES = ("teacher", "tokenizer", "data")
+_DISPLAY_NAMES = ("teacher", "tokenizer", "data")
 PART, SEQUENCES = "part", "sequences"
-WHOLE = "0/1"
+UNSPLIT = "0/1"
 
 
 def key_of(index: int) -> bytes:
@@ -34,21 +34,21 @@ def key_of(index: int) -> bytes:
 def require_same(
     path: Path | str,
     stored: Mapping[str, str],
-    asked: Mapping[str, str],
+    expected: Mapping[str, str],
     *,
     ignoring: tuple[str, ...] = (),
     hint: str = "use another directory",
 ) -> None:
-    """Compare the metadata `stored` in the store at `path` with the metadata `asked`.
+    """Compare the metadata `stored` in the store at `path` with the metadata `expected`.
 
     Display names and the keys in `ignoring` are not compared. Raises WrongState, naming the first
     key whose values differ.
     """
-    for name in [*asked, *stored]:
-        if name in _NAMES or name in ignoring or stored.get(name) == asked.get(name):
+    for name in [*expected, *stored]:
+        if name in _DISPLAY_NAMES or name in ignoring or stored.get(name) == expected.get(name):
             continue
         raise WrongState(
             f"{path} holds rows with {name} = {stored.get(name, 'none')}, not"
-            f" {asked.get(name, 'none')}",
+            f" {expected.get(name, 'none')}",
             hint=hint,
         )

@@ -1,4 +1,4 @@
-"""Where the writer of a captured store writes: a directory, or a URL of an object storage."""
+"""The destination of the writer of a store: a directory, or a URL of an object storage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StoreFolder(Protocol):
         ...
 
     def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
-        """Delete what an interrupted writer has left: all files of shards not in `shards`."""
+        """Delete the files of an interrupted writer: all shards that are not in `shards`."""
         ...
 
     def close(self) -> None:
@@ -72,10 +72,10 @@ class DiskFolder:
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
         """Yield what is wrong with each shard, or None; reads every byte."""
-        first = 0
+        first_index = 0
         for shard in shards:
-            yield damage_of(self._path, shard, first)
-            first += shard.count
+            yield damage_of(self._path, shard, first_index)
+            first_index += shard.count
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file that survives a power failure. Raises OSError if the disk fails."""

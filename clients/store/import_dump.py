@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from clients.data.model_shape import logits_in
 from clients.data.regular_file import open_regular
 from clients.data.tokenizer_file import tokens_in
-from clients.store.facts import PART, SEQUENCES, WHOLE, key_of
+from clients.store.facts import PART, SEQUENCES, UNSPLIT, key_of
 from clients.store.shards import StoredRows
 from clients.store.writer import StoreWriter
 from clients.teacher.query import tokenizer_fingerprint
@@ -30,14 +30,14 @@ from protos.errors import InvalidInput
 from protos.rows.codec import encode_rows
 from protos.rows.prompt_logprobs import rows_of_listed
 
-_SEQUENCES_A_FILE = 256
-# What reading a line of another form raises.
-_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError)
+_SEQUENCES_PER_FILE = 256
+# Exceptions of parsing a line that has another form.
+_PARSE_ERRORS = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
 class Dump:
-    """A dump, and what it does not say: the teacher's tokenizer and its number of logits.
+    """A dump, with facts that it lacks: the teacher's tokenizer and its number of logits.
 
     `top_k`: head ids a row to keep; None: as many as the first line has. `teacher`: a name for
     people.
@@ -51,7 +51,7 @@ class Dump:
 
 
 @dataclass(frozen=True)
-class _Sequence:
+class _DumpedSequence:
     token_ids: NDArray[np.int32]
     start: int
     listed: Sequence[Mapping[str, Any]]
@@ -66,50 +66,54 @@ def import_dump(out: Path, dump: Dump) -> int:
     store of something else.
     """
     digest, count = _digest_and_lines(dump.path)
-    lines = _lines(dump.path)
-    first = next(lines, None)
-    if first is None:
+    lines = _read_sequences(dump.path)
+    first_sequence = next(lines, None)
+    if first_sequence is None:
         raise InvalidInput(f"{dump.path} has no line", field="--dump", hint="give a .jsonl file")
     try:
-        listed = _listed_ids(first)
-    except _UNREADABLE as error:
+        listed_ids = _count_listed_ids(first_sequence)
+    except _PARSE_ERRORS as error:
         raise _bad_line(dump.path, 0, f"it is no answer of vLLM: {error!r}") from error
-    if listed < (dump.top_k or 1):
-        raise _bad_line(dump.path, 0, f"a position lists {listed} likeliest ids")
-    k = dump.top_k or listed
-    facts = _facts(dump, digest, count, k)
-    ids = int(facts["vocab_size"])
-    counts = [min(_SEQUENCES_A_FILE, count - at) for at in range(0, count, _SEQUENCES_A_FILE)]
+    if listed_ids < (dump.top_k or 1):
+        raise _bad_line(dump.path, 0, f"a position lists {listed_ids} likeliest ids")
+    top_k = dump.top_k or listed_ids
+    facts = _store_facts(dump, digest, count, top_k)
+    vocab_size = int(facts["vocab_size"])
+    counts = [
+        min(_SEQUENCES_PER_FILE, count - start) for start in range(0, count, _SEQUENCES_PER_FILE)
+    ]
     with StoreWriter(out, facts, counts) as writer:
-        done = writer.files * _SEQUENCES_A_FILE
+        written_sequences = writer.files * _SEQUENCES_PER_FILE
         entries: list[StoredRows] = []
-        for number, sequence in enumerate(_lines(dump.path)):
-            if number < done:
+        for number, sequence in enumerate(_read_sequences(dump.path)):
+            if number < written_sequences:
                 continue
-            entries.append(_stored(dump.path, number, sequence, k, ids))
+            entries.append(_encode_sequence(dump.path, number, sequence, top_k, vocab_size))
             if len(entries) == counts[writer.files]:
                 writer.append(entries)
                 entries = []
     return count
 
 
-def _stored(path: Path, number: int, sequence: _Sequence, k: int, vocabulary: int) -> StoredRows:
-    tokens = sequence.token_ids[sequence.start :]
+def _encode_sequence(
+    path: Path, number: int, sequence: _DumpedSequence, top_k: int, vocabulary: int
+) -> StoredRows:
+    scored_tokens = sequence.token_ids[sequence.start :]
     try:
-        rows = rows_of_listed(sequence.listed[sequence.start :], tokens, k)
+        rows = rows_of_listed(sequence.listed[sequence.start :], scored_tokens, top_k)
     except ValueError as error:
         raise _bad_line(path, number, str(error)) from error
     assert rows.head_ids is not None
-    for known in (sequence.token_ids, rows.head_ids):
-        if known.min() < 0 or known.max() >= vocabulary:
-            worst = known.min() if known.min() < 0 else known.max()
+    for ids in (sequence.token_ids, rows.head_ids):
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            worst = ids.min() if ids.min() < 0 else ids.max()
             problem = f"id {worst} is none of the {vocabulary} ids of the vocabulary"
             raise _bad_line(path, number, problem, "check --tokenizer and --vocab-size")
-    ids = sequence.token_ids.astype("<i4").tobytes()
-    return StoredRows(key_of(number), ids, sequence.start, encode_rows(rows))
+    token_bytes = sequence.token_ids.astype("<i4").tobytes()
+    return StoredRows(key_of(number), token_bytes, sequence.start, encode_rows(rows))
 
 
-def _facts(dump: Dump, digest: str, count: int, k: int) -> dict[str, str]:
+def _store_facts(dump: Dump, digest: str, count: int, top_k: int) -> dict[str, str]:
     tokens = tokens_in(dump.tokenizer)
     if tokens is None:
         raise InvalidInput(
@@ -121,12 +125,12 @@ def _facts(dump: Dump, digest: str, count: int, k: int) -> dict[str, str]:
         "teacher": dump.teacher,
         "tokenizer": str(dump.tokenizer.absolute()),
         "data": str(dump.path.absolute()),
-        # The dump does not say which weights it is of: its own bytes stand for them.
+        # The dump does not identify its weights: the digest of its bytes stands for them.
         "teacher_fingerprint": digest,
         "teacher_version": 0,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokens),
         "vocab_size": dump.vocab_size or logits_in(dump.tokenizer) or len(tokens),
-        "top_k": k,
+        "top_k": top_k,
         "temperature": 1.0,
         "logprob_format": "f16",
         "compress": "false",
@@ -137,7 +141,7 @@ def _facts(dump: Dump, digest: str, count: int, k: int) -> dict[str, str]:
         "sequences_fingerprint": digest,
         "too_long": 0,
         "empty": 0,
-        PART: WHOLE,
+        PART: UNSPLIT,
         SEQUENCES: count,
     }
     return {name: str(value) for name, value in facts.items()}
@@ -146,45 +150,45 @@ def _facts(dump: Dump, digest: str, count: int, k: int) -> dict[str, str]:
 def _digest_and_lines(path: Path) -> tuple[str, int]:
     try:
         with open_regular(path) as stream:
-            hasher, lines, last = hashlib.sha256(), 0, b"\n"
+            hasher, lines, last_byte = hashlib.sha256(), 0, b"\n"
             while part := stream.read(1 << 20):
                 hasher.update(part)
                 lines += part.count(b"\n")
-                last = part[-1:]
+                last_byte = part[-1:]
     except OSError as error:
         raise InvalidInput(
             f"cannot read {path}: {error.strerror}", field="--dump", hint="give a .jsonl file"
         ) from error
-    return hasher.hexdigest(), lines + (last != b"\n")
+    return hasher.hexdigest(), lines + (last_byte != b"\n")
 
 
-def _lines(path: Path) -> Iterator[_Sequence]:
+def _read_sequences(path: Path) -> Iterator[_DumpedSequence]:
     with open_regular(path) as stream:
         for number, line in enumerate(stream):
             try:
                 yield _sequence_of(json.loads(line))
-            except (*_UNREADABLE, OverflowError) as error:
+            except (*_PARSE_ERRORS, OverflowError) as error:
                 raise _bad_line(path, number, f"it is no answer of vLLM: {error!r}") from error
 
 
-def _sequence_of(record: Any) -> _Sequence:
+def _sequence_of(record: Any) -> _DumpedSequence:
     start = record.get("start", 1)
-    found = record["choices"][0] if "choices" in record else record
-    token_ids, listed = found["prompt_token_ids"], found["prompt_logprobs"]
+    answer = record["choices"][0] if "choices" in record else record
+    token_ids, listed = answer["prompt_token_ids"], answer["prompt_logprobs"]
     if len(listed) != len(token_ids):
         raise ValueError(f"{len(token_ids)} token ids and {len(listed)} prompt_logprobs")
     if type(start) is not int or not 1 <= start < len(token_ids):
         raise ValueError(f"start is {start}, and there are {len(token_ids)} tokens")
-    return _Sequence(np.array(token_ids, np.int32), start, listed)
+    return _DumpedSequence(np.array(token_ids, np.int32), start, listed)
 
 
-def _listed_ids(sequence: _Sequence) -> int:
+def _count_listed_ids(sequence: _DumpedSequence) -> int:
     """Return the number of likeliest ids that each position lists, beside the token."""
-    return min(_run_of_ranks(entries) for entries in sequence.listed[sequence.start :])
+    return min(_count_leading_ranks(entries) for entries in sequence.listed[sequence.start :])
 
 
-def _run_of_ranks(entries: Mapping[str, Any]) -> int:
-    ranks = {one["rank"] for one in entries.values()}
+def _count_leading_ranks(entries: Mapping[str, Any]) -> int:
+    ranks = {entry["rank"] for entry in entries.values()}
     return next(rank for rank in range(1, len(ranks) + 2) if rank not in ranks) - 1
 
 

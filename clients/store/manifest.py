@@ -89,9 +89,9 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 def remove_unnamed(path: Path, shards: Sequence[ShardFacts]) -> None:
     """Delete temporary files, and shard files not in `shards`, left by an interrupted writer."""
-    named = {shard.name for shard in shards}
+    listed_names = {shard.name for shard in shards}
     for file in [*path.glob("*.tmp"), *path.glob("*.arrow")]:
-        if file.name not in named:
+        if file.name not in listed_names:
             file.unlink()
 
 

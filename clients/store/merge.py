@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clients.store.checks import damages
 from clients.store.copies import manifest_at, on_disk
-from clients.store.facts import PART, SEQUENCES, WHOLE, require_same
+from clients.store.facts import PART, SEQUENCES, UNSPLIT, require_same
 from clients.store.manifest import Manifest, shard_name, write_manifest
 from clients.store.shards import ShardFacts
 from protos.errors import Corrupt, InvalidInput, WrongState
@@ -31,7 +31,7 @@ def merge(out: Path, parts: Sequence[Path | str]) -> int:
     """
     if out.exists():
         raise WrongState(f"{out} already exists", hint="choose a new directory")
-    manifests = _in_order([on_disk(part) for part in parts])
+    manifests = _sort_parts([on_disk(part) for part in parts])
     for path, _ in manifests:
         if damage := next(damages(path), None):
             raise Corrupt(f"{path}: {damage}", hint="capture this part again")
@@ -45,14 +45,14 @@ def merge(out: Path, parts: Sequence[Path | str]) -> int:
             _link_or_copy(path / facts.name, partial / name)
             shards.append(replace(facts, name=name))
     sequences = sum(facts.count for facts in shards)
-    metadata = {**manifests[0][1].metadata, PART: WHOLE, SEQUENCES: str(sequences)}
+    metadata = {**manifests[0][1].metadata, PART: UNSPLIT, SEQUENCES: str(sequences)}
     write_manifest(partial, Manifest(metadata, shards))
     partial.rename(out)
     return sequences
 
 
-def _in_order(parts: Sequence[Path]) -> list[tuple[Path, Manifest]]:
-    found: dict[str, tuple[Path, Manifest]] = {}
+def _sort_parts(parts: Sequence[Path]) -> list[tuple[Path, Manifest]]:
+    manifest_by_part: dict[str, tuple[Path, Manifest]] = {}
     for path in parts:
         manifest = manifest_at(path)
         part = manifest.metadata.get(PART, "")
@@ -60,32 +60,40 @@ def _in_order(parts: Sequence[Path]) -> list[tuple[Path, Manifest]]:
             raise InvalidInput(
                 f"{path} was not written by distill capture", hint="merge captured stores only"
             )
-        if part in found:
+        if part in manifest_by_part:
             raise InvalidInput(
-                f"{path} and {found[part][0]} are both part {part}", hint="give each part once"
+                f"{path} and {manifest_by_part[part][0]} are both part {part}",
+                hint="give each part once",
             )
-        found[part] = (path, manifest)
+        manifest_by_part[part] = (path, manifest)
         _require_complete(path, manifest)
-        first_path, first = next(iter(found.values()))
+        first_path, first_manifest = next(iter(manifest_by_part.values()))
         hint = f"the latter is the value in {first_path}; merge parts of one capture only"
-        require_same(path, manifest.metadata, first.metadata, ignoring=(PART, SEQUENCES), hint=hint)
-    count = int(next(iter(found)).split("/")[1])
-    missing = [f"{i}/{count}" for i in range(count) if f"{i}/{count}" not in found]
-    if missing or len(found) != count:
+        require_same(
+            path, manifest.metadata, first_manifest.metadata, ignoring=(PART, SEQUENCES), hint=hint
+        )
+    count = int(next(iter(manifest_by_part)).split("/")[1])
+    missing = [
+        f"{index}/{count}" for index in range(count) if f"{index}/{count}" not in manifest_by_part
+    ]
+    if missing or len(manifest_by_part) != count:
         raise InvalidInput(
             f"missing from the {count} parts: {', '.join(missing)}"
             if missing
-            else f"{len(found)} stores are given, but the capture has {count} parts",
+            else f"{len(manifest_by_part)} stores are given, but the capture has {count} parts",
             hint="give every part of one capture, and no other store",
         )
-    return [found[f"{i}/{count}"] for i in range(count)]
+    return [manifest_by_part[f"{index}/{count}"] for index in range(count)]
 
 
 def _require_complete(path: Path, manifest: Manifest) -> None:
-    there, expected = sum(facts.count for facts in manifest.shards), manifest.metadata[SEQUENCES]
-    if str(there) != expected:
+    stored_sequences, expected_sequences = (
+        sum(facts.count for facts in manifest.shards),
+        manifest.metadata[SEQUENCES],
+    )
+    if str(stored_sequences) != expected_sequences:
         raise WrongState(
-            f"{path} has {there} of {expected} sequences",
+            f"{path} has {stored_sequences} of {expected_sequences} sequences",
             hint="resume its capture and let it finish",
         )
 

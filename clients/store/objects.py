@@ -30,20 +30,20 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _CHUNK_BYTES = 8 << 20
 _CONNECT_SECONDS, _REQUEST_SECONDS = 10, 60
 _GOOGLE_SECONDS = 5  # in which Google's library repeats a request itself; by default 15 minutes
-_READS = 3  # of a manifest that is damaged
-_CLAIM = "writer"  # the object that names the process that may write
-# Of the messages of pyarrow, which has no codes.
-_NO_BUCKET = ("NO_SUCH_BUCKET", "NoSuchBucket", "bucket does not exist")
-_DENIED = (
+_MAX_READS = 3  # attempts to read a damaged manifest
+_CLAIM_NAME = "writer"  # the object that names the process that may write
+# Parts of pyarrow's error messages, which have no codes.
+_NO_BUCKET_MESSAGES = ("NO_SUCH_BUCKET", "NoSuchBucket", "bucket does not exist")
+_DENIED_MESSAGES = (
     *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "EXPIRED_TOKEN"),
     *("SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT", "HTTP status 401", "HTTP status 403"),
     *("PERMISSION_DENIED", "UNAUTHENTICATED", "ExpiredToken", "InvalidToken"),
 )
-# Google's library says so without credentials, and while what makes its tokens does not answer.
-_NO_TOKEN = "Could not create a OAuth2 access token"
-_OF_GOOGLE = "google::cloud::Status"
+# Google's library reports this without credentials, and while its token server does not answer.
+_NO_TOKEN_MESSAGE = "Could not create a OAuth2 access token"
+_GOOGLE_STATUS = "google::cloud::Status"
 
-# Which say where the storage is, or who asks it.
+# Variables with the location of the storage, or with the credentials.
 _VARIABLES = {"s3": "AWS_ENDPOINT_URL and AWS_REGION", "gs": "GOOGLE_APPLICATION_CREDENTIALS"}
 
 _T = TypeVar("_T")
@@ -71,42 +71,42 @@ class ObjectFolder:
         self._stopped = stopped
         self._scheme, _, self._base = url.partition("://")
         self._bucket = self._base.partition("/")[0]
-        self._answered = False
-        self._files: Any = self._retried(lambda: _file_system(self._scheme, self._bucket))
-        self._answered = False  # to make it asked nobody
+        self._has_answered = False
+        self._files: Any = self._retry(lambda: _file_system(self._scheme, self._bucket))
+        self._has_answered = False  # creating the file system makes no request
         self._claim: bytes | None = None
 
     def require_bucket(self) -> None:
         """Raise NotFound if there is no such bucket."""
         import pyarrow.fs
 
-        info = self._retried(lambda: self._files.get_file_info(self._bucket))
+        info = self._retry(lambda: self._files.get_file_info(self._bucket))
         if info.type is pyarrow.fs.FileType.NotFound:
             raise self._no_bucket()
 
     def manifest(self) -> Manifest | None:
         """Return the manifest; None if there is no store. Raises as `read_manifest`.
 
-        A read asks for the size first and then for the bytes. If a writer replaces the manifest in
-        between, the end is missing; another read then finds the whole.
+        A read requests the size first and then the bytes. If a writer replaces the manifest in
+        between, the end is missing, so a damaged manifest is read again.
         """
-        for _ in range(_READS - 1):
+        for _ in range(_MAX_READS - 1):
             with suppress(Corrupt):
-                return self._manifest()
-        return self._manifest()
+                return self._read_manifest()
+        return self._read_manifest()
 
-    def _manifest(self) -> Manifest | None:
-        found = self.read(MANIFEST)
-        return None if found is None else parse_manifest(found, self.name)
+    def _read_manifest(self) -> Manifest | None:
+        content = self.read(MANIFEST)
+        return None if content is None else parse_manifest(content, self.name)
 
     def claim(self) -> None:
         """Make this process the only one that may write to the store.
 
-        A storage has no lock: the last process that claims a store writes to it, and any other one
-        ends before its next file. So a capture whose machine is lost holds nobody up.
+        A storage has no lock: the last process that claims a store writes to it, and any other
+        writer fails before its next file. So a writer on a lost machine blocks no other writer.
         """
         claim = secrets.token_hex(16).encode()
-        self._retried(lambda: self._put(_CLAIM, claim))
+        self._retry(lambda: self._upload(_CLAIM_NAME, claim))
         self._claim = claim
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
@@ -119,8 +119,12 @@ class ObjectFolder:
             if shard.name not in sizes:
                 yield "it is missing"
             else:
-                right = sizes[shard.name] == shard.bytes
-                yield None if right else f"it has {sizes[shard.name]} bytes, not {shard.bytes}"
+                has_right_size = sizes[shard.name] == shard.bytes
+                yield (
+                    None
+                    if has_right_size
+                    else f"it has {sizes[shard.name]} bytes, not {shard.bytes}"
+                )
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file, and read it again: on return the storage has these bytes. `claim` it first.
@@ -128,8 +132,8 @@ class ObjectFolder:
         Raises WrongState if another process has begun to write to the store, Corrupt if the storage
         returns other bytes.
         """
-        self._own()
-        self._retried(lambda: self._put(name, data))
+        self._require_claim()
+        self._retry(lambda: self._upload(name, data))
         failpoint("object-written")
         if self.read(name) != data:
             raise Corrupt(
@@ -138,10 +142,10 @@ class ObjectFolder:
 
     def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
         """Delete shards that are not in `shards`, left by an interrupted writer; as `write`."""
-        self._own()
-        named = {shard.name for shard in shards}
+        self._require_claim()
+        listed_names = {shard.name for shard in shards}
         for name in self._sizes():
-            if name.endswith(".arrow") and name not in named:
+            if name.endswith(".arrow") and name not in listed_names:
                 self._delete(name)
 
     def send(self, name: str, file: BinaryIO) -> None:
@@ -151,19 +155,19 @@ class ObjectFolder:
         storage has fewer or more bytes, and OSError if the file cannot be read.
         """
 
-        def streamed() -> int:
+        def upload_file() -> int:
             file.seek(0)
             with self._files.open_output_stream(self._path(name)) as out:
                 while chunk := file.read(_CHUNK_BYTES):
                     out.write(chunk)
             return file.tell()
 
-        self._own()
-        sent = self._retried(streamed)
+        self._require_claim()
+        sent_bytes = self._retry(upload_file)
         failpoint("object-sent")
-        if [size for size, _ in self.facts(name).values()] != [sent]:
+        if [size for size, _ in self.facts(name).values()] != [sent_bytes]:
             raise Corrupt(
-                f"{self.name}/{name} has not the {sent} bytes of the file",
+                f"{self.name}/{name} has not the {sent_bytes} bytes of the file",
                 hint="resume the job to try again",
             )
 
@@ -171,51 +175,51 @@ class ObjectFolder:
         """Return the size in bytes of each file, also of those in folders, by its path."""
         import pyarrow.fs
 
-        chosen = pyarrow.fs.FileSelector(self._base, allow_not_found=True, recursive=True)
-        infos = self._retried(lambda: self._files.get_file_info(chosen))
+        selector = pyarrow.fs.FileSelector(self._base, allow_not_found=True, recursive=True)
+        infos = self._retry(lambda: self._files.get_file_info(selector))
         start = f"{self._base}/"
         return {info.path.removeprefix(start): info.size for info in infos if info.is_file}
 
     def delete(self, name: str) -> None:
         """Delete a file; as `write`."""
-        self._own()
+        self._require_claim()
         self._delete(name)
 
     def delete_folder(self, name: str) -> None:
         """Delete a folder with its files, if there is one; as `write`."""
-        self._own()
+        self._require_claim()
         if any(path.startswith(f"{name}/") for path in self.tree()):
             # Google's has no object for the folder itself.
             with suppress(FileNotFoundError):
-                self._retried(lambda: self._files.delete_dir(self._path(name)))
+                self._retry(lambda: self._files.delete_dir(self._path(name)))
 
     def facts(self, name: str = "") -> dict[str, tuple[int, int]]:
         """Return size in bytes and time of change in ns of each file, or of one with this name."""
         import pyarrow.fs
 
-        chosen = [self._path(name)]
+        selector = [self._path(name)]
         if not name:
-            chosen = pyarrow.fs.FileSelector(self._base, allow_not_found=True)
-        infos = self._retried(lambda: self._files.get_file_info(chosen))
+            selector = pyarrow.fs.FileSelector(self._base, allow_not_found=True)
+        infos = self._retry(lambda: self._files.get_file_info(selector))
         return {info.base_name: (info.size, info.mtime_ns) for info in infos if info.is_file}
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file; None if there is no such file."""
 
-        def whole() -> bytes | None:
+        def read_object() -> bytes | None:
             try:
                 with self._files.open_input_stream(self._path(name)) as stream:
-                    data: bytes = stream.read()
-                    return data
+                    content: bytes = stream.read()
+                    return content
             except FileNotFoundError:
                 return None
 
-        return self._retried(whole)
+        return self._retry(read_object)
 
     def digest(self, name: str, copy: Path | None = None) -> str | None:
         """Return the sha256 of a file, and write its bytes to `copy`; None if there is no file."""
 
-        def streamed() -> str | None:
+        def hash_object() -> str | None:
             hasher = hashlib.sha256()
             try:
                 with (
@@ -229,15 +233,15 @@ class ObjectFolder:
                 return None
             return hasher.hexdigest()
 
-        return self._retried(streamed)
+        return self._retry(hash_object)
 
     def close(self) -> None:
         """Do nothing: an object storage has no lock to release."""
 
-    def _own(self) -> None:
+    def _require_claim(self) -> None:
         """Raise WrongState if another process has claimed the store since this one did."""
         assert self._claim is not None, "a writer claims the store"
-        if self.read(_CLAIM) != self._claim:
+        if self.read(_CLAIM_NAME) != self._claim:
             raise WrongState(
                 f"another process is writing to {self.name}",
                 hint="wait until it ends, or use another prefix",
@@ -248,56 +252,58 @@ class ObjectFolder:
         return {name: size for name, (size, _) in self.facts().items()}
 
     def _delete(self, name: str) -> None:
-        self._retried(lambda: self._files.delete_file(self._path(name)))
+        self._retry(lambda: self._files.delete_file(self._path(name)))
 
-    def _put(self, name: str, data: bytes) -> None:
+    def _upload(self, name: str, data: bytes) -> None:
         with self._files.open_output_stream(self._path(name)) as stream:
             stream.write(data)
 
     def _path(self, name: str) -> str:
         return f"{self._base}/{name}"
 
-    def _retried(self, work: Callable[[], _T]) -> _T:
-        """Return what `work` returns; repeat it while the storage does not answer."""
+    def _retry(self, work: Callable[[], _T]) -> _T:
+        """Return the result of `work`; retry with backoff while the storage does not answer."""
         import pyarrow
 
-        end, pause = time.monotonic() + self._patience, _FIRST_PAUSE
+        deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
             try:
-                found = work()
-                self._answered = True
-                return found
+                answer = work()
+                self._has_answered = True
+                return answer
             except (OSError, pyarrow.ArrowException) as error:
                 reason = " ".join(str(error).split())
-                of_disk = getattr(error, "errno", None) is not None and _OF_GOOGLE not in reason
-                if isinstance(error, DistillError) or of_disk:
+                is_disk_error = (
+                    getattr(error, "errno", None) is not None and _GOOGLE_STATUS not in reason
+                )
+                if isinstance(error, DistillError) or is_disk_error:
                     raise
-                if any(sign in reason for sign in _NO_BUCKET):
+                if any(message in reason for message in _NO_BUCKET_MESSAGES):
                     raise self._no_bucket() from error
                 if isinstance(error, FileNotFoundError):
                     if "CreateResumableUpload" in reason:  # an upload needs the bucket alone
                         raise self._no_bucket() from error
                     raise
-                denied = any(sign in reason for sign in _DENIED)
-                if _NO_TOKEN in reason:
+                is_denied = any(message in reason for message in _DENIED_MESSAGES)
+                if _NO_TOKEN_MESSAGE in reason:
                     cause = reason.partition("The underlying error message was: ")[2]
-                    reason = f"{_NO_TOKEN}: {cause.partition(' error_info=')[0]}"
+                    reason = f"{_NO_TOKEN_MESSAGE}: {cause.partition(' error_info=')[0]}"
                 reason = reason[:300]
-                if denied or (_NO_TOKEN in reason and not self._answered):
+                if is_denied or (_NO_TOKEN_MESSAGE in reason and not self._has_answered):
                     raise Forbidden(
                         f"{self.name}: the storage refuses the credentials: {reason}",
                         hint="set them in the environment; they must allow to list, read, write"
                         " and delete below this URL",
                     ) from error
-                if time.monotonic() + pause > end or self._stopped():
+                if time.monotonic() + pause > deadline or self._stopped():
                     raise Unavailable(
                         f"{self.name} does not answer: {reason}",
                         hint="complete files are kept; resume the job when it answers, or correct"
                         f" {_VARIABLES[self._scheme]} in the environment",
                     ) from error
             log.warning("%s: %s; next try in %g s", self.name, reason, pause)
-            resume = time.monotonic() + pause
-            while time.monotonic() < resume and not self._stopped():
+            resume_at = time.monotonic() + pause
+            while time.monotonic() < resume_at and not self._stopped():
                 time.sleep(_FIRST_PAUSE)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

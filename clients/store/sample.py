@@ -24,51 +24,62 @@ def sample_of(
     Raises NotFound if there is no such store or sequence, Corrupt if it is damaged, InvalidInput if
     the tokenizer cannot be loaded.
     """
-    data = LogitDataset(store)
+    dataset = LogitDataset(store)
     try:
-        item = data[sequence]
+        stored_sequence = dataset[sequence]
     except IndexError as error:
         raise NotFound(
             f"{store} has no sequence {sequence}",
-            hint=f"it has {len(data)} sequences, numbered from 0",
+            hint=f"it has {len(dataset)} sequences, numbered from 0",
         ) from error
-    text_of = _decoder(tokenizer or Path(data.metadata.get("tokenizer") or "?"), tokenizer)
-    ids, start = item["input_ids"], item["start"]
-    drawn = item.get("tail_sample_ids", [()] * rows)
-    shown = []
-    for row in range(min(rows, len(item["tail_logmass"]))):
+    text_of = _load_decoder(tokenizer or Path(dataset.metadata.get("tokenizer") or "?"), tokenizer)
+    ids, start = stored_sequence["input_ids"], stored_sequence["start"]
+    tail_sample_ids = stored_sequence.get("tail_sample_ids", [()] * rows)
+    row_samples = []
+    for row in range(min(rows, len(stored_sequence["tail_logmass"]))):
         token = int(ids[start + row])
-        likeliest = [
-            {"id": int(one), "text": text_of([int(one)]), "probability": math.exp(log_prob)}
-            for one, log_prob in zip(
-                item["head_ids"][row][:head], item["head_logprobs"][row][:head], strict=True
+        head_tokens = [
+            {
+                "id": int(token_id),
+                "text": text_of([int(token_id)]),
+                "probability": math.exp(log_prob),
+            }
+            for token_id, log_prob in zip(
+                stored_sequence["head_ids"][row][:head],
+                stored_sequence["head_logprobs"][row][:head],
+                strict=True,
             )
         ]
-        shown.append(
+        row_samples.append(
             {
                 "position": start + row,
                 "id": token,
                 "text": text_of([token]),
-                "probability": math.exp(item["token_logprobs"][row]),
-                "tail": math.exp(item["tail_logmass"][row]),
-                "head": likeliest,
-                "drawn": [{"id": int(one), "text": text_of([int(one)])} for one in drawn[row]],
+                "probability": math.exp(stored_sequence["token_logprobs"][row]),
+                "tail": math.exp(stored_sequence["tail_logmass"][row]),
+                "head": head_tokens,
+                "drawn": [
+                    {"id": int(token_id), "text": text_of([int(token_id)])}
+                    for token_id in tail_sample_ids[row]
+                ],
             }
         )
     return {
         "sequence": sequence,
         "tokens": len(ids),
         "start": start,
-        "prompt": text_of([int(one) for one in ids[:start]]),
-        "scored": text_of([int(one) for one in ids[start:]]),
-        "rows": shown,
+        "prompt": text_of([int(token_id) for token_id in ids[:start]]),
+        "scored": text_of([int(token_id) for token_id in ids[start:]]),
+        "rows": row_samples,
     }
 
 
-def _decoder(directory: Path, given: Path | None) -> Callable[[Sequence[int]], str | None]:
+def _load_decoder(
+    directory: Path, requested_directory: Path | None
+) -> Callable[[Sequence[int]], str | None]:
     """Load tokenizer.json with `tokenizers`, which imports much faster than `transformers`."""
     file = directory / "tokenizer.json"
-    if not file.is_file() and given is None:
+    if not file.is_file() and requested_directory is None:
         return lambda ids: None
     try:
         from tokenizers import Tokenizer

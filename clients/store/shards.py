@@ -83,7 +83,7 @@ class Shard:
             self.images[row] if self.images else b"",
         )
         at = _CHECK_BYTES * row
-        if self.checks[at : at + _CHECK_BYTES] != _check(entry):
+        if self.checks[at : at + _CHECK_BYTES] != _entry_checksum(entry):
             raise Corrupt(f"entry {row} of shard {self.name} does not match its checksum")
         return entry
 
@@ -107,18 +107,18 @@ def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, Shard
         "key": [entry.key for entry in entries],
         "token_ids": [entry.token_ids for entry in entries],
         "start": [entry.start for entry in entries],
-        "check": [_check(entry) for entry in entries],
+        "check": [_entry_checksum(entry) for entry in entries],
         "rows": [entry.rows for entry in entries],
     }
-    seeing = any(entry.images for entry in entries)
-    if seeing:  # a store without images has no column for them, as ever
+    has_images = any(entry.images for entry in entries)
+    if has_images:  # stores without images keep the original schema
         columns["images"] = [entry.images for entry in entries]
-    batch = pa.record_batch(columns, schema=_schema(seeing))
+    batch = pa.record_batch(columns, schema=_arrow_schema(has_images))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     data: bytes = sink.getvalue().to_pybytes()
-    index = _index_digest(_shard(name, batch))
+    index = _index_digest(_shard_of_batch(name, batch))
     return data, ShardFacts(name, len(entries), len(data), hashlib.sha256(data).hexdigest(), index)
 
 
@@ -140,10 +140,10 @@ def open_shard(path: Path, facts: ShardFacts) -> Shard:
         batch.validate(full=True)
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not an Arrow file: {error}") from error
-    known = _schema("images" in batch.schema.names)
-    if not batch.schema.equals(known, check_metadata=True) or batch.num_rows != facts.count:
+    schema = _arrow_schema("images" in batch.schema.names)
+    if not batch.schema.equals(schema, check_metadata=True) or batch.num_rows != facts.count:
         raise ValueError(f"the columns or the row count of {path} differ from the manifest")
-    shard = _shard(facts.name, batch)
+    shard = _shard_of_batch(facts.name, batch)
     if _index_digest(shard) != facts.index:
         raise ValueError(f"the index digest of {path} differs from the manifest")
     return shard
@@ -175,7 +175,7 @@ def write_synced(path: Path, data: bytes) -> None:
         os.close(directory)
 
 
-def _schema(images: bool = False) -> Any:
+def _arrow_schema(images: bool = False) -> Any:
     import pyarrow as pa
 
     return pa.schema(
@@ -190,23 +190,23 @@ def _schema(images: bool = False) -> Any:
     )
 
 
-def _shard(name: str, batch: Any) -> Shard:
+def _shard_of_batch(name: str, batch: Any) -> Shard:
     key, token_ids, start, check, rows, *images = batch.columns
     count = batch.num_rows
     return Shard(
         name=name,
         keys=key.to_pylist(),
-        token_offsets=_copied(token_ids, count + 1),
+        token_offsets=_copy_integers(token_ids, count + 1),
         token_ids=memoryview(token_ids.buffers()[2]),
-        starts=_copied(start, count),
+        starts=_copy_integers(start, count),
         checks=check.buffers()[1].to_pybytes(),
-        row_offsets=_copied(rows, count + 1),
+        row_offsets=_copy_integers(rows, count + 1),
         rows=memoryview(rows.buffers()[2]),
         images=images[0].to_pylist() if images else (),
     )
 
 
-def _copied(column: Any, count: int) -> NDArray[np.int32]:
+def _copy_integers(column: Any, count: int) -> NDArray[np.int32]:
     return np.frombuffer(column.buffers()[1], np.int32, count).copy()
 
 
@@ -218,7 +218,7 @@ def _index_digest(shard: Shard) -> str:
     return hasher.hexdigest()
 
 
-def _check(entry: StoredRows) -> bytes:
+def _entry_checksum(entry: StoredRows) -> bytes:
     """Digest all columns of an entry; of the rows only the header, which holds their digest."""
     hasher = xxhash.xxh3_128(entry.key)
     hasher.update(struct.pack("<iQ", entry.start, len(entry.rows)))

@@ -43,7 +43,7 @@ from protos.rpc.failpoints import failpoint
 __all__ = ["LogitStore", "StoredRows", "remove_store"]
 
 MAX_SHARD_BYTES = 1 << 30  # below the 2 GiB limit of Arrow's 32-bit offsets
-_SET_ASIDE = ".damaged"
+_DAMAGED_SUFFIX = ".damaged"
 
 
 class LogitStore:
@@ -153,7 +153,7 @@ class LogitStore:
         self._facts.append(facts)
         if self._has_orphans:
             self._remove_orphans()
-        self._index_shard(self._open(facts))
+        self._index_shard(self._open_shard(facts))
 
     def drop_oldest(self) -> None:
         """Delete the oldest shard. A reader that has the shard open can still read its rows.
@@ -161,11 +161,11 @@ class LogitStore:
         Raises WrongState if the store was opened for reading, OSError if the disk fails.
         """
         self._require_writer()
-        oldest, *kept = self._facts
+        oldest, *remaining = self._facts
         # Manifest first: if the writer is killed here, every shard it names still exists.
-        self._write_manifest(kept)
+        self._write_manifest(remaining)
         failpoint("shard-unnamed")
-        self._facts = kept
+        self._facts = remaining
         shard = self._shards.pop(oldest.name, None)
         for key in shard.keys if shard else ():
             if self._index.get(key, ("", 0))[0] == oldest.name:
@@ -216,12 +216,12 @@ class LogitStore:
         self._write_manifest(self._facts)
         for name in self.unreadable:
             with suppress(FileNotFoundError):
-                (self.path / name).rename(self.path / (name + _SET_ASIDE))
+                (self.path / name).rename(self.path / (name + _DAMAGED_SUFFIX))
 
     def _open_all(self, metadata: dict[str, str]) -> Manifest:
         manifest = self._read_manifest(metadata)
         while True:
-            opened = [self._open(one) for one in manifest.shards]
+            opened = [self._open_shard(facts) for facts in manifest.shards]
             latest = self._read_manifest(metadata) if self.unreadable else manifest
             if latest == manifest:
                 break
@@ -232,7 +232,7 @@ class LogitStore:
             self._index_shard(shard)
         return manifest
 
-    def _open(self, facts: ShardFacts) -> Shard | None:
+    def _open_shard(self, facts: ShardFacts) -> Shard | None:
         try:
             return open_shard(self.path / facts.name, facts)
         except (OSError, ValueError):

@@ -44,15 +44,15 @@ class StoreWriter:
         self._folder = open_folder(str(place), stopped)
         try:
             require_unfenced()
-            found = self._folder.manifest()
-            if found is not None:
-                require_same(place, found.metadata, metadata)
+            manifest = self._folder.manifest()
+            if manifest is not None:
+                require_same(place, manifest.metadata, metadata)
             self._folder.claim()
-            found = self._folder.manifest()  # an earlier writer may have named more
-            self._metadata = metadata if found is None else found.metadata
-            self._shards = self._sound(found.shards, counts) if found else []
-            if found is None or len(self._shards) < len(found.shards):
-                self._name(self._shards)
+            manifest = self._folder.manifest()  # an earlier writer may have named more
+            self._metadata = metadata if manifest is None else manifest.metadata
+            self._shards = self._keep_undamaged(manifest.shards, counts) if manifest else []
+            if manifest is None or len(self._shards) < len(manifest.shards):
+                self._write_manifest(self._shards)
             self._folder.remove_unnamed(self._shards)
         except BaseException:
             self.close()
@@ -97,7 +97,7 @@ class StoreWriter:
         self._folder.write(name, data)
         failpoint("capture-file-written")
         require_unfenced()
-        self._name([*self._shards, facts])
+        self._write_manifest([*self._shards, facts])
         failpoint("capture-file-named")
         self._shards.append(facts)
 
@@ -105,11 +105,13 @@ class StoreWriter:
         """Release the lock of the store. Calling it twice is safe."""
         self._folder.close()
 
-    def _name(self, shards: Sequence[ShardFacts]) -> None:
+    def _write_manifest(self, shards: Sequence[ShardFacts]) -> None:
         """Write a manifest that names these shards."""
         self._folder.write(MANIFEST, manifest_bytes(Manifest(self._metadata, shards)))
 
-    def _sound(self, shards: Sequence[ShardFacts], counts: Sequence[int]) -> list[ShardFacts]:
+    def _keep_undamaged(
+        self, shards: Sequence[ShardFacts], counts: Sequence[int]
+    ) -> list[ShardFacts]:
         """Return the files before the first one that is damaged or not of this plan."""
         shards = shards[: len(counts)]
         for number, damage in enumerate(self._folder.damages(shards)):

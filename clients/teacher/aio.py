@@ -54,22 +54,22 @@ class AsyncTeacherClient:
         try:
             return [await future for future in futures]
         finally:
-            _cancel(futures)
+            _cancel_all(futures)
 
     async def as_completed(
         self, queries: Iterable[ScoreQuery]
     ) -> AsyncIterator[tuple[int, RowBlock]]:
         """Yield (index of the query, its rows) for each query, as soon as its rows are there."""
-        done: asyncio.Queue[asyncio.Future[RowBlock]] = asyncio.Queue()
+        finished_futures: asyncio.Queue[asyncio.Future[RowBlock]] = asyncio.Queue()
         numbers = {self.submit(query): number for number, query in enumerate(queries)}
         for future in numbers:
-            future.add_done_callback(done.put_nowait)
+            future.add_done_callback(finished_futures.put_nowait)
         try:
             while numbers:
-                future = await done.get()
+                future = await finished_futures.get()
                 yield numbers.pop(future), future.result()
         finally:
-            _cancel(numbers)
+            _cancel_all(numbers)
 
     async def push_weights(
         self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
@@ -82,6 +82,6 @@ class AsyncTeacherClient:
         await asyncio.to_thread(self._client.close)
 
 
-def _cancel(futures: Iterable[asyncio.Future[RowBlock]]) -> None:
+def _cancel_all(futures: Iterable[asyncio.Future[RowBlock]]) -> None:
     for future in futures:
         future.cancel()

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from clients.teacher.connection import (
     CONNECT_SECONDS,
-    LASTING,
+    PERMANENT_FAULTS,
     SharedIdentity,
     TeacherConnection,
-    lives,
+    is_alive,
     not_a_teacher,
 )
 from clients.teacher.info import TeacherInfo, TeacherLoad, info_of, load_of
@@ -87,8 +87,8 @@ class TeacherClient:
         teachers that scores every query; "": none.
         """
         addresses = [address] if isinstance(address, str) else [*address]
-        several = len(addresses) > 1
-        self._name = f"{'teachers' if several else 'teacher'} at {', '.join(addresses)}"
+        has_several = len(addresses) > 1
+        self._name = f"{'teachers' if has_several else 'teacher'} at {', '.join(addresses)}"
         self._field = field
         self._patience_seconds = patience_seconds
         self._window = PendingRequests(max_in_flight, max_prefetch_bytes)
@@ -96,11 +96,18 @@ class TeacherClient:
         self._identity = SharedIdentity(field, adapter)
         self._lanes = [
             TeacherConnection(
-                one, self._window, self._identity, self._on_wrong_teacher, scope, background
+                teacher_address,
+                self._window,
+                self._identity,
+                self._on_wrong_teacher,
+                scope,
+                background,
             )
-            for one in addresses
+            for teacher_address in addresses
         ]
-        self._watcher = threading.Thread(target=self._watch, name="teacher-watch", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch_for_stall, name="teacher-watch", daemon=True
+        )
         for lane in self._lanes:
             lane.start()
         self._watcher.start()
@@ -129,28 +136,33 @@ class TeacherClient:
         WrongState if two of them differ or one lacks the adapter, InvalidInput if a server is not a
         teacher, Unauthenticated or Forbidden if a token is refused.
         """
-        found: TeacherInfo | None = None
+        teacher_info: TeacherInfo | None = None
         faults: list[DistillError] = []
-        # All at the same time, so that two that are away take 5 s and not 10.
-        asked = [lane.ask_later() for lane in self._lanes]
-        draws, narrows = MAX_TAIL_DRAWS, True
-        for lane, call in zip(self._lanes, asked, strict=True):
+        # All at the same time, so that two unreachable teachers take 5 s and not 10.
+        calls = [lane.start_info_call() for lane in self._lanes]
+        max_draws, takes_vocab_size = MAX_TAIL_DRAWS, True
+        for lane, call in zip(self._lanes, calls, strict=True):
             try:
                 # Pins the identity: the caller checks its student against this teacher, so a
                 # teacher with another identity is refused from now on.
-                found = info_of(lane.get_info(call))
-                draws = min(draws, found.max_tail_draws)
-                narrows = narrows and found.takes_vocab_size
+                teacher_info = info_of(lane.get_info(call))
+                max_draws = min(max_draws, teacher_info.max_tail_draws)
+                takes_vocab_size = takes_vocab_size and teacher_info.takes_vocab_size
             except grpc.RpcError as error:
-                faults.append(self._unavailable(error, lane))
-        for fault in sorted(faults, key=lambda one: not isinstance(one, InvalidInput)):
-            if found is None or isinstance(fault, InvalidInput):
+                faults.append(self._connection_error(error, lane))
+        for fault in sorted(faults, key=lambda candidate: not isinstance(candidate, InvalidInput)):
+            if teacher_info is None or isinstance(fault, InvalidInput):
                 raise fault
             log.warning("%s", fault)
-        assert found is not None
-        fingerprint = found.adapters[self._adapter] if self._adapter else found.fingerprint
+        assert teacher_info is not None
+        fingerprint = (
+            teacher_info.adapters[self._adapter] if self._adapter else teacher_info.fingerprint
+        )
         return replace(
-            found, fingerprint=fingerprint, max_tail_draws=draws, takes_vocab_size=narrows
+            teacher_info,
+            fingerprint=fingerprint,
+            max_tail_draws=max_draws,
+            takes_vocab_size=takes_vocab_size,
         )
 
     def load(self) -> TeacherLoad:
@@ -160,9 +172,9 @@ class TeacherClient:
         """
         [lane, *_] = self._lanes
         try:
-            return load_of(lane.ask())
+            return load_of(lane.query_info())
         except grpc.RpcError as error:
-            raise self._unavailable(error, lane) from error
+            raise self._connection_error(error, lane) from error
 
     def vocabulary(self) -> list[str]:
         """Return the teacher's tokens; the index is the token id.
@@ -176,7 +188,7 @@ class TeacherClient:
                 chunks = lane.stub.GetVocabulary(request, timeout=self._patience_seconds)
                 return [token for chunk in chunks for token in chunk.tokens]
             except grpc.RpcError as error:
-                fault = self._unavailable(error, lane)
+                fault = self._connection_error(error, lane)
         raise fault
 
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
@@ -201,7 +213,7 @@ class TeacherClient:
         try:
             return [future.result() for future in futures]
         finally:
-            _cancel(futures)
+            _cancel_all(futures)
 
     def as_completed(self, queries: Iterable[ScoreQuery]) -> Iterator[tuple[int, RowBlock]]:
         """Yield (index of the query, its rows) for each query, as soon as its rows are there.
@@ -212,10 +224,10 @@ class TeacherClient:
         numbers = {self.submit(query): number for number, query in enumerate(queries)}
         try:
             for future in as_completed(numbers):
-                # The caller alone holds the rows that it has got.
+                # Keep no reference to rows that the caller has received.
                 yield numbers.pop(future), future.result()
         finally:
-            _cancel(numbers)
+            _cancel_all(numbers)
 
     def push_weights(
         self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
@@ -241,13 +253,13 @@ class TeacherClient:
         [lane] = self._lanes
         with self._identity.changing():
             try:
-                info = lane.ask()
+                info = lane.query_info()
                 self._identity.check(info, lane.name)
                 reply = push_weights(lane.stub, tensors, tau=tau, base_version=info.version)
             except grpc.RpcError as error:
                 raise fault_of(error, lane.name) from error
             self._identity.adopt(reply.fingerprint, reply.version)
-            self._window.ask_again()
+            self._window.rescore_all()
         return replace(info_of(info), fingerprint=reply.fingerprint, version=reply.version)
 
     def close(self) -> None:
@@ -258,41 +270,41 @@ class TeacherClient:
         self._watcher.join()
 
     def _on_wrong_teacher(self, fault: DistillError) -> None:
-        # Another teacher of the client may be away for a while only.
-        if all(isinstance(lane.last_fault, LASTING) for lane in self._lanes):
+        # Another teacher of the client may be unreachable only temporarily.
+        if all(isinstance(lane.last_fault, PERMANENT_FAULTS) for lane in self._lanes):
             self._window.fail_all(fault)
 
-    def _watch(self) -> None:
+    def _watch_for_stall(self) -> None:
         patience = self._patience_seconds
-        probe = min(CONNECT_SECONDS, patience / 2)
+        probe_seconds = min(CONNECT_SECONDS, patience / 2)
         alive_at = 0.0
-        while self._window.wait_for_stall(patience - probe, alive_at):
-            before = self._window.silent_since
-            alive = self._one_lives(probe)
-            if self._window.silent_since > before:
+        while self._window.wait_for_stall(patience - probe_seconds, alive_at):
+            silent_since = self._window.silent_since
+            is_any_alive = self._any_alive(probe_seconds)
+            if self._window.silent_since > silent_since:
                 continue
-            if alive:
+            if is_any_alive:
                 alive_at = time.monotonic()
-                if alive_at - before < _BUSY_FACTOR * patience:
+                if alive_at - silent_since < _BUSY_FACTOR * patience:
                     continue
-            self._window.fail_all(self._silence(alive))
+            self._window.fail_all(self._stall_error(is_any_alive))
             for lane in self._lanes:
-                lane.cut()
+                lane.cancel_stream()
 
-    def _one_lives(self, seconds: float) -> bool:
+    def _any_alive(self, seconds: float) -> bool:
         try:
-            checks = [lane.ask_health(seconds) for lane in self._lanes]
+            checks = [lane.start_health_check(seconds) for lane in self._lanes]
         except ValueError:  # `close` closed the channels
             return False
-        return any(lives(check) for check in checks)
+        return any(is_alive(check) for check in checks)
 
-    def _silence(self, alive: bool) -> Unavailable:
+    def _stall_error(self, alive: bool) -> Unavailable:
         faults = [lane.last_fault.message for lane in self._lanes if lane.last_fault]
-        last = f" (last: {'; '.join(faults)})" if faults else ""
+        last_faults = f" (last: {'; '.join(faults)})" if faults else ""
         if alive:
             return Unavailable(
                 f"the {self._name} answers, but has sent no row for"
-                f" {_BUSY_FACTOR * self._patience_seconds:g} s{last}",
+                f" {_BUSY_FACTOR * self._patience_seconds:g} s{last_faults}",
                 field=self._field,
                 hint="read the teacher's log"
                 if faults
@@ -300,14 +312,14 @@ class TeacherClient:
                 " teacher.patience_seconds",
             )
         return Unavailable(
-            f"the {self._name} has not answered for {self._patience_seconds:g} s{last}",
+            f"the {self._name} has not answered for {self._patience_seconds:g} s{last_faults}",
             field=self._field,
             hint="start the teacher again, then resume the job",
         )
 
-    def _unavailable(self, error: grpc.RpcError, lane: TeacherConnection) -> DistillError:
-        if wrong := not_a_teacher(error, lane.address, self._field):
-            return wrong
+    def _connection_error(self, error: grpc.RpcError, lane: TeacherConnection) -> DistillError:
+        if wrong_program := not_a_teacher(error, lane.address, self._field):
+            return wrong_program
         fault = fault_of(error, lane.name)
         if not isinstance(fault, Unavailable | TimedOut):
             return fault
@@ -324,7 +336,7 @@ class TeacherClient:
         )
 
 
-def _cancel(futures: Iterable[Future[RowBlock]]) -> None:
+def _cancel_all(futures: Iterable[Future[RowBlock]]) -> None:
     for future in futures:
         future.cancel()
 
@@ -335,10 +347,10 @@ def _require_sendable(query: ScoreQuery) -> None:
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"the query cannot be encoded: {error}", field="start") from error
     in_parts = query.head_ids is not None or query.images
-    most = MAX_REQUEST_BYTES if in_parts else MAX_MESSAGE_BYTES
-    if size > most:
+    max_bytes = MAX_REQUEST_BYTES if in_parts else MAX_MESSAGE_BYTES
+    if size > max_bytes:
         raise InvalidInput(
-            f"the query has {size} bytes, but one request holds {most}",
+            f"the query has {size} bytes, but one request holds {max_bytes}",
             field="images" if query.images else "head_ids",
             hint="use smaller images"
             if query.images

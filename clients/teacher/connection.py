@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 _MAX_BACKOFF_SECONDS = 2.0
 # Errors that reconnecting does not fix.
-LASTING = (InvalidInput, WrongState, Unauthenticated, Forbidden)
+PERMANENT_FAULTS = (InvalidInput, WrongState, Unauthenticated, Forbidden)
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -41,7 +41,7 @@ class SharedIdentity:
         self._field = field
         self._adapter = adapter
         self._lock = threading.Lock()
-        self._expected: str | None = None
+        self._expected_identity: str | None = None
         self._changes = 0
 
     @property
@@ -52,7 +52,7 @@ class SharedIdentity:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock while the weights are updated, so that nobody checks a teacher then."""
+        """Hold the lock while the weights are updated, which blocks checks of teachers."""
         with self._lock:
             self._changes += 1
             yield
@@ -72,34 +72,34 @@ class SharedIdentity:
         """
         if not self._adapter:
             return identity_of(info.fingerprint, info.version)
-        known = {one.name: one.fingerprint for one in info.adapters}
-        if self._adapter not in known:
-            has = f"; it has {', '.join(sorted(known))}" if known else ""
+        fingerprints = {adapter.name: adapter.fingerprint for adapter in info.adapters}
+        if self._adapter not in fingerprints:
+            available = f"; it has {', '.join(sorted(fingerprints))}" if fingerprints else ""
             raise WrongState(
-                f"the {name} has no adapter {self._adapter!r}{has}",
+                f"the {name} has no adapter {self._adapter!r}{available}",
                 field=self._field.replace("address", "adapter"),
                 hint=f"start it with --adapter {self._adapter}=DIR, or name one that it has",
             )
-        return identity_of(known[self._adapter], info.version)
+        return identity_of(fingerprints[self._adapter], info.version)
 
     def check(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
         """Do what `require` does, inside `changing`, where the lock is held."""
         identity = self.of(info, name)
-        self._expected = self._expected or identity
-        if identity != self._expected:
-            raise self.other(identity, name)
+        self._expected_identity = self._expected_identity or identity
+        if identity != self._expected_identity:
+            raise self.mismatch_error(identity, name)
 
-    def other(self, identity: str, name: str) -> WrongState:
+    def mismatch_error(self, identity: str, name: str) -> WrongState:
         """Return the error for the teacher `name`, whose identity is not the expected one."""
         return WrongState(
-            f"the {name} is {identity}, but {self._expected} was expected",
+            f"the {name} is {identity}, but {self._expected_identity} was expected",
             field=self._field,
             hint="start it with the weights the job started with, or start a new job",
         )
 
     def adopt(self, fingerprint: str, version: int) -> None:
         """Set the expected identity after a weight update. Call it inside `changing`."""
-        self._expected = identity_of(fingerprint, version)
+        self._expected_identity = identity_of(fingerprint, version)
 
 
 def not_a_teacher(error: grpc.RpcError, address: str, field: str = "") -> InvalidInput | None:
@@ -160,35 +160,35 @@ class TeacherConnection:
         self._channel.close()  # cancels the stream
         self._thread.join()
 
-    def cut(self) -> None:
+    def cancel_stream(self) -> None:
         """Cancel the stream; the thread opens another one when there is a request."""
         if self._call is not None:
             self._call.cancel()
 
-    def get_info(self, asked: Any = None) -> teacher_pb2.TeacherInfo:
-        """Return the teacher's info, or that of the call `asked`, and check its identity.
+    def get_info(self, call: Any = None) -> teacher_pb2.TeacherInfo:
+        """Return the teacher's info, or the result of the given call, and check its identity.
 
         Raises RpcError if it does not answer within 5 s, WrongState if its identity differs from
         that of the other teachers.
         """
-        message: teacher_pb2.TeacherInfo = (asked or self.ask_later()).result()
+        message: teacher_pb2.TeacherInfo = (call or self.start_info_call()).result()
         self._was_teacher = True
         self._identity.require(message, self.name)
         return message
 
-    def ask(self) -> teacher_pb2.TeacherInfo:
+    def query_info(self) -> teacher_pb2.TeacherInfo:
         """Return the teacher's info unchecked. Raises RpcError if it does not answer within 5 s."""
-        message: teacher_pb2.TeacherInfo = self.ask_later().result()
+        message: teacher_pb2.TeacherInfo = self.start_info_call().result()
         return message
 
-    def ask_later(self) -> Any:
+    def start_info_call(self) -> Any:
         """Start a call for the teacher's info, with a deadline of 5 s, and return the call."""
         return self.stub.GetInfo.future(
             teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True
         )
 
-    def ask_health(self, seconds: float) -> Any:
-        """Start a health check with a deadline of `seconds`; pass the returned call to `lives`.
+    def start_health_check(self, seconds: float) -> Any:
+        """Start a health check with a deadline of `seconds`; pass the returned call to `is_alive`.
 
         Raises ValueError if the lane is closed.
         """
@@ -199,12 +199,12 @@ class TeacherConnection:
         while self._window.wait_for_work():
             changes = self._identity.changes
             fault = self._stream_until_fault()
-            news = _without_numbers(fault) != _without_numbers(self.last_fault)
-            if fault and news and not self._window.closed:
+            is_new = _without_numbers(fault) != _without_numbers(self.last_fault)
+            if fault and is_new and not self._window.closed:
                 log.warning("%s", fault)
             self.last_fault = fault
             # During its own weight update this client may see the teacher with a new identity.
-            if isinstance(fault, LASTING) and self._identity.changes == changes:
+            if isinstance(fault, PERMANENT_FAULTS) and self._identity.changes == changes:
                 self._on_wrong_teacher(fault)
             backoff = min(_MAX_BACKOFF_SECONDS, 0.05 * 2**self._failures)
             self._window.wait_closed(backoff * random.uniform(0.5, 1.0))
@@ -213,11 +213,11 @@ class TeacherConnection:
         """Run one stream to its end; return its error, or None if the teacher ended it normally."""
         self._failures += 1
         try:
-            self._carry(self.get_info())
+            self._stream_answers(self.get_info())
         except grpc.RpcError as error:
-            # A proxy in front of a teacher that restarts may answer as a server without one does.
-            wrong = None if self._was_teacher else not_a_teacher(error, self.address)
-            return wrong or fault_of(error, self.name)
+            # A proxy in front of a restarting teacher may answer like a server that is no teacher.
+            wrong_program = None if self._was_teacher else not_a_teacher(error, self.address)
+            return wrong_program or fault_of(error, self.name)
         except WrongState as fault:
             return fault
         except ValueError:
@@ -226,7 +226,7 @@ class TeacherConnection:
                 raise
         return None
 
-    def _carry(self, info: teacher_pb2.TeacherInfo) -> None:
+    def _stream_answers(self, info: teacher_pb2.TeacherInfo) -> None:
         identity = self._identity.of(info, self.name)
         stream = self._window.open(self.address, info.max_request_bytes or MAX_MESSAGE_BYTES)
         self.connected = True
@@ -237,21 +237,21 @@ class TeacherConnection:
             self._call = self.stub.Score(stream.requests(), metadata=tuple(metadata))
             for chunk in self._call:
                 if chunk.version != info.version and not chunk.HasField("error"):
-                    raise self._identity.other(f"version {chunk.version}", self.name)
+                    raise self._identity.mismatch_error(f"version {chunk.version}", self.name)
                 stream.receive(chunk)
                 self._failures = 0
         finally:
             self.connected = False
-            self.cut()
+            self.cancel_stream()
             stream.end()
 
 
 def _without_numbers(fault: DistillError | None) -> str:
-    """Return the text without its digits: a teacher that loads says another share each time."""
+    """Return the text without its digits: the message of a loading teacher has a percentage."""
     return re.sub(r"\d", "", str(fault))
 
 
-def lives(health_check: Any) -> bool:
+def is_alive(health_check: Any) -> bool:
     """Wait for a health check; return True if the teacher answered at all, serving or not."""
     try:
         error = health_check.exception()

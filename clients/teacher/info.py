@@ -88,7 +88,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         max_chosen_ids=message.max_chosen_ids if message.HasField("max_chosen_ids") else None,
         only_temperature_one=message.only_temperature_one,
         takes_vocab_size=message.takes_vocab_size,
-        adapters={one.name: one.fingerprint for one in message.adapters},
+        adapters={adapter.name: adapter.fingerprint for adapter in message.adapters},
         takes_images=message.takes_images,
     )
 

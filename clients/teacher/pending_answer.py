@@ -1,4 +1,4 @@
-"""The future of one query, which notices every way of waiting for it."""
+"""The future of one query; waiting for it in any way sends its request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Window(Protocol):
 class _Waiters(list[Any]):
     """The waiters of a future: `concurrent.futures.wait` and `as_completed` add themselves.
 
-    Whoever waits wants the answer, as if `result` were called.
+    A waiter is handled as a caller of `result`.
     """
 
     def __init__(self, answer: PendingAnswer) -> None:
@@ -49,7 +49,7 @@ class PendingAnswer(Future[RowBlock]):
 
     Its rows count against the prefetch limit from the time the request is sent until a caller
     takes the result or drops the future. A caller that waits for it, in any way that
-    `concurrent.futures` or `asyncio` has, makes it wanted.
+    `concurrent.futures` or `asyncio` has, sets `is_awaited`.
 
     Lock order: the condition of a future may be held when the lock of the window is taken, never
     the other way round.
@@ -58,8 +58,8 @@ class PendingAnswer(Future[RowBlock]):
     def __init__(self, window: Window, query: ScoreQuery) -> None:
         super().__init__()
         self._window = window
-        self.held = 0  # bytes it takes of the prefetch limit now
-        self.wanted = False
+        self.counted_bytes = 0  # bytes counted against the prefetch limit now
+        self.is_awaited = False
         self.failures: Counter[str] = Counter()  # by teacher: the failed tries of this request
         self._waiters = _Waiters(self)
         self.dropped = False
@@ -68,7 +68,7 @@ class PendingAnswer(Future[RowBlock]):
         self.size = answer_bytes(query) + _ENTRY_BYTES
 
     def want(self) -> None:
-        """Say that a caller waits for the answer."""
+        """Register that a caller waits for the answer."""
         self._window.want(self)
 
     def add_done_callback(self, fn: Callable[[Future[RowBlock]], object]) -> None:
@@ -98,7 +98,7 @@ class PendingAnswer(Future[RowBlock]):
             self._release_if_done()
 
     def release(self) -> None:
-        """Stop counting its rows: the caller has taken them, or nobody will."""
+        """Stop counting its rows: the caller has taken them, or has dropped the future."""
         self._window.release(self)
 
     def _release_if_done(self) -> None:

@@ -25,10 +25,10 @@ from protos.errors import (
 from protos.rows.codec import RowBlock
 from protos.rpc.transport import MAX_REQUEST_BYTES
 
-_PAUSE_SECONDS = 0.5  # least pause before a request goes to an overloaded teacher again
-# A request that a teacher fails with one of these errors is sent again, to another teacher if there
-# is one, and fails after this many tries at each teacher.
-_NOT_THE_QUERY = (InternalFault, Unavailable)
+_PAUSE_SECONDS = 0.5  # minimum pause before a request is sent to an overloaded teacher again
+# A request that fails with one of these errors of a teacher is sent again, to another teacher if
+# there is one, and fails after MAX_TRIES at each teacher.
+_TEACHER_FAULTS = (InternalFault, Unavailable)
 MAX_TRIES = 3
 
 
@@ -46,7 +46,7 @@ class PendingRequests:
         # Two conditions on one lock, so that messages do not wake the watchdog.
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        self._owing = threading.Condition(lock)
+        self._answer_due = threading.Condition(lock)
         self._waiting: deque[PendingAnswer] = deque()
         self._streams: list[RequestStream] = []
         self._held_bytes = 0
@@ -66,7 +66,7 @@ class PendingRequests:
         with self._changed:
             if self.closed:
                 raise Unavailable("this teacher client is closed", hint="make a new TeacherClient")
-            self._before_more()
+            self._start_silence_clock()
             self._waiting.append(answer)
             self._changed.notify_all()
         return answer
@@ -84,28 +84,28 @@ class PendingRequests:
     def want(self, answer: PendingAnswer) -> None:
         """Move a request to the front of the queue, because a caller waits for it."""
         with self._changed:
-            answer.wanted = True
+            answer.is_awaited = True
             # Requests that are or were in flight are already at the front.
-            if not answer.held and answer in self._waiting:
-                self._before_more()
+            if not answer.counted_bytes and answer in self._waiting:
+                self._start_silence_clock()
                 self._waiting.remove(answer)
                 self._waiting.appendleft(answer)
                 self._changed.notify_all()
 
     def release(self, answer: PendingAnswer) -> None:
         """Stop counting the rows of `answer` against the prefetch limit."""
-        if not answer.held:
+        if not answer.counted_bytes:
             return
         with self._changed:
-            self._before_more()
-            self._held_bytes -= answer.held
-            answer.held = 0
+            self._start_silence_clock()
+            self._held_bytes -= answer.counted_bytes
+            answer.counted_bytes = 0
             self._wake_senders()
 
     def wait_for_work(self) -> bool:
         """Block until there is an unfinished request; return False if the window is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.closed or self._unfinished())
+            self._changed.wait_for(lambda: self.closed or self._has_unfinished())
             return not self.closed
 
     def wait_closed(self, seconds: float) -> bool:
@@ -121,16 +121,16 @@ class PendingRequests:
         """
         with self._changed:
             while not self.closed:
-                if not self._owed():
-                    self._owing.wait()
+                if not self._is_answer_due():
+                    self._answer_due.wait()
                     continue
-                left = max(self.silent_since, not_before) + seconds - time.monotonic()
-                if left <= 0:
+                remaining_seconds = max(self.silent_since, not_before) + seconds - time.monotonic()
+                if remaining_seconds <= 0:
                     return True
-                self._owing.wait(left)
+                self._answer_due.wait(remaining_seconds)
             return False
 
-    def ask_again(self) -> None:
+    def rescore_all(self) -> None:
         """Discard the rows of all unfinished requests and request them again on new streams."""
         with self._changed:
             for stream in self._streams:
@@ -142,37 +142,37 @@ class PendingRequests:
     def fail_all(self, fault: DistillError) -> None:
         """Fail every unfinished request with `fault`; requests submitted later are not affected."""
         for answer in self._take_all():
-            _resolve(answer, fault)
+            _resolve_future(answer, fault)
 
     def close(self) -> None:
         """Cancel every unfinished request and accept no more."""
         with self._changed:
             self.closed = True
-            self._owing.notify_all()
+            self._answer_due.notify_all()
         for answer in self._take_all():
             answer.cancel()
 
-    def _before_more(self) -> None:
-        """Call before a change that may make an answer due: starts the clock if none was due."""
-        if not self._owed():
+    def _start_silence_clock(self) -> None:
+        """Start the clock of the silence if no answer is due. Call it before one may become due."""
+        if not self._is_answer_due():
             self.silent_since = time.monotonic()
-            self._owing.notify_all()
+            self._answer_due.notify_all()
 
     def _wake_senders(self) -> None:
         if self._waiting:
             self._changed.notify_all()
 
-    def _unfinished(self) -> bool:
-        return bool(self._waiting) or any(stream.sent for stream in self._streams)
+    def _has_unfinished(self) -> bool:
+        return bool(self._waiting) or any(stream.in_flight for stream in self._streams)
 
-    def _owed(self) -> bool:
-        """True if an answer of a teacher is due. One held back by the limit is not due."""
-        return any(stream.sent for stream in self._streams) or self._first() is not None
+    def _is_answer_due(self) -> bool:
+        """True if an answer of a teacher is due. A request that the limit delays is not."""
+        return any(stream.in_flight for stream in self._streams) or self._next_answer() is not None
 
-    def _first(self, teacher: str | None = None) -> PendingAnswer | None:
+    def _next_answer(self, teacher: str | None = None) -> PendingAnswer | None:
         """Return the next request to send, the oldest one, or None if the limit forbids it.
 
-        With `teacher`, requests are passed over that another connected teacher failed less often.
+        With `teacher`, skips requests that another connected teacher has failed less often.
         """
         while self._waiting and self._waiting[0].dropped:
             self._waiting.popleft()
@@ -181,9 +181,13 @@ class PendingRequests:
                 break
         else:
             return None
-        fits = self._held_bytes + answer.size <= self._max_bytes
+        is_within_limit = self._held_bytes + answer.size <= self._max_bytes
         # A request larger than the limit is sent when nothing else is held.
-        return answer if fits or answer.held or answer.wanted or not self._held_bytes else None
+        return (
+            answer
+            if is_within_limit or answer.counted_bytes or answer.is_awaited or not self._held_bytes
+            else None
+        )
 
     def _fewest_failures(self, answer: PendingAnswer) -> int:
         if not answer.failures:
@@ -192,12 +196,19 @@ class PendingRequests:
 
     def _take_all(self) -> list[PendingAnswer]:
         with self._changed:
-            taken = [*(a for s in self._streams for a in s.sent.values()), *self._waiting]
+            answers = [
+                *(
+                    answer
+                    for request_stream in self._streams
+                    for answer in request_stream.in_flight.values()
+                ),
+                *self._waiting,
+            ]
             for stream in self._streams:
-                stream.sent.clear()
+                stream.in_flight.clear()
             self._waiting.clear()
             self._changed.notify_all()
-            return taken
+            return answers
 
 
 class RequestStream:
@@ -215,7 +226,7 @@ class RequestStream:
         self._idle = False  # its sender waits for a request
         self._paused_until = 0.0
         self._ended = False
-        self.sent: OrderedDict[str, PendingAnswer] = OrderedDict()
+        self.in_flight: OrderedDict[str, PendingAnswer] = OrderedDict()
 
     def requests(self) -> Iterator[teacher_pb2.ScoreRequest]:
         """Yield the messages to send, as the window allows, until `end` or the window's `close`."""
@@ -225,28 +236,28 @@ class RequestStream:
     def _next_request(self) -> Iterator[teacher_pb2.ScoreRequest] | None:
         # A separate function: the frame of a generator would keep the answer and its rows alive
         # until the next request.
-        while (taken := self._take()) is not None:
-            wire_id, answer = taken
+        while (id_and_answer := self._take_next()) is not None:
+            wire_id, answer = id_and_answer
             size = answer.query.nbytes + REQUEST_ENVELOPE_BYTES
             if size <= self._max_request_bytes:
                 return requests_of(answer.query, wire_id, answer.assembly.resume_position)
             with self._changed:
-                self.sent.pop(wire_id, None)
-            _resolve(answer, _too_large(size, self._max_request_bytes, self.teacher))
+                self.in_flight.pop(wire_id, None)
+            _resolve_future(answer, _too_large_error(size, self._max_request_bytes, self.teacher))
         return None
 
-    def _take(self) -> tuple[str, PendingAnswer] | None:
+    def _take_next(self) -> tuple[str, PendingAnswer] | None:
         window = self._window
         with self._changed:
             while not (self._ended or window.closed):
                 pause = self._paused_until - time.monotonic()
-                answer = window._first(self.teacher) if pause <= 0 else None
+                answer = window._next_answer(self.teacher) if pause <= 0 else None
                 if answer is not None and self._is_next(answer):
                     window._waiting.remove(answer)
-                    window._held_bytes += answer.size - answer.held
-                    answer.held = answer.size
+                    window._held_bytes += answer.size - answer.counted_bytes
+                    answer.counted_bytes = answer.size
                     wire_id = str(next(window._ids))
-                    self.sent[wire_id] = answer
+                    self.in_flight[wire_id] = answer
                     if len(window._streams) > 1:
                         window._wake_senders()  # another stream may be next
                     return wire_id, answer
@@ -257,24 +268,32 @@ class RequestStream:
 
     def _is_next(self, answer: PendingAnswer) -> bool:
         """True if this stream has room, and no idle stream that may take it has fewer in flight."""
-        most, fewest = self._window._max_requests, self._window._fewest_failures(answer)
-        idle = (s for s in self._window._streams if s._idle)
-        least = min(
-            (len(s.sent) for s in idle if answer.failures[s.teacher] <= fewest), default=most
+        max_requests, fewest_failures = (
+            self._window._max_requests,
+            self._window._fewest_failures(answer),
         )
-        return len(self.sent) < most and len(self.sent) <= least
+        idle_streams = (stream for stream in self._window._streams if stream._idle)
+        fewest_in_flight = min(
+            (
+                len(stream.in_flight)
+                for stream in idle_streams
+                if answer.failures[stream.teacher] <= fewest_failures
+            ),
+            default=max_requests,
+        )
+        return len(self.in_flight) < max_requests and len(self.in_flight) <= fewest_in_flight
 
     def receive(self, chunk: teacher_pb2.ScoreChunk) -> None:
         """Process one chunk, and resolve the future that it completes."""
         with self._changed:
-            answer = self.sent.get(chunk.request_id)
-            outcome = self._outcome(chunk, answer) if answer else None
+            answer = self.in_flight.get(chunk.request_id)
+            outcome = self._outcome_of(chunk, answer) if answer else None
             if outcome is not None:
-                del self.sent[chunk.request_id]
+                del self.in_flight[chunk.request_id]
             self._window._wake_senders()
         # Outside the lock: callbacks of a future may submit the next query.
         if answer is not None and outcome is not None:
-            _resolve(answer, outcome)
+            _resolve_future(answer, outcome)
 
     def end(self) -> None:
         """Unregister the stream and requeue its requests, oldest first, with the rows they have."""
@@ -286,17 +305,17 @@ class RequestStream:
     def retire(self) -> None:
         """Requeue the requests, send no more and ignore further chunks. The lock must be held."""
         self._ended = True
-        self._window._waiting.extendleft(reversed(self.sent.values()))
-        self.sent.clear()
+        self._window._waiting.extendleft(reversed(self.in_flight.values()))
+        self.in_flight.clear()
 
-    def _outcome(
+    def _outcome_of(
         self, chunk: teacher_pb2.ScoreChunk, answer: PendingAnswer
     ) -> RowBlock | DistillError | None:
         """Return the rows or the error that ends the request, or None if more chunks follow."""
         if chunk.HasField("error"):
             error = chunk.error
             fault = error_of(error.code, error.message, field=error.field, hint=error.hint)
-            if isinstance(fault, _NOT_THE_QUERY):
+            if isinstance(fault, _TEACHER_FAULTS):
                 answer.failures[self.teacher] += 1
                 if self._window._fewest_failures(answer) >= MAX_TRIES:
                     return fault
@@ -321,19 +340,19 @@ class RequestStream:
             return corrupt
 
     def _send_again(self, wire_id: str) -> None:
-        self._window._waiting.appendleft(self.sent.pop(wire_id))
+        self._window._waiting.appendleft(self.in_flight.pop(wire_id))
 
 
-def _too_large(size: int, most: int, teacher: str) -> InvalidInput:
+def _too_large_error(size: int, max_bytes: int, teacher: str) -> InvalidInput:
     return InvalidInput(
-        f"the query has {size} bytes, but the teacher at {teacher} takes {most}",
+        f"the query has {size} bytes, but the teacher at {teacher} takes {max_bytes}",
         field="head_ids",
         hint="install this version of distill-teacher there, or use fewer head ids, or smaller"
         " images",
     )
 
 
-def _resolve(answer: PendingAnswer, outcome: RowBlock | DistillError) -> None:
+def _resolve_future(answer: PendingAnswer, outcome: RowBlock | DistillError) -> None:
     running = answer.set_running_or_notify_cancel()
     if running and isinstance(outcome, RowBlock):
         answer.set_result(outcome)

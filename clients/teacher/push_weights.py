@@ -51,14 +51,14 @@ def weights_parts(
     Every array is read twice, first for shapes and dtypes, then for data, and one at a time: a lazy
     mapping needs memory for one array only. Raises InvalidInput for an array of another dtype.
     """
-    specs = [_spec(name, tensors[name]) for name in tensors]
+    specs = [_tensor_spec(name, tensors[name]) for name in tensors]
     replace, ema = teacher_pb2.WEIGHTS_MODE_REPLACE, teacher_pb2.WEIGHTS_MODE_EMA
     header = teacher_pb2.WeightsHeader(
         mode=replace if tau is None else ema,
         tau=tau or 0.0,
         base_version=base_version,
         tensors=specs,
-        total_bytes=sum(_size(spec) for spec in specs),
+        total_bytes=sum(_tensor_bytes(spec) for spec in specs),
     )
     yield teacher_pb2.WeightsPart(header=header)
     for index, spec in enumerate(specs):
@@ -72,7 +72,7 @@ def weights_parts(
             yield teacher_pb2.WeightsPart(chunk=chunk)
 
 
-def _spec(name: str, array: NDArray[Any]) -> teacher_pb2.TensorSpec:
+def _tensor_spec(name: str, array: NDArray[Any]) -> teacher_pb2.TensorSpec:
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
         raise InvalidInput(
@@ -83,7 +83,7 @@ def _spec(name: str, array: NDArray[Any]) -> teacher_pb2.TensorSpec:
     return teacher_pb2.TensorSpec(name=name, shape=array.shape, dtype=dtype)
 
 
-def _size(spec: teacher_pb2.TensorSpec) -> int:
+def _tensor_bytes(spec: teacher_pb2.TensorSpec) -> int:
     return math.prod(spec.shape) * (4 if spec.dtype == "float32" else 2)
 
 

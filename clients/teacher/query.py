@@ -136,9 +136,9 @@ class ScoreQuery:
     @property
     def nbytes(self) -> int:
         """Bytes of the query's own arrays and images."""
-        chosen = (ids for ids in (self.head_ids, self.draw_ids) if ids is not None)
-        of_ids = self.token_ids.nbytes + sum(ids.nbytes for ids in chosen)
-        return of_ids + sum(map(len, self.images))
+        id_arrays = (ids for ids in (self.head_ids, self.draw_ids) if ids is not None)
+        id_bytes = self.token_ids.nbytes + sum(ids.nbytes for ids in id_arrays)
+        return id_bytes + sum(map(len, self.images))
 
     @cached_property
     def image_digests(self) -> tuple[str, ...]:
@@ -150,9 +150,11 @@ def _require_integers(field: str, ids: object, shape: str, dimensions: int) -> N
     """Raise InvalidInput unless `ids` is an array of integers with so many dimensions."""
     if isinstance(ids, np.ndarray) and ids.ndim == dimensions and ids.dtype.kind in "iu":
         return
-    found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+    description = (
+        f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+    )
     raise InvalidInput(
-        f"must be an array of integers {shape}, got {found}",
+        f"must be an array of integers {shape}, got {description}",
         field=field,
         hint="use numpy.array(..., dtype=numpy.int32)",
     )
@@ -160,10 +162,12 @@ def _require_integers(field: str, ids: object, shape: str, dimensions: int) -> N
 
 def answer_bytes(query: ScoreQuery) -> int:
     """Bytes of memory that the rows of `query` take, head ids given in the query excluded."""
-    logprob = 4 if query.f32 else 2
-    a_candidate = (4 if query.head_ids is None else 0) + logprob
-    samples = 4 * query.tail_samples + 4 if query.tail_samples else 0
-    return query.rows * (query.k * a_candidate + query.tail_draws * logprob + samples + 8)
+    logprob_bytes = 4 if query.f32 else 2
+    candidate_bytes = (4 if query.head_ids is None else 0) + logprob_bytes
+    sample_bytes = 4 * query.tail_samples + 4 if query.tail_samples else 0
+    return query.rows * (
+        query.k * candidate_bytes + query.tail_draws * logprob_bytes + sample_bytes + 8
+    )
 
 
 def request_of(
@@ -203,18 +207,20 @@ def requests_of(
         yield request
         return
     parts = [
-        (name, getattr(request, name)[at : at + MAX_CHUNK_BYTES])
+        (name, getattr(request, name)[offset : offset + MAX_CHUNK_BYTES])
         for name in ("head_ids", "draw_ids", "images")
-        for at in range(0, len(getattr(request, name)), MAX_CHUNK_BYTES)
+        for offset in range(0, len(getattr(request, name)), MAX_CHUNK_BYTES)
     ]
     request.ClearField("draw_ids")
     request.ClearField("images")
     if query.head_ids is not None:
-        request.head_ids = b""  # its parts follow
+        request.head_ids = b""  # the ids follow in parts
     request.more = True
     yield request
-    for left, (name, part) in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
-        yield teacher_pb2.ScoreRequest(request_id=request_id, more=left > 0, **{name: part})
+    for remaining_parts, (name, part) in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
+        yield teacher_pb2.ScoreRequest(
+            request_id=request_id, more=remaining_parts > 0, **{name: part}
+        )
 
 
 def identity_of(fingerprint: str, version: int) -> str:

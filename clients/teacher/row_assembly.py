@@ -22,17 +22,17 @@ class RowAssembly:
     @property
     def next_position(self) -> int:
         """Position of the first missing row."""
-        return self._query.start + self._filled
+        return self._query.start + self._received_rows
 
     @property
     def resume_position(self) -> int:
         """The `next_position` of a request for the missing rows; 0 if no row was received."""
-        return self.next_position if self._filled else 0
+        return self.next_position if self._received_rows else 0
 
     def restart(self) -> None:
         """Discard all rows."""
-        self._filled = 0
-        self._whole: RowBlock | None = None
+        self._received_rows = 0
+        self._block: RowBlock | None = None
         self._digest: int | None = None
 
     def continues(self, chunk: teacher_pb2.ScoreChunk) -> bool:
@@ -45,12 +45,12 @@ class RowAssembly:
         Raises Corrupt if rows are missing, duplicate, damaged or of an unexpected shape or dtype.
         """
         block = decode_rows(chunk.payload)
-        query, expected = self._query, self.next_position
-        left = len(query.token_ids) - expected
-        if chunk.first_position != expected or not 0 < len(block) <= left:
+        query, expected_position = self._query, self.next_position
+        missing_rows = len(query.token_ids) - expected_position
+        if chunk.first_position != expected_position or not 0 < len(block) <= missing_rows:
             raise Corrupt(
                 f"the teacher sent {len(block)} rows from position {chunk.first_position}, but 1 to"
-                f" {left} rows from position {expected} were expected"
+                f" {missing_rows} rows from position {expected_position} were expected"
             )
         chosen_by_teacher = block.head_ids is not None
         if block.k != query.k or chosen_by_teacher != (query.head_ids is None):
@@ -64,7 +64,7 @@ class RowAssembly:
                 f"the teacher sent {block.tail_samples} tail samples and {block.tail_draws} tail"
                 f" draws per row, but {query.tail_samples} and {query.tail_draws} were requested"
             )
-        if len(block) != chunk.count or chunk.last != (len(block) == left):
+        if len(block) != chunk.count or chunk.last != (len(block) == missing_rows):
             raise Corrupt(
                 f"the teacher sent {len(block)} rows, but announced {chunk.count} rows and last ="
                 f" {chunk.last}"
@@ -75,34 +75,36 @@ class RowAssembly:
                 f" {'float32' if query.f32 else 'float16'} was requested"
             )
         self._digest = chunk.scoring_digest
-        whole = self._copy(block)
-        return whole if chunk.last else None
+        block_so_far = self._copy_rows(block)
+        return block_so_far if chunk.last else None
 
-    def _copy(self, block: RowBlock) -> RowBlock:
+    def _copy_rows(self, block: RowBlock) -> RowBlock:
         # Copy into one allocation: decoded rows are read-only views that keep the message alive,
         # and torch needs writable arrays.
-        if self._whole is None:
-            self._whole = _empty(self._query)
-        whole = self._whole
-        first, last = self._filled, self._filled + len(block)
+        if self._block is None:
+            self._block = _allocate_block(self._query)
+        target = self._block
+        start, end = self._received_rows, self._received_rows + len(block)
         for column in fields(RowBlock):
             values = getattr(block, column.name)
             if values is not None:
-                getattr(whole, column.name)[first:last] = values
-        self._filled = last
-        return whole
+                getattr(target, column.name)[start:end] = values
+        self._received_rows = end
+        return target
 
 
-def _empty(query: ScoreQuery) -> RowBlock:
+def _allocate_block(query: ScoreQuery) -> RowBlock:
     shape = (query.rows, query.k)
-    sampled, draws = query.tail_samples > 0, (query.rows, query.tail_draws)
-    logprob = np.float32 if query.f32 else np.float16
+    has_samples, draw_shape = query.tail_samples > 0, (query.rows, query.tail_draws)
+    logprob_dtype = np.float32 if query.f32 else np.float16
     return RowBlock(
         head_ids=np.empty(shape, np.int32) if query.head_ids is None else query.head_ids,
-        head_logprobs=np.empty(shape, logprob),
+        head_logprobs=np.empty(shape, logprob_dtype),
         tail_logmass=np.empty(query.rows, np.float32),
         token_logprobs=np.empty(query.rows, np.float32),
-        tail_sample_ids=np.empty((query.rows, query.tail_samples), np.int32) if sampled else None,
-        tail_sample_logprob=np.empty(query.rows, np.float32) if sampled else None,
-        draw_logprobs=np.empty(draws, logprob) if query.tail_draws else None,
+        tail_sample_ids=np.empty((query.rows, query.tail_samples), np.int32)
+        if has_samples
+        else None,
+        tail_sample_logprob=np.empty(query.rows, np.float32) if has_samples else None,
+        draw_logprobs=np.empty(draw_shape, logprob_dtype) if query.tail_draws else None,
     )

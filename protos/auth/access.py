@@ -1,6 +1,6 @@
 """Access control: tokens with roles, and the server interceptor that checks them.
 
-A method that is not in `NEEDED` is refused to every caller.
+A method that is not in `REQUIRED_ROLES` is refused to every caller.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Role(IntEnum):
 
 
 # The role that each gRPC method needs. None: open to every caller, with or without a token.
-NEEDED: Mapping[str, Role | None] = {
+REQUIRED_ROLES: Mapping[str, Role | None] = {
     "/distill.v1.Distill/SubmitJob": Role.SUBMIT,
     "/distill.v1.Distill/CheckJob": Role.SUBMIT,
     "/distill.v1.Distill/SubmitJobs": Role.SUBMIT,
@@ -108,9 +108,11 @@ class Tokens:
 
         Raises InvalidInput if two tokens of an owner have different quotas.
         """
-        self._roles = [(_digest(token), role) for token, role in (roles or {}).items()]
+        self._roles = [(_hash_token(token), role) for token, role in (roles or {}).items()]
         self._keys = [signing_key(token) for token in roles or {}]
-        self._owners = {_digest(token): one.owner for token, one in (terms or {}).items()}
+        self._owners = {
+            _hash_token(token): token_terms.owner for token, token_terms in (terms or {}).items()
+        }
         self.quotas: Mapping[str, Quota] = quotas_of((terms or {}).values())
 
     def __bool__(self) -> bool:
@@ -121,20 +123,20 @@ class Tokens:
 
         The time does not depend on which part of the token is wrong.
         """
-        digest = _digest(presented)
-        found = None
-        for known, role in self._roles:
-            if hmac.compare_digest(known, digest):
-                found = role
-        return found
+        digest = _hash_token(presented)
+        matching_role = None
+        for token_digest, role in self._roles:
+            if hmac.compare_digest(token_digest, digest):
+                matching_role = role
+        return matching_role
 
     def caller_in(self, metadata: Any) -> Caller:
         """Return who makes a call that was admitted, by the bearer token in its metadata."""
-        token = _bearer(metadata)
+        token = _bearer_token(metadata)
         role = None if token is None else self.role_of(token)
         if token is None or role is None:
             return Caller()
-        digest = _digest(token)
+        digest = _hash_token(token)
         return Caller(role, self._owners.get(digest, ""), digest.hex()[:_NAME_DIGITS])
 
     def scope_of(self, presented: str, *, rollouts: bool = False) -> str | None:
@@ -147,32 +149,35 @@ class Tokens:
         if parts is None:
             return None
         text, scope, tag = parts
-        signed = [is_signed(key, text, tag) for key in self._keys]
+        signature_flags = [is_signed(key, text, tag) for key in self._keys]
         if rollouts != text.startswith("rollouts."):
             return None
         if rollouts:
-            admin = [role is Role.ADMIN for _, role in self._roles]
-            signed = [good and may for good, may in zip(signed, admin, strict=True)]
-        return scope if any(signed) else None
+            admin_flags = [role is Role.ADMIN for _, role in self._roles]
+            signature_flags = [
+                is_valid and is_admin
+                for is_valid, is_admin in zip(signature_flags, admin_flags, strict=True)
+            ]
+        return scope if any(signature_flags) else None
 
     def role_in(self, metadata: Any) -> Role | None:
         """Return the role of the bearer token in a call's metadata, or None."""
-        token = _bearer(metadata)
+        token = _bearer_token(metadata)
         return None if token is None else self.role_of(token)
 
     def scope_in(self, metadata: Any, *, rollouts: bool = False) -> str | None:
         """Return the scope (`JOB.ATTEMPT`) of the bearer token in a call's metadata, or None."""
-        token = _bearer(metadata)
+        token = _bearer_token(metadata)
         return None if token is None else self.scope_of(token, rollouts=rollouts)
 
 
-def _bearer(metadata: Any) -> str | None:
+def _bearer_token(metadata: Any) -> str | None:
     """Return the token of the only `authorization: Bearer TOKEN` header, otherwise None."""
-    given = [value for key, value in metadata or () if key == "authorization"]
+    headers = [value for key, value in metadata or () if key == "authorization"]
     # Refuse two headers: a proxy in front of this server may have checked the other one.
-    if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(_BEARER):
+    if len(headers) != 1 or not isinstance(headers[0], str) or not headers[0].startswith(_BEARER):
         return None
-    token = given[0].removeprefix(_BEARER)
+    token = headers[0].removeprefix(_BEARER)
     return token if len(token) <= MAX_TOKEN_CHARS else None
 
 
@@ -187,9 +192,11 @@ def read_tokens(file: Path | None) -> Tokens:
     has a bad line. The message never quotes a token.
     """
     if file is None:
-        return Tokens(*_parsed(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line "))
+        return Tokens(
+            *_parse_lines(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line ")
+        )
     text = read_file(file, "--token-file", secret=0o077).decode("utf-8", "replace")
-    tokens = Tokens(*_parsed(text, f"{file}:"))
+    tokens = Tokens(*_parse_lines(text, f"{file}:"))
     if not tokens:
         # The file may be truncated or not yet written. Whoever names a token file wants tokens to
         # be checked, so an empty file must not switch the check off.
@@ -201,7 +208,7 @@ def read_tokens(file: Path | None) -> Tokens:
     return tokens
 
 
-def _parsed(text: str, where: str) -> tuple[Mapping[str, Role], Mapping[str, Terms]]:
+def _parse_lines(text: str, location: str) -> tuple[Mapping[str, Role], Mapping[str, Terms]]:
     roles: dict[str, Role] = {}
     terms: dict[str, Terms] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -211,36 +218,36 @@ def _parsed(text: str, where: str) -> tuple[Mapping[str, Role], Mapping[str, Ter
         if len(words) < 2 or words[0].upper() not in Role.__members__:
             names = ", ".join(role.name.lower() for role in Role)
             raise InvalidInput(
-                f"{where}{number} is not ROLE TOKEN, optionally with {TERMS}",
+                f"{location}{number} is not ROLE TOKEN, optionally with {TERMS}",
                 hint=f"the role must be one of {names}",
             )
-        role, token, *more = words
-        require_token(token, f"{where}{number}")
-        terms[token] = read_terms(more, f"{where}{number}")
+        role, token, *term_words = words
+        require_token(token, f"{location}{number}")
+        terms[token] = read_terms(term_words, f"{location}{number}")
         if token in roles:
             raise InvalidInput(
-                f"{where}{number} repeats the token of an earlier line",
+                f"{location}{number} repeats the token of an earlier line",
                 hint="remove one of the two lines",
             )
         roles[token] = Role[role.upper()]
     return roles, terms
 
 
-def require_token(token: str, where: str, hint: str = "make one with `distill token`") -> None:
+def require_token(token: str, location: str, hint: str = "make one with `distill token`") -> None:
     """Check the length and the characters of a token.
 
     A token must be long enough that nobody can guess it, and must fit in an HTTP header. Raises
-    InvalidInput otherwise; the message names `where` and never quotes the token.
+    InvalidInput otherwise; the message names `location` and never quotes the token.
     """
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
         raise InvalidInput(
-            f"{where} has a token that is not {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters"
+            f"{location} has a token that is not {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters"
             " of A-Z a-z 0-9 . _ ~ + / = -",
             hint=hint,
         )
 
 
-def _digest(token: str) -> bytes:
+def _hash_token(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -262,20 +269,20 @@ class AccessControl(grpc.aio.ServerInterceptor):
         """Return the method's handler, or one that raises Unauthenticated or Forbidden."""
         method: Any = handler_call_details.method
         handler = await continuation(handler_call_details)
-        needed = NEEDED.get(method, Role.ADMIN)
-        if needed is None:
+        required_role = REQUIRED_ROLES.get(method, Role.ADMIN)
+        if required_role is None:
             return handler
         role = Role.ADMIN
         if self._tokens:
-            found = self._role(method, handler_call_details.invocation_metadata)
-            if found is None:
-                return _refusing(_unauthenticated)
-            role = found
-        if handler is not None and (method not in NEEDED or role < needed):
-            return _refusing(lambda: _forbidden(method, role))
+            caller_role = self._caller_role(method, handler_call_details.invocation_metadata)
+            if caller_role is None:
+                return _refusing_handler(_unauthenticated_error)
+            role = caller_role
+        if handler is not None and (method not in REQUIRED_ROLES or role < required_role):
+            return _refusing_handler(lambda: _forbidden_error(method, role))
         return handler
 
-    def _role(self, method: str, metadata: Any) -> Role | None:
+    def _caller_role(self, method: str, metadata: Any) -> Role | None:
         """Return the caller's role.
 
         A scoped token has the role READ at the kind of service that it is for. That of an attempt
@@ -289,12 +296,12 @@ class AccessControl(grpc.aio.ServerInterceptor):
         if scope is None:
             return None
         job, _, attempt = scope.rpartition(".")
-        called = {"method": method.rpartition("/")[2], "job": job, "attempt": attempt}
-        log.info("called by a job", extra={"fields": called})
+        log_fields = {"method": method.rpartition("/")[2], "job": job, "attempt": attempt}
+        log.info("called by a job", extra={"fields": log_fields})
         return Role.ADMIN if rollouts and int(attempt) else Role.READ
 
 
-def _refusing(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing_handler(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a handler that raises `fault()`, for unary and streaming calls alike.
 
     gRPC treats both kinds the same until a message is read.
@@ -307,7 +314,7 @@ def _refusing(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _unauthenticated() -> Unauthenticated:
+def _unauthenticated_error() -> Unauthenticated:
     return Unauthenticated(
         "the server needs a valid token, and the call has none",
         hint="set $DISTILL_TOKEN, or for a teacher $DISTILL_TEACHER_TOKEN, or for a rollout service"
@@ -315,12 +322,12 @@ def _unauthenticated() -> Unauthenticated:
     )
 
 
-def _forbidden(method: str, role: Role) -> Forbidden:
-    needed = NEEDED.get(method)
+def _forbidden_error(method: str, role: Role) -> Forbidden:
+    required_role = REQUIRED_ROLES.get(method)
     name = method.rsplit("/", 1)[-1]
-    if needed is None:
+    if required_role is None:
         return Forbidden(f"{name} is not open to any role")
     return Forbidden(
         f"a token of role {role.name.lower()} may not call {name}",
-        hint=f"use a token of role {needed.name.lower()}",
+        hint=f"use a token of role {required_role.name.lower()}",
     )

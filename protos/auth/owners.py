@@ -23,34 +23,38 @@ class Quota:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a line of a token file says behind its token. `owner` is "" if it names none."""
+    """The terms behind the token in a line of a token file. `owner` is "" if it names none."""
 
     owner: str = ""
     quota: Quota = Quota()
 
 
-def read_terms(words: Sequence[str], where: str) -> Terms:
+def read_terms(words: Sequence[str], location: str) -> Terms:
     """Parse the words behind a token: `owner=NAME`, then `jobs=N` and `gpus=N`, all optional.
 
-    Raises InvalidInput that names `where`. It quotes no word: one may be a token.
+    Raises InvalidInput that names `location`. It quotes no word: one may be a token.
     """
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or key not in ("owner", "jobs", "gpus") or key in given:
+        if not equals or key not in ("owner", "jobs", "gpus") or key in values:
             raise InvalidInput(
-                f"{where} is not ROLE TOKEN, optionally with {TERMS}",
+                f"{location} is not ROLE TOKEN, optionally with {TERMS}",
                 hint="make it with `distill token`",
             )
         valid = _NAME if key == "owner" else _NUMBER
         if not valid.fullmatch(value):
-            what = "up to 64 of A-Z a-z 0-9 . _ @ -" if key == "owner" else "a whole number"
-            raise InvalidInput(f"{where} has a wrong {key}", hint=f"it must be {what}")
-        given[key] = value
-    if "owner" not in given and given:
-        raise InvalidInput(f"{where} has a quota and no owner", hint="add owner=NAME")
-    jobs, gpus = (int(given[key]) if key in given else None for key in ("jobs", "gpus"))
-    return Terms(given.get("owner", ""), Quota(jobs, gpus))
+            format_description = (
+                "up to 64 of A-Z a-z 0-9 . _ @ -" if key == "owner" else "a whole number"
+            )
+            raise InvalidInput(
+                f"{location} has a wrong {key}", hint=f"it must be {format_description}"
+            )
+        values[key] = value
+    if "owner" not in values and values:
+        raise InvalidInput(f"{location} has a quota and no owner", hint="add owner=NAME")
+    jobs, gpus = (int(values[key]) if key in values else None for key in ("jobs", "gpus"))
+    return Terms(values.get("owner", ""), Quota(jobs, gpus))
 
 
 def quotas_of(terms: Iterable[Terms]) -> Mapping[str, Quota]:
@@ -58,12 +62,15 @@ def quotas_of(terms: Iterable[Terms]) -> Mapping[str, Quota]:
 
     Raises InvalidInput if two tokens of an owner have different quotas: both count the same jobs.
     """
-    found: dict[str, Quota] = {}
-    for one in terms:
-        if one.quota != Quota() and found.setdefault(one.owner, one.quota) != one.quota:
+    quota_by_owner: dict[str, Quota] = {}
+    for token_terms in terms:
+        if (
+            token_terms.quota != Quota()
+            and quota_by_owner.setdefault(token_terms.owner, token_terms.quota) != token_terms.quota
+        ):
             raise InvalidInput(
-                f"the tokens of owner {one.owner} have different quotas",
+                f"the tokens of owner {token_terms.owner} have different quotas",
                 field="--token-file",
                 hint="write the same jobs=N and gpus=N to each, or to one of them only",
             )
-    return found
+    return quota_by_owner

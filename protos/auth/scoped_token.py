@@ -17,7 +17,9 @@ from __future__ import annotations
 import hmac
 import re
 
-_FORM = re.compile(r"((?:scoped|rollouts)\.([a-z0-9.-]{1,200}\.[0-9]{1,9}))\.([0-9a-f]{64})")
+_TOKEN_PATTERN = re.compile(
+    r"((?:scoped|rollouts)\.([a-z0-9.-]{1,200}\.[0-9]{1,9}))\.([0-9a-f]{64})"
+)
 # Makes the signing key differ from the stored digest of a token: neither yields the other.
 _PURPOSE = b"distill scoped token 1"
 
@@ -33,21 +35,21 @@ def scoped_token(parent: str, job: str, attempt: int, *, rollouts: bool = False)
     `job` is a job id: 1 to 200 characters of a-z, 0-9, "." and "-".
     """
     text = f"{'rollouts' if rollouts else 'scoped'}.{job}.{attempt}"
-    token = f"{text}.{_tag(signing_key(parent), text).hex()}"
-    assert _FORM.fullmatch(token), "job ids are made by the server and fit the form"
+    token = f"{text}.{_compute_tag(signing_key(parent), text).hex()}"
+    assert _TOKEN_PATTERN.fullmatch(token), "job ids are made by the server and fit the form"
     return token
 
 
 def parts_of(token: str) -> tuple[str, str, bytes] | None:
     """Split a scoped token into its signed text, `JOB.ATTEMPT` and tag; None if malformed."""
-    found = _FORM.fullmatch(token)
-    return None if found is None else (found[1], found[2], bytes.fromhex(found[3]))
+    match = _TOKEN_PATTERN.fullmatch(token)
+    return None if match is None else (match[1], match[2], bytes.fromhex(match[3]))
 
 
 def is_signed(key: bytes, text: str, tag: bytes) -> bool:
     """Return True if `tag` signs `text`. The time does not depend on which part is wrong."""
-    return hmac.compare_digest(_tag(key, text), tag)
+    return hmac.compare_digest(_compute_tag(key, text), tag)
 
 
-def _tag(key: bytes, text: str) -> bytes:
+def _compute_tag(key: bytes, text: str) -> bytes:
     return hmac.digest(key, text.encode(), "sha256")

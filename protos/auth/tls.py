@@ -35,8 +35,8 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
             field="--tls-cert" if files.cert is None else "--tls-key",
             hint="give both --tls-cert and --tls-key",
         )
-    chain = _identity(files.cert, files.key, ("--tls-cert", "--tls-key"))
-    roots = _roots(files.client_ca, "--tls-client-ca") if files.client_ca else None
+    chain = _read_identity(files.cert, files.key, ("--tls-cert", "--tls-key"))
+    roots = _read_roots(files.client_ca, "--tls-client-ca") if files.client_ca else None
     return grpc.ssl_server_credentials(
         [chain], root_certificates=roots, require_client_auth=roots is not None
     )
@@ -58,12 +58,12 @@ def client_credentials(
             field=fields[cert is not None],
             hint=f"set both {fields[0]} and {fields[1]}, or neither",
         )
-    private, chain = _identity(cert, key, fields) if cert and key else (None, None)
-    roots = _roots(ca, "$DISTILL_TLS_CA") if ca else None
+    private, chain = _read_identity(cert, key, fields) if cert and key else (None, None)
+    roots = _read_roots(ca, "$DISTILL_TLS_CA") if ca else None
     return grpc.ssl_channel_credentials(roots, private, chain)
 
 
-def _identity(cert: Path, key: Path, fields: tuple[str, str]) -> tuple[bytes, bytes]:
+def _read_identity(cert: Path, key: Path, fields: tuple[str, str]) -> tuple[bytes, bytes]:
     """Return the private key and the certificate chain after checking that they match."""
     chain = read_file(cert, fields[0])
     # The group may read the key: Kubernetes mounts a key this way for a program that is not root.
@@ -80,7 +80,7 @@ def _identity(cert: Path, key: Path, fields: tuple[str, str]) -> tuple[bytes, by
     return private, chain
 
 
-def _roots(path: Path, field: str) -> bytes:
+def _read_roots(path: Path, field: str) -> bytes:
     data = read_file(path, field)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))

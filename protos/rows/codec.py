@@ -99,30 +99,32 @@ class RowBlock:
 
     def slice(self, first: int, last: int) -> RowBlock:
         """Return rows [first, last) as views of the same arrays."""
-        return RowBlock(*(_cut(column, slice(first, last)) for column in _columns(self)))
+        return RowBlock(
+            *(_select_rows(column, slice(first, last)) for column in _column_values(self))
+        )
 
     def taken(self, places: NDArray[np.int64]) -> RowBlock:
         """Return copies of the rows at the indices `places`, in that order."""
-        return RowBlock(*(_cut(column, places) for column in _columns(self)))
+        return RowBlock(*(_select_rows(column, places) for column in _column_values(self)))
 
 
 def concatenate(blocks: list[RowBlock]) -> RowBlock:
     """Join blocks with equal k and M into one block, in order."""
-    return RowBlock(*map(_joined, zip(*map(_columns, blocks), strict=True)))
+    return RowBlock(*map(_join_columns, zip(*map(_column_values, blocks), strict=True)))
 
 
-def _columns(block: RowBlock) -> list[Any]:
+def _column_values(block: RowBlock) -> list[Any]:
     return [getattr(block, column.name) for column in fields(block)]
 
 
-def _cut(column: Any, places: slice | NDArray[np.int64]) -> Any:
+def _select_rows(column: Any, places: slice | NDArray[np.int64]) -> Any:
     return None if column is None else column[places]
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    there = [part for part in parts if part is not None]
-    assert len(there) in (0, len(parts)), "a column must be in all blocks or in none"
-    return np.concatenate(there) if there else None
+def _join_columns(parts: Sequence[Any]) -> Any:
+    present_parts = [part for part in parts if part is not None]
+    assert len(present_parts) in (0, len(parts)), "a column must be in all blocks or in none"
+    return np.concatenate(present_parts) if present_parts else None
 
 
 def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
@@ -135,8 +137,8 @@ def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
     flags, logprob = (_F32, "<f4") if f32 else (0, "<f2")
     if block.tail_samples and block.tail_draws:
         raise ValueError("a block has tail samples or tail draws, not both")
-    heads = _flat(block.head_ids)
-    samples = _flat(block.tail_sample_ids)
+    heads = _flatten_ids(block.head_ids)
+    samples = _flatten_ids(block.tail_sample_ids)
     if heads is not None:
         flags |= _HAS_IDS
     if any(_needs_32_bits(ids) for ids in (heads, samples) if ids is not None):
@@ -155,7 +157,9 @@ def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
         flags |= _DRAWS
         with np.errstate(over="ignore"):
             planes.append(block.draw_logprobs.astype(logprob).tobytes())
-    return _seal(_Header(flags, block.tail_samples or block.tail_draws, k, n), b"".join(planes))
+    return _add_header(
+        _Header(flags, block.tail_samples or block.tail_draws, k, n), b"".join(planes)
+    )
 
 
 def compress_rows(data: bytes) -> bytes:
@@ -163,11 +167,11 @@ def compress_rows(data: bytes) -> bytes:
 
     Compressed rows take longer to read. Raises Corrupt if `data` is damaged.
     """
-    header, payload = _open(data)
+    header, payload = _check_header(data)
     if header.flags & _ZSTD:
         return data
     smaller = row_compression.compress(payload, header.planes())
-    compressed = _seal(header.with_flags(header.flags | _ZSTD), smaller)
+    compressed = _add_header(header.with_flags(header.flags | _ZSTD), smaller)
     return compressed if len(compressed) < len(data) else data
 
 
@@ -183,11 +187,11 @@ def expand_rows(data: bytes, max_bytes: int) -> bytes:
     """
     if not is_compressed(data):
         return data
-    header, payload = _open(data)
+    header, payload = _check_header(data)
     if HEADER_BYTES + header.payload_bytes > max_bytes:
         raise Corrupt(f"a block of {header} takes more than {max_bytes} bytes")
     expanded = row_compression.expand(payload, header.planes())
-    return _seal(header.with_flags(header.flags & ~_ZSTD), expanded)
+    return _add_header(header.with_flags(header.flags & ~_ZSTD), expanded)
 
 
 def decode_rows(data: bytes | memoryview) -> RowBlock:
@@ -197,7 +201,7 @@ def decode_rows(data: bytes | memoryview) -> RowBlock:
 
     Raises Corrupt if the bytes are cut short, damaged, or of another codec version.
     """
-    header, payload = _open(data)
+    header, payload = _check_header(data)
     flags, samples, k, n = header
     if flags & _ZSTD:
         payload = memoryview(row_compression.expand(payload, header.planes()))
@@ -215,14 +219,14 @@ def decode_rows(data: bytes | memoryview) -> RowBlock:
     if not samples:
         return RowBlock(heads, logprobs, tail, token)
     if flags & _DRAWS:
-        of_draws = np.frombuffer(payload, logprobs.dtype, n * samples, at).reshape(n, samples)
-        return RowBlock(heads, logprobs, tail, token, draw_logprobs=of_draws)
-    drawn = _unpack_ids(payload[at:], n * samples, flags).reshape(n, samples)
-    mean = np.frombuffer(payload, "<f4", n, at + _ids_bytes(n * samples, flags))
-    return RowBlock(heads, logprobs, tail, token, drawn, mean)
+        draw_logprobs = np.frombuffer(payload, logprobs.dtype, n * samples, at).reshape(n, samples)
+        return RowBlock(heads, logprobs, tail, token, draw_logprobs=draw_logprobs)
+    sample_ids = _unpack_ids(payload[at:], n * samples, flags).reshape(n, samples)
+    sample_logprob = np.frombuffer(payload, "<f4", n, at + _ids_bytes(n * samples, flags))
+    return RowBlock(heads, logprobs, tail, token, sample_ids, sample_logprob)
 
 
-def most_bytes(n: int, k: int, samples: int = 0) -> int:
+def max_encoded_bytes(n: int, k: int, samples: int = 0) -> int:
     """Return the largest encoded size of n rows with k head ids and `samples` samples or draws."""
     return HEADER_BYTES + _Header(_HAS_IDS | _WIDE_IDS | _F32, samples, k, n).payload_bytes
 
@@ -236,9 +240,9 @@ class _Header(NamedTuple):
     n: int
 
     def __str__(self) -> str:
-        what = "draws" if self.flags & _DRAWS else "samples"
-        drawn = f" and {self.samples} {what}" if self.samples else ""
-        return f"{self.n} rows with k = {self.k}{drawn}"
+        kind = "draws" if self.flags & _DRAWS else "samples"
+        suffix = f" and {self.samples} {kind}" if self.samples else ""
+        return f"{self.n} rows with k = {self.k}{suffix}"
 
     def with_flags(self, flags: int) -> _Header:
         return self._replace(flags=flags)
@@ -262,39 +266,39 @@ class _Header(NamedTuple):
         return planes
 
 
-def _seal(header: _Header, payload: bytes) -> bytes:
+def _add_header(header: _Header, payload: bytes) -> bytes:
     flags, samples, k, n = header
     version = _DRAWS_VERSION if flags & _DRAWS else VERSION
     prefix = _PREFIX.pack(MAGIC, version, flags, samples, k, n)
-    return prefix + _digest(prefix, payload) + payload
+    return prefix + _checksum(prefix, payload) + payload
 
 
-def _open(data: bytes | memoryview) -> tuple[_Header, memoryview]:
+def _check_header(data: bytes | memoryview) -> tuple[_Header, memoryview]:
     """Return header and payload after checking sizes, version and checksum."""
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
         raise Corrupt(
             f"a block of rows is cut short: {len(view)} bytes, its header alone has {HEADER_BYTES}"
         )
-    magic, version, *rest = _PREFIX.unpack(view[: _PREFIX.size])
+    magic, version, *header_fields = _PREFIX.unpack(view[: _PREFIX.size])
     if magic != MAGIC:
         raise Corrupt("these bytes are not a block of rows")
-    header = _Header(*rest)
+    header = _Header(*header_fields)
     if version != (_DRAWS_VERSION if header.flags & _DRAWS else VERSION):
         raise Corrupt(
             f"rows of codec version {version}; this program reads versions {VERSION} and"
             f" {_DRAWS_VERSION}"
         )
     payload = view[HEADER_BYTES:]
-    expected = header.payload_bytes
-    if len(payload) != expected and not header.flags & _ZSTD:
-        raise Corrupt(f"a block of {header} has {expected} payload bytes, got {len(payload)}")
-    if _digest(view[: _PREFIX.size], payload) != view[_PREFIX.size : HEADER_BYTES]:
+    expected_bytes = header.payload_bytes
+    if len(payload) != expected_bytes and not header.flags & _ZSTD:
+        raise Corrupt(f"a block of {header} has {expected_bytes} payload bytes, got {len(payload)}")
+    if _checksum(view[: _PREFIX.size], payload) != view[_PREFIX.size : HEADER_BYTES]:
         raise Corrupt("a block of rows does not match its checksum")
     return header, payload
 
 
-def _digest(prefix: bytes | memoryview, payload: bytes | memoryview) -> bytes:
+def _checksum(prefix: bytes | memoryview, payload: bytes | memoryview) -> bytes:
     hasher = xxhash.xxh3_128(prefix)
     hasher.update(payload)
     return hasher.digest()
@@ -310,7 +314,7 @@ def _ids_bytes(count: int, flags: int) -> int:
     return sum(plane.nbytes for plane in _id_planes(1, count, flags))
 
 
-def _flat(ids: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+def _flatten_ids(ids: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
     return None if ids is None else np.ascontiguousarray(ids, dtype="<i4").reshape(-1)
 
 

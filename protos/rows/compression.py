@@ -44,14 +44,14 @@ class Plane(NamedTuple):
 def compress(payload: memoryview, planes: Sequence[Plane]) -> bytes:
     """Compress `payload`. `planes` must cover the whole payload, in order."""
     parts: list[NDArray[np.uint8]] = []
-    at = 0
+    offset = 0
     for plane in planes:
-        numbers = np.frombuffer(payload, plane.dtype, plane.nbytes // plane.width, at)
+        numbers = np.frombuffer(payload, plane.dtype, plane.nbytes // plane.width, offset)
         if plane.steps:
-            numbers = _steps(numbers.reshape(plane.rows, plane.columns))
+            numbers = _differences(numbers.reshape(plane.rows, plane.columns))
         # The cast keeps the lowest byte.
         parts += [(numbers >> 8 * byte).astype(np.uint8) for byte in range(plane.width)]
-        at += plane.nbytes
+        offset += plane.nbytes
     return zstandard.ZstdCompressor(level=LEVEL).compress(np.concatenate(parts).data)
 
 
@@ -65,27 +65,27 @@ def expand(data: memoryview, planes: Sequence[Plane]) -> bytes:
         by_byte = zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise Corrupt(f"a compressed block of rows does not expand: {error}") from error
-    return b"".join(part.tobytes() for part in _numbers(by_byte, planes))
+    return b"".join(part.tobytes() for part in _restore_numbers(by_byte, planes))
 
 
-def _numbers(by_byte: bytes, planes: Sequence[Plane]) -> Sequence[NDArray[Any]]:
-    found = []
-    at = 0
+def _restore_numbers(by_byte: bytes, planes: Sequence[Plane]) -> Sequence[NDArray[Any]]:
+    columns = []
+    offset = 0
     for plane in planes:
         count = plane.rows * plane.columns
         numbers = np.zeros(count, plane.dtype)
         for byte in reversed(range(plane.width)):
             numbers <<= 8 if plane.width > 1 else 0
-            numbers |= np.frombuffer(by_byte, np.uint8, count, at + byte * count)
+            numbers |= np.frombuffer(by_byte, np.uint8, count, offset + byte * count)
         if plane.steps:
             rows = numbers.reshape(plane.rows, plane.columns)
             numbers = np.add.accumulate(rows, axis=1, dtype=plane.dtype)
-        found.append(numbers)
-        at += plane.nbytes
-    return found
+        columns.append(numbers)
+        offset += plane.nbytes
+    return columns
 
 
-def _steps(rows: NDArray[Any]) -> NDArray[Any]:
+def _differences(rows: NDArray[Any]) -> NDArray[Any]:
     steps = rows.copy()
     steps[:, 1:] -= rows[:, :-1]
     return steps.reshape(-1)

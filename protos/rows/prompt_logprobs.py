@@ -13,7 +13,7 @@ from protos.rows.codec import RowBlock
 # A log-prob, or the sum of a head's probabilities, may exceed 0 or 1 by rounding.
 _ROUNDING = 1e-3
 # The tail mass is 1 minus a sum of float32 numbers: what is smaller is lost in their rounding.
-_LEAST_TAIL = 2.0**-24
+_MIN_TAIL = 2.0**-24
 
 
 def rows_of_listed(
@@ -38,9 +38,9 @@ def rows_of_listed(
         try:
             tokens[row] = entries[str(token_ids[row])]["logprob"]
             ranked = [
-                (one["rank"], int(name), one["logprob"])
-                for name, one in entries.items()
-                if one["rank"] <= k
+                (entry["rank"], int(name), entry["logprob"])
+                for name, entry in entries.items()
+                if entry["rank"] <= k
             ]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"a row that cannot be read: {error!r}") from error
@@ -63,9 +63,12 @@ def block_of_head(
     `draws` [n, M]: log-probs of ids that the student drew. Raises ValueError for numbers that are
     no log-probs of a softmax.
     """
-    given = [head, tokens[:, None], *([] if draws is None else [draws])]
+    logprob_arrays = [head, tokens[:, None], *([] if draws is None else [draws])]
     mass = np.exp(head.astype(np.float64)).sum(axis=1)
-    if not all((one <= _ROUNDING).all() for one in given) or (mass > 1 + _ROUNDING).any():
+    if (
+        not all((logprobs <= _ROUNDING).all() for logprobs in logprob_arrays)
+        or (mass > 1 + _ROUNDING).any()
+    ):
         raise ValueError("numbers that are no log-probs of a softmax")
-    tail = np.log(np.maximum(1 - mass, _LEAST_TAIL)).astype(np.float32)
+    tail = np.log(np.maximum(1 - mass, _MIN_TAIL)).astype(np.float32)
     return RowBlock(ids, head, tail, tokens, draw_logprobs=draws)

@@ -39,31 +39,32 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
     Raises InvalidInput if the address has an unknown scheme or no port, if a file cannot be read,
     or if the token would be sent unencrypted to another machine.
     """
-    scheme, _, rest = address.rpartition("://")
+    scheme, _, target = address.rpartition("://")
     secret = token_of(token)
     if scope and secret:
         secret = scoped_token(secret, scope, 0, rollouts=token == ROLLOUTS_TOKEN)
     if scheme == "https":
-        return _secure(rest, client_credentials(*_tls_files()), secret)
+        return _secure_channel(target, client_credentials(*_tls_files()), secret)
     if scheme not in ("", "http"):
         raise InvalidInput(
             f"{address} has an unknown scheme", hint="give HOST:PORT, or https://HOST:PORT for TLS"
         )
-    if not rest.rpartition(":")[2].isdigit():
+    if not target.rpartition(":")[2].isdigit():
         # gRPC would try port 443.
         port = _DEFAULT_PORTS.get(token, 50051)
         raise InvalidInput(
-            f"{address!r} has no port", hint=f"give HOST:PORT, such as {rest or 'localhost'}:{port}"
+            f"{address!r} has no port",
+            hint=f"give HOST:PORT, such as {target or 'localhost'}:{port}",
         )
     if not secret:
-        return grpc.insecure_channel(rest, options=CHANNEL_OPTIONS)
-    if not is_loopback(_host(rest)):
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    if not is_loopback(_host_of(target)):
         raise InvalidInput(
             f"{token} would be sent unencrypted to {address}",
-            hint=f"use https://{rest}, or unset the token",
+            hint=f"use https://{target}, or unset the token",
         )
     # gRPC itself refuses local credentials for a connection that leaves the machine.
-    return _secure(rest, grpc.local_channel_credentials(), secret)
+    return _secure_channel(target, grpc.local_channel_credentials(), secret)
 
 
 def open_cluster_channel(
@@ -74,20 +75,20 @@ def open_cluster_channel(
     To another machine there is no TLS, as between the nodes of a Ray cluster: the metadata sends
     the token, which is of one attempt. Otherwise as `open_channel`.
     """
-    if is_loopback(_host(address)):
+    if is_loopback(_host_of(address)):
         return open_channel(address, token=token), ()
     channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     return channel, (("authorization", f"Bearer {token_of(token)}"),)
 
 
-def _secure(target: str, credentials: grpc.ChannelCredentials, token: str) -> grpc.Channel:
+def _secure_channel(target: str, credentials: grpc.ChannelCredentials, token: str) -> grpc.Channel:
     if token:
         bearer = grpc.access_token_call_credentials(token)
         credentials = grpc.composite_channel_credentials(credentials, bearer)
     return grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
 
 
-def _host(target: str) -> str:
+def _host_of(target: str) -> str:
     return target.rpartition(":")[0].strip("[]")
 
 
@@ -97,7 +98,7 @@ def token_of(variable: str) -> str:
     Raises InvalidInput if the file cannot be read, or if its content is not a valid token.
     """
     token = os.environ.get(variable, "").strip()
-    file = _path(f"{variable}_FILE")
+    file = _path_in(f"{variable}_FILE")
     if not token and file is not None:
         data = read_file(file, f"${variable}_FILE", secret=0o077)
         token = data.decode("utf-8", "replace").strip()
@@ -107,9 +108,9 @@ def token_of(variable: str) -> str:
 
 
 def _tls_files() -> tuple[Path | None, Path | None, Path | None]:
-    return _path("DISTILL_TLS_CA"), _path("DISTILL_TLS_CERT"), _path("DISTILL_TLS_KEY")
+    return _path_in("DISTILL_TLS_CA"), _path_in("DISTILL_TLS_CERT"), _path_in("DISTILL_TLS_KEY")
 
 
-def _path(variable: str) -> Path | None:
+def _path_in(variable: str) -> Path | None:
     value = os.environ.get(variable)
     return Path(value) if value else None

@@ -20,8 +20,8 @@ VARIABLE = "DISTILL_FAILPOINT"
 
 class _Armed:
     def __init__(self, spec: str) -> None:
-        self.name, _, rest = spec.partition(":")
-        self._action, _, self._argument = rest.partition(":")
+        self.name, _, action_spec = spec.partition(":")
+        self._action, _, self._argument = action_spec.partition(":")
         self._hits = 0
 
     def act(self) -> None:

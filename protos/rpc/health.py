@@ -46,7 +46,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Return the status of a service; raises NotFound for a name that this server lacks."""
         if request.service not in self._services:
             raise NotFound(f"this server has no service {request.service[:100]!r}", field="service")
-        return _Status(status=self._status())
+        return _Status(status=self._current_status())
 
     async def Watch(self, request: Any, context: object) -> AsyncIterator[Any]:
         """Stream the status of a service at once and when it changes, until `stop`."""
@@ -55,15 +55,15 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await self._stopping.wait()
             yield _Status(status=_Status.NOT_SERVING)
             return
-        told = self._status()
-        yield _Status(status=told)
+        sent_status = self._current_status()
+        yield _Status(status=sent_status)
         for change in (self._started, self._stopping):
             await change.wait()
-            if self._status() != told:
-                told = self._status()
-                yield _Status(status=told)
+            if self._current_status() != sent_status:
+                sent_status = self._current_status()
+                yield _Status(status=sent_status)
 
-    def _status(self) -> Any:
+    def _current_status(self) -> Any:
         serving = self._started.is_set() and not self._stopping.is_set()
         return _Status.SERVING if serving else _Status.NOT_SERVING
 
@@ -77,10 +77,10 @@ def is_serving(address: str, *, seconds: float = 5.0) -> bool:
     with open_channel(address, token=SERVER_TOKEN) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds)
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds)
         except grpc.RpcError:
             return False
-        return bool(answer.status == _Status.SERVING)
+        return bool(reply.status == _Status.SERVING)
 
 
 def main() -> None:

@@ -20,17 +20,17 @@ HTTP_STATUS: Mapping[ErrorCode, int] = {
 }
 
 
-def require_our_name(given: str, host: str, hint: str, external: str = "") -> None:
+def require_our_name(host_header: str, host: str, hint: str, external: str = "") -> None:
     """Refuse unknown host names on loopback, to prevent DNS rebinding.
 
     Otherwise another site's page could point its own host name at this machine and read the
-    responses. `given` is the Host header, `host` the address that the server listens on, and
+    responses. `host_header` is the Host header, `host` the address that the server listens on, and
     `external` the host name of a proxy. Raises Forbidden; in `hint`, NAME stands for the name.
     """
     if not is_loopback(host):
         return
-    name = given.rpartition(":")[0] if not given.endswith("]") else given
-    name = (name or given).strip("[]")
+    name = host_header.rpartition(":")[0] if not host_header.endswith("]") else host_header
+    name = (name or host_header).strip("[]")
     if not is_loopback(name) and (not name or name.lower() != external):
         raise Forbidden(
             f"requests for host {name!r} are refused on loopback", hint=hint.replace("NAME", name)

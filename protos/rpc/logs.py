@@ -28,7 +28,7 @@ class LogLevel(StrEnum):
 def start_logging(form: LogFormat, level: LogLevel, package: str) -> None:
     """Log messages of `level` and above to stderr; from other libraries, only warnings and above.
 
-    `package`: that of the program; the packages below it are ours too.
+    `package`: that of the program, whose subpackages log at the same level.
 
     Replaces the handlers of the root logger.
     """
@@ -36,10 +36,10 @@ def start_logging(form: LogFormat, level: LogLevel, package: str) -> None:
     handler.setFormatter(_Text() if form is LogFormat.TEXT else _Json())
     root = logging.getLogger()
     root.handlers = [handler]
-    number = logging.getLevelNamesMapping()[level.upper()]
-    root.setLevel(max(logging.WARNING, number))
-    for ours in (package, "protos", "clients"):
-        logging.getLogger(ours).setLevel(number)
+    level_number = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(logging.WARNING, level_number))
+    for own_package in (package, "protos", "clients"):
+        logging.getLogger(own_package).setLevel(level_number)
 
 
 def fields(**values: object) -> dict[str, object]:

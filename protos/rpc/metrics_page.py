@@ -49,24 +49,24 @@ class MetricsPage:
         self._loop = loop
 
     def start(self) -> None:
-        """Say that the service answers its clients from now on, and log the page's address."""
+        """Report that the service answers its clients, and log the page's address."""
         self.ready = True
         log.info("metrics at http://%s/metrics", self.address)
 
     def stop(self) -> None:
-        """Say that the service does not answer any more."""
+        """Report that the service does not answer any more."""
         self.ready = False
 
     def __call__(
         self, environ: Mapping[str, Any], start_response: Callable[..., object]
     ) -> Iterable[bytes]:
         """Answer a request."""
-        status, body = self._answer(environ["PATH_INFO"])
+        status, body = self._respond(environ["PATH_INFO"])
         headers = [("Content-Type", CONTENT_TYPE), ("Content-Length", str(len(body)))]
         start_response(status, headers)
         return [body]
 
-    def _answer(self, path: str) -> tuple[str, bytes]:
+    def _respond(self, path: str) -> tuple[str, bytes]:
         try:
             match path:
                 case "/metrics":
@@ -85,16 +85,16 @@ class MetricsPage:
     def _on_loop(self, call: Callable[[], _T]) -> _T:
         if self._loop is None:
             return call()
-        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def run() -> None:
             try:
-                done.set_result(call())
+                future.set_result(call())
             except Exception as error:
-                done.set_exception(error)
+                future.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
-        return done.result(_ANSWER_SECONDS)
+        return future.result(_ANSWER_SECONDS)
 
 
 @contextmanager
@@ -107,35 +107,35 @@ def metrics_page(page: MetricsPage, address: tuple[str, int]) -> Iterator[None]:
     host, port = address
     try:
         kind = _PageOverIPv6 if ":" in host else _Page
-        server = make_server(host, port, page, kind, _Reading)
+        server = make_server(host, port, page, kind, _RequestHandler)
     except OSError as error:
         raise InvalidInput(
             f"cannot listen on {host}:{port}: {error.strerror}",
             field="--metrics-port",
             hint="choose another port, or 0 for any free port",
         ) from error
-    ended = threading.Event()
+    stop_requested = threading.Event()
 
-    def answer() -> None:
+    def serve_requests() -> None:
         with server:
-            while not ended.is_set():
+            while not stop_requested.is_set():
                 server.handle_request()
 
-    thread = threading.Thread(target=answer, name="metrics", daemon=True)
+    thread = threading.Thread(target=serve_requests, name="metrics", daemon=True)
     thread.start()
-    shown = f"[{host}]" if ":" in host else host
-    page.address = f"{shown}:{server.server_port}"
+    display_host = f"[{host}]" if ":" in host else host
+    page.address = f"{display_host}:{server.server_port}"
     try:
         yield
     finally:
-        ended.set()
+        stop_requested.set()
         with contextlib.suppress(OSError):
             server.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a client
         # Briefly: the page may wait for the event loop that runs this line.
         thread.join(1.0)
 
 
-class _Reading(WSGIRequestHandler):
+class _RequestHandler(WSGIRequestHandler):
     timeout = 1.0  # seconds without data from the client
 
     def log_message(self, format: str, *_: object) -> None:

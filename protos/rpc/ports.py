@@ -7,27 +7,30 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST = 20_000  # below are well-known services, and the workers of Ray (10,002 to 19,999)
+_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20_000  # below are well-known services, and the workers of Ray (10,002 to 19,999)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Return different ports of `host`, "" for all addresses, that no program uses.
 
-    The kernel gives the ports of one range to outgoing connections and to servers that ask for
-    port 0, so one of those may be taken before the program that shall have it starts. These ports
-    lie outside that range, unless all others are taken. Raises OSError if no port is free.
+    The kernel assigns the ports of one range to outgoing connections and to servers that bind
+    port 0, so a port of that range may be taken before the program starts. The returned ports lie
+    outside that range, unless all others are taken. Raises OSError if no port is free.
     """
-    first, last = _outgoing()
-    others = [*range(_FIRST, first), *range(last + 1, 65_536)]
-    candidates = [*random.SystemRandom().sample(others, len(others)), *[0] * count]
+    first_outgoing, last_outgoing = _outgoing_range()
+    unreserved_ports = [*range(_FIRST_PORT, first_outgoing), *range(last_outgoing + 1, 65_536)]
+    candidates = [
+        *random.SystemRandom().sample(unreserved_ports, len(unreserved_ports)),
+        *[0] * count,
+    ]
     ports: list[int] = []
-    with ExitStack() as held:
+    with ExitStack() as reserved_sockets:
         for port in candidates:
             if len(ports) == count:
                 break
             try:
-                server = held.enter_context(socket.create_server((host, port)))
+                server = reserved_sockets.enter_context(socket.create_server((host, port)))
             except OSError:
                 if not port:
                     raise
@@ -36,10 +39,10 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     return ports
 
 
-def _outgoing() -> tuple[int, int]:
+def _outgoing_range() -> tuple[int, int]:
     """Return the first and the last port of outgoing connections."""
     try:
-        first, last = map(int, _OUTGOING.read_text().split())
+        first_port, last_port = map(int, _RANGE_FILE.read_text().split())
     except OSError:  # not Linux; the range of IANA
         return 49_152, 65_535
-    return first, last
+    return first_port, last_port

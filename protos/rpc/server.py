@@ -58,7 +58,7 @@ class ServerEndpoint:
 
     def address(self, port: int) -> str:
         """Return the address for clients. `port` is the port that was bound."""
-        target = _target(self.host, port)
+        target = _format_target(self.host, port)
         return f"https://{target}" if self.tls else target
 
 
@@ -123,29 +123,29 @@ async def serve(
     loop = asyncio.get_running_loop()
     signals: list[signal.Signals] = []
 
-    def end(signum: signal.Signals) -> None:
+    def request_stop(signum: signal.Signals) -> None:
         signals.append(signum)
         stop.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, end, signum)
+        loop.add_signal_handler(signum, request_stop, signum)
 
     interceptors = [ErrorBoundary(), AccessControl(endpoint.tokens)]
     server = grpc.aio.server(
-        options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", _most_connections())],
+        options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", _max_connections())],
         interceptors=interceptors,
     )
     health = Health(register(server))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    bound = _bind(server, endpoint)
+    bound_port = _bind_port(server, endpoint)
     await server.start()
-    _warn(endpoint)
+    _warn_if_open(endpoint)
     try:
         if prepare:
             await prepare()
         if not stop.is_set():
             health.start()
-            on_ready(bound)
+            on_ready(bound_port)
         await stop.wait()
     finally:
         health.stop()
@@ -154,8 +154,8 @@ async def serve(
     return signals[0] if signals else None
 
 
-def _bind(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:
-    target = _target(endpoint.host, endpoint.port)
+def _bind_port(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:
+    target = _format_target(endpoint.host, endpoint.port)
     try:
         if endpoint.tls:
             return server.add_secure_port(target, endpoint.tls)
@@ -166,7 +166,7 @@ def _bind(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:
         raise _port_taken(endpoint.port) from error
 
 
-def _most_connections() -> int:
+def _max_connections() -> int:
     """Return the connection limit, which leaves a quarter of the file descriptors for files.
 
     gRPC closes connections beyond the limit at once.
@@ -174,11 +174,11 @@ def _most_connections() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
 
-def _target(host: str, port: int) -> str:
+def _format_target(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _warn(endpoint: ServerEndpoint) -> None:
+def _warn_if_open(endpoint: ServerEndpoint) -> None:
     if not is_loopback(endpoint.host) and not (endpoint.tokens and endpoint.tls):
         log.warning(
             "--insecure: other machines reach %s with %s and %s",

@@ -55,20 +55,20 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
-        kinds = (
+        stream_kinds = (
             "stream" if handler.request_streaming else "unary",
             "stream" if handler.response_streaming else "unary",
         )
-        behavior = getattr(handler, "_".join(kinds))
+        behavior = getattr(handler, "_".join(stream_kinds))
         # A message that cannot be decoded is the caller's error, so decode it inside the guard.
-        read = _Messages if handler.request_streaming else _read
+        decode = _Messages if handler.request_streaming else _decode_message
         guard = _guard_stream if handler.response_streaming else _guard_unary
 
         def call(request: Any, context: Any) -> Any:
-            return behavior(read(request, handler.request_deserializer), context)
+            return behavior(decode(request, handler.request_deserializer), context)
 
-        make = getattr(grpc, f"{'_'.join(kinds)}_rpc_method_handler")
-        return make(
+        make_handler = getattr(grpc, f"{'_'.join(stream_kinds)}_rpc_method_handler")
+        return make_handler(
             guard(call, handler_call_details.method),
             response_serializer=handler.response_serializer,
         )
@@ -79,7 +79,7 @@ def _guard_unary(behavior: Any, method: str) -> Any:
         try:
             return await behavior(request, context)
         except Exception as error:
-            await _abort(context, error, method)
+            await _abort_call(context, error, method)
 
     return call
 
@@ -90,12 +90,12 @@ def _guard_stream(behavior: Any, method: str) -> Any:
             async for message in behavior(request, context):
                 yield message
         except Exception as error:
-            await _abort(context, error, method)
+            await _abort_call(context, error, method)
 
     return call
 
 
-def _read(data: bytes, deserialize: Callable[[bytes], Any] | None) -> Any:
+def _decode_message(data: bytes, deserialize: Callable[[bytes], Any] | None) -> Any:
     try:
         return deserialize(data) if deserialize else data
     except DecodeError as error:
@@ -116,23 +116,23 @@ class _Messages:
         return self
 
     async def __anext__(self) -> Any:
-        return _read(await anext(self._data), self._deserialize)
+        return _decode_message(await anext(self._data), self._deserialize)
 
 
-def public_error(error: Exception, where: str) -> DistillError:
+def public_error(error: Exception, method: str) -> DistillError:
     """Return the error that a caller may see.
 
     A DistillError is returned as it is. Any other exception is logged with a new id, and becomes
-    an InternalFault that contains only the id. `where` names the method, for the log.
+    an InternalFault that contains only the id. `method` names the method, for the log.
     """
     if isinstance(error, DistillError):
         return error
     error_id = secrets.token_hex(4)
-    log.error("defect %s in %s", error_id, where, exc_info=error)
+    log.error("defect %s in %s", error_id, method, exc_info=error)
     return InternalFault(f"internal error {error_id}", hint="look up this id in the server's log")
 
 
-async def _abort(
+async def _abort_call(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str
 ) -> None:
     if isinstance(error, grpc.aio.AbortError):
@@ -142,9 +142,9 @@ async def _abort(
     info = error_details_pb2.ErrorInfo(
         reason=type(fault).__name__,
         domain=ERROR_DOMAIN,
-        metadata={"field": _cut(fault.field), "hint": _cut(fault.hint)},
+        metadata={"field": _truncate(fault.field), "hint": _truncate(fault.hint)},
     )
-    message = _cut(fault.message)
+    message = _truncate(fault.message)
     details = status_pb2.Status(code=status.value[0], message=message)
     details.details.add().Pack(info, deterministic=True)
     if isinstance(fault, Overloaded):
@@ -155,7 +155,7 @@ async def _abort(
     await context.abort(status, message, trailing_metadata=metadata)
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     data = text.encode(errors="replace")
     return text if len(data) <= _TEXT_BYTES else data[:_TEXT_BYTES].decode(errors="ignore") + " ..."
 
@@ -181,17 +181,17 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
     `server` is the server's name in messages, such as `teacher HOST:PORT`. A status without the
     details of ErrorBoundary (no connection, a deadline, a proxy) gets a message and hint here.
     """
-    if sent := sent_fault(error):
-        return sent
+    if server_fault := sent_fault(error):
+        return server_fault
     call: Any = error
     status: grpc.StatusCode = call.code()
     if status is grpc.StatusCode.UNAVAILABLE:
-        tls = "https://" in server
-        reason = _TLS_REASON.search(call.details() or "") if tls else None
+        uses_tls = "https://" in server
+        reason = _TLS_REASON.search(call.details() or "") if uses_tls else None
         return error_of(
             status.name,
             f"cannot reach the {server}" + (f" ({reason[1]})" if reason else ""),
-            hint=TLS_HINT if tls else "check that it runs and that the address is right",
+            hint=TLS_HINT if uses_tls else "check that it runs and that the address is right",
         )
     if status is grpc.StatusCode.CANCELLED:
         # A server that shuts down cancels the calls that reach it as it closes its port, and those

@@ -6,7 +6,7 @@ import httpx
 
 from protos.errors import InvalidInput
 
-_MOST_PORTS = 65535
+_MAX_PORT = 65535
 
 
 def web_address(text: str, field: str) -> httpx.URL:
@@ -18,7 +18,7 @@ def web_address(text: str, field: str) -> httpx.URL:
     try:
         url = httpx.URL(text)
         url.host.encode("idna")  # encoded as for a DNS look-up
-        if not url.host or (url.port or 0) > _MOST_PORTS:
+        if not url.host or (url.port or 0) > _MAX_PORT:
             raise ValueError("it has no host" if not url.host else f"there is no port {url.port}")
     except (httpx.InvalidURL, ValueError) as error:
         raise InvalidInput(

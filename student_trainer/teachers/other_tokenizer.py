@@ -65,7 +65,7 @@ class OtherTokenizerTeacher:
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request the rows of the completion; never blocks. Otherwise as `RemoteTeacher.score`."""
         ids = rollout.completion.numpy().astype(np.int32)
-        alignment = self._aligner.align(ids, ended=not rollout.truncated)
+        alignment = self._aligner.align(ids, has_end=not rollout.truncated)
         prompt_ids = self._prompt(rollout).numpy().astype(np.int32)
         if alignment is None or len(prompt_ids) + len(alignment.reader_ids) > self._max_length:
             return resolved(_skipped_rows(rollout, matched=self._heads is not None))

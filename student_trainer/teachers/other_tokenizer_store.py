@@ -176,7 +176,7 @@ class OtherTokenizerStore:
         prompt_ids, answer = self._prompts(ids[: entry.start]), ids[entry.start :]
         assert prompt_ids is not None, "check_prompts has seen it"
         answer, ended = self._read_answer(answer)
-        alignment = self._aligner.align(answer, ended=ended)
+        alignment = self._aligner.align(answer, has_end=ended)
         if alignment is None or self._is_too_long(len(prompt_ids) + len(alignment.reader_ids)):
             return _pending_rows(
                 np.array([prompt_ids[0], prompt_ids[0]]), 1, self._skipped_row(block)

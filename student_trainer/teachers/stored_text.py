@@ -53,7 +53,7 @@ class StoredText:
         rows: list[AlignedRows] = []
         units = 0
         for first, last, ended in self._documents(ids):
-            alignment = self.aligner.align(ids[first:last], ended=ended)
+            alignment = self.aligner.align(ids[first:last], has_end=ended)
             if alignment is None:
                 continue
             part_rows = self.rows(alignment, ids[first:last], all_rows.slice(first, last))

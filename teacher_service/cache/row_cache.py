@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from clients.store.store import StoredRows
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
-from protos.rows.codec import RowBlock, decode_rows, most_bytes
+from protos.rows.codec import RowBlock, decode_rows, max_encoded_bytes
 from teacher_service.cache.memory_tier import MemoryTier
 from teacher_service.cache.tier import Tier
 
@@ -110,7 +110,7 @@ class RowCache:
 
 
 def _estimate_max_bytes(query: ScoreQuery) -> int:
-    return most_bytes(query.rows, query.k, query.tail_samples or query.tail_draws)
+    return max_encoded_bytes(query.rows, query.k, query.tail_samples or query.tail_draws)
 
 
 def _verify_rows(encoded: bytes, query: ScoreQuery) -> RowBlock:

@@ -128,7 +128,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> History:
         return iter([request])
 
     def recorded_chunk(stream: RequestStream, chunk: teacher_pb2.ScoreChunk) -> None:
-        if chunk.request_id in stream.sent:  # the client ignores the rest, so does its history
+        if chunk.request_id in stream.in_flight:  # the client ignores the rest, so does its history
             history.received(chunk)
         receive(stream, chunk)
 

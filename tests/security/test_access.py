@@ -21,7 +21,7 @@ from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
 from clients.teacher.client import TeacherClient
 from protos import distill_pb2, rollouts_pb2, teacher_pb2, teacher_pb2_grpc
-from protos.auth.access import NEEDED, AccessControl, Role, Tokens
+from protos.auth.access import REQUIRED_ROLES, AccessControl, Role, Tokens
 from protos.errors import ExitCode, Forbidden, Unauthenticated
 from protos.rpc.statuses import ErrorBoundary, fault_of
 from tests.security.conftest import Secrets
@@ -104,8 +104,8 @@ def test_the_table_names_every_method_and_no_other() -> None:
     assert len(SERVER_METHODS) >= 8
     assert len(TEACHER_METHODS) >= 4
     assert len(ROLLOUT_METHODS) >= 2
-    public = {method for method, role in NEEDED.items() if role is None}
-    assert set(NEEDED) - public == {*SERVER_METHODS, *TEACHER_METHODS, *ROLLOUT_METHODS}
+    public = {method for method, role in REQUIRED_ROLES.items() if role is None}
+    assert set(REQUIRED_ROLES) - public == {*SERVER_METHODS, *TEACHER_METHODS, *ROLLOUT_METHODS}
     assert public == {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
     assert public <= set(methods_of(health_pb2.DESCRIPTOR))
 
@@ -162,7 +162,7 @@ def test_a_role_may_do_what_the_table_says(
     for program, methods in ((guarded_server, SERVER_METHODS), (guarded_teacher, TEACHER_METHODS)):
         with grpc.insecure_channel(program.address) as channel:
             for method in methods:
-                needed = NEEDED[method]
+                needed = REQUIRED_ROLES[method]
                 assert needed is not None
                 if method.endswith("SubmitJob") and role >= needed:
                     continue  # it would leave a job behind

@@ -22,7 +22,7 @@ from clients.teacher.query import ScoreQuery
 from distill_server.runners.attempt_tokens import attempt_tokens
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import Share
-from protos.auth.access import NEEDED, Role, Tokens, read_tokens
+from protos.auth.access import REQUIRED_ROLES, Role, Tokens, read_tokens
 from protos.auth.scoped_token import scoped_token
 from protos.errors import Forbidden, InvalidInput
 from protos.rpc.channel import ROLLOUTS_TOKEN, TEACHER_TOKEN, open_channel
@@ -132,7 +132,7 @@ def test_a_scoped_token_reads_from_teachers_and_from_nobody_else(
         for method in TEACHER_METHODS:
             answer = call(channel, method, made)
             denied = answer.code is grpc.StatusCode.PERMISSION_DENIED
-            assert denied == (NEEDED[method] is Role.ADMIN), (method, answer)
+            assert denied == (REQUIRED_ROLES[method] is Role.ADMIN), (method, answer)
             assert answer.code is not grpc.StatusCode.UNAUTHENTICATED
 
 

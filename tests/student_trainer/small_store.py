@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clients.data.tokenization import tokens_of
-from clients.store.facts import PART, SEQUENCES, WHOLE, key_of
+from clients.store.facts import PART, SEQUENCES, UNSPLIT, key_of
 from clients.store.store import LogitStore, StoredRows
 from clients.teacher.query import tokenizer_fingerprint
 from protos.rows.codec import RowBlock, encode_rows
@@ -86,7 +86,7 @@ def write_store(
         "temperature": str(temperature),
         "tail_samples": str(samples),
         "form": "completion",
-        PART: WHOLE,
+        PART: UNSPLIT,
         SEQUENCES: str(len(texts)),
     }
     entries = [

@@ -37,11 +37,11 @@ def verify(context: typer.Context, store: StoreArgument) -> ExitCode:
 
     Exits with 1 if a shard is damaged or missing, or if the store is incomplete.
     """
-    from clients.store.checks import counted, damages
+    from clients.store.checks import count_sequences, damages
 
     place = place_of(store)
     damage_messages = list(damages(place))
-    sequences, expected_sequences = counted(place)
+    sequences, expected_sequences = count_sequences(place)
     record = {
         "path": place,
         "sound": not damage_messages,

@@ -80,30 +80,20 @@ def submit(
             configs = _upload_files(client, output, configs)
         text = files[0].text
         if len(configs) == 1:  # older servers have no submit_all
-            submitted_jobs = [
-                client.submit(configs[0], config_text=text, idempotency_key=key or None)
-            ]
+            handles = [client.submit(configs[0], config_text=text, idempotency_key=key or None)]
         else:
-            submitted_jobs = [*client.submit_all(configs, config_text=text, idempotency_key=key)]
-        print_jobs(output, submitted_jobs, [submitted_job.id for submitted_job in submitted_jobs])
+            handles = [*client.submit_all(configs, config_text=text, idempotency_key=key)]
+        print_jobs(output, handles, [handle.id for handle in handles])
         if follow:
-            codes = [
-                watch_job(client, submitted_job.id, output, timeout)
-                for submitted_job in submitted_jobs
-            ]
+            codes = [watch_job(client, handle.id, output, timeout) for handle in handles]
             return next((code for code in codes if code is not ExitCode.OK), ExitCode.OK)
-    for sweep in dict.fromkeys(
-        submitted_job.labels[LABEL]
-        for submitted_job in submitted_jobs
-        if LABEL in submitted_job.labels
-    ):
+    sweeps = [handle.labels[LABEL] for handle in handles if LABEL in handle.labels]
+    for sweep in dict.fromkeys(sweeps):
         output.say(f"  distill table --label {quote(f'{LABEL}={sweep}')}    compare its jobs")
-    for submitted_job in submitted_jobs:
-        if LABEL in submitted_job.labels:
-            continue
-        output.say(f"  distill watch {submitted_job.id}    show its progress")
-        output.say(f"  distill logs -f {submitted_job.id}  show its log")
-        output.say(f"  distill cancel {submitted_job.id}   stop it after a checkpoint")
+    for handle in (handle for handle in handles if LABEL not in handle.labels):
+        output.say(f"  distill watch {handle.id}    show its progress")
+        output.say(f"  distill logs -f {handle.id}  show its log")
+        output.say(f"  distill cancel {handle.id}   stop it after a checkpoint")
     return ExitCode.OK
 
 

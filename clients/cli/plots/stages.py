@@ -70,7 +70,7 @@ def stages_of(record: JobRecord) -> list[Stage]:
 
 
 def bars_of(record: JobRecord, stages: Sequence[Stage], max_bars: int = MAX_BARS) -> list[Bar]:
-    """Return at most `most` bars, each of an equal number of steps; `stages`: of the job."""
+    """Return at most `max_bars` bars of equal numbers of steps; `stages`: of the job."""
     timed = [point for point in record.points if _STEP_METRIC in point.metrics]
     size = -(-len(timed) // max_bars)
     bars = []

@@ -59,7 +59,7 @@ def test_chunks_end_where_both_have_a_boundary(
     ids = found_by.writer.encode(text)
     if ended:
         ids = np.append(ids, np.int32(end_of(found_by.writer)))
-    found = found_by.align(ids, ended=ended)
+    found = found_by.align(ids, has_end=ended)
     if not len(ids):
         assert found is None
         return
@@ -113,7 +113,7 @@ def test_any_tokens_that_a_student_samples(
     ids = np.array(data.draw(st.lists(one_id, min_size=1, max_size=12)), np.int32)
     if ended:
         ids = np.append(ids, np.int32(end_of(found_by.writer)))
-    found = found_by.align(ids, ended=ended)
+    found = found_by.align(ids, has_end=ended)
     if found is None:
         return
     pieces = spelled(found_by.writer, ids)
@@ -162,8 +162,8 @@ def test_a_text_that_the_teacher_normalizes_is_left_out() -> None:
     document: dict[str, Any] = json.loads(trained.byte_level(300).to_str())
     teacher = ByteTokenizer(document | {"normalizer": {"type": "NFC"}}, "teacher", "x")
     found_by = Aligner(TOKENIZERS["small"], teacher, 0)
-    assert found_by.align(found_by.writer.encode("cafe\u0301 sat"), ended=False) is None
-    assert found_by.align(found_by.writer.encode("caf\u00e9 sat"), ended=False) is not None
+    assert found_by.align(found_by.writer.encode("cafe\u0301 sat"), has_end=False) is None
+    assert found_by.align(found_by.writer.encode("caf\u00e9 sat"), has_end=False) is not None
 
 
 def test_a_tokenizer_whose_tokens_have_no_bytes_of_their_own() -> None:

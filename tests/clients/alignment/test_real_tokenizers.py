@@ -100,7 +100,7 @@ def test_round_trips(directory: Path, text: str, student: str, teacher: str) -> 
     if of.writer.data(ids) != text.encode():
         assert student == "qwen3"  # NFC
         return
-    found = of.align(ids, ended=False)
+    found = of.align(ids, has_end=False)
     if found is None:
         assert teacher == "qwen3" or not text
         return
@@ -119,7 +119,7 @@ def test_tokens_that_are_no_text(
     of = aligner(directory, (student, teacher))
     one_id = st.integers(0, 5000)
     ids = np.array(data.draw(st.lists(one_id, min_size=1, max_size=20)), np.int32)
-    found = of.align(ids, ended=False)
+    found = of.align(ids, has_end=False)
     if found is None:
         return
     whole = of.writer.data(ids[: found.read.sum()])
@@ -154,6 +154,6 @@ def test_speed(directory: Path) -> None:
     ids = of.writer.encode(PROSE + CODE + MATHS)
     started, count = time.thread_time(), 0
     while count < 50_000:
-        of.align(ids, ended=False)
+        of.align(ids, has_end=False)
         count += len(ids)
     print(f"{count / (time.thread_time() - started):,.0f} tokens/s of encoding and alignment")

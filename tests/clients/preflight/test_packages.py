@@ -33,7 +33,7 @@ def test_moments_in_8_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None
     narrow = {**job, "train": {"optimizer": "adamw_8bit"}}
     listed = ["torchao>=0.18; extra == '8bit'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: listed)
-    monkeypatch.setattr(extras, "_installed", lambda name: name != "torchao")
+    monkeypatch.setattr(extras, "_is_installed", lambda name: name != "torchao")
     check_packages(parse_job(json.dumps(job)))
     with pytest.raises(InvalidInput, match="adamw_8bit needs torchao, which is not") as caught:
         check_packages(parse_job(json.dumps(narrow)))

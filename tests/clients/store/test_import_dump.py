@@ -107,7 +107,7 @@ def test_a_token_of_the_next_rank_is_no_head_id(tokenizer: Path, tmp_path: Path)
 def test_an_interrupted_import_goes_on(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SEQUENCES_A_FILE", 4)
+    monkeypatch.setattr(module, "_SEQUENCES_PER_FILE", 4)
     dump = Dump(written(tmp_path / "dump.jsonl", 10), tokenizer, VOCAB)
     import_dump(tmp_path / "whole", dump)
     encode, calls = module.encode_rows, iter(range(100))

@@ -12,7 +12,7 @@ from clients.cli.app import main
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
 from distill_server.rpc.service import DistillService
-from protos.auth.access import NEEDED, Role
+from protos.auth.access import REQUIRED_ROLES, Role
 from protos.errors import ExitCode, InvalidInput, WrongState
 from tests.distill_server.conftest import Server, eventually, job_config
 
@@ -122,7 +122,7 @@ def test_every_method_that_changes_something_is_audited() -> None:
     service = "/distill.v1.Distill/"
     changing = {
         name.removeprefix(service)
-        for name, role in NEEDED.items()
+        for name, role in REQUIRED_ROLES.items()
         if name.startswith(service) and role is not Role.READ
     }
     for name in changing - {"CheckJob"}:

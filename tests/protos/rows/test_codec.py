@@ -23,7 +23,7 @@ from protos.rows.codec import (
     encode_rows,
     expand_rows,
     is_compressed,
-    most_bytes,
+    max_encoded_bytes,
 )
 
 
@@ -84,7 +84,7 @@ def test_round_trip(
     m, samples = (samples, 0) if draws else (0, samples)
     block = make_block(n, k, top_id=top_id, ids=ids, samples=samples, draws=m, seed=seed)
     encoded = encode_rows(block, f32=f32)
-    most = most_bytes(n, k, samples or m)
+    most = max_encoded_bytes(n, k, samples or m)
     assert len(encoded) <= most
     compressed = compress_rows(encoded)
     for data in (encoded, compressed):

@@ -29,8 +29,8 @@ def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (chosen,) = free_ports(1)
     kernel = tmp_path / "ip_local_port_range"
     kernel.write_text(f"{chosen + 1}\t65535\n")
-    monkeypatch.setattr(ports, "_OUTGOING", kernel)
-    monkeypatch.setattr(ports, "_FIRST", chosen)
+    monkeypatch.setattr(ports, "_RANGE_FILE", kernel)
+    monkeypatch.setattr(ports, "_FIRST_PORT", chosen)
     assert free_ports(1) == [chosen]
     with socket.create_server(("127.0.0.1", chosen)):
         (other,) = free_ports(1)
@@ -42,5 +42,5 @@ def test_without_other_ports_the_kernel_chooses(
 ) -> None:
     kernel = tmp_path / "ip_local_port_range"
     kernel.write_text("1024\t65535\n")
-    monkeypatch.setattr(ports, "_OUTGOING", kernel)
+    monkeypatch.setattr(ports, "_RANGE_FILE", kernel)
     assert len(set(free_ports(3))) == 3

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InternalFault, InvalidInput, NotFound, Overloaded, Unavailable
 from protos.rpc.server import ServerEndpoint
-from protos.rpc.statuses import _abort, fault_of
+from protos.rpc.statuses import _abort_call, fault_of
 from protos.rpc.transport import CHANNEL_OPTIONS, SERVER_OPTIONS
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +81,7 @@ def test_a_fault_survives_its_own_length() -> None:
     text = "\u00e9" * 50_000
     fault = InvalidInput(text, field=text, hint=text)
     context = AsyncMock()
-    asyncio.run(_abort(context, fault, "a test"))
+    asyncio.run(_abort_call(context, fault, "a test"))
     _, message = context.abort.await_args.args
     [(_, details)] = context.abort.await_args.kwargs["trailing_metadata"]
     assert message.startswith("\u00e9" * 400)

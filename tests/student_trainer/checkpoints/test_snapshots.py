@@ -234,7 +234,7 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
     os.close(locks[0])
     assert mine == made[2]
     with pytest.raises(BlockingIOError):
-        memory_disk._locked(mine)
+        memory_disk._lock_directory(mine)
 
 
 def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None:

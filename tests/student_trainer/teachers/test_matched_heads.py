@@ -89,7 +89,7 @@ def test_the_sets_and_where_the_teacher_reads_them(aligner: tuple[Aligner, int])
     both, end = aligner
     ids = np.append(both.writer.encode(TEXT), np.int32(end))
     heads = heads_of(both, ids, end)
-    found = both.align(ids, ended=True)
+    found = both.align(ids, has_end=True)
     assert found is not None
     matched = HeadMap.build(both, end).match(ids, heads, found)
     asked = matched.teacher_ids(len(found.reader_ids))
@@ -115,7 +115,7 @@ def test_the_sets_and_where_the_teacher_reads_them(aligner: tuple[Aligner, int])
 def test_without_an_end_the_last_tokens_have_none(aligner: tuple[Aligner, int]) -> None:
     both, end = aligner
     ids = both.writer.encode(TEXT)
-    found = both.align(ids, ended=False)
+    found = both.align(ids, has_end=False)
     assert found is not None
     matched = HeadMap.build(both, None).match(ids, heads_of(both, ids, end), found).matched
     assert matched.any()

@@ -62,7 +62,7 @@ def rows_of(teacher_ids: np.ndarray) -> RowBlock:
 
 
 def scored(ids: np.ndarray, *, ended: bool) -> AlignedRows:
-    found = ALIGNER.align(ids, ended=ended)
+    found = ALIGNER.align(ids, has_end=ended)
     assert found is not None
     return aligned_rows(rollout_of(ids, ended=ended), found, None, rows_of(found.reader_ids))
 
@@ -110,7 +110,7 @@ def test_another_spelling_costs_more() -> None:
 def test_the_last_tokens_of_a_truncated_answer_have_no_cost() -> None:
     ids = STUDENT.encode(TEXT)
     rows = scored(ids, ended=False)
-    found = ALIGNER.align(ids, ended=False)
+    found = ALIGNER.align(ids, has_end=False)
     assert found is not None
     assert rows.learned.tolist() == found.settled.tolist()
     assert not rows.learned[-1]

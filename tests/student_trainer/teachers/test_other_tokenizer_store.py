@@ -36,7 +36,7 @@ def aligned(text: str, *, ended: bool) -> tuple[Alignment, np.ndarray]:
     ids = TEACHER.encode(text)
     if ended:
         ids = np.append(ids, np.int32(0))
-    found = ALIGNER.align(ids, ended=ended)
+    found = ALIGNER.align(ids, has_end=ended)
     assert found is not None
     return found, -np.arange(1, len(ids) + 1, dtype=np.float32)
 

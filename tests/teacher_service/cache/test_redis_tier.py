@@ -17,7 +17,7 @@ from clients.store.store import StoredRows
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery, row_key
 from protos.errors import InvalidInput
-from protos.rows.codec import RowBlock, encode_rows, most_bytes
+from protos.rows.codec import RowBlock, encode_rows, max_encoded_bytes
 from teacher_service.cache.circuit_breaker import Breaker
 from teacher_service.cache.redis_address import RedisAddress
 from teacher_service.cache.redis_tier import MAX_VALUE_BYTES, RedisTier
@@ -107,11 +107,11 @@ def test_what_was_put_comes_back_and_the_first_stays(server: RedisServer, zstd: 
         for entry_to_put in (first, second):
             tier.put(entry_to_put)
         await tier.wait_until_written()
-        assert await tier.get(first.key, most_bytes(20, K)) == first.rows
+        assert await tier.get(first.key, max_encoded_bytes(20, K)) == first.rows
         assert await tier.get(b"?" * 32, 10_000) is None
         tier.drop(first.key)
         await tier.wait_until_written()
-        assert await tier.get(first.key, most_bytes(20, K)) is None
+        assert await tier.get(first.key, max_encoded_bytes(20, K)) is None
 
     with_tier(server.url, work, zstd=zstd)
 
@@ -128,7 +128,9 @@ def test_eight_teachers_that_score_the_same(server: RedisServer) -> None:
         for tier in [first, *tiers]:
             await tier.wait_until_written()
         for key in keys:
-            stored_rows = {await tier.get(key, most_bytes(20, K)) for tier in [first, *tiers]}
+            stored_rows = {
+                await tier.get(key, max_encoded_bytes(20, K)) for tier in [first, *tiers]
+            }
             assert len(stored_rows) == 1
             assert stored_rows <= {entry(number).rows for number in range(8)}
         for tier in tiers:
@@ -146,7 +148,9 @@ def test_lookups_of_one_moment_travel_together(server: RedisServer) -> None:
         await tier.get(b"?" * 32, 1000)  # connects
         loop = asyncio.get_running_loop()
         start = loop.time()
-        answers = await asyncio.gather(*(tier.get(e.key, most_bytes(20, K)) for e in entries))
+        answers = await asyncio.gather(
+            *(tier.get(e.key, max_encoded_bytes(20, K)) for e in entries)
+        )
         assert answers == [stored_entry.rows for stored_entry in entries]
         return loop.time() - start
 
@@ -185,7 +189,7 @@ def test_what_is_kept_is_found_whatever_its_widest_form(server: RedisServer) -> 
     heads = np.tile(np.arange(k, dtype=np.int32), (rows, 1))
     block = RowBlock(heads, np.zeros((rows, k), np.float16), floats, floats)
     scored = EncodedRows(encode_rows(block), block)
-    assert most_bytes(rows, k) > MAX_VALUE_BYTES > len(scored.encoded)
+    assert max_encoded_bytes(rows, k) > MAX_VALUE_BYTES > len(scored.encoded)
 
     async def work(tier: RedisTier) -> None:
         RowCache(memory_bytes=0, redis=tier).put(b"k" * 32, query, scored)
@@ -207,7 +211,7 @@ def test_lookups_given_up_never_mix_up_answers(server: RedisServer) -> None:
         rng = np.random.default_rng(0)
         for _ in range(200):
             tasks = [
-                asyncio.create_task(tier.get(entries[i].key, most_bytes(20, K)))
+                asyncio.create_task(tier.get(entries[i].key, max_encoded_bytes(20, K)))
                 for i in rng.integers(0, 50, 5)
             ]
             await asyncio.sleep(0)
@@ -215,7 +219,7 @@ def test_lookups_given_up_never_mix_up_answers(server: RedisServer) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for stored_entry in entries:
-            assert await tier.get(stored_entry.key, most_bytes(20, K)) == stored_entry.rows
+            assert await tier.get(stored_entry.key, max_encoded_bytes(20, K)) == stored_entry.rows
         assert tier.counts.errors == 0
 
     with_tier(server.url, work)
@@ -306,7 +310,7 @@ def test_passwords_and_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert tier
             tier.put(entry(1))
             await tier.wait_until_written()
-            assert await tier.get(entry(1).key, most_bytes(20, K)) == entry(1).rows
+            assert await tier.get(entry(1).key, max_encoded_bytes(20, K)) == entry(1).rows
             tier.drop(entry(1).key)
             await tier.close()
             assert tier.counts.errors == 0
@@ -338,7 +342,7 @@ def test_tls(server: RedisServer, tmp_path: Path) -> None:
     async def work(tier: RedisTier) -> tuple[bytes | None, int]:
         tier.put(entry(1))
         await tier.wait_until_written()
-        return await tier.get(entry(1).key, most_bytes(20, K)), tier.counts.errors
+        return await tier.get(entry(1).key, max_encoded_bytes(20, K)), tier.counts.errors
 
     async def main() -> None:
         front = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from clients.config.offline import OfflineJob
 from clients.runs.directory import RunDirectory
-from clients.store.checks import counted, damages, summary_of
+from clients.store.checks import count_sequences, damages, summary_of
 from clients.store.copies import manifest_at, on_disk
 from clients.store.dataset import LogitDataset
 from clients.store.manifest import MANIFEST
@@ -191,7 +191,7 @@ def test_a_summary_reads_the_manifest_alone(captured_store: Path, stored: str) -
     remote, local = summary_of(stored), summary_of(captured_store)
     assert {**local, "path": stored} == {**local, **remote}
     assert local.keys() - remote.keys() == {"tokens", "rows", "bytes_per_row"}
-    assert counted(stored) == counted(captured_store)
+    assert count_sequences(stored) == count_sequences(captured_store)
 
 
 def test_parts_are_merged(
