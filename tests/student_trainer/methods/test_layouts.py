@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clients.runs.directory import RunDirectory
 from protos.rows.codec import RowBlock
-from student_trainer.data.packing import Layout, micro_batches, places
+from student_trainer.data.packing import Layout, micro_batches, place_sequences
 from student_trainer.data.rollout import Rollout
 from student_trainer.loop.trainer import Trainer
 from student_trainer.teachers.source import PendingRows
@@ -33,7 +33,7 @@ LONG = {
 def assert_shared(items: Sequence[PendingRows]) -> None:
     """Several micro-batches, with sequences that share lines."""
     groups = micro_batches(items, MOST, "lines")
-    lines = [places([len(one.sequence.token_ids) for one in group], "lines") for group in groups]
+    lines = [place_sequences([len(one.sequence.token_ids) for one in group], "lines") for group in groups]
     assert len(groups) > 1
     assert any(first > 0 for _, placed in lines for _, first in placed)
 

@@ -212,7 +212,7 @@ def test_a_damaged_sequence_is_named(store: Path, tmp_path: Path) -> None:
     steps = steps_of(data, range(30))
     order = steps._order
     victim = order.of_step(4, 6)[2]
-    shard, _ = data._place(victim)
+    shard, _ = data._locate(victim)
     # In the payload of its rows: the map shows what the file becomes.
     content = bytearray((copied / shard.name).read_bytes())
     at = content.index(bytes(data.entry(victim).rows[-40:]))
