@@ -102,14 +102,14 @@ def test_a_fault_after_the_critic_has_learned_leaves_no_checkpoint(
     """The critic would be a step ahead of the student. Without one there is nothing to lose."""
     config = tiny.rl_job(material, method__advantages=advantages, checkpoint__every=50)
     with trainer_of(tmp_path / "run", config) as made:
-        learn = made._train
+        learn = made._learn
 
         def lost_in_step_2(pending: Any) -> Any:
             if made._step == 1:
                 raise Unavailable("no teacher")
             return learn(pending)
 
-        monkeypatch.setattr(made, "_train", lost_in_step_2)
+        monkeypatch.setattr(made, "_learn", lost_in_step_2)
         with pytest.raises(Unavailable):
             made.train()
     saved = sorted(path.name for path in (tmp_path / "run").glob("**/step-*") if path.is_dir())

@@ -33,7 +33,9 @@ LONG = {
 def assert_shared(items: Sequence[PendingRows]) -> None:
     """Several micro-batches, with sequences that share lines."""
     groups = micro_batches(items, MOST, "lines")
-    lines = [place_sequences([len(one.sequence.token_ids) for one in group], "lines") for group in groups]
+    lines = [
+        place_sequences([len(one.sequence.token_ids) for one in group], "lines") for group in groups
+    ]
     assert len(groups) > 1
     assert any(first > 0 for _, placed in lines for _, first in placed)
 
