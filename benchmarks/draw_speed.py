@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from student_trainer.losses import Rows, fused_linear_loss, rows_from_logits, topk_kl
-from student_trainer.rollouts.sampler import Sampler, noise_of
+from student_trainer.rollouts.sampler import Sampler, rollout_noise
 
 VOCABULARY, WIDTH = 151_936, 896
 
@@ -103,7 +103,7 @@ def sampling(layers: int, batch: int = 8, tokens: int = 8) -> tuple[Callable[[],
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     prompts = [torch.randint(VOCABULARY, (16,)) for _ in range(batch)]
-    noise = [noise_of(number, 0, tokens) for number in range(batch)]
+    noise = [rollout_noise(number, 0, tokens) for number in range(batch)]
 
     def run(draws: int) -> Callable[[], None]:
         sampler = Sampler(model, _NoEnd(), top_k=8, temperature=1.0, draws=draws)

@@ -48,7 +48,7 @@ class PushChannel:
         """Send the current weights, and wait until the engine has verified them."""
         probe, dtype = self._snapshots.probe()
         published = self._snapshots.published()
-        specs = [WeightSpec.of(name, size) for name, size in published.sizes.items()]
+        specs = [WeightSpec.describe(name, size) for name, size in published.sizes.items()]
         offer = WeightsOffer(replace(version, pushed=True), dtype, specs, probe)
 
         async def receive() -> None:

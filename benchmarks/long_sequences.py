@@ -154,7 +154,7 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
     with connect(config) as teachers, ExitStack() as stack:
         if not fused:
             stack.enter_context(
-                patch("student_trainer.model.student.logit_map_of", return_value=None)
+                patch("student_trainer.model.student.find_logit_map", return_value=None)
             )
         trainer = assemble(config, run, teachers, None, progress, 1, None)
         started = time.monotonic()

@@ -186,7 +186,7 @@ def use(accelerator: Accelerator, case: Case, before: int) -> dict[str, int]:
 
     def update() -> None:
         for last in (False, True):
-            with student.synchronized(last=last):
+            with student.synchronized(is_last=last):
                 out = student(batch, lambda rows, index: -rows.token_logprobs, 1.0)
                 accelerator.backward(out.loss_sum)
         adamw.step()

@@ -200,7 +200,7 @@ def use(
 
     def update() -> None:
         for number in range(MICRO_BATCHES):
-            with student.synchronized(last=number == MICRO_BATCHES - 1):
+            with student.synchronized(is_last=number == MICRO_BATCHES - 1):
                 out = student(batch, lambda rows, index: -rows.token_logprobs, 1.0)
                 accelerator.backward(out.loss_sum)
         optimizer.step()

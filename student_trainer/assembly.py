@@ -122,7 +122,7 @@ def assemble(
     method = make_method(accelerator, student, engine)
     optimizer = make_optimizer(config.train, student.trained.model)
     if checkpoint_path is not None:
-        _restore(method, checkpoint_path)
+        _restore_method(method, checkpoint_path)
         checkpoint.load_optimizer(checkpoint_path, student.trained.model, optimizer)
     _log_start(config, teachers, stores, student, step)
     parts = Parts(
@@ -217,7 +217,7 @@ def _load_student(
     return student
 
 
-def _restore(method: Method, checkpoint_path: Path) -> None:
+def _restore_method(method: Method, checkpoint_path: Path) -> None:
     """Load the method's state from a checkpoint: anchor, critic, rollouts of later steps."""
     if method.anchor is not None:
         checkpoint.load_anchor(checkpoint_path, method.anchor)

@@ -92,7 +92,7 @@ class PushedVersions:
         published = self._snapshots.published()
         pusher = self._pusher
         if pusher is not None:
-            specs = [WeightSpec.of(name, size) for name, size in published.sizes.items()]
+            specs = [WeightSpec.describe(name, size) for name, size in published.sizes.items()]
             pusher.begin(WeightsOffer(replace(version, pushed=True), dtype, specs, probe))
         is_sending = pusher is not None and pusher.is_sending
         if max_over_ranks(self._accelerator, int(is_sending)):

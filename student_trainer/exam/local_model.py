@@ -13,7 +13,7 @@ from protos.errors import InvalidInput
 from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.asking import AnswerRequest, ExamStopped, Refusals, StoreAnswers, seed_of
 from student_trainer.model.loading import load_model, load_tokenizer
-from student_trainer.rollouts.sampler import SampledTokens, Sampler, noise_of
+from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
 
 _BATCH_TOKENS = 65536
 
@@ -113,7 +113,7 @@ class LocalModel:
             seeds = [
                 seed_of(self._config.seed, question.number, sample) for question, sample in requests
             ]
-            noise = [noise_of(seed, 0, max_tokens) for seed in seeds]
+            noise = [rollout_noise(seed, 0, max_tokens) for seed in seeds]
         samples = self._sampler.write(
             prompt_ids, [max_tokens] * len(requests), noise, is_cancelled=self._is_stopped
         )

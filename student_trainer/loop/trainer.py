@@ -301,7 +301,7 @@ class Trainer:
     def _gradients(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
         """Collective. Add up the gradients of a batch, and return (sum, number) of metrics."""
         objective = self._objective
-        with self._student.synchronized(last=last):
+        with self._student.synchronized(is_last=last):
             loss = objective.loss(batch)
             out = self._student(batch, loss, objective.temperature, objective.needs_all_rows)
             self._accelerator.backward(out.loss_sum * scale)

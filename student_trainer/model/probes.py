@@ -60,7 +60,7 @@ def body_of(model: Any) -> Any:
 
 
 @torch.no_grad()
-def logit_map_of(model: Any, vocab_size: int | None = None) -> LogitMap | None:
+def find_logit_map(model: Any, vocab_size: int | None = None) -> LogitMap | None:
     """Return the map from products of the head and the last states to the model's logits.
 
     `vocab_size`: of the returned map. Returns None if the head is not one linear layer, or if the
@@ -93,7 +93,7 @@ def logit_map_of(model: Any, vocab_size: int | None = None) -> LogitMap | None:
         handle.remove()
     if not head_inputs or logits.shape != probe_products.shape:
         return None  # the model does not call its head
-    input_scale = _ratio_of(head_inputs[0], states)
+    input_scale = _find_ratio(head_inputs[0], states)
     if input_scale is None or (input_scale != 1 and head.bias is not None):
         return None
     scale_and_cap = fit_scale_and_cap(probe_values, logits.float().cpu().numpy())
@@ -124,7 +124,7 @@ def uses_images(model: Any, reader: ImageReader) -> bool:
     return not torch.equal(*last_states)
 
 
-def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:
+def _find_ratio(scaled: Tensor, states: Tensor) -> float | None:
     """Return the number > 0 that makes `states` equal to `scaled`; None if there is none."""
     if torch.equal(scaled, states):
         return 1.0

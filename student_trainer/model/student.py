@@ -22,7 +22,7 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
-from student_trainer.model.probes import body_of, called_linear_modules, logit_map_of
+from student_trainer.model.probes import body_of, called_linear_modules, find_logit_map
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Student(nn.Module):
         self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
         # Each cast weight is used once: the cache of autocast would only hold a copy of the model.
         with self.precision(cache=False), called_linear_modules(model) as linear:
-            self._logit_map = logit_map_of(model, self.vocab_size)
+            self._logit_map = find_logit_map(model, self.vocab_size)
         self.linear = frozenset(linear)
         self.layout: Layout = "padded"
         self.compiled = False
@@ -115,7 +115,7 @@ class Student(nn.Module):
         """
         ids = batch.head_ids
         if self._logit_map is None:
-            logits = self._logits(batch, None if every_id else self.vocab_size)
+            logits = self._compute_logits(batch, None if every_id else self.vocab_size)
             ids = ids if top_k is None else logits.topk(top_k, 1).indices
             return ids, rows_from_logits(
                 logits,
@@ -167,7 +167,7 @@ class Student(nn.Module):
             states = states + _zero_with_gradients(body)
         return batch.select(states), head.weight, getattr(head, "bias", None)
 
-    def _logits(self, batch: Batch, vocab_size: int | None) -> Tensor:
+    def _compute_logits(self, batch: Batch, vocab_size: int | None) -> Tensor:
         """Return the logits [N, V] of the first `vocab_size` ids; None: of all ids."""
         with self.precision():
             logits = self.model(**batch.inputs, use_cache=False).logits
@@ -184,7 +184,7 @@ class Student(nn.Module):
     def _loss_from_logits(
         self, batch: Batch, loss_fn: LossFunction, temperature: float
     ) -> FusedLoss:
-        logits = self._logits(batch, self.vocab_size)
+        logits = self._compute_logits(batch, self.vocab_size)
         rows = rows_from_logits(
             logits,
             batch.head_ids,

@@ -68,13 +68,15 @@ def raise_on_all_ranks(accelerator: Accelerator, work: Callable[[], Shared]) -> 
         own_error = caught
     if not max_over_ranks(accelerator, int(own_error is not None)):
         return work_result
-    first_error = _first_error(accelerator, own_error) if accelerator.num_processes > 1 else None
-    error_to_raise = own_error or first_error
+    shared_error = (
+        _share_first_error(accelerator, own_error) if accelerator.num_processes > 1 else None
+    )
+    error_to_raise = own_error or shared_error
     assert error_to_raise is not None
     raise error_to_raise
 
 
-def _first_error(accelerator: Accelerator, own_error: DistillError | None) -> DistillError:
+def _share_first_error(accelerator: Accelerator, own_error: DistillError | None) -> DistillError:
     """Collective. Return the error of the lowest rank that has one."""
     parts = (
         ()

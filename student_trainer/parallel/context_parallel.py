@@ -57,7 +57,7 @@ class ContextGroup:
         The model's forward pass is then collective in the group, takes full lines, whose length
         must be a multiple of `size`, and returns the states or logits of this process's tokens.
         """
-        for number, layer in enumerate(_layers(model)):
+        for number, layer in enumerate(_find_layers(model)):
             layer.register_forward_pre_hook(
                 self._select_own_embeddings if number == 0 else self._select_own_positions,
                 with_kwargs=True,
@@ -79,7 +79,7 @@ class ContextGroup:
         All processes of the group have the same batch and get the same result. The loss sum has the
         gradients of this process's rows; their sum over the group is the gradient of the batch.
         """
-        row_numbers, own_batch = self._own_batch(batch)
+        row_numbers, own_batch = self._select_own_batch(batch)
 
         def loss_of_own_rows(rows: Rows, index: Index) -> Tensor:
             return loss_fn(rows, row_numbers[index])
@@ -112,7 +112,7 @@ class ContextGroup:
         self, student: Student, batch: Batch, *settings: Any, **options: Any
     ) -> tuple[Tensor, Rows]:
         """Collective in the group. Return the result of `Student.rows` for the whole batch."""
-        row_numbers, own_batch = self._own_batch(batch)
+        row_numbers, own_batch = self._select_own_batch(batch)
         own_head_ids, rows = student.rows(own_batch, *settings, **options)
         [ids] = self._gather_rows(row_numbers, len(batch), [own_head_ids])
         return ids, Rows(*self._gather_rows(row_numbers, len(batch), _row_columns(rows)))
@@ -128,10 +128,10 @@ class ContextGroup:
 
         The states are [n, H], as in `Student.states`.
         """
-        row_numbers, own_batch = self._own_batch(batch)
+        row_numbers, own_batch = self._select_own_batch(batch)
         return row_numbers, student.states(own_batch)
 
-    def _own_batch(self, batch: Batch) -> tuple[Tensor, Batch]:
+    def _select_own_batch(self, batch: Batch) -> tuple[Tensor, Batch]:
         """Return the numbers [n] of this process's rows, and the batch of these rows.
 
         Its lines are padded to a multiple of `size`. `position` indexes the states of this process.
@@ -224,13 +224,13 @@ class _Attention:
     """The original attention module, `inner`, of a module that `ContextGroup` has divided.
 
     repeats: how often each head of keys and values is repeated, so that all processes get equally
-    many heads. used: whether a forward pass has called it.
+    many heads. was_called: whether a forward pass has called it.
     """
 
     group: ContextGroup
     inner: Any
     repeats: int
-    used: bool = False
+    was_called: bool = False
 
 
 class _Exchange(torch.autograd.Function):
@@ -239,9 +239,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         ctx.group = group
-        received = torch.empty_like(parts)
-        torch.distributed.all_to_all_single(received, parts, group=group)
-        return received
+        received_parts = torch.empty_like(parts)
+        torch.distributed.all_to_all_single(received_parts, parts, group=group)
+        return received_parts
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -249,8 +249,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange_parts(parts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    received: Tensor = _Exchange.apply(parts.contiguous(), group)  # type: ignore[no-untyped-call]
-    return received
+    received_parts: Tensor = _Exchange.apply(parts.contiguous(), group)  # type: ignore[no-untyped-call]
+    return received_parts
 
 
 def _attend(
@@ -262,7 +262,7 @@ def _attend(
     [B, T / size, heads, width]. The other arguments cover full lines.
     """
     divided: _Attention = module.context
-    divided.used = True
+    divided.was_called = True
     if per_head := [name for name in _PER_HEAD_ARGUMENTS if options.get(name) is not None]:
         raise ValueError(f"its attention has {per_head[0]}, a value for each head")
     inner = divided.inner
@@ -281,16 +281,16 @@ def _exchange_for_heads(states: Tensor, group: ContextGroup) -> Tensor:
     """Exchange own tokens [B, heads, T / size, width] for own heads [B, heads / size, T, width]."""
     lines, heads, tokens, width = states.shape
     parts = states.reshape(lines, group.size, heads // group.size, tokens, width).movedim(1, 0)
-    received = _exchange_parts(parts, group.group)  # [size, B, heads / size, T / size, width]
-    return received.movedim(0, 3).flatten(2, 3)
+    exchanged = _exchange_parts(parts, group.group)  # [size, B, heads / size, T / size, width]
+    return exchanged.movedim(0, 3).flatten(2, 3)
 
 
 def _exchange_for_tokens(output: Tensor, group: ContextGroup) -> Tensor:
     """Exchange own heads [B, T, heads / size, width] for own tokens [B, T / size, heads, width]."""
     lines, tokens, heads, width = output.shape
     parts = output.reshape(lines, tokens // group.size, group.size, heads, width).movedim(2, 0)
-    received = _exchange_parts(parts, group.group)  # [size, B, T / size, heads / size, width]
-    return received.movedim(0, 2).flatten(2, 3)
+    exchanged = _exchange_parts(parts, group.group)  # [size, B, T / size, heads / size, width]
+    return exchanged.movedim(0, 2).flatten(2, 3)
 
 
 def check_divided(
@@ -309,8 +309,8 @@ def _check_divided(group: ContextGroup, divided: Student, full: Student) -> None
     lengths = (2 * group.size + 3, group.size + 1, 2)  # the last two may share a line
     texts = [TokenSequence(torch.arange(n) * 7 % text_config.vocab_size, 1) for n in lengths]
     rows = [placeholder_rows(np.zeros((text.learned, 1), np.int32)) for text in texts]
-    scored = [ScoredSequence(*pair) for pair in zip(texts, rows, strict=True)]
-    batch = make_batch(scored, full.model.device, full.layout)
+    scored_sequences = [ScoredSequence(*pair) for pair in zip(texts, rows, strict=True)]
+    batch = make_batch(scored_sequences, full.model.device, full.layout)
     for student in (divided, full):
         student.eval()
     try:
@@ -321,10 +321,10 @@ def _check_divided(group: ContextGroup, divided: Student, full: Student) -> None
         raise _build_error(
             full.model, f"its forward pass fails with a part of them ({reason})"
         ) from error
-    for layer in _layers(divided.model):
+    for layer in _find_layers(divided.model):
         if not any(
-            isinstance(attention, _Attention) and attention.used
-            for attention in _divided_attentions(layer)
+            isinstance(attention, _Attention) and attention.was_called
+            for attention in _find_attentions(layer)
         ):
             name = type(layer).__name__.removeprefix("FSDP")
             reason = f"its {name} does not use the attention interface of transformers"
@@ -334,7 +334,7 @@ def _check_divided(group: ContextGroup, divided: Student, full: Student) -> None
         raise _build_error(full.model, "something else than its attention reads several tokens")
 
 
-def _divided_attentions(layer: nn.Module) -> list[Any]:
+def _find_attentions(layer: nn.Module) -> list[Any]:
     return [vars(module).get("context") for module in layer.modules()]
 
 
@@ -351,7 +351,7 @@ def _row_columns(rows: Rows) -> list[Tensor]:
     return [values for values in vars(rows).values() if values is not None]
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def _find_layers(model: Any) -> list[nn.Module]:
     names = model._no_split_modules or ()
     return [
         module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names

@@ -26,12 +26,12 @@ def clip_gradients(student: Replicated | Sharded, max_norm: float) -> float:
     # With tensor parallelism there are two meshes, and torch's norm takes gradients of one only.
     assert isinstance(student, Sharded)
     student.average_in_group(gradients)
-    norm = _norm(student, gradients)
+    norm = _compute_norm(student, gradients)
     clip_grads_with_norm_(weights, max_norm, norm, foreach=False)
     return float(norm)
 
 
-def _norm(student: Sharded, gradients: Sequence[Tensor]) -> Tensor:
+def _compute_norm(student: Sharded, gradients: Sequence[Tensor]) -> Tensor:
     """Collective. Return the norm of sharded gradients."""
     squares = torch.zeros(1, dtype=torch.float64, device=student.device)
     for gradient in gradients:

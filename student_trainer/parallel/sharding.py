@@ -90,13 +90,13 @@ class Replicated:
         """Yield the batch of each group: these passes are not collective."""
         return map(batch_of, groups)
 
-    def synchronized(self, last: bool) -> Any:
+    def synchronized(self, is_last: bool) -> Any:
         """Return the context for forward and backward of one micro-batch.
 
-        Gradients are averaged over processes in the `last` micro-batch of an update; in earlier
+        Gradients are averaged over processes in the `is_last` micro-batch of an update; in earlier
         ones they are only accumulated.
         """
-        return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
+        return nullcontext() if is_last else self._accelerator.no_sync(self._wrapped)
 
     def gathered(self) -> AbstractContextManager[None]:
         """Return a context. Inside, `full` holds the full weights.
@@ -281,10 +281,10 @@ class Sharded:
         for _ in range(max_batches - len(groups)):
             yield cast(AnyBatch, spare)
 
-    def synchronized(self, last: bool) -> AbstractContextManager[None]:
+    def synchronized(self, is_last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of one micro-batch.
 
-        Gradients are reduced over processes in every micro-batch, not only in the `last`: FSDP2
+        Gradients are reduced over processes in every micro-batch, not only in the `is_last`: FSDP2
         would keep the gradients of all weights until then.
         """
         return nullcontext()

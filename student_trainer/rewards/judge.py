@@ -125,14 +125,14 @@ class Judge:
 def _send_and_receive(channel: socket.socket, line: bytes, deadline: float) -> dict[str, Any]:
     channel.settimeout(_remaining_seconds(deadline))
     channel.sendall(line)
-    received = b""
-    while not received.endswith(b"\n"):
+    reply_bytes = b""
+    while not reply_bytes.endswith(b"\n"):
         channel.settimeout(_remaining_seconds(deadline))
-        part = channel.recv(65536)
-        if not part:
+        chunk = channel.recv(65536)
+        if not chunk:
             raise ConnectionError("it closed the connection")
-        received += part
-    reply: dict[str, Any] = json.loads(received)
+        reply_bytes += chunk
+    reply: dict[str, Any] = json.loads(reply_bytes)
     return reply
 
 

@@ -149,9 +149,9 @@ class TaskQuestions:
                 return question
         raise self._build_error("a prompt that is not held out")
 
-    def _build_error(self, what: str) -> InvalidInput:
+    def _build_error(self, missing_questions: str) -> InvalidInput:
         return InvalidInput(
-            f"the task does not generate {what} within the allowed length",
+            f"the task does not generate {missing_questions} within the allowed length",
             field="reward.options",
             hint="choose options with more questions, lower eval.prompts, or allow longer prompts",
         )

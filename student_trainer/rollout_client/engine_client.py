@@ -159,13 +159,13 @@ class EngineClient:
 
     def start(self, order: Order) -> Sampling:
         """Like `sample`, without blocking: the iterator raises all errors of the order."""
-        sampling = Sampling(self._forget)
+        sampling = Sampling(self._forget_sampling)
         try:
             with self._lock:
                 if self._closed is not None:
                     raise self._closed
                 self._unfinished.add(sampling)
-                self._start(sampling, order)
+                self._start_parts(sampling, order)
         except BaseException:
             sampling.close()
             raise
@@ -215,7 +215,7 @@ class EngineClient:
         """The services, in the order of their addresses."""
         return self._replicas
 
-    def _start(self, sampling: Sampling, order: Order) -> None:
+    def _start_parts(self, sampling: Sampling, order: Order) -> None:
         count, total = len(self._replicas), len(order.sequences)
         for number in range(count):
             first_index, end_index = total * number // count, total * (number + 1) // count
@@ -230,7 +230,7 @@ class EngineClient:
                     pushed=self.pushed,
                 )
 
-    def _forget(self, sampling: Sampling) -> None:
+    def _forget_sampling(self, sampling: Sampling) -> None:
         with self._lock:
             self._unfinished.discard(sampling)
 
@@ -269,7 +269,7 @@ class Sampling:
             vocab_size=vocab_size,
             pushed=pushed,
             deliver=lambda index, sampled: self._results.put((first + index, sampled)),
-            done=self._results.put,
+            on_done=self._results.put,
         )
         self._parts.append(request)
 

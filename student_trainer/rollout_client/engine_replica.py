@@ -128,18 +128,18 @@ class Replica:
             self._channel.close()
 
 
-def no_answer(replicas: Sequence[Replica], last: DistillError, seconds: float) -> Unavailable:
-    """Return the error if no service has answered for `seconds`. `last`: the last call's error."""
+def no_answer(replicas: Sequence[Replica], last_error: DistillError, seconds: float) -> Unavailable:
+    """Return the error for services that did not answer for `seconds`; `last_error`: of a call."""
     addresses = ", ".join(replica.address for replica in replicas)
     if any(replica.is_placed for replica in replicas):
         return Unavailable(
-            f"no rollout engine of the job answers for {seconds:g} s (last: {last.message})",
+            f"no rollout engine of the job answers for {seconds:g} s (last: {last_error.message})",
             field="rollouts.gpus",
             hint="the logs rollouts-N.log of the attempt say why",
         )
     tls = any(replica.address.startswith("https://") for replica in replicas)
     return Unavailable(
-        f"no rollout service answers at {addresses} for {seconds:g} s (last: {last.message})",
+        f"no rollout service answers at {addresses} for {seconds:g} s (last: {last_error.message})",
         field=FIELD,
         hint=TLS_HINT if tls else "start one with distill-rollouts, or check the address",
     )
@@ -173,7 +173,7 @@ class PartRequest:
     """Sends a part of an order, in a thread, to one replica after another until it is complete.
 
     `deliver` is called in that thread, with (index in the part, tokens), once for each sequence.
-    `done` is called at the end, with None if the part is complete, otherwise with the error.
+    `on_done` is called at the end, with None if the part is complete, otherwise with the error.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class PartRequest:
         vocab_size: int | None,
         pushed: Pushed,
         deliver: Callable[[int, SampledTokens], None],
-        done: Callable[[Exception | None], None],
+        on_done: Callable[[Exception | None], None],
     ) -> None:
         """Start the thread. `ring`: the replicas, in the order in which they are tried."""
         self.accepted = threading.Event()  # set if a replica has accepted it, or `error` is set
@@ -197,7 +197,7 @@ class PartRequest:
         self._vocab_size = vocab_size
         self._pushed = pushed
         self._deliver = deliver
-        self._done = done
+        self._on_done = on_done
         self._delivered: set[int] = set()
         self._last_fault: DistillError | None = None  # of the last call that did not time out
         self._away_seconds = 0.0  # since the last message, time during which no replica had it
@@ -208,7 +208,7 @@ class PartRequest:
         self._thread.start()
 
     def cancel(self, reason: DistillError | None = None) -> None:
-        """End the call, and pass the error `reason` to `done`; `join` waits for the thread."""
+        """End the call, and pass the error `reason` to `on_done`; `join` waits for the thread."""
         self._reason = self._reason or reason
         self._cancelled.set()
         if self._call is not None:
@@ -224,7 +224,7 @@ class PartRequest:
         except Exception as error:
             self.error = error
         self.accepted.set()
-        self._done(self.error)
+        self._on_done(self.error)
 
     def _send_until_complete(self) -> None:
         failures, last_message = 0, ""
@@ -260,7 +260,7 @@ class PartRequest:
 
     def _send(self, replica: Replica) -> DistillError | None:
         """Send the part to a replica; return the error, or None once it is complete."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         failpoint("order-due")
         try:
             self._call = call = replica.sample(self._messages)
@@ -282,7 +282,7 @@ class PartRequest:
         try:
             metadata = call.initial_metadata()  # blocks until the service sends it, or an error
             impatience.cancel()
-            self._away_seconds += time.monotonic() - began
+            self._away_seconds += time.monotonic() - start_time
             if STREAM_OPEN[0] in dict(metadata or ()):
                 replica.proven = True
                 self.accepted.set()

@@ -22,7 +22,7 @@ from student_trainer.rollout_client.order import (
     WeightsVersion,
 )
 from student_trainer.rollout_client.wire import MAX_TOKENS
-from student_trainer.rollouts.hf import rollout_of
+from student_trainer.rollouts.hf import build_rollout
 from student_trainer.rollouts.sampler import SampledTokens
 from student_trainer.rollouts.search import MARKS, SearchConversations, SearchTurn
 
@@ -160,18 +160,18 @@ class EngineSearch:
 
 
 def _to_rollouts(prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Rollout]]:
-    return ((index, rollout_of(prompts[index], tokens)) for index, tokens in sampling)
+    return ((index, build_rollout(prompts[index], tokens)) for index, tokens in sampling)
 
 
 def _restore_order(rollouts: Iterator[tuple[int, Rollout]]) -> Iterator[list[Rollout]]:
     """Yield rollouts in the order of their prompts, as soon as all earlier ones have ended."""
-    waiting: dict[int, Rollout] = {}
+    pending_rollouts: dict[int, Rollout] = {}
     next_index = 0
     for index, rollout in rollouts:
-        waiting[index] = rollout
-        ready = []
-        while next_index in waiting:
-            ready.append(waiting.pop(next_index))
+        pending_rollouts[index] = rollout
+        ready_rollouts = []
+        while next_index in pending_rollouts:
+            ready_rollouts.append(pending_rollouts.pop(next_index))
             next_index += 1
-        if ready:
-            yield ready
+        if ready_rollouts:
+            yield ready_rollouts

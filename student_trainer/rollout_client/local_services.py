@@ -40,27 +40,27 @@ class RolloutServices:
     def __init__(self, addresses: list[str], token: str) -> None:
         self._addresses = addresses
         self.token = token
-        self._started: list[_Service] = []
+        self._services: list[_Service] = []
         self._ended_count = 0  # services that are not started again
         self._lost: DistillError | None = None
         self._on_lost: Callable[[DistillError], None] = lambda _: None
 
     def start(self, commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
         """Start services by (command, environment); `stop` ends them."""
-        self._started = [_Service(*command, self._note_lost_service) for command in commands]
+        self._services = [_Service(*command, self._note_lost_service) for command in commands]
 
     def stop(self) -> None:
         """End the services that this process started, all at the same time."""
-        for service in self._started:
+        for service in self._services:
             service.terminate()
         deadline = time.monotonic() + _STOP_SECONDS
-        for service in self._started:
+        for service in self._services:
             service.join(deadline)
 
     @property
     def on_one_machine(self) -> bool:
         """Whether the services run on this machine, because this process has started them."""
-        return bool(self._started)
+        return bool(self._services)
 
     def call_when_lost(self, call: Callable[[DistillError], None]) -> None:
         """Call `call`, in any thread, with the last error once no service will be restarted."""
@@ -83,7 +83,7 @@ class RolloutServices:
         Empty on ranks other than 0 if the job starts its services. Raises InvalidInput if a service
         does not start.
         """
-        for service in self._started:
+        for service in self._services:
             service.wait_until_ready()
         return self._addresses
 
@@ -218,9 +218,9 @@ class _Service:
 
     def wait_until_ready(self) -> None:
         """Wait until the service listens for the first time. Raises InvalidInput if it ends."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         while not self._ready.wait(_LOG_INTERVAL_SECONDS):
-            log.info("the rollout engine starts, since %.0f s", time.monotonic() - began)
+            log.info("the rollout engine starts, since %.0f s", time.monotonic() - start_time)
         if self._problem:
             raise InvalidInput(
                 f"the rollout engine did not start: {self._problem}",

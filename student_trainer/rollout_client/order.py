@@ -44,8 +44,8 @@ class SamplingSettings:
     top_k: head ids to record per token, may be 0. temperature: divides the logits. draws: ids per
     token to draw from the tail; greedy sequences have none. seed: fixes the random numbers together
     with a rollout number; None takes the most likely token each time. stream_tokens: random numbers
-    of a rollout, as in `noise_of`. batch_tokens: tokens of a batch at most, with padding; the vllm
-    engine does not read it. marks: texts that end a sequence as soon as they are sampled.
+    of a rollout, as in `rollout_noise`. batch_tokens: tokens of a batch at most, with padding; the
+    vllm engine does not read it. marks: texts that end a sequence as soon as they are sampled.
     vocab_size: sample from the first `vocab_size` ids; None: from all.
     """
 

@@ -95,10 +95,10 @@ def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
 
     `number` and `dtype`: see Snapshot. Raises OSError.
     """
-    scored = {"token_ids": probe.token_ids, "logprobs": probe.logprobs}
-    (directory / _PROBE_FILE).write_bytes(save(scored))  # `save_file` raises no OSError
+    probe_tensors = {"token_ids": probe.token_ids, "logprobs": probe.logprobs}
+    (directory / _PROBE_FILE).write_bytes(save(probe_tensors))  # `save_file` raises no OSError
     files = {
-        file.name: _digest(file)
+        file.name: _digest_file(file)
         for file in sorted(directory.iterdir())
         if file.name.endswith(_WEIGHTS_SUFFIX) or file.name == _ADAPTER_CONFIGURATION
     }
@@ -122,7 +122,7 @@ def open_snapshot(directory: Path) -> Snapshot:
         damaged_files = [
             name
             for name, digest in snapshot.files.items()
-            if _digest(real_directory / name) != digest
+            if _digest_file(real_directory / name) != digest
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(
@@ -154,7 +154,7 @@ def verify(probe: Probe, logprobs_of: Callable[[Tensor], Tensor], dtype: str) ->
     return maximum
 
 
-def _digest(path: Path) -> str:
+def _digest_file(path: Path) -> str:
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

@@ -31,11 +31,11 @@ MAX_SEQUENCES = 1 << 16
 # Limit of an order: given tokens and tokens to sample.
 MAX_TOKENS = 1 << 28
 MAX_TOP_K = 4096
-# Random numbers of a rollout: `noise_of` generates all of them, 8 bytes each.
+# Random numbers of a rollout: `rollout_noise` generates all of them, 8 bytes each.
 MAX_STREAM_TOKENS = 1 << 20
 MAX_MARKS = 64
 MAX_TEXT_CHARS = 1000
-# `noise_of` seeds a generator of 64 bits with seed * 1e9 + number.
+# `rollout_noise` seeds a generator of 64 bits with seed * 1e9 + number.
 _SEEDS = 1 << 32
 _NUMBERS = 1 << 62
 _ENVELOPE_BYTES = 1024
@@ -93,7 +93,7 @@ def order_parts(order: Order) -> list[rollouts_pb2.OrderPart]:
         raise InvalidInput(f"the order cannot be encoded: {error}", field="order") from error
     for index, part in enumerate(parts[1:]):
         if part.ByteSize() > MAX_MESSAGE_BYTES - _ENVELOPE_BYTES:
-            _refuse(f"sequences[{index}].token_ids", f"{part.ByteSize()} bytes", "shorten it")
+            _refuse_field(f"sequences[{index}].token_ids", f"{part.ByteSize()} bytes", "shorten it")
     return parts
 
 
@@ -133,15 +133,15 @@ class OrderReader:
             case "sequence" if self._header is not None:
                 self._sequences.append(self._read_sequence(part.sequence, self._header))
             case _:
-                _refuse("part", "an order is one header, then its sequences", "send them so")
+                _refuse_field("part", "an order is one header, then its sequences", "send them so")
 
     def order(self) -> Order:
         """Return the complete order, after the last message."""
         header = self._header
         if header is None or self._weights is None:
-            _refuse("header", "is missing", "start the order with its header")
+            _refuse_field("header", "is missing", "start the order with its header")
         if len(self._sequences) != header.sequences:
-            _refuse(
+            _refuse_field(
                 "sequences",
                 f"{header.sequences} announced, {len(self._sequences)} received",
                 "send as many as the header says",
@@ -163,38 +163,42 @@ class OrderReader:
     ) -> SequenceRequest:
         field = f"sequences[{len(self._sequences)}]"
         if len(self._sequences) == header.sequences:
-            _refuse(field, f"only {header.sequences} were announced", "count them in the header")
+            _refuse_field(
+                field, f"only {header.sequences} were announced", "count them in the header"
+            )
         if len(request.token_ids) % 4 or not request.token_ids:
             size = len(request.token_ids)
-            _refuse(f"{field}.token_ids", f"{size} bytes", "send at least one little-endian int32")
+            _refuse_field(
+                f"{field}.token_ids", f"{size} bytes", "send at least one little-endian int32"
+            )
         ids = np.frombuffer(request.token_ids, "<i4")
         invalid_positions = np.flatnonzero((ids < 0) | (ids >= self._limits.vocab_size))
         if invalid_positions.size:
-            _refuse(
+            _refuse_field(
                 f"{field}.token_ids[{invalid_positions[0]}]",
                 f"must be 0 to {self._limits.vocab_size - 1}, got {ids[invalid_positions[0]]}",
                 "start the rollout service with the student's model",
             )
         length, limit = len(ids) + request.limit, self._limits.max_length
         if not request.limit or (limit is not None and length > limit):
-            _refuse(
+            _refuse_field(
                 f"{field}.limit",
                 f"{request.limit} tokens to sample after {len(ids)}; at least 1 is needed, and a"
                 f" sequence has at most {'any number of' if limit is None else limit} tokens",
                 "sample fewer tokens, or shorten the prompts",
             )
         if not header.greedy and request.used + request.limit > header.stream_tokens:
-            _refuse(
+            _refuse_field(
                 f"{field}.used",
                 f"{request.used} + {request.limit} tokens, but the rollout has"
                 f" {header.stream_tokens} random numbers",
                 "raise stream_tokens",
             )
         if not -_NUMBERS <= request.number < _NUMBERS:
-            _refuse(f"{field}.number", f"got {request.number}", "use -2^62 to 2^62 - 1")
+            _refuse_field(f"{field}.number", f"got {request.number}", "use -2^62 to 2^62 - 1")
         self._tokens += length
         if self._tokens > MAX_TOKENS:
-            _refuse(
+            _refuse_field(
                 field,
                 f"an order has at most {MAX_TOKENS} tokens, given and sampled together",
                 "divide it into several orders",
@@ -207,19 +211,21 @@ def read_version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> W
     """Return the version of a message. Raises InvalidInput."""
     if not 0 < len(message.lineage) <= MAX_TEXT_CHARS:
         hint = "name the trainer's attempt"
-        _refuse("weights.lineage", f"must be 1 to {MAX_TEXT_CHARS} characters", hint)
+        _refuse_field("weights.lineage", f"must be 1 to {MAX_TEXT_CHARS} characters", hint)
     if len(message.job) > MAX_TEXT_CHARS:
-        _refuse("weights.job", f"must be at most {MAX_TEXT_CHARS} characters", "shorten it")
+        _refuse_field("weights.job", f"must be at most {MAX_TEXT_CHARS} characters", "shorten it")
     directory = message.directory
     if not 0 < len(directory) <= 4 * MAX_TEXT_CHARS or not Path(directory).is_absolute():
-        _refuse("weights.directory", "is not an absolute path", "give the snapshot's full path")
+        _refuse_field(
+            "weights.directory", "is not an absolute path", "give the snapshot's full path"
+        )
     in_flight = next(
         (mode for mode, value in _IN_FLIGHT.items() if value == message.in_flight), None
     )
     if in_flight is None or in_flight not in limits.in_flight:
         known_modes = " or ".join(limits.in_flight)
         description = in_flight or f"value {message.in_flight}"
-        _refuse(
+        _refuse_field(
             "weights.in_flight",
             f"this engine knows {known_modes}, got {description}",
             f"use {known_modes}, or a service with --engine vllm",
@@ -249,14 +255,14 @@ def _check_header(header: rollouts_pb2.OrderHeader, limits: OrderLimits) -> None
     for name, value, minimum, maximum in bounds:
         if not minimum <= value <= maximum:
             hint = "divide the order" if name == "sequences" else f"set {name} in this range"
-            _refuse(name, f"must be {minimum} to {maximum}, got {value}", hint)
+            _refuse_field(name, f"must be {minimum} to {maximum}, got {value}", hint)
     if not MIN_TEMPERATURE <= header.temperature < math.inf:
         message = f"must be finite and at least {MIN_TEMPERATURE}, got {header.temperature:g}"
-        _refuse("temperature", message, "use 1.0")
+        _refuse_field("temperature", message, "use 1.0")
     has_bad_mark = any(not 0 < len(text) <= MAX_TEXT_CHARS for text in header.marks)
     if has_bad_mark or len(header.marks) > MAX_MARKS:
         message = f"at most {MAX_MARKS} texts of 1 to {MAX_TEXT_CHARS} characters"
-        _refuse("marks", message, "use fewer or shorter marks")
+        _refuse_field("marks", message, "use fewer or shorter marks")
 
 
 def sampled_parts(index: int, sampled: SampledTokens) -> Iterator[rollouts_pb2.SampledPart]:
@@ -312,12 +318,12 @@ class SampledReader:
         if index >= len(self._limits) or index in self._finished:
             raise Corrupt(f"the rollout service sent sequence {index} twice or unasked")
         parts = self._parts.setdefault(index, [])
-        received = sum(len(earlier_part.token_ids) for earlier_part in parts) // 4
+        received_tokens = sum(len(earlier_part.token_ids) for earlier_part in parts) // 4
         tokens = len(part.token_ids) // 4
-        if part.first != received or not 0 < tokens <= self._limits[index] - received:
+        if part.first != received_tokens or not 0 < tokens <= self._limits[index] - received_tokens:
             raise Corrupt(
                 f"the rollout service sent {tokens} tokens from {part.first} of sequence {index},"
-                f" of which {received} of at most {self._limits[index]} had arrived"
+                f" of which {received_tokens} of at most {self._limits[index]} had arrived"
             )
         sizes = {
             "token_ids": 4,
@@ -339,28 +345,30 @@ class SampledReader:
         return index, self._join_parts(self._parts.pop(index))
 
     def _join_parts(self, parts: Sequence[rollouts_pb2.SampledPart]) -> SampledTokens:
-        last = parts[-1]
+        final_part = parts[-1]
         token_ids = self._join_ids(parts, "token_ids")
         logprobs = _join_floats(parts, "token_logprobs")
-        versions = tuple((span.version, span.tokens) for span in last.versions)
+        versions = tuple((span.version, span.tokens) for span in final_part.versions)
         if not np.isfinite(logprobs).all():
-            raise Corrupt(f"the log-probs of sampled sequence {last.index} are not finite")
+            raise Corrupt(f"the log-probs of sampled sequence {final_part.index} are not finite")
         if sum(tokens for _, tokens in versions) != len(token_ids):
-            raise Corrupt(f"the version spans of sequence {last.index} do not cover its tokens")
+            raise Corrupt(
+                f"the version spans of sequence {final_part.index} do not cover its tokens"
+            )
         draws = None
         if self._draws:
             shape = (len(token_ids), self._draws)
             draw_logprobs = _join_floats(parts, "draw_logprobs")
             if np.isnan(draw_logprobs).any():
-                raise Corrupt(f"the draws of sampled sequence {last.index} have log-prob NaN")
+                raise Corrupt(f"the draws of sampled sequence {final_part.index} have log-prob NaN")
             ids = self._join_ids(parts, "draw_ids").view(shape)
             draws = TailDraws(ids, torch.from_numpy(draw_logprobs).view(shape))
         return SampledTokens(
             token_ids.long(),
             self._join_ids(parts, "head_ids").view(len(token_ids), self._top_k),
             torch.from_numpy(logprobs),
-            last.ended,
-            last.closed,
+            final_part.ended,
+            final_part.closed,
             draws,
             versions,
         )
@@ -389,5 +397,5 @@ def _to_int32_bytes(token_ids: Tensor) -> bytes:
     return token_ids.numpy().astype("<i4").tobytes()
 
 
-def _refuse(field: str, message: str, hint: str) -> NoReturn:
+def _refuse_field(field: str, message: str, hint: str) -> NoReturn:
     raise InvalidInput(message, field=field, hint=hint)

@@ -65,9 +65,9 @@ class RolloutMetrics:
         self._sequences.inc()
         self._tokens.inc(tokens)
 
-    def gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
-        """Add a gauge whose value is `read()` at the time of each scrape."""
-        Gauge(_PREFIX + name, meaning, registry=self.registry).set_function(read)
+    def gauge(self, name: str, meaning: str, read_value: Callable[[], float]) -> None:
+        """Add a gauge whose value is `read_value()` at the time of each scrape."""
+        Gauge(_PREFIX + name, meaning, registry=self.registry).set_function(read_value)
 
     @property
     def sampled_tokens(self) -> int:
@@ -77,7 +77,7 @@ class RolloutMetrics:
 
 @contextmanager
 def _measure_outcome(count: Counter, seconds: Histogram) -> Iterator[None]:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     code = "OK"
     try:
         yield
@@ -89,4 +89,4 @@ def _measure_outcome(count: Counter, seconds: Histogram) -> Iterator[None]:
         raise
     finally:
         count.labels(code).inc()
-    seconds.observe(time.perf_counter() - began)
+    seconds.observe(time.perf_counter() - start_time)

@@ -66,22 +66,22 @@ class Schedule:
     ) -> None:
         self._load_weights = load
         self._max_waiting = max_waiting
-        self._waiting: list[ScheduleEntry] = []  # the oldest first
-        self._running: set[ScheduleEntry] = set()
+        self._waiting_entries: list[ScheduleEntry] = []  # the oldest first
+        self._running_entries: set[ScheduleEntry] = set()
         self._loading: asyncio.Task[None] | None = None
         self._draining = False
         self.loaded_version: WeightsVersion | None = None
         self.loads = 0
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         """Number of orders that are sampled."""
-        return len(self._running)
+        return len(self._running_entries)
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Number of orders that wait."""
-        return len(self._waiting)
+        return len(self._waiting_entries)
 
     def has_loaded(self, weights: WeightsVersion) -> bool:
         """Return whether `weights` is the loaded version."""
@@ -91,42 +91,42 @@ class Schedule:
         """Add an order. Raises Overloaded if too many wait, Unavailable after `drain`."""
         if self._draining:
             raise _stopping_error()
-        if len(self._waiting) >= self._max_waiting:
+        if len(self._waiting_entries) >= self._max_waiting:
             raise Overloaded(
-                f"{len(self._waiting)} orders wait at this rollout service",
+                f"{len(self._waiting_entries)} orders wait at this rollout service",
                 hint="retry in a second, or start another service",
             )
         entry = ScheduleEntry(weights)
-        self._waiting.append(entry)
+        self._waiting_entries.append(entry)
         self._advance()
         return entry
 
     def leave(self, entry: ScheduleEntry) -> None:
         """Remove an order, whatever its state. Calling it twice is safe."""
-        self._running.discard(entry)
-        if entry in self._waiting:
-            self._waiting.remove(entry)
+        self._running_entries.discard(entry)
+        if entry in self._waiting_entries:
+            self._waiting_entries.remove(entry)
         self._advance()
 
     def end_earlier_attempts(self, weights: WeightsVersion, error: Exception) -> None:
         """End the orders of earlier attempts of a job with an error."""
-        for entry in (*self._waiting, *self._running):
+        for entry in (*self._waiting_entries, *self._running_entries):
             entry_weights = entry.weights
             if entry_weights.job == weights.job and entry_weights.attempt < weights.attempt:
-                if entry in self._waiting:
-                    self._waiting.remove(entry)
+                if entry in self._waiting_entries:
+                    self._waiting_entries.remove(entry)
                 entry.fail(error)
 
     def drain(self) -> None:
         """Fail the waiting and all later orders with Unavailable; running orders continue."""
         self._draining = True
-        for entry in self._waiting:
+        for entry in self._waiting_entries:
             entry.fail(_stopping_error())
-        self._waiting.clear()
+        self._waiting_entries.clear()
 
     async def sleep(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
         """Call `drop_weights`, unless an order runs or waits; no order starts during the call."""
-        if self._loading is not None or self._running or self._waiting:
+        if self._loading is not None or self._running_entries or self._waiting_entries:
             return
         self.loaded_version = None
         # A task, so that the call continues if the caller is cancelled.
@@ -144,22 +144,22 @@ class Schedule:
         """Start the orders that may start, then load weights if an order needs them now."""
         if self._loading is not None:
             return
-        for entry in tuple(self._waiting):
+        for entry in tuple(self._waiting_entries):
             if self._is_loaded(entry.weights):
-                self._waiting.remove(entry)
-                self._running.add(entry)
+                self._waiting_entries.remove(entry)
+                self._running_entries.add(entry)
                 entry.start()
             elif not self._is_of_loaded_lineage(entry.weights):
                 break
         version = self._next_version()
         if version is not None:
-            self._loading = asyncio.create_task(self._load(version))
+            self._loading = asyncio.create_task(self._load_version(version))
 
     def _next_version(self) -> WeightsVersion | None:
         """Return the version to load now."""
-        if self._waiting and not self._running:
-            return self._waiting[0].weights
-        for entry in self._waiting:
+        if self._waiting_entries and not self._running_entries:
+            return self._waiting_entries[0].weights
+        for entry in self._waiting_entries:
             weights = entry.weights
             if self.loaded_version is None or not self._is_of_loaded_lineage(weights):
                 return None
@@ -167,7 +167,7 @@ class Schedule:
                 return weights
         return None
 
-    async def _load(self, weights: WeightsVersion) -> None:
+    async def _load_version(self, weights: WeightsVersion) -> None:
         try:
             await self._load_weights(weights)
             self.loaded_version = weights
@@ -177,10 +177,14 @@ class Schedule:
             if not is_unchanged:
                 self.loaded_version = None
             waiting_entries = [
-                entry for entry in self._waiting if _is_same_version(entry.weights, weights)
+                entry for entry in self._waiting_entries if _is_same_version(entry.weights, weights)
             ]
-            self._waiting = [entry for entry in self._waiting if entry not in waiting_entries]
-            for entry in waiting_entries if is_unchanged else (*waiting_entries, *self._running):
+            self._waiting_entries = [
+                entry for entry in self._waiting_entries if entry not in waiting_entries
+            ]
+            for entry in (
+                waiting_entries if is_unchanged else (*waiting_entries, *self._running_entries)
+            ):
                 entry.fail(error)
         finally:
             self._loading = None
@@ -193,8 +197,8 @@ class Schedule:
         return self.loaded_version is not None and weights.lineage == self.loaded_version.lineage
 
 
-def _is_same_version(left: WeightsVersion, right: WeightsVersion) -> bool:
-    return (left.lineage, left.number) == (right.lineage, right.number)
+def _is_same_version(first: WeightsVersion, second: WeightsVersion) -> bool:
+    return (first.lineage, first.number) == (second.lineage, second.number)
 
 
 def _stopping_error() -> Unavailable:

@@ -54,13 +54,13 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         info = engine.info
         self._engine = engine
         self._limits = OrderLimits(info.vocab_size, info.max_length, info.in_flight)
-        self._schedule = schedule = Schedule(self._load)
+        self._schedule = schedule = Schedule(self._load_version)
         self._fence = Fence()
         self._pushes: dict[WeightsVersion, IncomingPush] = {}
         self._process = secrets.token_hex(8)
         self._held_bytes = 0
-        metrics.gauge("running_orders", "Orders that are sampled.", lambda: schedule.running)
-        metrics.gauge("waiting_orders", "Orders that wait.", lambda: schedule.waiting)
+        metrics.gauge("running_orders", "Orders that are sampled.", lambda: schedule.running_count)
+        metrics.gauge("waiting_orders", "Orders that wait.", lambda: schedule.waiting_count)
         metrics.gauge("held_bytes", "Bytes of all orders.", lambda: self._held_bytes)
         version = "Version of the loaded weights, finished steps; -1 without verified weights."
         metrics.gauge(
@@ -82,8 +82,8 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             dtype=info.dtype,
             device=info.device,
             loaded=version_message(schedule.loaded_version) if schedule.loaded_version else None,
-            running_orders=schedule.running,
-            waiting_orders=schedule.waiting,
+            running_orders=schedule.running_count,
+            waiting_orders=schedule.waiting_count,
             sampled_tokens=self._metrics.sampled_tokens,
             weight_loads=schedule.loads,
             lora_rank=info.lora_rank,
@@ -171,8 +171,8 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         finally:
             order_bytes.release()
 
-    async def _load(self, weights: WeightsVersion) -> None:
-        began = time.perf_counter()
+    async def _load_version(self, weights: WeightsVersion) -> None:
+        start_time = time.perf_counter()
         log_fields = {"lineage": weights.lineage, "number": weights.number}
         try:
             with self._metrics.load():
@@ -188,7 +188,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         except Exception as error:
             log.warning("weights refused", extra=fields(**log_fields, error=str(error)))
             raise
-        seconds = round(time.perf_counter() - began, 3)
+        seconds = round(time.perf_counter() - start_time, 3)
         log.info("weights", extra=fields(**log_fields, seconds=seconds))
 
     def _admit(self, weights: WeightsVersion) -> None:
@@ -215,7 +215,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     ) -> None:
         """Put the sequences of an order into the queue, then None, or the error that ended it."""
         error: Exception | None = None
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             with self._metrics.order():
                 await self._sample_to_end(order, entry, results)
@@ -223,7 +223,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             error = raised
         self._schedule.leave(entry)  # already now: the client may read the last sequences slowly
         log_fields = {"sequences": len(order.sequences), "number": order.weights.number}
-        seconds = round(time.perf_counter() - began, 3)
+        seconds = round(time.perf_counter() - start_time, 3)
         outcome = "OK" if error is None else type(error).__name__
         log.debug("order", extra=fields(code=outcome, **log_fields, seconds=seconds))
         await results.put(error)

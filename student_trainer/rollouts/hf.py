@@ -9,7 +9,7 @@ import torch
 
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
-from student_trainer.rollouts.sampler import SampledTokens, Sampler, noise_of
+from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
 
 
 class HuggingFaceRollouts:
@@ -66,9 +66,9 @@ class HuggingFaceRollouts:
         ):
             noise = draw_noise = None
             if not greedy:
-                noise = [noise_of(number, seed, max_tokens) for number in numbers[batch]]
+                noise = [rollout_noise(number, seed, max_tokens) for number in numbers[batch]]
                 draw_noise = [
-                    noise_of(number, seed, max_tokens, draws=True) for number in numbers[batch]
+                    rollout_noise(number, seed, max_tokens, draws=True) for number in numbers[batch]
                 ]
             before = [torch.from_numpy(prompt.ids).long() for prompt in prompts[batch]]
             limits = [max_tokens] * len(before)
@@ -76,7 +76,7 @@ class HuggingFaceRollouts:
             completions = self._sampler.write(
                 before, limits, noise, draw_noise=draw_noise, images=images
             )
-            yield [rollout_of(*pair) for pair in zip(prompts[batch], completions, strict=True)]
+            yield [build_rollout(*pair) for pair in zip(prompts[batch], completions, strict=True)]
 
 
 def batches(lengths: Sequence[int], max_new_tokens: int, batch_tokens: int) -> Iterator[slice]:
@@ -90,20 +90,20 @@ def batches(lengths: Sequence[int], max_new_tokens: int, batch_tokens: int) -> I
     return (slice(first, first + size) for first in range(0, len(lengths), size))
 
 
-def rollout_of(prompt: Prompt, written: SampledTokens) -> Rollout:
+def build_rollout(prompt: Prompt, completion: SampledTokens) -> Rollout:
     """Return the rollout of a prompt and the tokens that were sampled after it."""
     return Rollout(
-        token_ids=torch.cat([torch.from_numpy(prompt.ids).long(), written.token_ids]),
+        token_ids=torch.cat([torch.from_numpy(prompt.ids).long(), completion.token_ids]),
         start=len(prompt.ids),
-        head_ids=written.head_ids,
-        token_logprobs=written.token_logprobs,
-        truncated=not written.ended,
-        draws=written.draws,
+        head_ids=completion.head_ids,
+        token_logprobs=completion.token_logprobs,
+        truncated=not completion.ended,
+        draws=completion.draws,
         answer=prompt.answer,
         teacher=prompt.teacher,
         fields=prompt.fields,
         text=prompt.text,
         weight=prompt.weight,
-        versions=written.versions,
+        versions=completion.versions,
         images=prompt.images,
     )

@@ -26,7 +26,7 @@ class NarrowCache(DynamicCache):  # type: ignore[misc]
         return super().update(key.to(torch.bfloat16), value.to(torch.bfloat16), *layer, **options)
 
 
-def cache_of(model: Any, *, bf16: bool) -> NarrowCache | None:
+def make_cache(model: Any, *, bf16: bool) -> NarrowCache | None:
     """Return an empty cache for `model.generate`; None: `generate` makes the cache itself.
 
     Returns None for models with recurrent states, such as Mamba, and for students in float32.

@@ -29,6 +29,8 @@ class Rollouts(Protocol):
         """
 
 
-def sampling(student: Replicated | Sharded, rollouts: Rollouts) -> AbstractContextManager[None]:
+def sampling_context(
+    student: Replicated | Sharded, rollouts: Rollouts
+) -> AbstractContextManager[None]:
     """Collective. Return the context of `generate`: weights are gathered for this process only."""
     return student.gathered() if rollouts.in_process else nullcontext()

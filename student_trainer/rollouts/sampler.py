@@ -19,7 +19,7 @@ from transformers import (
 
 from student_trainer.data.images import SequenceImages, image_inputs
 from student_trainer.data.rollout import TailDraws
-from student_trainer.rollouts.narrow_cache import CACHE_ARGUMENT, cache_of
+from student_trainer.rollouts.narrow_cache import CACHE_ARGUMENT, make_cache
 from student_trainer.rollouts.sample_step import SampledStep, sample_step
 
 # Added to the seed of the random numbers that draw from the tail. It flips the highest of the 32
@@ -56,7 +56,7 @@ class Marks:
         self._longest = max(map(len, texts))
         last_characters = {text[-1] for text in texts}
         token_ids = range(len(tokenizer))
-        may_close = [bool(last_characters & set(self._text([number]))) for number in token_ids]
+        may_close = [bool(last_characters & set(self._decode([number]))) for number in token_ids]
         self._closing = torch.tensor(may_close)
 
     def may_close(self, ids: Tensor) -> Tensor:
@@ -74,9 +74,9 @@ class Marks:
         """
         # Each token of a mark has at least one of its characters.
         last_ids = ids[-self._longest :].tolist()
-        return any(text in self._text(last_ids) for text in self._texts)
+        return any(text in self._decode(last_ids) for text in self._texts)
 
-    def _text(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
 
@@ -160,7 +160,7 @@ class Sampler:
         inputs = image_inputs(images, ids) or {}
         stop_criteria = _Stop(width, torch.tensor(limits, device=device), marks, is_cancelled)
         own_config = self._model.generation_config
-        self._model.generation_config = self._config(limits)
+        self._model.generation_config = self._generation_config(limits)
         try:
             with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
                 sequences = self._model.generate(
@@ -168,7 +168,7 @@ class Sampler:
                     attention_mask=mask.to(device),
                     generation_config=self._model.generation_config,
                     **{name: tensor.to(device) for name, tensor in inputs.items()},
-                    **{CACHE_ARGUMENT: cache_of(self._model, bf16=self._bf16)},
+                    **{CACHE_ARGUMENT: make_cache(self._model, bf16=self._bf16)},
                     logits_processor=LogitsProcessorList([recorder]),
                     stopping_criteria=StoppingCriteriaList([stop_criteria]),
                 )
@@ -177,7 +177,7 @@ class Sampler:
         completions = zip(sequences[:, width:].cpu(), *recorder.records(), limits, strict=True)
         return [self._truncate(*columns, marks) for columns in completions]
 
-    def _config(self, limits: Sequence[int]) -> GenerationConfig:
+    def _generation_config(self, limits: Sequence[int]) -> GenerationConfig:
         # The model's own generation config (top_p, repetition_penalty, ...) must not change the
         # distribution: the loss is computed for softmax(logits / temperature).
         return GenerationConfig(
@@ -309,7 +309,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         return heads, logprobs, [TailDraws(*pair) for pair in zip(ids, draw_logprobs, strict=True)]
 
 
-def noise_of(number: int, seed: int, tokens: int, *, draws: bool = False) -> Tensor:
+def rollout_noise(number: int, seed: int, tokens: int, *, draws: bool = False) -> Tensor:
     """Return the uniform random numbers of a rollout, [tokens] float64 in [0, 1).
 
     They are a pure function of the rollout's `number` and the seed. `draws`: the numbers that draw

@@ -21,7 +21,7 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.environments.retriever import Retriever, format_passages
 from student_trainer.rollouts.hf import batches
-from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
+from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, rollout_noise
 
 # Texts that end a turn.
 MARKS = ("</search>", "</answer>")
@@ -115,7 +115,7 @@ class SearchConversations:
         )
         pending_queries: list[tuple[_Conversation, str]] = []
         for conversation, turn in zip(conversations, turns, strict=True):
-            conversation.add(turn)
+            conversation.add_turn(turn)
             query = self._read_query(conversation, turn)
             if query is not None:
                 pending_queries.append((conversation, query))
@@ -134,7 +134,7 @@ class SearchConversations:
         """
         with self._lock:
             text = self._tokenizer.decode(turn.token_ids, clean_up_tokenization_spaces=False)
-        kind, content = action(text) if turn.closed else (None, "")
+        kind, content = parse_action(text) if turn.closed else (None, "")
         if kind == "search" and conversation.queries < self._config.max_turns:
             conversation.queries += 1
             return content
@@ -152,7 +152,7 @@ class SearchConversations:
         passage_ids = passage_ids[: self._config.max_passage_tokens]
         information = torch.cat([self._opening, passage_ids, self._closing])
         if conversation.length + len(information) < self._max_new_tokens:
-            conversation.read(information)
+            conversation.add_passages(information)
         else:  # no room for the passages and one more token
             conversation.has_ended = conversation.truncated = True
 
@@ -212,11 +212,11 @@ class SearchRollouts:
         )
 
     def _noise(self, turn: SearchTurn, seed: int, *, draws: bool) -> Tensor:
-        stream = noise_of(turn.number, seed, self._stream_tokens, draws=draws)
+        stream = rollout_noise(turn.number, seed, self._stream_tokens, draws=draws)
         return stream[turn.used : turn.used + turn.limit]
 
 
-def action(turn: str) -> tuple[str | None, str]:
+def parse_action(turn: str) -> tuple[str | None, str]:
     """Return the action that ends a turn: ("search", query), ("answer", answer) or (None, "")."""
     match = _ACTION.search(turn)
     return (match[1], match[2].strip()) if match else (None, "")
@@ -233,7 +233,7 @@ class _Conversation:
     heads: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     draws: list[TailDraws] = field(default_factory=list)  # empty if the sampler draws none
-    own: list[Tensor] = field(default_factory=list)
+    own_masks: list[Tensor] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     queries: int = 0
     has_ended: bool = False
@@ -252,19 +252,21 @@ class _Conversation:
 
     def turn(self, max_tokens: int) -> SearchTurn:
         """Return the next turn. `max_tokens`: limit after the prompt."""
-        used = sum(int(own_mask.sum()) for own_mask in self.own)  # one for each sampled token
-        return SearchTurn(self.tokens, self.number, max_tokens - self.length, used)
+        used_numbers = sum(
+            int(own_mask.sum()) for own_mask in self.own_masks
+        )  # one for each sampled token
+        return SearchTurn(self.tokens, self.number, max_tokens - self.length, used_numbers)
 
-    def add(self, turn: SampledTokens) -> None:
+    def add_turn(self, turn: SampledTokens) -> None:
         self.parts.append(turn.token_ids)
         self.heads.append(turn.head_ids)
         self.logprobs.append(turn.token_logprobs)
         if turn.draws is not None:
             self.draws.append(turn.draws)
-        self.own.append(torch.ones(len(turn.token_ids), dtype=torch.bool))
+        self.own_masks.append(torch.ones(len(turn.token_ids), dtype=torch.bool))
         self.versions += turn.versions
 
-    def read(self, information: Tensor) -> None:
+    def add_passages(self, information: Tensor) -> None:
         """Add passages. Their head ids, log-probs and draws are placeholders.
 
         The head ids of a row must be distinct: a teacher checks that.
@@ -276,7 +278,7 @@ class _Conversation:
         if self.draws:
             ids = self.draws[0].ids.new_zeros(len(information), self.draws[0].ids.shape[1])
             self.draws.append(TailDraws(ids, torch.full(ids.shape, torch.inf)))
-        self.own.append(torch.zeros(len(information), dtype=torch.bool))
+        self.own_masks.append(torch.zeros(len(information), dtype=torch.bool))
 
     def rollout(self) -> Rollout:
         return Rollout(
@@ -287,7 +289,7 @@ class _Conversation:
             truncated=self.truncated,
             answer=self.prompt.answer,
             teacher=self.prompt.teacher,
-            own=torch.cat(self.own),
+            own=torch.cat(self.own_masks),
             draws=TailDraws.joined(self.draws) if self.draws else None,
             concluded=self.concluded,
             queries=self.queries,

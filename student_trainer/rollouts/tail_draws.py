@@ -36,11 +36,11 @@ def draw_tail(weights: Tensor, head_ids: Tensor, uniforms: Tensor, count: int) -
     strata = torch.arange(count, device=weights.device, dtype=weights.dtype)
     levels = (strata + uniforms[:, None]) / count
     if vocab_size <= _ONE_STAGE:
-        ids, _ = _select(weights, levels)
+        ids, _ = _invert_cdf(weights, levels)
         total = weights.sum(1, keepdim=True)
     else:
         sums = _group_sums(weights)
-        ids = _select_in_groups(weights, sums, levels)
+        ids = _invert_cdf_in_groups(weights, sums, levels)
         total = sums.sum(1, keepdim=True)
     drawn_weights = weights.gather(1, ids)
     is_drawn = drawn_weights > 0
@@ -51,14 +51,14 @@ def draw_tail(weights: Tensor, head_ids: Tensor, uniforms: Tensor, count: int) -
     )
 
 
-def _select_in_groups(weights: Tensor, sums: Tensor, levels: Tensor) -> Tensor:
+def _invert_cdf_in_groups(weights: Tensor, sums: Tensor, levels: Tensor) -> Tensor:
     """Select ids [N, M] by inverse CDF of weights [N, V] at levels [N, M], in two stages."""
-    groups, levels = _select(sums, levels)
+    groups, levels = _invert_cdf(sums, levels)
     ids = groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=weights.device)
     is_padding = ids >= weights.shape[1]
     ids = ids.clamp(max=weights.shape[1] - 1)
     members = weights.gather(1, ids.flatten(1)).view(ids.shape).masked_fill(is_padding, 0)
-    positions, _ = _select(members.flatten(0, 1), levels.reshape(-1, 1))
+    positions, _ = _invert_cdf(members.flatten(0, 1), levels.reshape(-1, 1))
     return ids.gather(2, positions.view(*groups.shape, 1)).squeeze(2)
 
 
@@ -71,7 +71,7 @@ def _group_sums(weights: Tensor) -> Tensor:
     return torch.cat([sums, weights[:, grouped_size:].sum(1, keepdim=True)], 1)
 
 
-def _select(weights: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+def _invert_cdf(weights: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Select entries of weights [n, G] by inverse CDF at levels [n, M] in [0, 1].
 
     Returns the indices [n, M], and the relative position of each level within its entry, in [0, 1].

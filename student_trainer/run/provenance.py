@@ -35,7 +35,7 @@ def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> Non
         "threads": str(torch.get_num_threads()),
         "processes": str(processes),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: _installed_version(name) for name in _PACKAGES},
     }
     checkout = source_code(_ROOT)
     if checkout is not None:
@@ -48,7 +48,7 @@ def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> Non
     replace_file(run.path / "environment.json", json.dumps(facts, indent=2) + "\n")
 
 
-def _version(package: str) -> str:
+def _installed_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

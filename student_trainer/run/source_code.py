@@ -29,18 +29,18 @@ def source_code(root: Path) -> SourceCode | None:
     more than 5 s.
     """
     try:
-        if Path(_git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():
+        if Path(_run_git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():
             return None
-        commit = _git(root, "rev-parse", "HEAD").strip()
+        commit = _run_git(root, "rev-parse", "HEAD").strip()
         # The form that `git apply` reads, whatever the user's configuration says.
         diff_options = ("--no-color", "--src-prefix=a/", "--dst-prefix=b/")
-        diff = _git(root, "diff", "HEAD", *diff_options, "--no-ext-diff", "--no-textconv")
+        diff = _run_git(root, "diff", "HEAD", *diff_options, "--no-ext-diff", "--no-textconv")
     except (OSError, subprocess.SubprocessError):
         return None
     return SourceCode(commit, diff)
 
 
-def _git(root: Path, *arguments: str) -> str:
+def _run_git(root: Path, *arguments: str) -> str:
     # A file system monitor from the user's configuration would be started by every trainer.
     command = ["git", "-C", str(root), "-c", "core.fsmonitor=false", *arguments]
     process = subprocess.run(

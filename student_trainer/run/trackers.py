@@ -32,7 +32,7 @@ class ThreadedTracker:
         self._name = name
         self._make = make
         self._steps: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._send_metrics, name=name, daemon=True)
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -51,7 +51,7 @@ class ThreadedTracker:
                 SECONDS_TO_CLOSE,
             )
 
-    def _work(self) -> None:
+    def _send_metrics(self) -> None:
         try:
             tracker = self._make()
             while (step_metrics := self._steps.get()) is not None:

@@ -75,20 +75,20 @@ class Anchor:
         All processes must enter and leave together. Values are swapped, not tensors, because DDP
         and FSDP2 hold references to the student's tensors.
         """
-        self._swap()
+        self._swap_weights()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_weights()
 
     def gap(self) -> float:
         """Collective. Return |theta - phi| / |phi| over all trainable weights; 0 if |phi| is 0."""
-        distance, size = self._norms()
+        distance, size = self._compute_norms()
         return distance / size if size else 0.0
 
     def size(self) -> float:
         """Collective. Return |phi|, the Euclidean norm of all trainable weights."""
-        return self._norms()[1]
+        return self._compute_norms()[1]
 
     @property
     def elements(self) -> int:
@@ -100,16 +100,16 @@ class Anchor:
         return dict(self._copies)
 
     def load_state(
-        self, stored: Callable[[str, Tensor], Tensor], *, updates: int, version: int
+        self, read_rows: Callable[[str, Tensor], Tensor], *, updates: int, version: int
     ) -> None:
         """Load this process's shards of the state of a checkpoint.
 
-        `stored(name, shard)`: returns the rows of the stored tensor `name` that correspond to this
-        process's `shard`.
+        `read_rows(name, shard)`: returns the rows of the stored tensor `name` that correspond to
+        this process's `shard`.
         """
         with torch.no_grad():
             for name, copy in self._copies.items():
-                local(copy).copy_(stored(name, copy))
+                local(copy).copy_(read_rows(name, copy))
         self.updates, self.version = updates, version
 
     def with_anchor_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class Anchor:
         return {name: by_id.get(id(weight), weight) for name, weight in weights.items()}
 
     @torch.no_grad()
-    def _norms(self) -> tuple[float, float]:
+    def _compute_norms(self) -> tuple[float, float]:
         """Collective. Return |theta - phi| and |phi|."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._student.device)
         names = [name for name, copy in self._copies.items() if self._student.counts_share_of(copy)]
@@ -140,7 +140,7 @@ class Anchor:
         """Return this process's shards of a weight: (anchor, student)."""
         return local(self._copies[name]), local(self._parameters[name].detach())
 
-    def _swap(self) -> None:
+    def _swap_weights(self) -> None:
         with torch.no_grad():
             for copy, weight in self._all_local_shards():
                 saved_copy = copy.clone()

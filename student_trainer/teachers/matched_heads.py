@@ -50,7 +50,7 @@ class HeadMap:
     """
 
     aligner: Aligner
-    same: NDArray[np.int32]
+    same_bytes: NDArray[np.int32]
     begins: NDArray[np.bool_]
     unended: NDArray[np.bool_]
 
@@ -61,19 +61,19 @@ class HeadMap:
         `end`: the student's token that ends an answer, or None.
         """
         student = aligner.writer
-        same = np.full(len(student.lengths), -1, np.int32)
-        begins = np.zeros(len(same), np.bool_)
+        same_bytes = np.full(len(student.lengths), -1, np.int32)
+        begins = np.zeros(len(same_bytes), np.bool_)
         for token_id in np.flatnonzero(student.lengths):
             token_bytes = student.data(np.array([token_id]))
             ids = aligner.reader.encode(token_bytes.decode("utf-8", "surrogateescape"))
             if len(ids) == 1 and aligner.reader.data(ids) == token_bytes:
-                same[token_id] = ids[0]
+                same_bytes[token_id] = ids[0]
                 begins[token_id] = token_bytes[:1] == b" "
         if end is not None:
-            same[end], begins[end] = aligner.reader_end, True
+            same_bytes[end], begins[end] = aligner.reader_end, True
         unended = _before_spaces(student) | _before_spaces(aligner.reader)
         unended[list(b" \t\n\r")] = True
-        return cls(aligner, same, begins, unended)
+        return cls(aligner, same_bytes, begins, unended)
 
     def match(
         self, ids: NDArray[np.int32], heads: NDArray[np.int32], alignment: Alignment
@@ -98,10 +98,10 @@ class HeadMap:
         is_word_start = (
             (is_first | ~self.unended[preceding_bytes]) & alignment.read & alignment.settled
         )
-        matched = (self.same[heads] >= 0) & (is_first[:, None] | self.begins[heads])
+        matched = (self.same_bytes[heads] >= 0) & (is_first[:, None] | self.begins[heads])
         is_own_token = matched & (heads == ids[:, None])
         matched &= (is_own_token.any(1) & is_word_start)[:, None]
-        return MatchedHeads(teacher_rows, np.where(matched, self.same[heads], 0), matched)
+        return MatchedHeads(teacher_rows, np.where(matched, self.same_bytes[heads], 0), matched)
 
 
 def _before_spaces(tokenizer: ByteTokenizer) -> NDArray[np.bool_]:

@@ -107,7 +107,7 @@ class RolloutsAhead:
         self._last_step = last_step
         self._sleeps = sleeps
         self._orders: dict[int, _RunningOrder] = {}
-        self._stored: dict[int, Rollout] = {}
+        self._stored_rollouts: dict[int, Rollout] = {}
         self._newest: WeightsVersion  # of training; set before the first order
 
     def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
@@ -150,7 +150,7 @@ class RolloutsAhead:
 
     def restore(self, checkpoint: Path) -> None:
         """Load the rollouts of later steps from a checkpoint; `of_step` does not resample them."""
-        self._stored = read_rollouts(checkpoint)
+        self._stored_rollouts = read_rollouts(checkpoint)
 
     def later_files(self, step: int) -> LaterFiles:
         """Return a function for the checkpoint of `step`; see `LaterFiles`."""
@@ -179,11 +179,11 @@ class RolloutsAhead:
         self._client.close()
         self._snapshots.close()
 
-    def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
+    def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
         """Return the metrics of the rollouts of `step`: by how many steps their weights lag."""
         lags = [
             (step - 1 - version, tokens)
-            for item in written
+            for item in pending_rows
             for version, tokens in cast(Rollout, item.sequence).versions
         ]
         total = sum(lag * tokens for lag, tokens in lags)
@@ -228,8 +228,10 @@ class RolloutsAhead:
         order = _RunningOrder(prompts, numbers, self._teacher)
         missing = []
         for index, number in enumerate(numbers):
-            if number in self._stored:
-                order.take(index, _add_prompt_fields(self._stored.pop(number), prompts[index]))
+            if number in self._stored_rollouts:
+                order.take(
+                    index, _add_prompt_fields(self._stored_rollouts.pop(number), prompts[index])
+                )
             else:
                 missing.append(index)
         if missing:
@@ -246,14 +248,14 @@ class RolloutsAhead:
         order.completion.result()
         return [
             PendingRows(rollout, self._teacher.score(rollout) if rows is None else rows)
-            for rollout, rows in order.scored
+            for rollout, rows in order.scored_rollouts
         ]
 
 
-def _add_prompt_fields(stored: Rollout, prompt: Prompt) -> Rollout:
+def _add_prompt_fields(stored_rollout: Rollout, prompt: Prompt) -> Rollout:
     """Return a stored rollout with the fields of its prompt that are not stored."""
     return replace(
-        stored,
+        stored_rollout,
         answer=prompt.answer,
         teacher=prompt.teacher,
         fields=prompt.fields,
@@ -272,12 +274,12 @@ class _RunningOrder:
         self._prompts = prompts
         self._numbers = numbers
         self._teacher = teacher
-        self._scored: dict[int, tuple[Rollout, Future[RowBlock] | None]] = {}
+        self._scored_rollouts: dict[int, tuple[Rollout, Future[RowBlock] | None]] = {}
 
     @property
-    def scored(self) -> list[tuple[Rollout, Future[RowBlock] | None]]:
+    def scored_rollouts(self) -> list[tuple[Rollout, Future[RowBlock] | None]]:
         """The rollouts in the order of the prompts, with their rows, if they were requested."""
-        return [self._scored[index] for index in range(len(self._prompts))]
+        return [self._scored_rollouts[index] for index in range(len(self._prompts))]
 
     def take(self, index: int, rollout: Rollout) -> None:
         """Add a rollout, and request its rows if the teacher allows it at any time."""
@@ -288,7 +290,7 @@ class _RunningOrder:
             except DistillError as error:
                 rows = Future()
                 rows.set_exception(error)
-        self._scored[index] = rollout, rows
+        self._scored_rollouts[index] = rollout, rows
 
     def collect(self, sampling: Iterator[tuple[int, Rollout]], indices: Sequence[int]) -> None:
         """Add the rollouts as they end, in a thread; indices[i]: the prompt index of rollout i."""
@@ -314,5 +316,6 @@ class _RunningOrder:
             if stop.wait(_POLL_SECONDS):
                 return {}
         return {
-            self._numbers[index]: rollout for index, (rollout, _) in sorted(self._scored.items())
+            self._numbers[index]: rollout
+            for index, (rollout, _) in sorted(self._scored_rollouts.items())
         }

@@ -10,7 +10,7 @@ from torch import Tensor
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rollouts.rollouts import Rollouts, sampling
+from student_trainer.rollouts.rollouts import Rollouts, sampling_context
 from student_trainer.teachers.source import PendingRows, TeacherSource
 
 # Step (from 1) -> prompts and rollout numbers of this process; a prompt may occur several times.
@@ -23,7 +23,7 @@ class RolloutsOfSteps(Protocol):
     def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
         """Collective. Return this process's rollouts of `step`, one for each of its prompts."""
 
-    def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
+    def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
         """Return metrics of the rollouts of `step`, in the form of `Step.measured`."""
 
 
@@ -59,16 +59,16 @@ class ScoredRollouts:
 
     def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
         """Collective. Sample with the current weights, and request the rows."""
-        with sampling(self._student, self._rollouts):
+        with sampling_context(self._student, self._rollouts):
             return self.sample_and_score(*prompts_of_step(step))
 
-    def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
+    def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
         """Return no metrics: the current weights sampled the rollouts."""
         return {}
 
     def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
         """Collective. Sample one rollout for each prompt, as `sample_and_score`, without rows."""
-        with sampling(self._student, self._rollouts):
+        with sampling_context(self._student, self._rollouts):
             self._student.full.eval()
             batches = self._rollouts.generate(prompts, numbers, seed=self._seed)
             return [rollout for batch in batches for rollout in batch]

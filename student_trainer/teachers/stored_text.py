@@ -52,11 +52,11 @@ class StoredText:
         parts: list[Ids] = []
         rows: list[AlignedRows] = []
         units = 0
-        for first, last, ended in self._documents(ids):
-            alignment = self.aligner.align(ids[first:last], has_end=ended)
+        for first, end, ended in self._split_documents(ids):
+            alignment = self.aligner.align(ids[first:end], has_end=ended)
             if alignment is None:
                 continue
-            part_rows = self.rows(alignment, ids[first:last], all_rows.slice(first, last))
+            part_rows = self.rows(alignment, ids[first:end], all_rows.slice(first, end))
             if first == 0:
                 part_rows = _without_first(part_rows, alignment)
             elif self._begins_document(ids, first) and not _ends_with(parts, self.begins):
@@ -76,17 +76,17 @@ class StoredText:
         line_rows = line_rows.taken(slice(1, None))
         return line, replace(line_rows, word=line_rows.word - line_rows.word[0])
 
-    def _documents(self, ids: Ids) -> Iterator[tuple[int, int, bool]]:
+    def _split_documents(self, ids: Ids) -> Iterator[tuple[int, int, bool]]:
         """Yield (first position, position after the last, has end token) of each document.
 
         Special tokens separate documents. An end token belongs to the document that it ends.
         """
         first = 0
-        for last in [*np.flatnonzero(self.aligner.writer.lengths[ids] == 0).tolist(), len(ids)]:
-            ended = last < len(ids) and ids[last] in self.ends
-            if last + ended > first:
-                yield first, last + ended, bool(ended)
-            first = last + 1
+        for end in [*np.flatnonzero(self.aligner.writer.lengths[ids] == 0).tolist(), len(ids)]:
+            ended = end < len(ids) and ids[end] in self.ends
+            if end + ended > first:
+                yield first, end + ended, bool(ended)
+            first = end + 1
 
     def _begins_document(self, ids: Ids, first: int) -> bool:
         """Return whether a document begins at `first`: after an end or a begin token."""

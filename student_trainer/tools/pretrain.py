@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Prints one JSON line: parameters, vocabulary (number of tokens) and loss (nats per token).
     """
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     disable_progress_bar()
     torch.manual_seed(options.seed)
     records = [json.loads(line) for line in options.data.read_text().splitlines()]
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer = make_tokenizer(
             options.tokenizer, ("".join(values) for values in columns), options.vocab_size
         )
-    texts = [_encode(tokenizer, values, options) for values in columns]
+    texts = [_encode_text(tokenizer, values, options) for values in columns]
     model = make_model(len(tokenizer), tokenizer, options.layers, options.width)
     loss = train(model, texts, options)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
         schedule = warmup * (0.05 + 0.95 * (1 + math.cos(math.pi * step / options.steps)) / 2)
         optimizer.param_groups[0]["lr"] = options.learning_rate * schedule
         indices = torch.randint(len(texts), (options.batch,), generator=generator).tolist()
-        ids, labels = _pad([texts[i] for i in indices], options.max_tokens)
+        ids, labels = _pad_texts([texts[i] for i in indices], options.max_tokens)
         loss = model(input_ids=ids, labels=labels).loss  # a causal model ignores padding at the end
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -147,7 +147,7 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
     return sum(recent_losses) / len(recent_losses)
 
 
-def _encode(
+def _encode_text(
     tokenizer: PreTrainedTokenizerFast, values: list[str], options: argparse.Namespace
 ) -> Text:
     parts = [tokenizer(value, add_special_tokens=False)["input_ids"] for value in values]
@@ -156,7 +156,7 @@ def _encode(
     return Text(ids, len(ids) - learned_tokens if options.loss_on == "last" else 0)
 
 
-def _pad(texts: list[Text], max_tokens: int) -> tuple[Tensor, Tensor]:
+def _pad_texts(texts: list[Text], max_tokens: int) -> tuple[Tensor, Tensor]:
     length = min(max_tokens, max(len(text.ids) for text in texts))
     ids = torch.zeros(len(texts), length, dtype=torch.long)
     labels = torch.full_like(ids, -100)
@@ -167,7 +167,7 @@ def _pad(texts: list[Text], max_tokens: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="a .jsonl file")
     parser.add_argument(

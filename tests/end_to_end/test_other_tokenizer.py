@@ -59,7 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         asked = words(PROMPT)["input_ids"]
         of_answers = [words(answer)["input_ids"] + [words.eos_token_id] for answer in texts]
         told = [pretrain.Text(asked + answer, len(asked)) for answer in of_answers]
-        options = pretrain._parser().parse_args(
+        options = pretrain._build_parser().parse_args(
             ["--data", "x", "--columns", "x", "--out", "x", "--steps", "150"]
         )
         options.learning_rate, options.batch = 1e-2, 16

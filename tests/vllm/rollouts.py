@@ -29,7 +29,7 @@ from student_trainer.rollout_client.order import (
 )
 from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
-from student_trainer.rollouts.sampler import SampledTokens, Sampler, noise_of
+from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
 from tests.vllm.model import VOCAB_SIZE, save_model
 
 _T = TypeVar("_T")
@@ -146,7 +146,7 @@ class AdaptedStudent(Student):
 
 def numbers_of(settings: SamplingSettings, sequence: SequenceRequest, *, draws: bool) -> Tensor:
     assert settings.seed is not None
-    stream = noise_of(sequence.number, settings.seed, settings.stream_tokens, draws=draws)
+    stream = rollout_noise(sequence.number, settings.seed, settings.stream_tokens, draws=draws)
     return stream[sequence.used : sequence.used + sequence.limit]
 
 

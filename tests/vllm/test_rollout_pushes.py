@@ -156,7 +156,8 @@ def test_an_engine_dies_in_a_phase_of_a_push(
     It was in the same group, and is not restarted.
     """
     sizes = [
-        WeightSpec.of(*named_parameter) for named_parameter in endless[0].model.named_parameters()
+        WeightSpec.describe(*named_parameter)
+        for named_parameter in endless[0].model.named_parameters()
     ]
     middle = 3 * len(list(buckets(sizes, SMALL_BUCKET))) // 2
     (port,) = free_ports(1)

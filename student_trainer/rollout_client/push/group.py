@@ -209,7 +209,7 @@ class WeightGroup:
         options._timeout = limit
         options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(seat.host))]
         backend = ProcessGroupGloo(meeting_store, seat.rank, seat.size, options)
-        self._register(ProcessGroup.BackendType.GLOO, "cpu", backend)
+        self._register_backend(ProcessGroup.BackendType.GLOO, "cpu", backend)
 
     def _join_nccl(self, meeting_store: PrefixStore) -> None:
         from torch.distributed import ProcessGroupNCCL
@@ -218,10 +218,10 @@ class WeightGroup:
         options._timeout = _WATCHDOG_TIMEOUT
         torch.cuda.set_device(self.device)
         backend = ProcessGroupNCCL(meeting_store, self.seat.rank, self.seat.size, options)
-        self._register(ProcessGroup.BackendType.NCCL, "cuda", backend)
+        self._register_backend(ProcessGroup.BackendType.NCCL, "cuda", backend)
         # The first transfer creates the communicator.
         self._broadcast(torch.zeros(1, device=self.device))
 
-    def _register(self, kind: ProcessGroup.BackendType, device: str, backend: Any) -> None:
+    def _register_backend(self, kind: ProcessGroup.BackendType, device: str, backend: Any) -> None:
         self._group._set_default_backend(kind)
         self._group._register_backend(torch.device(device), kind, backend)

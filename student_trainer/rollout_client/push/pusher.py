@@ -97,7 +97,7 @@ class WeightPusher:
             member = _PushCall(replica, offer)
             if member.wait_until_ready(max(1.0, deadline - time.monotonic())):
                 self._members.append(member)
-        waiting_members = [member for member in self._members if not member.loaded]
+        waiting_members = [member for member in self._members if not member.has_version]
         if not waiting_members:
             return
         try:
@@ -126,12 +126,12 @@ class WeightPusher:
     def finish(self) -> bool:
         """Wait until the engines have verified the weights; return whether all engines have."""
         failpoint("weights-sent")
-        loaded = [member.wait_until_loaded() for member in self._members]
+        load_results = [member.wait_until_loaded() for member in self._members]
         self._sender = None
-        if not all(loaded):
+        if not all(load_results):
             self._leave_group()
         members, self._members = self._members, []
-        return all(loaded) and len(members) == len(self._replicas)
+        return all(load_results) and len(members) == len(self._replicas)
 
     def close(self) -> None:
         """End the pushes and leave the group."""
@@ -198,7 +198,7 @@ class _PushCall:
     """The call of a push to one engine."""
 
     def __init__(self, replica: Replica, offer: WeightsOffer) -> None:
-        self.loaded = False  # without a transfer, because the engine already had the version
+        self.has_version = False  # without a transfer, because the engine already had the version
         self.process, self.ranks, self.device = "", 0, ""
         self._replica = replica
         self._parts: queue.SimpleQueue[rollouts_pb2.PushPart | None] = queue.SimpleQueue()
@@ -215,14 +215,14 @@ class _PushCall:
     @property
     def is_alive(self) -> bool:
         """Whether the engine has the version, or its call has not ended."""
-        return self.loaded or (self._call is not None and self._call.is_active())
+        return self.has_version or (self._call is not None and self._call.is_active())
 
     def wait_until_ready(self, seconds: float) -> bool:
         """Wait until the engine is ready for the weights or already has them; return success."""
         reply = self._next_reply(seconds)
         if reply is None:
             return False
-        self.loaded = reply.WhichOneof("reply") == "loaded"
+        self.has_version = reply.WhichOneof("reply") == "loaded"
         ready = reply.ready
         self.process, self.ranks, self.device = ready.process, ready.ranks, ready.device
         return True
@@ -234,7 +234,7 @@ class _PushCall:
 
     def wait_until_loaded(self) -> bool:
         """Wait at most 120 s; return whether the engine has verified the weights."""
-        return self.loaded or self._next_reply(_VERIFY_SECONDS) is not None
+        return self.has_version or self._next_reply(_VERIFY_SECONDS) is not None
 
     def cancel(self) -> None:
         """End the call."""

@@ -35,7 +35,7 @@ class WeightSpec:
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(name: str, weight: Tensor) -> WeightSpec:
+    def describe(name: str, weight: Tensor) -> WeightSpec:
         """Return the spec of a weight, which may be without data (device meta)."""
         return WeightSpec(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
 
@@ -67,7 +67,7 @@ def buckets(weights: Sequence[WeightSpec], bucket_bytes: int) -> Iterator[list[W
     bucket: list[WeightSpec] = []
     size = 0
     for weight in weights:
-        aligned_bytes = _align(weight.nbytes)
+        aligned_bytes = _round_up(weight.nbytes)
         if bucket and size + aligned_bytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
@@ -98,10 +98,10 @@ class WeightSender:
 
     def send(self, name: str, weight: Tensor) -> None:
         """Queue the next weight; the last one of a bucket sends the bucket."""
-        assert WeightSpec.of(name, weight) == self._bucket[len(self._pending_weights)], name
+        assert WeightSpec.describe(name, weight) == self._bucket[len(self._pending_weights)], name
         self._pending_weights.append(weight.detach().to(self._device).contiguous())
         if len(self._pending_weights) == len(self._bucket):
-            data = self._pack()
+            data = self._pack_bucket()
             self._broadcast(data)
             self._broadcast(_checksum_words(self._sent_buckets, data))
             failpoint("bucket-sent")
@@ -109,7 +109,7 @@ class WeightSender:
             self._pending_weights = []
             self._bucket = next(self._remaining_buckets, [])
 
-    def _pack(self) -> Tensor:
+    def _pack_bucket(self) -> Tensor:
         if len(self._pending_weights) == 1:
             return self._pending_weights[0].view(-1).view(torch.uint8)
         if self._pack_buffer is None:
@@ -120,7 +120,7 @@ class WeightSender:
         for weight in self._pending_weights:
             data = weight.view(-1).view(torch.uint8)
             self._pack_buffer[offset : offset + data.numel()].copy_(data)
-            offset += _align(data.numel())
+            offset += _round_up(data.numel())
         return self._pack_buffer[:offset]
 
 
@@ -133,7 +133,7 @@ def receive_weights(
     """
     for number, bucket in enumerate(buckets(weights, bucket_bytes)):
         is_single = len(bucket) == 1
-        size = bucket[0].nbytes if is_single else sum(_align(weight.nbytes) for weight in bucket)
+        size = bucket[0].nbytes if is_single else sum(_round_up(weight.nbytes) for weight in bucket)
         data = torch.empty(size, dtype=torch.uint8, device=device)
         broadcast(data)
         words = torch.zeros(2, dtype=torch.int64, device=device)
@@ -145,7 +145,7 @@ def receive_weights(
         for weight in bucket:
             flat = data[offset : offset + weight.nbytes].view(weight.torch_dtype)
             yield weight.name, flat.view(weight.shape)
-            offset += _align(weight.nbytes)
+            offset += _round_up(weight.nbytes)
 
 
 def _checksum_words(number: int, data: Tensor) -> Tensor:
@@ -166,5 +166,5 @@ def _checksum_words(number: int, data: Tensor) -> Tensor:
     return torch.stack([torch.full_like(total, number), total])
 
 
-def _align(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -32,7 +32,7 @@ from student_trainer.rollout_service.engines.student_model import (
     student_config,
 )
 from student_trainer.rollouts.hf import batches
-from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
+from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, rollout_noise
 
 Returned = TypeVar("Returned")
 
@@ -88,11 +88,11 @@ class HfRolloutEngine:
 
     async def load(self, version: WeightsVersion) -> None:
         """Copy the weights of a snapshot into the model; see `RolloutEngine.load`."""
-        await self._in_thread(lambda: self._load(version))
+        await self._in_thread(lambda: self._load_snapshot(version))
 
     async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
         """Copy weights that come through a process group; see `RolloutEngine.receive`."""
-        await self._in_thread(lambda: self._receive(offer, seat))
+        await self._in_thread(lambda: self._receive_weights(offer, seat))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
         """Yield the sequences of each batch when it is finished; see `RolloutEngine.sample`.
@@ -171,7 +171,7 @@ class HfRolloutEngine:
         return self._marks[1]
 
     @torch.no_grad()
-    def _load(self, version: WeightsVersion) -> None:
+    def _load_snapshot(self, version: WeightsVersion) -> None:
         self._version = None
         snapshot = open_version(version, self._shapes)
         if has_adapters(self._model):
@@ -180,11 +180,11 @@ class HfRolloutEngine:
         else:
             _copy_weights(snapshot.shapes().keys(), snapshot.tensors(), self._model)
         failpoint("weights-copied")
-        self._verify(snapshot.probe(), snapshot.dtype)
+        self._verify_probe(snapshot.probe(), snapshot.dtype)
         self._version = version.number
 
     @torch.no_grad()
-    def _receive(self, offer: WeightsOffer, seat: Seat) -> None:
+    def _receive_weights(self, offer: WeightsOffer, seat: Seat) -> None:
         self._version = None
         check_shapes(
             "the push", {weight.name: weight.shape for weight in offer.weights}, self._shapes
@@ -196,13 +196,13 @@ class HfRolloutEngine:
             raise Unavailable(
                 f"the push of version {offer.version.number} broke: {error}"
             ) from error
-        self._verify(offer.probe, offer.dtype)
+        self._verify_probe(offer.probe, offer.dtype)
         self._version = offer.version.number
 
-    def _verify(self, probe: Probe, dtype: str) -> None:
-        verify(probe, self._logprobs, self._info.dtype if dtype == "float32" else dtype)
+    def _verify_probe(self, probe: Probe, dtype: str) -> None:
+        verify(probe, self._score_tokens, self._info.dtype if dtype == "float32" else dtype)
 
-    def _logprobs(self, token_ids: Tensor) -> Tensor:
+    def _score_tokens(self, token_ids: Tensor) -> Tensor:
         """Return the log-probs [n, T - 1] of the tokens of token_ids [n, T] after the first."""
         logprobs = []
         for row in token_ids.to(self._model.device):
@@ -215,7 +215,7 @@ class HfRolloutEngine:
 def _request_noise(request: SequenceRequest, order: Order, *, draws: bool) -> Tensor:
     settings = order.settings
     assert settings.seed is not None
-    stream = noise_of(request.number, settings.seed, settings.stream_tokens, draws=draws)
+    stream = rollout_noise(request.number, settings.seed, settings.stream_tokens, draws=draws)
     return stream[request.used : request.used + request.limit]
 
 
@@ -260,7 +260,7 @@ class _TurnQueue:
 
     def __init__(self) -> None:
         self._is_busy = False
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._queue: list[tuple[int, asyncio.Future[None]]] = []
 
     async def acquire(self, age: int) -> None:
         """Wait for a turn. `age`: number of the order, which has at most one waiting batch."""
@@ -268,7 +268,7 @@ class _TurnQueue:
             self._is_busy = True
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (age, turn))
+        heapq.heappush(self._queue, (age, turn))
         try:
             await turn
         except asyncio.CancelledError:
@@ -278,8 +278,8 @@ class _TurnQueue:
 
     def release(self) -> None:
         """End a turn."""
-        while self._waiting:
+        while self._queue:
             with suppress(asyncio.InvalidStateError):
-                heapq.heappop(self._waiting)[1].set_result(None)
+                heapq.heappop(self._queue)[1].set_result(None)
                 return
         self._is_busy = False

@@ -108,10 +108,10 @@ class VllmRolloutEngine:
             sleeps=sleeps,
         )
         self._watch = DeathWatch(self._llm, "this rollout service")
-        self.info = self._describe(model, sleeps)
+        self.info = self._describe_engine(model, sleeps)
         self._asleep = False
         self._names = itertools.count()
-        self._running: set[RunningOrder] = set()
+        self._running_orders: set[RunningOrder] = set()
         self._fault: str | None = "no weights were loaded"
         self._loads = 0
         self._marks = lru_cache(_MARKS_CACHE_SIZE)(lambda texts: Marks(self._tokenizer, texts))
@@ -131,7 +131,7 @@ class VllmRolloutEngine:
             rpc_arguments = str(snapshot.directory), version.number, list(snapshot.files)
             await self._llm.collective_rpc("load_snapshot", args=rpc_arguments)
 
-        replacing = self._replace(version, load_weights, snapshot.probe(), snapshot.dtype)
+        replacing = self._replace_weights(version, load_weights, snapshot.probe(), snapshot.dtype)
         await asyncio.shield(asyncio.ensure_future(replacing))
 
     async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
@@ -153,7 +153,7 @@ class VllmRolloutEngine:
                 reason = next(filter(None, failures))
                 raise Unavailable(f"the push of version {version.number} broke: {reason}")
 
-        replacing = self._replace(version, load_weights, offer.probe, offer.dtype)
+        replacing = self._replace_weights(version, load_weights, offer.probe, offer.dtype)
         await asyncio.shield(asyncio.ensure_future(replacing))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
@@ -161,28 +161,28 @@ class VllmRolloutEngine:
 
         Raises WrongState if the engine has no verified weights.
         """
-        running = RunningOrder(f"order-{next(self._names)}", order)
+        running_order = RunningOrder(f"order-{next(self._names)}", order)
         async with self._loading:
             if self._fault is not None:
                 raise _unusable_error(self._fault)
             for index in range(len(order.sequences)):
-                self._submit(running, index)
-            self._running.add(running)
+                self._submit(running_order, index)
+            self._running_orders.add(running_order)
         try:
             remaining = len(order.sequences)
             while remaining:
-                ended_sequences = await running.wait_for_ended()
+                ended_sequences = await running_order.wait_for_ended()
                 remaining -= len(ended_sequences)
                 for index, tokens in zip(
                     [sequence.index for sequence in ended_sequences],
-                    await self._fetch(running, ended_sequences),
+                    await self._fetch_tokens(running_order, ended_sequences),
                     strict=True,
                 ):
                     yield index, tokens
         finally:
-            self._running.discard(running)
-            await running.cancel(running.tasks)
-            await self._llm.collective_rpc("drop_order", args=(running.name,))
+            self._running_orders.discard(running_order)
+            await running_order.cancel(running_order.tasks)
+            await self._llm.collective_rpc("drop_order", args=(running_order.name,))
 
     async def sleep(self) -> None:
         """Free the memory of the GPU until the next `load`; see `RolloutEngine.sleep`.
@@ -191,7 +191,7 @@ class VllmRolloutEngine:
         a CPU, vLLM frees no memory.
         """
         async with self._loading:
-            assert not self._running, "an order runs"
+            assert not self._running_orders, "an order runs"
             self._fault = "they were dropped when it fell asleep"
             await self._llm.sleep(level=1 if self._lora_rank else 2)
             self._asleep = True
@@ -202,7 +202,7 @@ class VllmRolloutEngine:
         # Not in a thread: vLLM's own tasks would see its processes end, and log that as an error.
         self._llm.shutdown(SHUTDOWN_SECONDS)
 
-    async def _replace(
+    async def _replace_weights(
         self,
         version: WeightsVersion,
         load_weights: Callable[[], Awaitable[None]],
@@ -216,7 +216,9 @@ class VllmRolloutEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         async with self._loading:
-            assert version.in_flight != "drain" or not self._running, "drain waits for all orders"
+            assert version.in_flight != "drain" or not self._running_orders, (
+                "drain waits for all orders"
+            )
             # Prefix-cache blocks of older weights are not cleared, but later requests do not match
             # them, because the cache salt of a request names the last load.
             self._loads += 1
@@ -236,8 +238,8 @@ class VllmRolloutEngine:
                     await self._llm.wake_up(["kv_cache"])
                     self._asleep = False
                 if version.in_flight == "keep":
-                    for running in self._running:
-                        await self._submit_waiting_again(running)
+                    for running_order in self._running_orders:
+                        await self._resubmit_unstarted(running_order)
             except Exception as error:
                 log.exception("the load of version %d failed", version.number)
                 self._watch.exit(f"the load of version {version.number} failed: {error}")
@@ -246,26 +248,26 @@ class VllmRolloutEngine:
             try:
                 if push_error is not None:
                     raise push_error
-                await self._verify(probe, dtype)
+                await self._verify_probe(probe, dtype)
                 failpoint("probe-scored")
             except EngineDeadError as error:
                 self._watch.check()
                 raise _stopping_error() from error
             except Exception as error:
                 self._fault = str(error)
-                for running in self._running:
-                    running.fail(error)
+                for running_order in self._running_orders:
+                    running_order.fail(error)
                 raise
             self._fault = None
 
-    async def _verify(self, probe: Probe, dtype: str) -> None:
+    async def _verify_probe(self, probe: Probe, dtype: str) -> None:
         logprobs = torch.stack(
-            await asyncio.gather(*(self._logprobs_of(row) for row in probe.token_ids))
+            await asyncio.gather(*(self._score_tokens(row) for row in probe.token_ids))
         )
         engine_dtype = self.info.dtype
         verify(probe, lambda _: logprobs, dtype if engine_dtype == "float32" else engine_dtype)
 
-    async def _logprobs_of(self, token_ids: Tensor) -> Tensor:
+    async def _score_tokens(self, token_ids: Tensor) -> Tensor:
         """Return vLLM's log-probs [T - 1] of token ids [T], each given its predecessors."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -273,7 +275,7 @@ class VllmRolloutEngine:
         ids = token_ids.tolist()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         name = f"probe-{next(self._names)}"
-        prompt, adapters = tokens_input(ids), self._adapters()
+        prompt, adapters = tokens_input(ids), self._lora_request()
         async for output in self._llm.generate(prompt, params, name, lora_request=adapters):
             prompt_logprobs = output.prompt_logprobs
         return torch.tensor(
@@ -283,45 +285,51 @@ class VllmRolloutEngine:
             ]
         )
 
-    def _submit(self, running: RunningOrder, index: int) -> None:
+    def _submit(self, running_order: RunningOrder, index: int) -> None:
         """Submit a sequence to vLLM. Sequences of one load share blocks of the prefix cache."""
         salt = str(self._loads)
-        running.tasks[index] = asyncio.create_task(self._follow(running, index, salt))
+        running_order.tasks[index] = asyncio.create_task(
+            self._follow_sequence(running_order, index, salt)
+        )
 
-    async def _submit_waiting_again(self, running: RunningOrder) -> None:
+    async def _resubmit_unstarted(self, running_order: RunningOrder) -> None:
         """Resubmit the sequences that vLLM has not started, after a load that keeps the cache.
 
         They have no KV cache of their own, and must not match blocks of the older weights.
         """
         # Only rank 0 is needed.
-        started, *_ = await self._llm.collective_rpc("started_sequences", args=(running.name,))
-        waiting = [
+        started_indices, *_ = await self._llm.collective_rpc(
+            "started_sequences", args=(running_order.name,)
+        )
+        unstarted_indices = [
             index
-            for index, task in running.tasks.items()
-            if index not in started and not task.done()
+            for index, task in running_order.tasks.items()
+            if index not in started_indices and not task.done()
         ]
-        await running.cancel(waiting)
-        for index in waiting:
-            self._submit(running, index)
+        await running_order.cancel(unstarted_indices)
+        for index in unstarted_indices:
+            self._submit(running_order, index)
 
-    async def _follow(self, running: RunningOrder, index: int, salt: str) -> None:
+    async def _follow_sequence(self, running_order: RunningOrder, index: int, salt: str) -> None:
         """Let vLLM sample a sequence, and put its end or its error into the queue."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            running.put(await self._sample_sequence(running, index, salt))
+            running_order.put(await self._sample_sequence(running_order, index, salt))
         except EngineDeadError:
             self._watch.check()
-            running.fail(_stopping_error())
+            running_order.fail(_stopping_error())
         except Exception as error:
-            running.fail(error)
+            running_order.fail(error)
 
-    async def _sample_sequence(self, running: RunningOrder, index: int, salt: str) -> EndedSequence:
+    async def _sample_sequence(
+        self, running_order: RunningOrder, index: int, salt: str
+    ) -> EndedSequence:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        order = running.order
+        order = running_order.order
         sequence = order.sequences[index]
         marks = self._marks(order.settings.marks) if order.settings.marks else None
         params = SamplingParams(
@@ -330,13 +338,16 @@ class VllmRolloutEngine:
             ignore_eos=True,  # `_ends` has it
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if marks else RequestOutputKind.FINAL_ONLY,
-            extra_args=request_fields(running.name, order, index),
+            extra_args=request_fields(running_order.name, order, index),
         )
         prompt = tokens_input(sequence.token_ids.tolist(), cache_salt=salt)
         tokens: list[int] = []
         async with aclosing(
             self._llm.generate(
-                prompt, params, f"{running.name}-{index}-{salt}", lora_request=self._adapters()
+                prompt,
+                params,
+                f"{running_order.name}-{index}-{salt}",
+                lora_request=self._lora_request(),
             )
         ) as outputs:
             async for output in outputs:
@@ -350,18 +361,18 @@ class VllmRolloutEngine:
             raise Unavailable(f"vLLM gave up a sequence: {completion.finish_reason}")
         return EndedSequence(index, len(tokens), ended=tokens[-1] in self._ends, closed=False)
 
-    async def _fetch(
-        self, running: RunningOrder, ended: list[EndedSequence]
+    async def _fetch_tokens(
+        self, running_order: RunningOrder, ended_sequences: list[EndedSequence]
     ) -> list[SampledTokens]:
         """Return the sampled tokens of ended sequences; waits for a load."""
-        settings = running.order.settings
+        settings = running_order.order.settings
         async with self._loading:
-            if running.fault is not None:
-                raise running.fault
-            index_lengths = [(sequence.index, sequence.length) for sequence in ended]
+            if running_order.fault is not None:
+                raise running_order.fault
+            index_lengths = [(sequence.index, sequence.length) for sequence in ended_sequences]
             # The other ranks return nothing.
             records, *_ = await self._llm.collective_rpc(
-                "take_records", args=(running.name, index_lengths)
+                "take_records", args=(running_order.name, index_lengths)
             )
         return [
             decode_records(
@@ -371,10 +382,10 @@ class VllmRolloutEngine:
                 ended=sequence.ended,
                 closed=sequence.closed,
             )
-            for data, sequence in zip(records, ended, strict=True)
+            for data, sequence in zip(records, ended_sequences, strict=True)
         ]
 
-    def _adapters(self) -> Any:
+    def _lora_request(self) -> Any:
         """Return the part of a request that names the adapters of `load_snapshot`, or None."""
         if not self._lora_rank:
             return None
@@ -383,7 +394,7 @@ class VllmRolloutEngine:
         # vLLM would read the path only if no adapters were loaded.
         return LoRARequest("student", ADAPTERS, "/no adapters are loaded")
 
-    def _describe(self, model: str, sleeps: bool) -> RolloutEngineInfo:
+    def _describe_engine(self, model: str, sleeps: bool) -> RolloutEngineInfo:
         config = self._llm.vllm_config
         return RolloutEngineInfo(
             name="vllm",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from student_trainer.rollout_service.engines.vllm_wire import record_type
 from student_trainer.rollouts.sample_step import SampledStep, sample_step
-from student_trainer.rollouts.sampler import noise_of
+from student_trainer.rollouts.sampler import rollout_noise
 
 Numbers = NDArray[np.int64]
 
@@ -142,7 +142,7 @@ class _Order:
         used_range = slice(fields["used"], fields["used"] + fields["limit"])
         for table, draws in ((self._noise, False), (self._draw_noise, True)):
             if table is not None:
-                stream = noise_of(
+                stream = rollout_noise(
                     fields["number"], fields["seed"], fields["stream_tokens"], draws=draws
                 )
                 table[index, : fields["limit"]] = stream[used_range].numpy()

@@ -41,9 +41,9 @@ class RunningOrder:
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _queue: asyncio.Queue[EndedSequence | None] = field(default_factory=asyncio.Queue)
 
-    def put(self, ended: EndedSequence) -> None:
+    def put(self, sequence: EndedSequence) -> None:
         """Add a sequence that has ended."""
-        self._queue.put_nowait(ended)
+        self._queue.put_nowait(sequence)
 
     def fail(self, fault: Exception) -> None:
         """Make `wait_for_ended` raise `fault`; the first fault is kept."""
@@ -67,12 +67,12 @@ class RunningOrder:
         ended_sequences: list[EndedSequence] = []
         size = 0
         while not ended_sequences or (size < _FETCH_BYTES and not self._queue.empty()):
-            ended = await self._queue.get()
-            if self.fault is not None or ended is None:
+            sequence = await self._queue.get()
+            if self.fault is not None or sequence is None:
                 assert self.fault is not None
                 raise self.fault
-            ended_sequences.append(ended)
-            size += per_token * ended.length
+            ended_sequences.append(sequence)
+            size += per_token * sequence.length
         return ended_sequences
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import TopPLogitsWarper
 
 from student_trainer.rollouts.sample_step import nucleus
-from student_trainer.rollouts.sampler import Sampler, noise_of
+from student_trainer.rollouts.sampler import Sampler, rollout_noise
 from tests.student_trainer import tiny
 
 
@@ -28,7 +28,7 @@ def test_what_is_drawn_is_of_the_nucleus() -> None:
     sampler = Sampler(model, words, top_k=0, temperature=1.0, top_p=0.7)
     count = 2000
     written = sampler.write(
-        [prompt] * count, [1] * count, [noise_of(n, 0, 1) for n in range(count)]
+        [prompt] * count, [1] * count, [rollout_noise(n, 0, 1) for n in range(count)]
     )
     drawn = torch.bincount(torch.cat([one.token_ids for one in written]), minlength=len(expected))
     assert not drawn[expected == 0].any()

@@ -47,7 +47,7 @@ def work(out: Path, sharding: str, bf16: bool) -> None:
     halves = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
     for _ in range(2):
         for number, half in enumerate(halves):
-            with student.synchronized(last=number == 1):
+            with student.synchronized(is_last=number == 1):
                 batch = make_batch(half, student.device)
                 loss = student(batch, lambda rows, index: -rows.token_logprobs, 1.0).loss_sum
                 (world * loss / 18).backward()

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from student_trainer.losses import LogitMap
-from student_trainer.model.probes import logit_map_of
+from student_trainer.model.probes import find_logit_map
 from student_trainer.model.student import Student
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import batch_of, gradients_of
@@ -67,7 +67,7 @@ EVERY = pytest.mark.parametrize("name", HEADS)
 @EVERY
 def test_the_probe_finds_the_head(name: str) -> None:
     make, expected = HEADS[name]
-    found = logit_map_of(make())
+    found = find_logit_map(make())
     assert found is not None
     assert found.cap == expected.cap
     if name != "minicpm3":  # which scales its states instead, by a number of its sizes
@@ -135,7 +135,7 @@ def test_a_head_that_fits_neither_takes_the_plain_path(monkeypatch: pytest.Monke
         return out
 
     monkeypatch.setattr(type(model), "forward", squared)
-    assert logit_map_of(model) is None
+    assert find_logit_map(model) is None
     assert Student(model)._logit_map is None
 
 
@@ -154,4 +154,4 @@ class _Factors(torch.nn.Linear):
 def test_a_head_with_weights_of_its_own_takes_the_plain_path() -> None:
     model = tiny.model(seed=4)
     model.lm_head = _Factors(model.get_output_embeddings())
-    assert logit_map_of(model) is None
+    assert find_logit_map(model) is None

@@ -19,7 +19,7 @@ from student_trainer.checkpoints.export import export_model
 from student_trainer.losses import LogitMap
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import add_adapters, trainable_weights
-from student_trainer.model.probes import logit_map_of
+from student_trainer.model.probes import find_logit_map
 from student_trainer.model.student import Student
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import (
@@ -73,7 +73,7 @@ def test_only_the_adapters_learn_and_the_head_if_asked(base: Path, head: str) ->
     plain, model = load_model(StudentConfig(model=str(base))), load_model(config(base, head))
     assert type(model) is type(plain)
     assert torch.equal(logits(model), logits(plain))
-    assert logit_map_of(model) == LogitMap()
+    assert find_logit_map(model) == LogitMap()
     rest = {name for name in trainable_weights(model) if ".lora_" not in name}
     tied = model.config.tie_word_embeddings
     assert rest == (

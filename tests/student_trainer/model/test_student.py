@@ -17,7 +17,7 @@ from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, make_batch
 from student_trainer.losses import FusedLoss, LogitMap, Rows
 from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
-from student_trainer.model.probes import logit_map_of
+from student_trainer.model.probes import find_logit_map
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
 from student_trainer.rollouts.hf import HuggingFaceRollouts
@@ -105,7 +105,7 @@ def assert_rows(found: Rows, expected: Rows) -> None:
 )
 def test_the_fused_path_is_the_plain_one(make: Any) -> None:
     model = make()
-    assert logit_map_of(model) == LogitMap()
+    assert find_logit_map(model) == LogitMap()
     batch = batch_of(model)
     student = Student(model)
     fused, fused_grads = gradients_of(student, batch)
@@ -134,14 +134,14 @@ def test_the_paths_are_one_in_bfloat16_too() -> None:
 
 def test_a_capped_head_is_not_taken_for_a_linear_one() -> None:
     model = soft_capped()
-    assert logit_map_of(model) == LogitMap(cap=2.0)
+    assert find_logit_map(model) == LogitMap(cap=2.0)
     batch = batch_of(model)
     out, grads = gradients_of(Student(model), batch)
     assert_rows(out.rows, exact_rows(model, batch))
     assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
     # The uncapped rows would be far away: the test would notice.
     model.config.final_logit_softcapping = None
-    assert logit_map_of(model) == LogitMap()
+    assert find_logit_map(model) == LogitMap()
     with pytest.raises(AssertionError):
         assert_rows(out.rows, exact_rows(model, batch))
 

@@ -42,7 +42,7 @@ def services_of(*programs: str) -> RolloutServices:
 
 
 def process_of(services: RolloutServices) -> psutil.Process:
-    [service] = services._started
+    [service] = services._services
     assert service._process is not None
     return psutil.Process(service._process.pid)
 
@@ -96,7 +96,7 @@ def test_deaf_services_are_killed_after_one_period_for_all(
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     services = services_of(*[f"{deaf} {READY}; time.sleep(99)"] * 10)
     services.addresses()
-    children = [psutil.Process(service._process.pid) for service in services._started]  # type: ignore[union-attr]
+    children = [psutil.Process(service._process.pid) for service in services._services]  # type: ignore[union-attr]
     began = time.monotonic()
     services.stop()
     assert time.monotonic() - began < 18  # one after the other: 20 s
@@ -141,7 +141,7 @@ def test_one_of_two_that_is_given_up_ends_nothing(lost: Any) -> None:
     services = services_of(dying, f"import time; {READY}; time.sleep(99)")
     services.call_when_lost(lost)
     services.addresses()
-    services._started[0]._thread.join(60)
+    services._services[0]._thread.join(60)
     assert services._ended_count == 1
     assert services._lost is None
     services.stop()

@@ -19,7 +19,7 @@ from student_trainer.checkpoints.export import export_model
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollout_client.snapshot import Probe, open_snapshot, seal
 from student_trainer.rollout_service.engines.hf import HfRolloutEngine
-from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
+from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, rollout_noise
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.in_process import in_process
 from tests.student_trainer.rollout_service.material import (
@@ -93,7 +93,10 @@ def test_turns_of_a_rollout_use_its_random_numbers_and_marks(
     words = tiny.tokenizer()
     sampler = Sampler(student(1), words, top_k=4, temperature=2.0, draws=3)
     noise = [
-        [noise_of(n, 7, 30, draws=draws)[one.used :][: one.limit] for n, one in enumerate(requests)]
+        [
+            rollout_noise(n, 7, 30, draws=draws)[one.used :][: one.limit]
+            for n, one in enumerate(requests)
+        ]
         for draws in (False, True)
     ]
     own = sampler.write(

@@ -16,7 +16,7 @@ from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sample_step import sample_step
-from student_trainer.rollouts.sampler import noise_of
+from student_trainer.rollouts.sampler import rollout_noise
 from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
 
 # Of all that trainer and service must agree on, by protocol.
@@ -41,7 +41,7 @@ def sampled() -> list[list[int]]:
     """Tokens, head ids and draws of a seed and three rollout numbers."""
     logits = 4 * torch.sin(torch.arange(3 * 500, dtype=torch.float64).reshape(3, 500) ** 1.5)
     uniforms, draw_uniforms = (
-        torch.stack([noise_of(number, 5, 4, draws=draws)[3] for number in (-2, 0, 10**6)])
+        torch.stack([rollout_noise(number, 5, 4, draws=draws)[3] for number in (-2, 0, 10**6)])
         for draws in (False, True)
     )
     step = sample_step(

@@ -28,7 +28,9 @@ from tests.student_trainer.rollout_service.pushing import SMALL_BUCKET, Trainer,
 
 # Of the small student.
 BUCKETS = len(
-    list(buckets([WeightSpec.of(*one) for one in student(0).named_parameters()], SMALL_BUCKET))
+    list(
+        buckets([WeightSpec.describe(*one) for one in student(0).named_parameters()], SMALL_BUCKET)
+    )
 )
 
 
@@ -130,7 +132,7 @@ def test_an_engine_is_not_ready_in_time(start_service: StartService, tmp_path: P
         holder.versions._snapshots._job = "another run"
         probe, dtype = holder.versions._snapshots.probe()
         version = replace(holder.versions._snapshots.version(1), pushed=True)
-        specs = [WeightSpec.of(*one) for one in student(0).named_parameters()]
+        specs = [WeightSpec.describe(*one) for one in student(0).named_parameters()]
         member = _PushCall(holder.client.replicas[0], WeightsOffer(version, dtype, specs, probe))
         assert member.wait_until_ready(20)
         made.pusher._patience_seconds = 1.0

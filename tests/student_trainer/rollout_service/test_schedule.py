@@ -61,7 +61,7 @@ def test_orders_of_one_version_run_at_once_after_one_load() -> None:
         await weights.end()
         assert all(map(runs, places))
         assert runs(schedule.enter(version("a1")))
-        assert (weights.asked, schedule.running, schedule.waiting) == (["a1"], 4, 0)
+        assert (weights.asked, schedule.running_count, schedule.waiting_count) == (["a1"], 4, 0)
 
     run(scenario())
 
@@ -186,7 +186,7 @@ def test_an_order_that_leaves_frees_its_place() -> None:
         assert runs(stays)
         for place in (running, running, stays, gone):
             schedule.leave(place)
-        assert (schedule.running, schedule.waiting) == (0, 0)
+        assert (schedule.running_count, schedule.waiting_count) == (0, 0)
         schedule.leave(schedule.enter(version("c1")))  # while its weights are loaded
         await weights.end()
         last = schedule.enter(version("c1"))

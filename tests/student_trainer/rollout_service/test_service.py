@@ -201,7 +201,7 @@ def test_a_client_that_never_reads_is_given_up(
         call = rollouts_pb2_grpc.RolloutsStub(channel).Sample(iter(order_parts(wanted)))
         next(call)
         until(lambda: engine.open == 0)
-        assert servicer._schedule.running == 0
+        assert servicer._schedule.running_count == 0
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -29,7 +29,7 @@ from student_trainer.rollout_service.engines.vllm_running import (
 )
 from student_trainer.rollout_service.engines.vllm_wire import decode_records, request_fields
 from student_trainer.rollouts.sample_step import sample_step
-from student_trainer.rollouts.sampler import Marks, SampledTokens, noise_of
+from student_trainer.rollouts.sampler import Marks, SampledTokens, rollout_noise
 from tests.student_trainer import tiny
 
 VOCAB = 40
@@ -89,10 +89,10 @@ def expected(order: Order, name: str, index: int, length: int) -> SampledTokens:
         uniforms = draw_uniforms = None
         if settings.seed is not None:
             at = sequence.used + place
-            stream = noise_of(sequence.number, settings.seed, settings.stream_tokens)
+            stream = rollout_noise(sequence.number, settings.seed, settings.stream_tokens)
             uniforms = stream[at : at + 1]
             if settings.draws:
-                stream = noise_of(
+                stream = rollout_noise(
                     sequence.number, settings.seed, settings.stream_tokens, draws=True
                 )
                 draw_uniforms = stream[at : at + 1]

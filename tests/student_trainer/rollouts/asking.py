@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from student_trainer.data.prompts import Prompt
-from student_trainer.tools.pretrain import Text, _parser, train
+from student_trainer.tools.pretrain import Text, _build_parser, train
 from tests.student_trainer import tiny
 
 TAGS = ["<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"]
@@ -49,7 +49,7 @@ def asking_student(width: int = 32) -> Any:
     answer = "<answer>12</answer>"
     talks = [f"1+{turns}{answer}" for turns in ("", asked, asked + asked)]
     texts = [Text([*WORDS(talk)["input_ids"], WORDS.eos_token_id], 2) for talk in talks]
-    train(model, texts, _parser().parse_args(TRAINING))
+    train(model, texts, _build_parser().parse_args(TRAINING))
     return model.eval()
 
 

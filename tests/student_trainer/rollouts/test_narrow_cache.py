@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.rollouts import sampler
-from student_trainer.rollouts.narrow_cache import NarrowCache, cache_of
+from student_trainer.rollouts.narrow_cache import NarrowCache, make_cache
 from student_trainer.rollouts.sampler import SampledTokens, Sampler
 from tests.student_trainer import tiny
 
@@ -30,12 +30,12 @@ def test_rollouts_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[NarrowCache] = []
 
     def noted(model: Any, *, bf16: bool) -> NarrowCache | None:
-        caches.append(cache_of(model, bf16=bf16))  # type: ignore[arg-type]
+        caches.append(make_cache(model, bf16=bf16))  # type: ignore[arg-type]
         return caches[-1]
 
-    monkeypatch.setattr(sampler, "cache_of", noted)
+    monkeypatch.setattr(sampler, "make_cache", noted)
     found = sampled(model)
-    monkeypatch.setattr(sampler, "cache_of", lambda model, bf16: None)
+    monkeypatch.setattr(sampler, "make_cache", lambda model, bf16: None)
     for ours, theirs in zip(found, sampled(model), strict=True):
         assert torch.equal(ours.token_ids, theirs.token_ids)
         assert torch.equal(ours.token_logprobs, theirs.token_logprobs)
@@ -49,4 +49,4 @@ def test_rollouts_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_others_keep_their_own_cache() -> None:
-    assert cache_of(tiny.model(), bf16=False) is None
+    assert make_cache(tiny.model(), bf16=False) is None

@@ -15,8 +15,8 @@ from student_trainer.data.batch import make_batch
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.student import Student
-from student_trainer.rollouts.sampler import Marks, Sampler, noise_of
-from student_trainer.rollouts.search import SearchConversations, SearchRollouts, action
+from student_trainer.rollouts.sampler import Marks, Sampler, rollout_noise
+from student_trainer.rollouts.search import SearchConversations, SearchRollouts, parse_action
 from student_trainer.rollouts.tail_draws import draw_tail
 from student_trainer.teachers.source import PendingRows
 from tests.student_trainer import tiny
@@ -97,7 +97,7 @@ def test_passages_stand_where_the_query_ended_and_nowhere_else(found: list[Rollo
             block = completion[first:]
             block = block[: int((block == IDS["</information>"]).nonzero()[0]) + 1]
             asked = WORDS.decode(completion[:first])
-            query = action(asked[asked.rindex("<search>") :])[1]
+            query = parse_action(asked[asked.rindex("<search>") :])[1]
             assert WORDS.decode(block).count(f"(Title: {len(query)}) 12=") == 2
 
 
@@ -209,7 +209,7 @@ def test_the_gradient_of_logits_before_passages_is_exactly_zero(found: list[Roll
     ],
 )
 def test_actions(turn: str, expected: tuple[str | None, str]) -> None:
-    assert action(turn) == expected
+    assert parse_action(turn) == expected
 
 
 @pytest.mark.parametrize("text", ["so: </search>", "a</search>.", "</searc>h", "x</answer", "b>"])
@@ -242,7 +242,7 @@ def test_draws_of_passages_are_placeholders(student: Any, found: list[Rollout]) 
         kept = own(rollout)
         assert (rollout.draws.logprobs[~kept] == torch.inf).all()
         assert not rollout.draws.ids[~kept].any()
-        levels = noise_of(number, 3, 200, draws=True)
+        levels = rollout_noise(number, 3, 200, draws=True)
         exact = completion_logprobs(student, rollout)[kept]
         wanted = draw_tail(exact.exp(), rollout.head_ids[kept].long(), levels[: len(exact)], 3)
         assert torch.equal(rollout.draws[kept].ids, wanted.ids)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from student_trainer.data.rollout import Rollout
 from student_trainer.rollouts.hf import HuggingFaceRollouts
-from student_trainer.rollouts.sampler import Sampler, noise_of
+from student_trainer.rollouts.sampler import Sampler, rollout_noise
 from student_trainer.rollouts.tail_draws import draw_tail
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import completion_logprobs
@@ -81,7 +81,7 @@ def test_a_large_vocabulary_by_chi_square() -> None:
     """One draw each of 2,000 uniform numbers, in 40 ranges of ids."""
     weights, head = large()
     tail = weights.scatter(1, head, 0)[0]
-    uniforms = noise_of(5, 3, 2000, draws=True)
+    uniforms = rollout_noise(5, 3, 2000, draws=True)
     found = torch.cat(
         [
             draw_tail(weights.repeat(len(part), 1), head.expand(len(part), -1), part, 1).ids
@@ -152,7 +152,7 @@ def test_draws_are_those_of_a_whole_forward_pass(
     rollouts = written(student, range(5), temperature=temperature, top_k=top_k)
     for number, rollout in enumerate(rollouts):
         exact = completion_logprobs(student, rollout, temperature)
-        levels = noise_of(number, 3, len(exact), draws=True)
+        levels = rollout_noise(number, 3, len(exact), draws=True)
         wanted = draw_tail(exact.exp(), rollout.head_ids.long(), levels, M)
         assert rollout.draws is not None
         assert torch.equal(rollout.draws.ids, wanted.ids)
@@ -165,7 +165,9 @@ def test_draws_are_those_of_a_whole_forward_pass(
 
 def test_tokens_are_the_same_with_and_without_draws(student: Any) -> None:
     generator = torch.Generator().manual_seed(3 * 1_000_000_007 + 7)
-    assert torch.equal(noise_of(7, 3, 5), torch.rand(5, generator=generator, dtype=torch.float64))
+    assert torch.equal(
+        rollout_noise(7, 3, 5), torch.rand(5, generator=generator, dtype=torch.float64)
+    )
     for one, other in zip(
         written(student, range(5)), written(student, range(5), draws=0), strict=True
     ):
@@ -193,19 +195,19 @@ def test_draws_depend_on_the_number_and_the_seed_alone(student: Any) -> None:
 
 
 def test_the_numbers_of_draws_are_of_another_stream() -> None:
-    own, draws = noise_of(3, 1, 4000), noise_of(3, 1, 4000, draws=True)
+    own, draws = rollout_noise(3, 1, 4000), rollout_noise(3, 1, 4000, draws=True)
     correlation = torch.corrcoef(torch.stack([own, draws]))[0, 1]
     assert abs(correlation) < 4 / math.sqrt(4000)
     assert abs(draws.mean() - 0.5) < 4 / math.sqrt(12 * 4000)
-    assert torch.equal(draws[:10], noise_of(3, 1, 10, draws=True))
-    noise_of(-1, 2**31, 1, draws=True)  # any seed and number that the tokens take
+    assert torch.equal(draws[:10], rollout_noise(3, 1, 10, draws=True))
+    rollout_noise(-1, 2**31, 1, draws=True)  # any seed and number that the tokens take
 
 
 def test_top_p_and_ends_leave_the_draws_alone(student: Any) -> None:
     """Draws are of the policy before the nucleus, and only of tokens that are kept."""
     before = [torch.from_numpy(prompt.ids).long() for prompt in PROMPTS]
-    noise = [noise_of(n, 3, 20) for n in range(5)]
-    levels = [noise_of(n, 3, 20, draws=True) for n in range(5)]
+    noise = [rollout_noise(n, 3, 20) for n in range(5)]
+    levels = [rollout_noise(n, 3, 20, draws=True) for n in range(5)]
     first = []
     for top_p in (1.0, 0.5):
         sampler = Sampler(student, tiny.tokenizer(), top_k=2, temperature=1.0, top_p=top_p, draws=M)
