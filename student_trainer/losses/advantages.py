@@ -20,17 +20,17 @@ def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-6) 
     The std is the sample standard deviation (n - 1), as in implementations of GRPO (arXiv
     2402.03300). `scale_by_std=False` omits the division, as in Dr. GRPO (arXiv 2503.20783).
     """
-    known = rewards.isfinite()
-    count = known.sum(1, keepdim=True)
-    zero = torch.zeros_like(rewards)
-    mean = torch.where(known, rewards, zero).sum(1, keepdim=True) / count.clamp(min=1)
-    gap = torch.where(known, rewards - mean, zero)
+    has_reward = rewards.isfinite()
+    count = has_reward.sum(1, keepdim=True)
+    zeros = torch.zeros_like(rewards)
+    mean = torch.where(has_reward, rewards, zeros).sum(1, keepdim=True) / count.clamp(min=1)
+    advantages = torch.where(has_reward, rewards - mean, zeros)
     if scale_by_std:
-        std = (gap.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        gap = gap / (std + eps)
-    # The mean of equal rewards can differ from them by rounding; dividing by a std that small would
-    # make the difference large.
-    return torch.where(flat_groups(rewards)[:, None], zero, gap)
+        std = (advantages.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        advantages = advantages / (std + eps)
+    # The mean of equal rewards can differ from them by rounding; dividing by such a small std would
+    # amplify the difference.
+    return torch.where(flat_groups(rewards)[:, None], zeros, advantages)
 
 
 def flat_groups(rewards: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ def flat_groups(rewards: Tensor) -> Tensor:
     The advantages of such a group are 0, so it has no policy gradient. NaN rewards are ignored; a
     group without any reward is flat.
     """
-    known = rewards.isfinite()
-    highest = torch.where(known, rewards, -torch.inf).amax(1)
-    lowest = torch.where(known, rewards, torch.inf).amin(1)
+    has_reward = rewards.isfinite()
+    highest = torch.where(has_reward, rewards, -torch.inf).amax(1)
+    lowest = torch.where(has_reward, rewards, torch.inf).amin(1)
     return highest <= lowest
 
 
@@ -51,8 +51,8 @@ def reward_at_last_token(rewards: Tensor, lengths: Tensor) -> Tensor:
     `lengths` [S]: the number of tokens of each answer, at least 1; N is their sum. The rewards of
     all other tokens are 0.
     """
-    of_tokens = rewards.new_zeros(int(lengths.sum()))
-    return of_tokens.index_put_((lengths.cumsum(0) - 1,), rewards)
+    token_rewards = rewards.new_zeros(int(lengths.sum()))
+    return token_rewards.index_put_((lengths.cumsum(0) - 1,), rewards)
 
 
 @torch.no_grad()
@@ -68,21 +68,21 @@ def gae(
     `sequence` [N]: the index of each token's answer; the tokens of an answer are adjacent and in
     order. After the last token of an answer, V and A are 0. No gradient.
     """
-    delta = rewards + gamma * _ahead(values, sequence, 1) - values
+    delta = rewards + gamma * _values_ahead(values, sequence, 1) - values
     # Doubling: each iteration doubles the number of deltas in an advantage, so log2(N) vector
     # operations replace a loop over N tokens.
-    advantages, reach = delta, 1
-    while reach < len(delta):
-        advantages = advantages + (gamma * lam) ** reach * _ahead(advantages, sequence, reach)
-        reach *= 2
+    advantages, span = delta, 1
+    while span < len(delta):
+        advantages = advantages + (gamma * lam) ** span * _values_ahead(advantages, sequence, span)
+        span *= 2
     return advantages, advantages + values
 
 
-def _ahead(values: Tensor, sequence: Tensor, by: int) -> Tensor:
-    """Return the value `by` tokens later in the same sequence, 0 if there is none, [N]."""
-    later = torch.zeros_like(values)
-    later[:-by] = torch.where(sequence[:-by] == sequence[by:], values[by:], 0)
-    return later
+def _values_ahead(values: Tensor, sequence: Tensor, offset: int) -> Tensor:
+    """Return the value `offset` tokens later in the same sequence, 0 if there is none, [N]."""
+    shifted = torch.zeros_like(values)
+    shifted[:-offset] = torch.where(sequence[:-offset] == sequence[offset:], values[offset:], 0)
+    return shifted
 
 
 @torch.no_grad()

@@ -13,26 +13,26 @@ from torch import Tensor
 Aggregate = Literal["token-mean", "seq-mean-token-mean"]
 
 
-def sequence_weights(lengths: Tensor, kept: Tensor, aggregate: Aggregate) -> Tensor:
+def sequence_weights(lengths: Tensor, included: Tensor, aggregate: Aggregate) -> Tensor:
     """Return the weight of each sequence, [S] float64.
 
     The loss is divided by the sum of these weights over all processes. `lengths` [S]: the number of
-    learned tokens. `kept` [S] bool: False for a masked answer, whose weight is 0, so it counts
+    learned tokens. `included` [S] bool: False for a masked answer, whose weight is 0, so it counts
     neither in the loss nor in the divisor.
     """
     match aggregate:
         case "token-mean":
-            return (lengths * kept).double()
+            return (lengths * included).double()
         case "seq-mean-token-mean":
-            return ((lengths > 0) & kept).double()
+            return ((lengths > 0) & included).double()
         case _:
             assert_never(aggregate)
 
 
-def token_weights(lengths: Tensor, kept: Tensor, aggregate: Aggregate) -> Tensor:
+def token_weights(lengths: Tensor, included: Tensor, aggregate: Aggregate) -> Tensor:
     """Return the weight of each token, [N] float32, sequence after sequence.
 
     N is the sum of `lengths`. Arguments as in `sequence_weights`.
     """
-    each = sequence_weights(lengths, kept, aggregate) / lengths.clamp(min=1)
-    return each.float().repeat_interleave(lengths)
+    answer_token_weights = sequence_weights(lengths, included, aggregate) / lengths.clamp(min=1)
+    return answer_token_weights.float().repeat_interleave(lengths)

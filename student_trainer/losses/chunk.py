@@ -52,38 +52,38 @@ class Chunk:
     tail_share: Tensor
     tail_sum: Tensor
 
-    def gradient(self, of_rows: Rows, dtype: torch.dtype) -> Tensor:
+    def gradient(self, row_gradients: Rows, dtype: torch.dtype) -> Tensor:
         """Return d(loss)/d(products) [n, V]. Call it once.
 
-        `of_rows`: the derivatives of the loss with respect to the rows. `dtype`: of the matrix
-        products that read the gradient. The Triton kernels write it in that dtype, which saves
-        memory traffic; otherwise it is written into the buffer.
+        `row_gradients`: the derivatives of the loss with respect to the rows. `dtype`: of the
+        matrix products that read the gradient. The Triton kernels write it in that dtype, which
+        saves memory traffic; otherwise it is written into the buffer.
         """
-        head, tail = of_rows.head_logprobs, of_rows.tail_logmass
-        token, samples = of_rows.token_logprobs, of_rows.sample_logprobs
-        everything = head.sum(1) + tail + _beside(token, samples).sum(1)
-        scale = (tail - everything * self.tail_share) / torch.where(
+        head, tail = row_gradients.head_logprobs, row_gradients.tail_logmass
+        token, samples = row_gradients.token_logprobs, row_gradients.sample_logprobs
+        gradient_sum = head.sum(1) + tail + _prepend_token(token, samples).sum(1)
+        scale = (tail - gradient_sum * self.tail_share) / torch.where(
             self.tail_sum == 0, 1, self.tail_sum
         )
-        of_head = head - self.head_share * everything[:, None]
+        head_entries = head - self.head_share * gradient_sum[:, None]
         # Sum the terms of the token's entry here, in float32. If the student is certain of the
         # token, the entry is a small difference of large numbers, which half precision would lose.
         is_token = self.head_ids == self.token_ids[:, None]
-        of_token = token + torch.where(
+        token_entries = token + torch.where(
             is_token.any(1),
-            torch.where(is_token, of_head, 0).sum(1),
+            torch.where(is_token, head_entries, 0).sum(1),
             scale * self.token_ahead.exp(),
         )
         buffer = self.buffer
         if has_kernels(buffer) and buffer.dtype != dtype:
             buffer = torch.empty_like(buffer, dtype=dtype)
-        _passes(self.buffer).scaled_exp(
+        _select_passes(self.buffer).scaled_exp(
             self.buffer, self.top, scale * self.curve.steepest, self.curve, buffer
         )
         token_slope, _ = self._slopes()
         for ids, values in (
-            (self.head_ids, of_head * self.head_slope),
-            (self.token_ids[:, None], of_token[:, None] * token_slope),
+            (self.head_ids, head_entries * self.head_slope),
+            (self.token_ids[:, None], token_entries[:, None] * token_slope),
         ):
             buffer.scatter_(1, ids, values.to(buffer.dtype))
         if samples is not None:
@@ -93,18 +93,20 @@ class Chunk:
     def _place_samples(self, buffer: Tensor, samples: Tensor, scale: Tensor) -> None:
         """Write the entries of the samples, whose derivatives are `samples` [n, M].
 
-        An id may be sampled several times, and may be the token. Like the token's entry, each one
-        is summed in float32 first.
+        An id may be sampled several times, and may be the token. Like the token's entry, the entry
+        of each id is summed in float32 first.
         """
         assert self.sample_ids is not None
         assert self.sample_in_head is not None
-        ids, place = self.sample_ids, places_of(self.sample_ids)
-        total = torch.zeros_like(samples).scatter_add_(1, place, samples).gather(1, place)
-        placed = self.sample_in_head | (ids == self.token_ids[:, None])
+        ids, sample_slot = self.sample_ids, places_of(self.sample_ids)
+        total = (
+            torch.zeros_like(samples).scatter_add_(1, sample_slot, samples).gather(1, sample_slot)
+        )
+        has_entry = self.sample_in_head | (ids == self.token_ids[:, None])
         _, slope = self._slopes()
-        of_tail = scale[:, None] * self.sample_ahead.exp() * slope
-        before = torch.where(placed, buffer.gather(1, ids), of_tail)
-        buffer.scatter_(1, ids, (before + total * slope).to(buffer.dtype))
+        tail_entries = scale[:, None] * self.sample_ahead.exp() * slope
+        previous_entries = torch.where(has_entry, buffer.gather(1, ids), tail_entries)
+        buffer.scatter_(1, ids, (previous_entries + total * slope).to(buffer.dtype))
 
     def _slopes(self) -> tuple[Tensor | float, Tensor | float]:
         """Return the slopes of the curve at the tokens [n, 1] and at the samples [n, M]."""
@@ -126,10 +128,10 @@ def make_chunk(
     """
     wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
     head = curve(buffer.gather(1, head_ids).to(wide))
-    picked = curve(buffer.gather(1, _beside(token_ids, sample_ids)).to(wide))
+    picked = curve(buffer.gather(1, _prepend_token(token_ids, sample_ids)).to(wide))
     buffer.scatter_(1, head_ids, -torch.inf)
     in_head = None if sample_ids is None else buffer.gather(1, sample_ids) == -torch.inf
-    top, tail_sum, tail_weighted = _passes(buffer).tail_statistics(buffer, curve)
+    top, tail_sum, tail_weighted = _select_passes(buffer).tail_statistics(buffer, curve)
     # One maximum for head and tail, so that the shares below sum to one to the last bit.
     common = torch.maximum(top, head.amax(1)) if head.shape[1] else top
     behind = (head - common[:, None]).clamp(min=-1e4)
@@ -162,7 +164,7 @@ def make_chunk(
     )
 
 
-def _beside(token: Tensor, samples: Tensor | None) -> Tensor:
+def _prepend_token(token: Tensor, samples: Tensor | None) -> Tensor:
     """Concatenate [n] and [n, M] to [n, 1 + M]: first the column of the token, then the samples."""
     return token[:, None] if samples is None else torch.cat([token[:, None], samples], 1)
 
@@ -175,7 +177,7 @@ def has_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 and _TRITON
 
 
-def _passes(logits: Tensor) -> ModuleType:
+def _select_passes(logits: Tensor) -> ModuleType:
     if not has_kernels(logits):
         return softmax_torch
     from student_trainer.losses import softmax_triton

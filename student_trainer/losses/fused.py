@@ -28,7 +28,7 @@ _PLAIN = LogitMap()
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """Result of a fused loss; only `loss_sum` can be differentiated, the rest is detached.
+    """Result of a fused loss; only `loss_sum` can be differentiated, the others are detached.
 
     loss_sum: a scalar, the sum over the rows. rows: Rows of N. metrics: [N] each; "loss" as
     `loss_fn` returned it, "entropy" of the student in nats.
@@ -54,10 +54,10 @@ def fused_linear_loss(
 ) -> FusedLoss:
     """Sum `loss_fn` over the rows of softmax(logits / temperature).
 
-    The logits are hidden @ weight.T + bias, which `logit_map` may cut, scale and cap. hidden [N,
+    The logits are hidden @ weight.T + bias, narrowed, scaled and capped by `logit_map`. hidden [N,
     H]; weight [V, H]; bias [V]; head_ids [N, K] int64, distinct within a row; token_ids
-    [N] int64; sample_ids [N, M] int64, ids drawn from the tail, maybe repeated. `chunk_rows`: rows
-    per chunk; None chooses it by V and the device. Rows and losses are float32, or float64 for
+    [N] int64; sample_ids [N, M] int64, ids drawn from the tail, possibly repeated. `chunk_rows`:
+    rows per chunk; None chooses it by V and the device. Rows and losses are float32, or float64 for
     float64 states.
 
     `loss_fn` is called once per chunk, with the rows of the chunk and their slice of the batch. If
@@ -67,7 +67,7 @@ def fused_linear_loss(
     when called a second time, or with create_graph=True.
     """
     loss, losses, entropy, *rows = _FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
-        *_asked(hidden, weight, bias),
+        *_prepare_inputs(hidden, weight, bias),
         (head_ids, token_ids, sample_ids),
         loss_fn,
         logit_map,
@@ -94,17 +94,17 @@ class _FusedLinearLoss(torch.autograd.Function):
         weight, bias = logit_map.narrowed(weight, bias)
         # Under mixed precision the weights are float32 and the states bf16.
         weight, curve = weight.to(hidden.dtype), logit_map.curve(temperature)
-        none = hidden.new_zeros(0, dtype=wide_dtype(hidden))
-        done: list[tuple[Tensor, ...]] = [(none, none, *_no_rows(none, ids))]
+        empty = hidden.new_zeros(0, dtype=wide_dtype(hidden))
+        chunk_results: list[tuple[Tensor, ...]] = [(empty, empty, *_empty_rows(empty, ids))]
         for index, logits in logit_chunks(hidden, weight, bias, chunk_rows):
-            chunk = make_chunk(logits, *_at(ids, index), curve)
+            chunk = make_chunk(logits, *_slice_ids(ids, index), curve)
             if any(ctx.needs_input_grad):
-                losses, of_rows = _derivatives(loss_fn, chunk.rows, index)
-                gradients.add(index, chunk.gradient(of_rows, hidden.dtype), hidden, weight)
+                losses, row_gradients = _derivatives(loss_fn, chunk.rows, index)
+                gradients.add(index, chunk.gradient(row_gradients, hidden.dtype), hidden, weight)
             else:
                 losses = loss_fn(chunk.rows, index)
-            done.append((losses, chunk.entropy, *_tensors(chunk.rows)))
-        parts = [torch.cat(parts) for parts in zip(*done, strict=True)]
+            chunk_results.append((losses, chunk.entropy, *_list_tensors(chunk.rows)))
+        parts = [torch.cat(parts) for parts in zip(*chunk_results, strict=True)]
         # Not save_for_backward: backward scales them in place, as the weight's gradient is large.
         ctx.gradients = gradients
         ctx.mark_non_differentiable(*parts)
@@ -117,7 +117,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("a fused loss can be differentiated once; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.times(grad_loss), *[None] * 5)
+        return (*gradients.scale_by(grad_loss), *[None] * 5)
 
 
 def _derivatives(loss_fn: LossFunction, rows: Rows, index: slice) -> tuple[Tensor, Rows]:
@@ -125,13 +125,13 @@ def _derivatives(loss_fn: LossFunction, rows: Rows, index: slice) -> tuple[Tenso
     with torch.enable_grad():
         leaves = rows.map(lambda values: values.detach().requires_grad_())
         losses = loss_fn(leaves, index)
-        inputs = _tensors(leaves)
-        found = torch.autograd.grad(losses.sum(), inputs, allow_unused=True)
-    of_rows = [
+        inputs = _list_tensors(leaves)
+        gradients = torch.autograd.grad(losses.sum(), inputs, allow_unused=True)
+    row_gradients = [
         torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(inputs, found, strict=True)
+        for leaf, grad in zip(inputs, gradients, strict=True)
     ]
-    return losses.detach(), Rows(*of_rows)
+    return losses.detach(), Rows(*row_gradients)
 
 
 def fused_linear_rows(
@@ -153,7 +153,7 @@ def fused_linear_rows(
     three. Arguments as in `fused_linear_loss`.
     """
     entropy, *rows = _FusedLinearRows.apply(  # type: ignore[no-untyped-call]
-        *_asked(hidden, weight, bias),
+        *_prepare_inputs(hidden, weight, bias),
         (head_ids, token_ids, sample_ids),
         logit_map,
         temperature,
@@ -178,26 +178,26 @@ class _FusedLinearRows(torch.autograd.Function):
         ctx.ids, ctx.logit_map, ctx.chunk_rows = ids, logit_map, chunk_rows
         ctx.curve = curve = logit_map.curve(temperature)
         weight, bias = logit_map.narrowed(weight, bias)
-        none = hidden.new_zeros(0, dtype=wide_dtype(hidden))
-        done: list[tuple[Tensor, ...]] = [(none, *_no_rows(none, ids))]
+        empty = hidden.new_zeros(0, dtype=wide_dtype(hidden))
+        chunk_results: list[tuple[Tensor, ...]] = [(empty, *_empty_rows(empty, ids))]
         for index, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, chunk_rows):
-            chunk = make_chunk(logits, *_at(ids, index), curve)
-            done.append((chunk.entropy, *_tensors(chunk.rows)))
-        parts = tuple(torch.cat(parts) for parts in zip(*done, strict=True))
+            chunk = make_chunk(logits, *_slice_ids(ids, index), curve)
+            chunk_results.append((chunk.entropy, *_list_tensors(chunk.rows)))
+        parts = tuple(torch.cat(parts) for parts in zip(*chunk_results, strict=True))
         ctx.mark_non_differentiable(parts[0])
         return parts
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, *of_rows: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor, *row_gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         weight, bias = ctx.logit_map.narrowed(weight, bias)
         weight = weight.to(hidden.dtype)
         for index, logits in logit_chunks(hidden, weight, bias, ctx.chunk_rows):
-            chunk = make_chunk(logits, *_at(ctx.ids, index), ctx.curve)
-            of_logits = chunk.gradient(Rows(*of_rows)[index], hidden.dtype)
-            gradients.add(index, of_logits, hidden, weight)
-        return (*gradients.times(None), *[None] * 4)
+            chunk = make_chunk(logits, *_slice_ids(ctx.ids, index), ctx.curve)
+            logit_gradients = chunk.gradient(Rows(*row_gradients)[index], hidden.dtype)
+            gradients.add(index, logit_gradients, hidden, weight)
+        return (*gradients.scale_by(None), *[None] * 4)
 
 
 @torch.no_grad()
@@ -211,21 +211,21 @@ def fused_linear_top_ids(
 ) -> Tensor:
     """Return the ids [N, top_k] int64 of the `top_k` largest logits of each row, largest first.
 
-    The products are computed in chunks, never [N, V] at once; a larger one is a larger logit. No
-    gradient.
+    The products are computed in chunks, never [N, V] at once; logits are increasing in the
+    products. No gradient.
     """
-    hidden, weight, bias = _asked(hidden, weight, bias)
+    hidden, weight, bias = _prepare_inputs(hidden, weight, bias)
     weight, bias = logit_map.narrowed(weight, bias)
-    found = [hidden.new_zeros(0, top_k, dtype=torch.long)]
+    top_ids = [hidden.new_zeros(0, top_k, dtype=torch.long)]
     for _, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, None):
-        found.append(logits.topk(top_k, dim=1).indices)
-    return torch.cat(found)
+        top_ids.append(logits.topk(top_k, dim=1).indices)
+    return torch.cat(top_ids)
 
 
-def _asked(
+def _prepare_inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the inputs as a linear layer takes them: cast under autocast, detached without grad.
+    """Return the inputs in a linear layer's form: cast under autocast, detached without grad.
 
     Detaching is necessary because an autograd function sees which inputs require a gradient, not
     whether gradients are enabled.
@@ -238,17 +238,21 @@ def _asked(
     return hidden.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
-def _at(ids: _Ids, index: slice) -> _Ids:
+def _slice_ids(ids: _Ids, index: slice) -> _Ids:
     head, token, samples = ids
     return head[index], token[index], None if samples is None else samples[index]
 
 
-def _tensors(rows: Rows) -> list[Tensor]:
+def _list_tensors(rows: Rows) -> list[Tensor]:
     return [values for values in vars(rows).values() if values is not None]
 
 
-def _no_rows(none: Tensor, ids: _Ids) -> list[Tensor]:
-    """Return the tensors of zero rows. `none`: an empty tensor."""
+def _empty_rows(empty: Tensor, ids: _Ids) -> list[Tensor]:
+    """Return the tensors of zero rows. `empty`: an empty tensor of their dtype."""
     head, _, samples = ids
-    wide = [none.reshape(0, of.shape[1]) for of in (head, samples) if of is not None]
-    return [wide[0], none, none, *wide[1:]]
+    empty_columns = [
+        empty.reshape(0, ids_of_kind.shape[1])
+        for ids_of_kind in (head, samples)
+        if ids_of_kind is not None
+    ]
+    return [empty_columns[0], empty, empty, *empty_columns[1:]]

@@ -1,4 +1,4 @@
-"""From the products of a head to logits: the ids that count, a scale, and a soft cap.
+"""The map from the products of a head to logits: vocabulary size, scale and soft cap.
 
 A product z = hidden . weight + bias of one id becomes the logit
 
@@ -40,7 +40,7 @@ class Curve:
         return (1.0 if self.height is None else self.height) / self.width
 
     def slope(self, values: Tensor) -> Tensor | float:
-        """Return the derivatives at the products whose `values` are given."""
+        """Return the derivatives at the products that have these `values`."""
         if self.height is None:
             return self.steepest
         return (1 - (values / self.height).square()).clamp_(min=0).mul_(self.steepest)

@@ -1,4 +1,4 @@
-"""The noise that k head ids and M draws leave in the gradient of the Top-k KL.
+"""The noise of the gradient of the Top-k KL with k head ids and M draws.
 
 With tail mode `bucket+draws` and reverse KL, the part of a token's gradient that depends on the
 draws z_1..z_M is, in the logits,
@@ -27,8 +27,8 @@ def draw_noise(
     `draw_logprobs` [N, M] are as in `topk_kl`. `kl` [N]: the KL(student||teacher) in nats, as
     `topk_kl` estimates it.
 
-    The variance is that of independent draws: unbiased for them; stratified draws usually have
-    less. The squared norm is exact but for the tail's share and for `kl`, which are estimates.
+    The variance is unbiased for independent draws; stratified draws usually have less. The squared
+    norm is exact except for the tail's share and `kl`, which are estimates.
     """
     p, q = (rows.map(lambda x: x.clamp(min=LOWEST_LOGPROB)) for rows in (student, teacher))
     assert p.sample_logprobs is not None, "rows have draws"
@@ -36,19 +36,21 @@ def draw_noise(
     log_p, log_ratio = p.sample_logprobs, p.sample_logprobs - q.sample_logprobs
     count = log_p.shape[1]
     ratio = (log_p - draw_logprobs).clamp(max=HIGHEST_LOG_RATIO).exp()  # 0 for placeholders
-    of_draw = log_p.exp()
-    in_head = p.head_logprobs.exp()
+    draw_probs = log_p.exp()
+    head_probs = p.head_logprobs.exp()
     scale = ratio * (log_ratio - (p.tail_logmass - q.tail_logmass)[:, None])
-    squared = in_head.square().sum(1) + (ratio * of_draw).mean(1)  # sum of p^2
+    squared_prob_sum = head_probs.square().sum(1) + (ratio * draw_probs).mean(1)  # sum of p^2
     # Equal ids share one entry of the vector.
-    shared = torch.zeros_like(scale).scatter_add_(1, places_of(draw_ids), scale)
+    summed_scale = torch.zeros_like(scale).scatter_add_(1, places_of(draw_ids), scale)
     total = scale.sum(1)
-    alone = (scale.square() * (1 - 2 * of_draw + squared[:, None])).sum(1)
-    together = (
-        shared.square().sum(1) - 2 * total * (scale * of_draw).sum(1) + squared * total.square()
+    diagonal_terms = (scale.square() * (1 - 2 * draw_probs + squared_prob_sum[:, None])).sum(1)
+    cross_terms = (
+        summed_scale.square().sum(1)
+        - 2 * total * (scale * draw_probs).sum(1)
+        + squared_prob_sum * total.square()
     )
-    variance = (alone - together / count).clamp(min=0) / (count * (count - 1))
+    variance = (diagonal_terms - cross_terms / count).clamp(min=0) / (count * (count - 1))
     head_ratio = p.head_logprobs - q.head_logprobs - kl[:, None]
-    size = (in_head * head_ratio).square().sum(1)
-    size = size + (ratio * of_draw * (log_ratio - kl[:, None]).square()).mean(1)
-    return variance, size
+    squared_norm = (head_probs * head_ratio).square().sum(1)
+    squared_norm = squared_norm + (ratio * draw_probs * (log_ratio - kl[:, None]).square()).mean(1)
+    return variance, squared_norm

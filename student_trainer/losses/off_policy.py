@@ -1,15 +1,15 @@
-"""Weights for tokens that another policy sampled, and figures of how far away that policy is.
+"""Importance weights for tokens that another policy sampled, and measures of its distance.
 
 mu is the policy that sampled y, p the student. The two differ if mu has older weights, another
-precision or another program. A term of y with the weight rho = p(y)/mu(y) has the mean that it has
-under p:
+precision or another program. With the weight rho = p(y)/mu(y), the mean of a term of y under mu
+equals its mean under p:
 
     E_mu[rho f(y)] = E_p[f(y)]
 
-This is exact for one token after a given prefix. Prefixes come from mu: the product of the weights
-of a prefix would correct them too, at a variance that grows exponentially with its length.
+This is exact for one token after a given prefix. The prefixes are sampled from mu; the product of a
+prefix's weights would correct them too, but its variance grows exponentially with the length.
 
-A weight that is bounded adds a bias and limits the variance:
+Bounding the weights adds a bias and limits the variance:
 
 - truncated: min(rho, C). TIS ("Your Efficient RL Framework Secretly Brings You Off-Policy RL
   Training", Yao et al. 2025), as in V-trace (IMPALA, arXiv 1802.01561, section 4.1).
@@ -48,11 +48,11 @@ def importance_weights(
 
 @torch.no_grad()
 def mismatch(token_logprobs: Tensor, sampling_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return figures of the distance between p and mu, each as (sum, number) [2] over N tokens.
+    """Return measures of the distance between p and mu, each as (sum, number) [2] over N tokens.
 
     ratio/mean: mean of rho; its expectation is 1. ratio/ess: 1 / mean of rho^2, the effective
     number of samples per token. ratio/kl: mean of rho - 1 - log rho, an unbiased and non-negative
-    estimate of KL(mu||p) in nats ("k3", Schulman 2020). Sums over processes give the same figures.
+    estimate of KL(mu||p) in nats ("k3", Schulman 2020). (sum, number) may be added over processes.
     """
     log_ratio = token_log_ratio(token_logprobs, sampling_logprobs)
     log_ratio = log_ratio.clamp(max=HIGHEST_LOG_RATIO)

@@ -9,9 +9,9 @@ A is the advantage, p the student, p_old the student before the first update of 
 A third bound (dual clip, arXiv 1912.09729, equation 5) limits the loss where A < 0: the ratio is at
 most dual_clip there.
 
-p_old need not be the policy mu that sampled y: other weights, another precision or another program
-make them differ. The clip bounds how far updates go from p_old; the weight p_old(y)/mu(y) of
-`off_policy.py` corrects who sampled (decoupled PPO, arXiv 2110.00641, equation 2).
+p_old may differ from the policy mu that sampled y: by older weights, another precision or another
+program. The clip bounds the distance of updates from p_old; the weight p_old(y)/mu(y) of
+`off_policy.py` corrects for sampling from mu (decoupled PPO, arXiv 2110.00641, equation 2).
 
 The ratio of a sequence (GSPO, arXiv 2507.18071) is the geometric mean of the ratios of its tokens,
 in the form that the paper calls "GSPO-token". If all tokens of a sequence have the same advantage
@@ -46,13 +46,13 @@ def sequence_log_ratio(token_logprobs: Tensor, old_logprobs: Tensor, sequence: T
     must be in the call, so the rows must come from `fused_linear_rows`. The gradient at a token is
     that of its own log-prob.
     """
-    of_token = token_log_ratio(token_logprobs, old_logprobs)
-    own = of_token - of_token.detach()
+    token_ratios = token_log_ratio(token_logprobs, old_logprobs)
+    gradient_term = token_ratios - token_ratios.detach()
     # Sized by N (there are at most N sequences): reading their number would wait for the device.
-    none = torch.zeros_like(of_token.detach())
-    total = none.index_add(0, sequence, of_token.detach())
-    length = none.index_add(0, sequence, torch.ones_like(none))
-    return own + (total / length.clamp(min=1))[sequence]
+    zeros = torch.zeros_like(token_ratios.detach())
+    total = zeros.index_add(0, sequence, token_ratios.detach())
+    length = zeros.index_add(0, sequence, torch.ones_like(zeros))
+    return gradient_term + (total / length.clamp(min=1))[sequence]
 
 
 def clipped_surrogate(

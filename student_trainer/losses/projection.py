@@ -11,7 +11,7 @@ from torch import Tensor
 # few rows waste bandwidth. A GPU needs more rows per chunk: its matrix products are faster relative
 # to its memory.
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 64 << 20, 640 << 20
-_CPU_LEAST_ROWS, _CUDA_LEAST_ROWS = 128, 1024
+_CPU_MIN_ROWS, _CUDA_MIN_ROWS = 128, 1024
 
 
 def wide_dtype(hidden: Tensor) -> torch.dtype:
@@ -32,12 +32,12 @@ def logit_chunks(
     """
     dtype = wide_dtype(hidden)
     if chunk_rows is None:
-        size, least = (
-            (_CUDA_CHUNK_BYTES, _CUDA_LEAST_ROWS)
+        size, min_rows = (
+            (_CUDA_CHUNK_BYTES, _CUDA_MIN_ROWS)
             if hidden.is_cuda
-            else (_CPU_CHUNK_BYTES, _CPU_LEAST_ROWS)
+            else (_CPU_CHUNK_BYTES, _CPU_MIN_ROWS)
         )
-        chunk_rows = max(least, size // (dtype.itemsize * len(weight)))
+        chunk_rows = max(min_rows, size // (dtype.itemsize * len(weight)))
     buffer = hidden.new_empty(min(chunk_rows, len(hidden)), len(weight), dtype=dtype)
     for first in range(0, len(hidden), chunk_rows):
         index = slice(first, min(first + chunk_rows, len(hidden)))
@@ -63,34 +63,34 @@ class HeadGradients:
         """Allocate the sums.
 
         `needed`: whether hidden states, weight and bias need a gradient, in this order. `weight`:
-        as the model holds it; its gradient is summed in float32 and returned in its dtype.
+        the model's parameter; its gradient is summed in float32 and returned in its dtype.
         """
         wide = wide_dtype(hidden)
         inputs = hidden, weight, bias
         self._dtypes = [None if value is None else value.dtype for value in inputs]
-        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
-        self._of_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
-        self._of_bias = (
+        self._hidden_gradient = torch.empty_like(hidden) if needed[0] else None
+        self._weight_gradient = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        self._bias_gradient = (
             torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
         )
 
-    def add(self, index: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    def add(self, index: slice, logit_gradients: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Add the gradients of one chunk. hidden [N, H] and weight [V, H]: as in `logit_chunks`.
 
-        V may be less than that of the weight in `__init__`: the other rows keep a gradient of 0.
+        V may be less than that of the weight in `__init__`: the gradient of the other rows is 0.
 
-        `of_logits` [n, V]: d(loss)/d(logits) of the chunk. `index`: its slice of the N rows.
+        `logit_gradients` [n, V]: d(loss)/d(logits) of the chunk. `index`: its slice of the N rows.
         """
-        count = of_logits.shape[1]  # of ids that have logits; the others have no gradient
-        if self._of_bias is not None:
-            self._of_bias[:count] += of_logits.sum(0, dtype=self._of_bias.dtype)
-        of_logits = of_logits.to(hidden.dtype)
-        if self._of_hidden is not None:
-            torch.mm(of_logits, weight, out=self._of_hidden[index])
-        if self._of_weight is not None:
-            _add_product(self._of_weight[:count], of_logits.T, hidden[index])
+        count = logit_gradients.shape[1]  # of ids that have logits; the others have no gradient
+        if self._bias_gradient is not None:
+            self._bias_gradient[:count] += logit_gradients.sum(0, dtype=self._bias_gradient.dtype)
+        logit_gradients = logit_gradients.to(hidden.dtype)
+        if self._hidden_gradient is not None:
+            torch.mm(logit_gradients, weight, out=self._hidden_gradient[index])
+        if self._weight_gradient is not None:
+            _add_product(self._weight_gradient[:count], logit_gradients.T, hidden[index])
 
-    def times(self, factor: Tensor | None) -> list[Tensor | None]:
+    def scale_by(self, factor: Tensor | None) -> list[Tensor | None]:
         """Return the three gradients, scaled in place by `factor`; call it once.
 
         The order is hidden states, weight, bias. Each gradient has the dtype of its input.
@@ -99,7 +99,9 @@ class HeadGradients:
         return [
             None if grad is None else (grad if factor is None else grad.mul_(factor)).to(dtype)
             for grad, dtype in zip(
-                (self._of_hidden, self._of_weight, self._of_bias), self._dtypes, strict=True
+                (self._hidden_gradient, self._weight_gradient, self._bias_gradient),
+                self._dtypes,
+                strict=True,
             )
         ]
 

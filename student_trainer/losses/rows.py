@@ -1,4 +1,4 @@
-"""Rows: everything that a loss reads of a distribution over the vocabulary."""
+"""Rows: all that a loss reads from a distribution over the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Which rows of a batch: a slice of them, or their numbers [n] int64.
+# Selects rows of a batch: a slice, or row numbers [n] int64.
 Index = slice | Tensor
 # The lowest log-prob that a loss uses; also the lowest that float16 rows can hold. A probability of
 # exactly zero (a masked token) counts as this value, so that an infinite KL becomes a large number
@@ -92,7 +92,7 @@ def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
 
 def places_of(ids: Tensor) -> Tensor:
-    """Return an index in [0, M) for each of ids [N, M], the same for equal ids of a row."""
+    """Return an index in [0, M) for each of ids [N, M], equal for equal ids of a row."""
     ids = ids.contiguous()
     return torch.searchsorted(ids.sort(1).values, ids)
 

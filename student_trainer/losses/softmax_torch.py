@@ -11,10 +11,10 @@ from torch import Tensor
 from student_trainer.losses.logit_map import Curve
 
 # Used in place of -inf: exp(-1e4) is 0 even in float64, and -1e4 * 0 is 0 (-inf * 0 is NaN).
-_NOTHING = -1e4
+_LOWEST_EXPONENT = -1e4
 # Larger than any product.
-_HUGE = 1e30
-# Of a block of columns and its buffers: small enough to stay in the CPU cache for all operations.
+_LARGER_THAN_PRODUCTS = 1e30
+# Bytes of a block of columns and its buffers: small enough to stay in the CPU cache.
 _BLOCK_BYTES = 4 << 20
 
 
@@ -22,21 +22,21 @@ def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tenso
     """Return (m, S, D), each [n], of z = curve(logits); overwrites `logits`.
 
     m = max z (at least the lowest float), S = sum exp(z - m), D = sum (z - m) exp(z - m). `logits`
-    [n, V]: -inf for ids that do not count. They become exp(z - m), times the slope of the curve
-    over its steepest one.
+    [n, V]: -inf for excluded ids. They become exp(z - m), times the slope of the curve divided by
+    its steepest slope.
     """
     lowest = torch.finfo(logits.dtype).min
     # The maximum of a row of -inf is -inf, and -inf - (-inf) would be NaN.
     top = curve(logits.amax(1)).clamp_(min=lowest)
     total, weighted = torch.zeros_like(top), torch.zeros_like(top)
-    # Allocated once: the kernel would clear the pages of a new buffer for every block.
-    buffers = 1 if curve.height is None else 2
-    columns = _BLOCK_BYTES // ((1 + buffers) * logits.element_size() * max(1, len(logits)))
+    # Allocated once: for new buffers, the operating system would clear pages for every block.
+    buffer_count = 1 if curve.height is None else 2
+    columns = _BLOCK_BYTES // ((1 + buffer_count) * logits.element_size() * max(1, len(logits)))
     columns = min(max(1, columns), logits.shape[1])
-    spare = [logits.new_empty(len(logits), columns) for _ in range(buffers)]
+    buffers = [logits.new_empty(len(logits), columns) for _ in range(buffer_count)]
     for block in torch.split(logits, columns, 1):
-        exp, *flatness = [one[:, : block.shape[1]] for one in spare]
-        _below(curve, block, top, exp, *flatness)
+        exp, *flatness = [buffer[:, : block.shape[1]] for buffer in buffers]
+        _subtract_top(curve, block, top, exp, *flatness)
         torch.exp(block, out=exp)
         total += exp.sum(1)
         weighted += block.mul_(exp).sum(1)
@@ -47,23 +47,23 @@ def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tenso
     return top, total, weighted
 
 
-def _below(
+def _subtract_top(
     curve: Curve, block: Tensor, top: Tensor, spare: Tensor, flatness: Tensor | None = None
 ) -> None:
     """Replace `block` by curve(block) - top, and `flatness` by the slopes over the steepest.
 
-    `flatness` is given if the curve has a height; otherwise all of them are 1. Overwrites `spare`.
+    `flatness` is None if the curve has no height, since all slopes are then 1. Overwrites `spare`.
     """
     if flatness is None:
         if curve.width != 1:
             block.div_(curve.width)
-        block.sub_(top[:, None]).clamp_(min=_NOTHING)
+        block.sub_(top[:, None]).clamp_(min=_LOWEST_EXPONENT)
         return
-    # 0 where an id counts, else -inf, which tanh would make -1. A comparison would take longer.
-    below = torch.add(block, _HUGE, out=spare).clamp_(max=0).sub_(top[:, None])
+    # 0 for valid ids, else -inf, which tanh would turn into -1. A comparison would take longer.
+    offsets = torch.add(block, _LARGER_THAN_PRODUCTS, out=spare).clamp_(max=0).sub_(top[:, None])
     block.div_(curve.width).tanh_()
     torch.addcmul(block.new_ones(()), block, block, value=-1, out=flatness)
-    torch.add(below, block, alpha=curve.height, out=block).clamp_(min=_NOTHING)
+    torch.add(offsets, block, alpha=curve.height, out=block).clamp_(min=_LOWEST_EXPONENT)
 
 
 def scaled_exp(logits: Tensor, top: Tensor, scale: Tensor, curve: Curve, out: Tensor) -> Tensor:

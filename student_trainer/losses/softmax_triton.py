@@ -26,7 +26,7 @@ def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tenso
     )
     with torch.cuda.device_of(logits):  # Triton launches on the current CUDA device
         _statistics[(rows,)](
-            logits, top, total, weighted, logits.stride(0), columns, *_numbers(curve),
+            logits, top, total, weighted, logits.stride(0), columns, *_curve_arguments(curve),
             CAPPED=curve.height is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return top, total, weighted
@@ -43,12 +43,12 @@ def scaled_exp(logits: Tensor, top: Tensor, scale: Tensor, curve: Curve, out: Te
     with torch.cuda.device_of(logits):
         _scaled_exp[grid](
             logits, out, top, scale.contiguous(), logits.stride(0), out.stride(0), columns,
-            *_numbers(curve), CAPPED=curve.height is not None, BLOCK=_BLOCK,
+            *_curve_arguments(curve), CAPPED=curve.height is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 
 
-def _numbers(curve: Curve) -> tuple[float, float]:
+def _curve_arguments(curve: Curve) -> tuple[float, float]:
     return float(curve.width), float(curve.height or 0)
 
 

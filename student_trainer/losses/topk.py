@@ -17,10 +17,9 @@ q(y)/p(y), s the importance weight, sg = stop-gradient.
                      forward only, y_i drawn by the teacher from its tail  value and gradient
 
 `published` is Algorithms 1 and 2 of EMA-PG (arXiv 2602.04417). Its gradient is that of the KL plus
-grad P_S (reverse) or minus grad P_S (forward): the term that K4 and K5 drop sums to zero over the
-whole vocabulary but not over the tail. This mode exists to reproduce the paper. `bucket+sampled`
-drops the same term, but within the tail distributions p~ = p/P_t and q~ = q/Q_t, where its sum is
-zero again:
+grad P_S (reverse) or minus grad P_S (forward): the term that K4 and K5 omit sums to zero over the
+full vocabulary but not over the tail. This mode exists to reproduce the paper. `bucket+sampled`
+omits the same term within the tail distributions p~ = p/P_t and q~ = q/Q_t, where it sums to zero:
 
     reverse  R = r sg(log p~(y) - log q~(y))
     forward  R = sg(w (log q~(y) - log p~(y))) - sg(w - Q_t/P_t) (log p~(y) - sg(log p~(y)))
@@ -29,10 +28,9 @@ Q_t/P_t is a control variate: the mean of its term is zero.
 
 `bucket+draws` has the same R at M ids z_i outside S, so it does not depend on whether y is in S.
 Let M g(z) be the expected number of times that z is drawn; then v_i = sg(p(z_i) / (M g(z_i))), and
-the mean of the sum is the sum over the tail of p(z) R(z), whatever g is, if g(z) > 0 on the tail.
-It holds for independent and for stratified draws. g = p~, the student's own tail, gives
-v_i = sg(P_t)/M; if another policy mu drew from its own tail, g = mu/mu_t. docs/methods.md has the
-derivation.
+the expectation of the sum is the sum over the tail of p(z) R(z), for any g with g(z) > 0 on the
+tail, with independent or stratified draws. g = p~, the student's own tail, gives v_i = sg(P_t)/M;
+if another policy mu drew from its own tail, g = mu/mu_t. docs/methods.md has the derivation.
 """
 
 from __future__ import annotations
@@ -81,19 +79,19 @@ def topk_kl(
     Raises ValueError if rows lack the samples of their tail mode, or if the direction of
     `bucket+teacher_samples` is "reverse".
     """
-    p = _finite(student)
-    q = _finite(teacher.detach())
-    head = _divergence(p.head_logprobs, q.head_logprobs, direction).sum(1)
+    p = _clamp_rows(student)
+    q = _clamp_rows(teacher.detach())
+    head = _kl_terms(p.head_logprobs, q.head_logprobs, direction).sum(1)
     if tail == "none":
         return head
     if tail.startswith("bucket"):
-        head = head + _divergence(p.tail_logmass, q.tail_logmass, direction)
+        head = head + _kl_terms(p.tail_logmass, q.tail_logmass, direction)
     if tail == "bucket":
         return head
     if tail == "bucket+draws":
-        return head + _draws(p, q, draw_logprobs, direction)
+        return head + _estimate_by_draws(p, q, draw_logprobs, direction)
     if tail == "bucket+teacher_samples":
-        return head + _teacher_samples(p, q, direction)
+        return head + _estimate_by_teacher_samples(p, q, direction)
     # Replace the inputs of tokens in the head, instead of multiplying by zero: 0 * inf is NaN.
     outside = ~token_in_head
     log_p, log_q, log_p_tail, log_q_tail = (
@@ -102,11 +100,11 @@ def topk_kl(
     )
     match tail:
         case "published":
-            sampled = _published(log_p, log_q, direction)
+            sampled = _estimate_published(log_p, log_q, direction)
         case "sampled":
-            sampled = _sampled(log_p, log_q, direction)
+            sampled = _estimate_sampled(log_p, log_q, direction)
         case "bucket+sampled":
-            sampled = _within_tail(
+            sampled = _estimate_within_tail(
                 log_p, log_q, log_p_tail, log_q_tail, torch.zeros_like(log_p), direction
             )
         case _:
@@ -115,36 +113,36 @@ def topk_kl(
     return head + (sampled if importance is None else importance.detach() * sampled)
 
 
-def _finite(rows: Rows) -> Rows:
+def _clamp_rows(rows: Rows) -> Rows:
     return rows.map(lambda values: values.clamp(min=LOWEST_LOGPROB))
 
 
-def _divergence(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
+def _kl_terms(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
     """Return the summand of the KL for each outcome."""
     if direction == "reverse":
         return log_p.exp() * (log_p - log_q)
     return log_q.exp() * (log_q - log_p)
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def _bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.detach().clamp(max=HIGHEST_LOG_RATIO).exp()
 
 
-def _published(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
+def _estimate_published(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
     log_w, log_r = log_q - log_p, log_p - log_p.detach()
     if direction == "reverse":
         return log_r.exp() * -log_w.detach()
-    return _ratio(log_w) * log_w + log_r
+    return _bounded_exp(log_w) * log_w + log_r
 
 
-def _sampled(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
+def _estimate_sampled(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
     log_w, log_r = log_q - log_p, log_p - log_p.detach()
     if direction == "reverse":
         return log_r.exp() * -log_w
-    return _ratio(log_w) * log_w
+    return _bounded_exp(log_w) * log_w
 
 
-def _teacher_samples(p: Rows, q: Rows, direction: Direction) -> Tensor:
+def _estimate_by_teacher_samples(p: Rows, q: Rows, direction: Direction) -> Tensor:
     """Estimate the KL within the tail, Q_t KL(q~||p~), by the mean over the teacher's samples."""
     if direction != "forward" or p.sample_logprobs is None or q.sample_logprobs is None:
         raise ValueError(
@@ -156,7 +154,9 @@ def _teacher_samples(p: Rows, q: Rows, direction: Direction) -> Tensor:
     return q.tail_logmass.exp() * (log_q_within - log_p_within)
 
 
-def _draws(p: Rows, q: Rows, draw_logprobs: Tensor | None, direction: Direction) -> Tensor:
+def _estimate_by_draws(
+    p: Rows, q: Rows, draw_logprobs: Tensor | None, direction: Direction
+) -> Tensor:
     """Estimate the KL within the tail by the student's draws from it: sum_i v_i R(z_i)."""
     log_p, log_q = p.sample_logprobs, q.sample_logprobs
     if log_p is None or log_q is None or log_p.shape != log_q.shape or not log_p.shape[1]:
@@ -168,10 +168,10 @@ def _draws(p: Rows, q: Rows, draw_logprobs: Tensor | None, direction: Direction)
     if draw_logprobs is None:
         draw_logprobs = torch.where(log_p_tail > LOWEST_LOGPROB, log_p - log_p_tail, torch.inf)
     log_v = log_p - draw_logprobs - math.log(log_p.shape[1])
-    return _within_tail(log_p, log_q, log_p_tail, log_q_tail, log_v, direction).sum(1)
+    return _estimate_within_tail(log_p, log_q, log_p_tail, log_q_tail, log_v, direction).sum(1)
 
 
-def _within_tail(
+def _estimate_within_tail(
     log_p: Tensor,
     log_q: Tensor,
     log_p_tail: Tensor,
@@ -182,9 +182,9 @@ def _within_tail(
     """Return R of each sample, times the detached exp(log_v)."""
     gap = ((log_p - log_p_tail) - (log_q - log_q_tail)).detach()
     if direction == "reverse":
-        return _ratio(log_v) * (log_p - log_p.detach()).exp() * gap
+        return _bounded_exp(log_v) * (log_p - log_p.detach()).exp() * gap
     # One exponential for v w: the product of two large ones could overflow.
-    w = _ratio(log_v + log_q - log_p)
+    w = _bounded_exp(log_v + log_q - log_p)
     log_p_within = log_p - log_p_tail
-    control = w - _ratio(log_v + log_q_tail - log_p_tail)
+    control = w - _bounded_exp(log_v + log_q_tail - log_p_tail)
     return -w * gap - control * (log_p_within - log_p_within.detach())

@@ -212,11 +212,11 @@ def test_frozen_head_or_body_costs_no_gradient():
         fused_linear_loss(hidden, weight, head, tokens, loss_fn).loss_sum, [hidden, weight]
     )
     body = fused_linear_loss(hidden, weight.detach(), head, tokens, loss_fn).loss_sum
-    made = [grad is not None for grad in body.grad_fn.gradients.times(None)]
+    made = [grad is not None for grad in body.grad_fn.gradients.scale_by(None)]
     assert made == [True, False, False]
     torch.testing.assert_close(torch.autograd.grad(body, hidden)[0], both[0])
     top = fused_linear_loss(hidden.detach(), weight, head, tokens, loss_fn).loss_sum
-    made = [grad is not None for grad in top.grad_fn.gradients.times(None)]
+    made = [grad is not None for grad in top.grad_fn.gradients.scale_by(None)]
     assert made == [False, True, False]
     torch.testing.assert_close(torch.autograd.grad(top, weight)[0], both[1])
 
