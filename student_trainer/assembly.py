@@ -36,9 +36,9 @@ from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.trainer import Parts, Trainer
-from student_trainer.methods.engine import Engine, connect_engine, wait_for_shared_gpus
+from student_trainer.methods.engine import EngineConnection, connect_engine, wait_for_shared_gpus
 from student_trainer.methods.method import Method
-from student_trainer.methods.offline import load_examined, offline_method
+from student_trainer.methods.offline import load_task_prompts, offline_method
 from student_trainer.methods.on_policy import on_policy_method
 from student_trainer.methods.rl import rl_method
 from student_trainer.methods.rl_parts import RLMaterial
@@ -136,10 +136,10 @@ def assemble(
         evaluation=method.evaluation,
         metrics=_open_log(config, run, accelerator, attempt, step),
         anchor=method.anchor,
-        values=method.values,
+        critic=method.critic,
         facts=method.facts,
-        of_step=checkpoint.metrics_of(checkpoint_path) if checkpoint_path else None,
-        ahead=method.ahead,
+        resumed_metrics=checkpoint.metrics_of(checkpoint_path) if checkpoint_path else None,
+        rollouts_ahead=method.rollouts_ahead,
         copies=copies,
     )
     return Trainer(config, run, progress, parts)
@@ -221,13 +221,13 @@ def _restore_method(method: Method, checkpoint_path: Path) -> None:
     """Load the method's state from a checkpoint: anchor, critic, rollouts of later steps."""
     if method.anchor is not None:
         checkpoint.load_anchor(checkpoint_path, method.anchor)
-    if method.values is not None:
-        checkpoint.load_values(checkpoint_path, method.values)
-    if method.ahead is not None:
-        method.ahead.restore(checkpoint_path)
+    if method.critic is not None:
+        checkpoint.load_critic(checkpoint_path, method.critic)
+    if method.rollouts_ahead is not None:
+        method.rollouts_ahead.restore(checkpoint_path)
 
 
-MakeMethod = Callable[[Accelerator, Replicated | Sharded, Engine | None], Method]
+MakeMethod = Callable[[Accelerator, Replicated | Sharded, EngineConnection | None], Method]
 
 
 def _prepare_method(
@@ -315,7 +315,7 @@ def _prepare_offline(
     longest = store.longest
     if config.teacher is not None or config.eval.metric != "none":
         check_length(longest + config.method.max_new_tokens, "student", max_length)
-    examined = load_examined(config, tokenizer, longest)
+    examined = load_task_prompts(config, tokenizer, longest)
     return vocab_size, lambda accelerator, student, engine: offline_method(
         config,
         stores,

@@ -69,7 +69,7 @@ def contents(
     model: Any,
     optimizer: torch.optim.Optimizer,
     anchor: Anchor | None = None,
-    values: CriticAdvantages | None = None,
+    critic: CriticAdvantages | None = None,
 ) -> Contents:
     """Return the tensors of a run that a checkpoint stores, with the same names on every rank."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
@@ -91,8 +91,8 @@ def contents(
         tensors[_ANCHOR] = anchor.state()
         counts = json.dumps({"updates": anchor.updates, "version": anchor.version})
         metadata[_ANCHOR] = {"counts": counts}
-    if values is not None:
-        tensors[_CRITIC] = values.state()
+    if critic is not None:
+        tensors[_CRITIC] = critic.state()
     layouts = {file: layout(adapter, metadata.get(file)) for file, adapter in tensors.items()}
     return Contents(tensors, layouts, index)
 
@@ -212,13 +212,13 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
         anchor.load_state(lambda name, like: read_shard(file, name, like), **counts)
 
 
-def load_values(path: Path, values: CriticAdvantages) -> None:
+def load_critic(path: Path, critic: CriticAdvantages) -> None:
     """Load the critic and its optimizer. Raises InvalidInput if the checkpoint has no critic."""
     _require_part(
         path / _CRITIC, "critic", "method.advantages", "resume with the value the run started with"
     )
     with safe_open(path / _CRITIC, "pt") as file:
-        values.load_state(file.get_tensor)
+        critic.load_state(file.get_tensor)
 
 
 def _require_part(file: Path, part: str, field: str, remedy: str) -> None:

@@ -293,7 +293,8 @@ class RunCopies:
             self._damaged.add(step)
             return
         try:
-            # Before the manifest, which makes the checkpoint complete: what `_fetch_one` needs.
+            # Metrics before the manifest, which completes the checkpoint: `_fetch_checkpoint`
+            # needs both.
             self._upload_directory(f"checkpoints/{path.name}", after="metrics.jsonl")
         except FileNotFoundError:
             if path.exists():

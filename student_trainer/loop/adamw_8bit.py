@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits, from torchao, in blocks that any number of processes can share.
+"""AdamW with 8-bit moments, from torchao, in blocks that do not depend on the number of processes.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
 """
@@ -17,9 +17,9 @@ from student_trainer.parallel.shards import local, tensor_with_rows
 
 
 class RowwiseAdamW8bit(AdamW8bit):  # type: ignore[misc]
-    """AdamW8bit whose blocks have BLOCK numbers of one row each; see `is_quantized`.
+    """AdamW8bit whose blocks are BLOCK elements of a single row; see `is_quantized`.
 
-    torchao's blocks count from the start of a process's shard, so they depend on the number of
+    torchao's blocks start at the beginning of a process's shard, so they depend on the number of
     processes.
     """
 

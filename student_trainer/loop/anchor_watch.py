@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 def contraction(
     *, tau: float, update_period: int, learning_rate: float, beta: float, curvature: float
 ) -> float:
-    """Return tau |1 - alpha beta lambda|^P: the share of a gap left after a period."""
+    """Return tau |1 - alpha beta lambda|^P, the factor of the gap after one period."""
     return float(tau * abs(1 - learning_rate * beta * curvature) ** update_period)
 
 
 class StabilityWatch:
-    """Logs one warning if the metrics of a step say that the gap to the anchor grows by itself.
+    """Logs one warning if the metrics of a step indicate an unstable gap to the anchor.
 
     The estimate is local and rough. The curvature is the one along the gap, 2 KL / |d|^2. AdamW's
     effective rate is bounded by its longest step, alpha sqrt(n) for n weights, divided by the norm
@@ -40,13 +40,13 @@ class StabilityWatch:
         """Collective: measures the norm of the anchor."""
         self._tau, self._period = config.anchor.tau, config.anchor.update_period
         self._beta = config.method.beta
-        self._size, self._reach = anchor.size(), math.sqrt(anchor.elements)
+        self._anchor_norm, self._sqrt_elements = anchor.size(), math.sqrt(anchor.elements)
         self._version = float(anchor.version)
         self._warned = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the metrics of `step`. Requires anchor/gap, anchor/version, grad_norm and lr."""
-        distance = metrics["anchor/gap"] * self._size
+        distance = metrics["anchor/gap"] * self._anchor_norm
         if metrics["anchor/version"] != self._version:
             # The KL was measured before the anchor moved; the move multiplied the gap by tau.
             self._version = metrics["anchor/version"]
@@ -54,18 +54,18 @@ class StabilityWatch:
         gradient = metrics["grad_norm"]
         if self._warned or not (distance and gradient):
             return
-        left = contraction(
+        gap_factor = contraction(
             tau=self._tau,
             update_period=self._period,
-            learning_rate=metrics["lr"] * self._reach / gradient,
+            learning_rate=metrics["lr"] * self._sqrt_elements / gradient,
             beta=self._beta,
             curvature=2 * max(metrics.get("kl/anchor", 0.0), 0.0) / distance**2,
         )
-        if left >= 1:
+        if gap_factor >= 1:
             self._warned = True
             log.warning(
                 "step %d: the KL to the anchor may be unstable: tau |1 - alpha beta lambda|^P is "
                 "about %.2g and should be below 1; lower method.beta or train.learning_rate",
                 step,
-                left,
+                gap_factor,
             )

@@ -1,4 +1,4 @@
-"""How well a step uses the device: tokens per second of a process, MFU, memory."""
+"""Metrics of how well a step uses the device: tokens per second of a process, MFU, memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _GIB = 1 << 30
 
 # Part of a device's name -> peak TFLOPS of bfloat16 on tensor cores, without sparsity (float32
 # sums). From NVIDIA's data sheets of the devices, and for GeForce the white paper of the Ada
-# architecture. The first name whose words all occur counts. TF32, in which float32 students
-# compute, has half of it on all of them.
+# architecture. The first entry whose words all occur in the device name applies. TF32, in which
+# float32 students compute, has half the peak on all of them.
 _PEAKS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -44,7 +44,7 @@ def peak_flops(device: str, *, bf16: bool) -> float | None:
 
 
 class Efficiency:
-    """Measures the steps of this process. Operations are those of learning alone."""
+    """Measures the steps of this process. Operations are counted for learning only."""
 
     def __init__(self, student: Student, device: torch.device, processes: int) -> None:
         self._flops = LearningFlops(student)
@@ -54,7 +54,7 @@ class Efficiency:
         self._peak = peak_flops(name, bf16=student.bf16)
 
     def begin(self) -> None:
-        """Start a step: its peak of memory is counted from here."""
+        """Start a step, and reset the peak of device memory."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -69,15 +69,15 @@ class Efficiency:
         `flops`: operations of all processes. `learning`: seconds of forward and backward passes and
         the optimizer. `speed`: learned tokens per second of the step, over all processes.
         """
-        found = {"tokens_per_sec/process": speed / self._processes}
+        metrics = {"tokens_per_sec/process": speed / self._processes}
         if self._peak is not None and learning > 0:
-            found["mfu"] = flops / (learning * self._processes * self._peak)
+            metrics["mfu"] = flops / (learning * self._processes * self._peak)
         if self._device.type == "cuda":
-            found["memory/peak"] = torch.cuda.max_memory_allocated(self._device) / _GIB
-            found["memory/reserved"] = torch.cuda.max_memory_reserved(self._device) / _GIB
+            metrics["memory/peak"] = torch.cuda.max_memory_allocated(self._device) / _GIB
+            metrics["memory/reserved"] = torch.cuda.max_memory_reserved(self._device) / _GIB
         else:
-            found["memory/peak"] = _resident_peak() / _GIB
-        return found
+            metrics["memory/peak"] = _resident_peak() / _GIB
+        return metrics
 
 
 def _resident_peak() -> int:

@@ -30,17 +30,17 @@ from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.source import PendingRows
 
 # Metrics of held-out tokens; the perplexity is exp of the mean.
-_MEASURED = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/perplexity")
+_HELD_OUT_METRICS = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/perplexity")
 # Metrics that select the best checkpoint; each has a standard error, in this order.
-_SELECTING = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/reward")
-_HIGHEST_LOG = 700.0  # exp of it is still finite in float64
+_SELECTION_METRICS = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/reward")
+_MAX_LOG = 700.0  # exp of it is still finite in float64
 
 
 class HeldOutObjective(Objective, Protocol):
     """An objective that can be measured on held-out sequences."""
 
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return values of each token, [n], by names in _MEASURED."""
+        """Return values of each token, [n], by names in _HELD_OUT_METRICS."""
 
 
 @dataclass(frozen=True)
@@ -66,78 +66,90 @@ class TaskEvaluation:
         tokenizer: Any,
         rollouts: Rollouts,
         *,
-        matched: bool = True,
-        judged: RolloutRewards | None = None,
-        sampled: Samples | None = None,
+        use_exact_match: bool = True,
+        rollout_rewards: RolloutRewards | None = None,
+        samples: Samples | None = None,
     ) -> None:
-        """`prompts`: of all processes; this process keeps its share.
+        """`prompts`: of all processes; this process uses its share.
 
-        `matched`: whether to compare answers with the references. `judged`: the job's reward, None
-        if it has none. `sampled`: None for one greedy answer to each prompt.
+        `use_exact_match`: whether to compare answers with the references. `rollout_rewards`: the
+        job's reward, None if it has none. `samples`: None for one greedy answer to each prompt.
         """
         self._prompts = list(enumerate(prompts))[
             accelerator.process_index :: accelerator.num_processes
         ]
-        self._sampled = sampled
-        self._each = sampled.count if sampled else 1
+        self._sample_settings = samples
+        self._samples_per_prompt = samples.count if samples else 1
         self._tokenizer = tokenizer
         self._rollouts = rollouts
-        self._matched = matched
-        self._judged = judged
+        self._use_exact_match = use_exact_match
+        self._rollout_rewards = rollout_rewards
 
     def __call__(self) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-        """Sample this process's answers; if this process samples, inside `student.gathered()`.
+        """Sample this process's answers. If this process samples, call it in `student.gathered()`.
 
         Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards; the
         `moments` of the rewards; and the transcripts of the first 8 answers.
         """
-        asked = [prompt for _, prompt in self._prompts for _ in range(self._each)]
-        answers = self._answers(asked)
-        right = [exact_match(text, rollout.answer) for rollout, text in answers if self._matched]
-        each = self._each
-        transcripts = [self._transcript(*pair) for pair in answers[::each][:8]]
-        rewards = self._rewards(asked, [rollout for rollout, _ in answers])
-        for transcript, reward in zip(transcripts, rewards[::each].tolist(), strict=False):
-            transcript["reward"] = reward if math.isfinite(reward) else None
-        known = np.isfinite(rewards)
-        of_prompt = torch.from_numpy(np.where(known, rewards, 0.0)).reshape(-1, each).sum(1)
-        counts = torch.from_numpy(known.astype(np.float64)).reshape(-1, each).sum(1)
-        sums = [[sum(right), len(right)], [float(of_prompt.sum()), float(counts.sum())]]
-        return torch.tensor(sums, dtype=torch.float64), moments(of_prompt, counts), transcripts
-
-    def _answers(self, asked: Sequence[Prompt]) -> list[tuple[Rollout, str]]:
-        """Return the rollouts of the prompts, and their texts."""
-        sampled = self._sampled
-        if sampled is None:
-            return greedy_answers(self._rollouts, self._tokenizer, asked)
-        numbers = [
-            sampled.first - (index * sampled.count + n)
-            for index, _ in self._prompts
-            for n in range(sampled.count)
+        prompts = [prompt for _, prompt in self._prompts for _ in range(self._samples_per_prompt)]
+        answers = self._sample_answers(prompts)
+        right = [
+            exact_match(text, rollout.answer) for rollout, text in answers if self._use_exact_match
         ]
-        batches = self._rollouts.generate(asked, numbers, seed=sampled.seed)
-        return [(one, one.answer_text(self._tokenizer)) for batch in batches for one in batch]
+        count = self._samples_per_prompt
+        transcripts = [self._build_transcript(*pair) for pair in answers[::count][:8]]
+        rewards = self._compute_rewards(prompts, [rollout for rollout, _ in answers])
+        for transcript, reward in zip(transcripts, rewards[::count].tolist(), strict=False):
+            transcript["reward"] = reward if math.isfinite(reward) else None
+        has_reward = np.isfinite(rewards)
+        prompt_sums = torch.from_numpy(np.where(has_reward, rewards, 0.0)).reshape(-1, count).sum(1)
+        counts = torch.from_numpy(has_reward.astype(np.float64)).reshape(-1, count).sum(1)
+        sums = [[sum(right), len(right)], [float(prompt_sums.sum()), float(counts.sum())]]
+        return torch.tensor(sums, dtype=torch.float64), moments(prompt_sums, counts), transcripts
 
-    def _rewards(self, asked: Sequence[Prompt], rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
-        return np.empty(0) if self._judged is None else self._judged(asked, rollouts)
+    def _sample_answers(self, prompts: Sequence[Prompt]) -> list[tuple[Rollout, str]]:
+        """Return the rollouts of the prompts, and their texts."""
+        settings = self._sample_settings
+        if settings is None:
+            return greedy_answers(self._rollouts, self._tokenizer, prompts)
+        numbers = [
+            settings.first - (index * settings.count + n)
+            for index, _ in self._prompts
+            for n in range(settings.count)
+        ]
+        batches = self._rollouts.generate(prompts, numbers, seed=settings.seed)
+        return [
+            (rollout, rollout.answer_text(self._tokenizer))
+            for batch in batches
+            for rollout in batch
+        ]
 
-    def _transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
+    def _compute_rewards(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+    ) -> NDArray[np.float64]:
+        return (
+            np.empty(0)
+            if self._rollout_rewards is None
+            else self._rollout_rewards(prompts, rollouts)
+        )
+
+    def _build_transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
         prompt = self._tokenizer.decode(rollout.token_ids[: rollout.start])
-        found = {"prompt": prompt, "answer": text, "reference": rollout.answer}
+        transcript = {"prompt": prompt, "answer": text, "reference": rollout.answer}
         if rollout.own is None:
-            return found
-        return found | {"talk": self._tokenizer.decode(rollout.completion)}
+            return transcript
+        return transcript | {"talk": self._tokenizer.decode(rollout.completion)}
 
 
 class Evaluation:
-    """Measures held-out sequences and, if the job wants it, the task evaluation."""
+    """Measures held-out sequences and, if the job has one, runs the task evaluation."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         objective: HeldOutObjective,
         held_out: Callable[[], list[PendingRows]],
-        examination: TaskEvaluation | None,
+        task_evaluation: TaskEvaluation | None,
         *,
         samples: bool,
         tokens_per_micro_batch: int,
@@ -145,70 +157,74 @@ class Evaluation:
         """`held_out`: returns this process's held-out sequences.
 
         They must be the same every time, so that evaluations at different steps are comparable.
-        `examination`: the task evaluation, None if the job has none. `samples`: whether one of the
-        two samples in this process, which needs all weights.
+        `task_evaluation`: None if the job has none. `samples`: whether one of the two samples in
+        this process, which needs the full weights.
         """
         self._accelerator = accelerator
         self._objective = objective
         self._held_out = held_out
-        self._examination = examination
+        self._task_evaluation = task_evaluation
         self._samples = samples
-        self._most = tokens_per_micro_batch
+        self._tokens_per_micro_batch = tokens_per_micro_batch
 
     def __call__(
         self, student: Replicated | Sharded
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Collective. Evaluate `student`, which is left in eval mode.
+        """Collective. Evaluate `student`, which stays in eval mode.
 
         Returns the metrics over all processes, and transcripts of a few answers of this process. A
         DistillError of one rank is raised on all ranks.
         """
-        sums, spreads, transcripts = self._found(student)
+        sums, spreads, transcripts = self._measure(student)
         device = self._accelerator.device
         total = self._accelerator.reduce(sums.to(device)).tolist()
         spread = self._accelerator.reduce(spreads.to(device)).tolist()
-        names = [*_MEASURED, "eval/accuracy", "eval/reward"]
+        names = [*_HELD_OUT_METRICS, "eval/accuracy", "eval/reward"]
         counts = dict(zip(names, total, strict=True))
-        metrics = {name: found / count for name, (found, count) in counts.items() if count}
-        for name, of_name in zip(_SELECTING, spread, strict=True):
-            if of_name[-1] > 1:
-                metrics[f"{name}_stderr"] = standard_error(*counts[name], *of_name)
+        metrics = {
+            name: metric_sum / count for name, (metric_sum, count) in counts.items() if count
+        }
+        for name, name_moments in zip(_SELECTION_METRICS, spread, strict=True):
+            if name_moments[-1] > 1:
+                metrics[f"{name}_stderr"] = standard_error(*counts[name], *name_moments)
         if "eval/perplexity" in metrics:
-            metrics["eval/perplexity"] = math.exp(min(metrics["eval/perplexity"], _HIGHEST_LOG))
+            metrics["eval/perplexity"] = math.exp(min(metrics["eval/perplexity"], _MAX_LOG))
         return metrics, transcripts
 
-    def _found(self, student: Replicated | Sharded) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+    def _measure(
+        self, student: Replicated | Sharded
+    ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
         """Collective. Return this process's sums, moments and transcripts.
 
-        Sums: (sum, number) of each metric, [len(_MEASURED) + 2, 2]. Moments: of each metric in
-        _SELECTING, [4, 4]. Both are float64.
+        Sums: (sum, number) of each metric, [len(_HELD_OUT_METRICS) + 2, 2]. Moments: of each metric
+        in _SELECTION_METRICS, [4, 4]. Both are float64.
         """
-        sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
-        spreads = torch.zeros(len(_SELECTING), 4, dtype=torch.float64)
+        sums = torch.zeros(len(_HELD_OUT_METRICS) + 2, 2, dtype=torch.float64)
+        spreads = torch.zeros(len(_SELECTION_METRICS), 4, dtype=torch.float64)
         transcripts: list[dict[str, Any]] = []
         student.trained.eval()
         student.full.eval()
         with student.gathered() if self._samples else nullcontext():
             held_out = raise_on_all_ranks(self._accelerator, self._held_out)
-            if self._examination is not None:
+            if self._task_evaluation is not None:
                 sums[-2:], spreads[-1], transcripts = raise_on_all_ranks(
-                    self._accelerator, self._examination
+                    self._accelerator, self._task_evaluation
                 )
-        sums[:-2], spreads[:-1] = self._measured(student, held_out)
+        sums[:-2], spreads[:-1] = self._measure_held_out(student, held_out)
         return sums, spreads, transcripts
 
-    def _measured(
+    def _measure_held_out(
         self, student: Replicated | Sharded, held_out: Sequence[PendingRows]
     ) -> tuple[Tensor, Tensor]:
-        """Collective. Return the sums of _MEASURED and the moments of _SELECTING; see `_found`."""
-        sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
-        spreads = torch.zeros(len(_SELECTING) - 1, 4, dtype=torch.float64)
+        """Collective. Return the sums and the moments of the held-out metrics; see `_measure`."""
+        sums = torch.zeros(len(_HELD_OUT_METRICS), 2, dtype=torch.float64)
+        spreads = torch.zeros(len(_SELECTION_METRICS) - 1, 4, dtype=torch.float64)
         objective, layout = self._objective, student.trained.layout
         groups = raise_on_all_ranks(
             self._accelerator,
             lambda: [
                 [item.wait() for item in group]
-                for group in micro_batches(held_out, self._most, layout)
+                for group in micro_batches(held_out, self._tokens_per_micro_batch, layout)
             ],
         )
 
@@ -217,26 +233,28 @@ class Evaluation:
 
         def values_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             settings = objective.loss(batch), objective.temperature, objective.needs_all_rows
-            found = objective.held_out(batch, student.forward(batch, *settings))
-            return batch.sequence.cpu(), {name: of.cpu() for name, of in found.items()}
+            token_values = objective.held_out(batch, student.forward(batch, *settings))
+            return batch.sequence.cpu(), {
+                name: values.cpu() for name, values in token_values.items()
+            }
 
-        measured = run_passes(student, groups, batch_of, values_of)
-        for group, (sequence, found) in zip(groups, measured, strict=True):
-            for name, values in found.items():
-                sums[_MEASURED.index(name)] += sum_and_count(values).double()
-                if name in _SELECTING:
-                    of_sequence = torch.zeros(2, len(group), dtype=torch.float64)
-                    of_sequence[0].index_add_(0, sequence, values.double())
+        results = run_passes(student, groups, batch_of, values_of)
+        for group, (sequence, token_values) in zip(groups, results, strict=True):
+            for name, values in token_values.items():
+                sums[_HELD_OUT_METRICS.index(name)] += sum_and_count(values).double()
+                if name in _SELECTION_METRICS:
+                    sequence_sums = torch.zeros(2, len(group), dtype=torch.float64)
+                    sequence_sums[0].index_add_(0, sequence, values.double())
                     ones = torch.ones_like(values, dtype=torch.float64)
-                    of_sequence[1].index_add_(0, sequence, ones)
-                    spreads[_SELECTING.index(name)] += moments(*of_sequence)
+                    sequence_sums[1].index_add_(0, sequence, ones)
+                    spreads[_SELECTION_METRICS.index(name)] += moments(*sequence_sums)
         return sums, spreads
 
 
 def moments(sums: Tensor, counts: Tensor) -> Tensor:
     """Return [4] float64: sum of x^2, of x n, of n^2, and the number of sequences with n > 0.
 
-    `sums` [S]: x, the sum over one sequence. `counts` [S]: n, how much it was summed over.
+    `sums` [S]: x, the sum over one sequence. `counts` [S]: n, the number of summed values.
     """
     sequences = (counts > 0).sum().to(sums.dtype)
     return torch.stack([sums @ sums, sums @ counts, counts @ counts, sequences])
@@ -259,6 +277,6 @@ def standard_error(
 def greedy_answers(
     rollouts: Rollouts, tokenizer: Any, prompts: Sequence[Prompt]
 ) -> list[tuple[Rollout, str]]:
-    """Return the greedy rollout of each prompt (the most likely token each time) and its text."""
+    """Return the greedy rollout of each prompt (always the most likely token) and its text."""
     batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
     return [(rollout, rollout.answer_text(tokenizer)) for batch in batches for rollout in batch]

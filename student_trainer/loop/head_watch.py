@@ -19,13 +19,13 @@ _MASS = "topk/student_mass"
 class HeadWatch:
     """Logs one warning if the student's head mass falls below half of its first value.
 
-    Each attempt warns once, so a run that resumes with an emptied head has the warning in its log.
+    Each attempt warns once, so the log of a resumed run has the warning too.
     """
 
     def __init__(self, history: Iterable[Point]) -> None:
         """`history`: metrics before this attempt; their first head mass is the reference."""
         masses = (point.metrics.get(_MASS) for point in history)
-        self._first = next((mass for mass in masses if mass is not None), None)
+        self._reference_mass = next((mass for mass in masses if mass is not None), None)
         self._warned = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -33,16 +33,16 @@ class HeadWatch:
         mass = metrics.get(_MASS)
         if mass is None or not math.isfinite(mass) or self._warned:
             return
-        if self._first is None:
-            self._first = mass
-        if mass < self._first / 2:
+        if self._reference_mass is None:
+            self._reference_mass = mass
+        if mass < self._reference_mass / 2:
             self._warned = True
             log.warning(
                 "step %d: the head holds %.2f of the student's probability, at first it held %.2f: "
                 "a KL over the head alone can push it out; raise top_k, or use the default tail",
                 step,
                 mass,
-                self._first,
+                self._reference_mass,
             )
 
 
@@ -53,5 +53,7 @@ def learns_from_a_head(config: TrainingJob) -> bool:
     if not isinstance(config, RLJob):
         return True
     method = config.method
-    taught = config.teacher is not None and method.teacher_beta > 0
-    return bool(method.top_k) and method.kl_in == "loss" and (method.beta > 0 or taught)
+    learns_from_teacher = config.teacher is not None and method.teacher_beta > 0
+    return (
+        bool(method.top_k) and method.kl_in == "loss" and (method.beta > 0 or learns_from_teacher)
+    )

@@ -13,8 +13,8 @@ from clients.config.tables.common import TrainConfig
 def make_optimizer(settings: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW (arXiv 1711.05101) for the trainable weights of `model`.
 
-    One kernel reads and writes each number once (`fused`): on a CPU an update takes a quarter of
-    the time of PyTorch's default. `settings.optimizer` = "adamw_8bit" holds the moments in 8 bits
+    The fused kernel reads and writes each element once: on a CPU an update takes a quarter of the
+    time of PyTorch's default. `settings.optimizer` = "adamw_8bit" stores the moments in 8 bits
     (`adamw_8bit.py`).
     """
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""A warning for rewards that cannot teach: every group of answers has equal rewards."""
+"""A warning for rewards without a learning signal: all groups of answers have equal rewards."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _FLAT = "reward/flat_groups"
 
 
 class RewardWatch:
-    """Logs one warning if no group of several steps in a row has two different rewards.
+    """Logs one warning if all groups of several consecutive steps have equal rewards.
 
     The advantages of such a step are 0, and so is its policy gradient. Its forward and backward
-    passes are made all the same: they measure the entropy, the ratio and the KLs.
+    passes still run, to measure the entropy, the ratio and the KLs.
     """
 
     def __init__(self) -> None:
-        self._since: int | None = None
-        self._last = 0
-        self._told = False
+        self._flat_since: int | None = None
+        self._last_flat_step = 0
+        self._warned = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check reward/flat_groups of `step`."""
         if metrics.get(_FLAT) != 1.0:
-            self._since = None
+            self._flat_since = None
             return
-        self._last = step
-        if self._since is None:
-            self._since = step
-        if step - self._since + 1 >= _STEPS and not self._told:
-            self._told = True
+        self._last_flat_step = step
+        if self._flat_since is None:
+            self._flat_since = step
+        if step - self._flat_since + 1 >= _STEPS and not self._warned:
+            self._warned = True
             log.warning(
                 "step %d: for %d steps, all answers to each prompt have had equal rewards, so the "
                 "policy gradient is zero: check the reward on the samples, choose prompts that the "
@@ -47,9 +47,9 @@ class RewardWatch:
     @property
     def note(self) -> str:
         """The state in a few words, for the phase of the job; "" if there is nothing to say."""
-        if self._since is None or self._last - self._since + 1 < _STEPS:
+        if self._flat_since is None or self._last_flat_step - self._flat_since + 1 < _STEPS:
             return ""
-        return f"all rewards equal since step {self._since}"
+        return f"all rewards equal since step {self._flat_since}"
 
 
 def learns_from_groups(config: TrainingJob) -> bool:

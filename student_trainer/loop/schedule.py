@@ -14,11 +14,11 @@ def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
     """
     if step <= train.warmup_steps:
         return train.learning_rate * step / train.warmup_steps
-    left = (max_steps - step + 1) / max(1, max_steps - train.warmup_steps)
+    remaining_share = (max_steps - step + 1) / max(1, max_steps - train.warmup_steps)
     match train.schedule:
         case "constant":
             return train.learning_rate
         case "linear":
-            return train.learning_rate * left
+            return train.learning_rate * remaining_share
         case "cosine":
-            return train.learning_rate * (1 - math.cos(math.pi * left)) / 2
+            return train.learning_rate * (1 - math.cos(math.pi * remaining_share)) / 2

@@ -19,13 +19,14 @@ from student_trainer.teachers.source import PendingRows
 class Step:
     """This process's share of a step.
 
-    updates: the sequences of each optimizer update, in the order of the updates. measured: metrics
-    as tensors (sum, number), which the trainer sums over all processes; every process must have the
-    same names. seconds: metrics `time/...` in seconds; those of the main process are logged.
+    updates: the sequences of each optimizer update, in the order of the updates. metric_sums:
+    metrics as tensors (sum, number), which the trainer sums over all processes; the names must be
+    equal on all ranks. seconds: metrics `time/...` in seconds; those of the main process are
+    logged.
     """
 
     updates: Sequence[Sequence[PendingRows]]
-    measured: Mapping[str, Tensor] = field(default_factory=dict)
+    metric_sums: Mapping[str, Tensor] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -18,13 +18,15 @@ _SD = re.compile(r"topk/(\w+_)?gradient_sd")
 
 
 def lengths_of(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
-    """Return (sum, number) of the lengths of sequences, and of the weights of their answers."""
-    written = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
+    """Return (sum, number) of sequence lengths, truncated rollouts and answer weights."""
+    rollouts = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
     tokens = sum(item.sequence.learned for item in pending)
     return {
         "counted": torch.tensor([sum(item.counts for item in pending), 0]),
         "length/mean": torch.tensor([tokens, len(pending)]),
-        "length/truncated": torch.tensor([sum(one.truncated for one in written), len(written)]),
+        "length/truncated": torch.tensor(
+            [sum(rollout.truncated for rollout in rollouts), len(rollouts)]
+        ),
     }
 
 
@@ -34,24 +36,27 @@ def totals_of(
     """Collective. Return (sum, number) of each metric over all processes."""
     stacked = torch.stack([value.double().cpu() for value in sums.values()])
     total = accelerator.reduce(stacked.to(accelerator.device))
-    return {name: (s, n) for name, (s, n) in zip(sums, total.tolist(), strict=True)}
+    return {
+        name: (metric_sum, metric_count)
+        for name, (metric_sum, metric_count) in zip(sums, total.tolist(), strict=True)
+    }
 
 
 def means_of(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Return the mean of each metric; the root of the mean for `topk/..gradient_sd`."""
-    found = {name: total / count for name, (total, count) in totals.items() if count}
-    return {name: mean**0.5 if _SD.fullmatch(name) else mean for name, mean in found.items()}
+    means = {name: total / count for name, (total, count) in totals.items() if count}
+    return {name: mean**0.5 if _SD.fullmatch(name) else mean for name, mean in means.items()}
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates, but the sum of tokens, flops and seconds.
+    """Return the mean of each metric over the updates; for tokens, flops and seconds the sum.
 
-    An update whose loss was not finite does not count, unless none was.
+    Values that are not finite are left out, unless all are.
     """
     means = {}
     for name in updates[0]:
-        every = [update[name] for update in updates if name in update]
-        found = [value for value in every if math.isfinite(value)] or every
-        added = name in ("tokens", "flops") or name.startswith("time/")
-        means[name] = sum(found) / (1 if added else len(found))
+        update_values = [update[name] for update in updates if name in update]
+        finite_values = [value for value in update_values if math.isfinite(value)] or update_values
+        is_sum = name in ("tokens", "flops") or name.startswith("time/")
+        means[name] = sum(finite_values) / (1 if is_sum else len(finite_values))
     return means

@@ -1,18 +1,18 @@
 """The training loop.
 
 A step is a pure function of (weights, optimizer state, anchor, critic, seed, step number) and, with
-`rollouts.lag`, of rollouts that earlier weights have sampled. All of that is in a checkpoint, so a
-run that is killed and resumed computes the same bits as one never killed; only the updates skipped
-in a row, which end a run, are counted again. A step has one optimizer update; in RL
+`rollouts.lag`, of rollouts that earlier weights sampled. A checkpoint contains all of these, so a
+killed and resumed run is bit-identical to an uninterrupted one; only the count of consecutive
+skipped updates, which ends a run, restarts. A step has one optimizer update; in RL
 `method.updates_per_step` in each of `method.epochs_per_step` epochs.
 
 For each step the trainer gets the sequences from the method (`steps`), splits them into
 micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and
 updates the student, then the anchor. It saves, evaluates and logs at the job's intervals.
 
-The state of a step is copied for its checkpoint before the step is evaluated, so that an evaluation
-that fails loses no step. The checkpoint then holds the metrics of its step. An attempt that resumes
-from it and finds no line of the step in metrics.jsonl repeats the evaluation and writes the line.
+The state of a step is copied for its checkpoint before the step is evaluated, so that a failed
+evaluation loses no step. The checkpoint then contains the metrics of its step. If metrics.jsonl
+lacks the line of that step, an attempt that resumes repeats the evaluation and writes the line.
 Checkpoints are written while training goes on (`saver.py`), the last one before the run ends.
 """
 
@@ -81,10 +81,11 @@ class Parts:
     copies: RunCopies
     metrics: MetricsLog | None  # only in the main process
     anchor: Anchor | None = None
-    values: CriticAdvantages | None = None
+    critic: CriticAdvantages | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # saved in every checkpoint
-    of_step: Mapping[str, float] | None = None  # metrics of `step`, if its checkpoint has them
-    ahead: RolloutsAhead | None = None
+    # Metrics of `step`, if its checkpoint has them.
+    resumed_metrics: Mapping[str, float] | None = None
+    rollouts_ahead: RolloutsAhead | None = None
 
 
 class Trainer:
@@ -96,7 +97,7 @@ class Trainer:
         self._config = config
         self._run = run
         self._progress = progress
-        self._step = self._saved = parts.step
+        self._step = self._saved_step = parts.step
         self._accelerator = parts.accelerator
         self._student = parts.student
         self._optimizer = parts.optimizer
@@ -107,9 +108,9 @@ class Trainer:
         self._copies = parts.copies
         self._metrics = parts.metrics
         self._anchor = parts.anchor
-        self._values = parts.values
-        self._of_step = parts.of_step
-        self._ahead = parts.ahead
+        self._critic = parts.critic
+        self._resumed_metrics = parts.resumed_metrics
+        self._rollouts_ahead = parts.rollouts_ahead
         processes = parts.accelerator.num_processes
         self._efficiency = Efficiency(parts.student.trained, parts.student.device, processes)
         main = parts.accelerator.is_main_process
@@ -121,7 +122,9 @@ class Trainer:
             before_publication=self._metrics.sync if self._metrics is not None else lambda: None,
             after_publication=self._delete_old,
         )
-        self._skipped = 0  # updates in a row, up to the last one, whose gradient was not finite
+        self._skipped_updates = (
+            0  # updates in a row, up to the last one, whose gradient was not finite
+        )
         self._watches: list[HeadWatch | StabilityWatch | RewardWatch] = []
         self._reward_watch = RewardWatch()
         if learns_from_groups(config):
@@ -134,15 +137,15 @@ class Trainer:
     def train(self) -> Verdict:
         """Collective. Train to `max_steps`, then export the model; return the verdict.
 
-        Returns "succeeded", or "cancelled" if the run was asked to stop. If an evaluation raises a
-        DistillError, or a step before it has changed a weight, saves a checkpoint of the last
-        finished step and then raises the error. Every checkpoint is complete then.
+        Returns "succeeded", or "cancelled" if a stop of the run was requested. If an evaluation
+        raises a DistillError, or a step raises one before it changes a weight, saves a checkpoint
+        of the last finished step and then raises the error. All checkpoints are complete then.
         """
         try:
             return self._train()
         finally:
-            if self._ahead is not None:
-                self._ahead.close()
+            if self._rollouts_ahead is not None:
+                self._rollouts_ahead.close()
             self._saver.close()
             self._copies.close()
             if self._metrics is not None:
@@ -152,8 +155,8 @@ class Trainer:
         config = self._config
         if self._step == 0:
             self._log(self._evaluate())
-        elif self._of_step is not None and self._is_unlogged():
-            self._evaluate_and_log(self._of_step)
+        elif self._resumed_metrics is not None and self._is_unlogged():
+            self._evaluate_and_log(self._resumed_metrics)
         while self._step < config.max_steps:
             stop = self._progress.stop_wanted()
             if stop:
@@ -183,9 +186,9 @@ class Trainer:
 
     def _is_unlogged(self) -> bool:
         """Collective. Return whether metrics.jsonl lacks the line of the last finished step."""
-        logged = (point.step for point in read_points(self._run.metrics))
-        unlogged = self._metrics is not None and self._step not in logged
-        return bool(max_over_ranks(self._accelerator, int(unlogged)))
+        logged_steps = (point.step for point in read_points(self._run.metrics))
+        is_unlogged = self._metrics is not None and self._step not in logged_steps
+        return bool(max_over_ranks(self._accelerator, int(is_unlogged)))
 
     def _evaluate_and_log(self, metrics: Mapping[str, float]) -> None:
         """Collective. Evaluate the last finished step if it is due, and write its line."""
@@ -193,73 +196,77 @@ class Trainer:
             self._log(metrics)
             return
         try:
-            evaluated = self._evaluate()
-        except WrongState:  # the main process alone: a newer attempt has taken over the run
+            eval_metrics = self._evaluate()
+        except WrongState:  # in the main process only: a newer attempt has taken over the run
             raise
         except DistillError:
             self._save(metrics)
             self._finish_saving()
             raise
-        self._log({**metrics, **evaluated})
-        if self._saved == self._step and not self._saver.is_writing:
+        self._log({**metrics, **eval_metrics})
+        if self._saved_step == self._step and not self._saver.is_writing:
             self._delete_old()  # the evaluation may have found a new best checkpoint
 
     def _train_or_save(self, step: int) -> dict[str, float]:
-        self._within_step = False
+        self._is_within_step = False
         try:
             return self._train_step(step)
         except DistillError:
-            # No weight has changed since the last finished step, on any rank, so it can be saved.
-            if not self._within_step:
+            # No rank has changed a weight since the last finished step, so that step can be saved.
+            if not self._is_within_step:
                 self._save()
             self._finish_saving()
             raise
 
     def _train_step(self, step: int) -> dict[str, float]:
-        started = time.monotonic()
+        started_at = time.monotonic()
         self._efficiency.begin()
-        made = self._steps(step)
-        if self._ahead is not None:
-            self._ahead.before_learning()
-        self._within_step = self._values is not None  # `steps` has already updated the critic
-        written = time.monotonic()
+        step_share = self._steps(step)
+        if self._rollouts_ahead is not None:
+            self._rollouts_ahead.before_learning()
+        self._is_within_step = self._critic is not None  # `steps` has already updated the critic
+        rollouts_at = time.monotonic()
         rate = learning_rate(self._config.train, step, self._config.max_steps)
         updates = []
-        for pending in made.updates:
+        for pending in step_share.updates:
             updates.append(self._learn_and_update(pending, rate))
-            self._within_step = True
-        ended = time.monotonic()
-        measured = means_of(totals_of(self._accelerator, made.measured)) if made.measured else {}
+            self._is_within_step = True
+        ended_at = time.monotonic()
+        step_metrics = (
+            means_of(totals_of(self._accelerator, step_share.metric_sums))
+            if step_share.metric_sums
+            else {}
+        )
         means = over_updates(updates)
-        speed = means["tokens"] / (ended - started)
-        learning = ended - written - means.get("time/teacher_wait", 0.0)
+        speed = means["tokens"] / (ended_at - started_at)
+        learning = ended_at - rollouts_at - means.get("time/teacher_wait", 0.0)
         flops = means.pop("flops")
         efficiency = self._efficiency.of_step(flops=flops, learning=learning, speed=speed)
         return {
             **means,
-            **measured,
-            **self._of_anchor(),
+            **step_metrics,
+            **self._measure_anchor(),
             "lr": rate,
             "tokens_per_sec": speed,
             **efficiency,
-            "time/step": ended - started,
-            "time/rollout": written - started - sum(made.seconds.values()),
-            **made.seconds,
+            "time/step": ended_at - started_at,
+            "time/rollout": rollouts_at - started_at - sum(step_share.seconds.values()),
+            **step_share.seconds,
         }
 
     def _learn_and_update(self, pending: Sequence[PendingRows], rate: float) -> dict[str, float]:
-        means, waited = self._learn(pending)
-        learned = time.monotonic()
+        means, wait_seconds = self._learn(pending)
+        learned_at = time.monotonic()
         failpoint("gradients-ready")
         norm = self._update(rate)
         if self._anchor is not None and math.isfinite(norm):
             self._anchor.after_update()
-        seconds = {"time/optim": time.monotonic() - learned}
-        seconds |= {"time/teacher_wait": waited} if self._config.teacher_addresses else {}
-        skipped = float(not math.isfinite(norm))
-        return {**means, "grad_norm": norm, "grad_norm/skipped": skipped, **seconds}
+        seconds = {"time/optim": time.monotonic() - learned_at}
+        seconds |= {"time/teacher_wait": wait_seconds} if self._config.teacher_addresses else {}
+        is_skipped = float(not math.isfinite(norm))
+        return {**means, "grad_norm": norm, "grad_norm/skipped": is_skipped, **seconds}
 
-    def _of_anchor(self) -> dict[str, float]:
+    def _measure_anchor(self) -> dict[str, float]:
         if self._anchor is None:
             return {}
         return {"anchor/gap": self._anchor.gap(), "anchor/version": float(self._anchor.version)}
@@ -272,81 +279,90 @@ class Trainer:
         flops = torch.tensor([self._efficiency.flops(pending), 0], dtype=torch.float64)
         lengths = totals_of(self._accelerator, {**lengths_of(pending), "flops": flops})
         tokens, flops_of_all = lengths["length/mean"][0], lengths.pop("flops")[0]
-        counted = lengths.pop("counted")[0]
+        weight_sum = lengths.pop("counted")[0]
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
-        scale = self._student.gradient_ranks / max(counted, 1.0)
+        scale = self._student.gradient_ranks / max(weight_sum, 1.0)
         layout = self._student.full.layout
         sums: dict[str, Tensor] = {}
-        waited = 0.0
+        wait_seconds = 0.0
         self._student.trained.train()
         groups = micro_batches(pending, self._config.train.tokens_per_micro_batch, layout)
         own_groups = len(groups)
-        # All ranks run as many micro-batches: one with fewer repeats its last one without rows.
+        # All ranks run the same number of micro-batches: a rank with fewer repeats its last one
+        # without rows.
         groups += groups[-1:] * (max_over_ranks(self._accelerator, own_groups) - own_groups)
-        for number, group in enumerate(groups):
-            started = time.monotonic()
-            scored = self._rows(group)
-            waited += time.monotonic() - started
+        for group_number, group in enumerate(groups):
+            started_at = time.monotonic()
+            scored = self._wait_for_rows(group)
+            wait_seconds += time.monotonic() - started_at
             batch = self._objective.batch(scored, self._student.device, layout)
-            if number >= own_groups:
+            if group_number >= own_groups:
                 batch = batch.without_rows()
-            for learned, is_own in self._student.batches_of_group(batch):
-                found = self._gradients(learned, scale, last=number == len(groups) - 1)
+            for group_batch, is_own in self._student.batches_of_group(batch):
+                metric_sums = self._add_gradients(
+                    group_batch, scale, last=group_number == len(groups) - 1
+                )
                 if is_own:
-                    sums = {name: sums.get(name, 0) + value for name, value in found.items()}
+                    sums = {name: sums.get(name, 0) + value for name, value in metric_sums.items()}
         totals = {**totals_of(self._accelerator, sums), **lengths}
-        totals["loss"] = (totals["loss"][0], max(counted, 1.0))
-        return {**means_of(totals), "tokens": tokens, "flops": flops_of_all}, waited
+        totals["loss"] = (totals["loss"][0], max(weight_sum, 1.0))
+        return {**means_of(totals), "tokens": tokens, "flops": flops_of_all}, wait_seconds
 
-    def _gradients(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
+    def _add_gradients(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
         """Collective. Add up the gradients of a batch, and return (sum, number) of metrics."""
         objective = self._objective
         with self._student.synchronized(is_last=last):
             loss = objective.loss(batch)
-            out = self._student(batch, loss, objective.temperature, objective.needs_all_rows)
-            self._accelerator.backward(out.loss_sum * scale)
-        found = objective.metrics(batch, out)
-        return found | {"loss": torch.stack([out.loss_sum.detach(), out.loss_sum.new_zeros(())])}
+            fused_loss = self._student(batch, loss, objective.temperature, objective.needs_all_rows)
+            self._accelerator.backward(fused_loss.loss_sum * scale)
+        metric_sums = objective.metrics(batch, fused_loss)
+        return metric_sums | {
+            "loss": torch.stack([fused_loss.loss_sum.detach(), fused_loss.loss_sum.new_zeros(())])
+        }
 
-    def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
-        """Collective. Wait for the rows of a micro-batch, which no rank starts before all have."""
+    def _wait_for_rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
+        """Collective. Wait until every rank has the rows of its micro-batch, and return them."""
         return raise_on_all_ranks(self._accelerator, lambda: [item.wait() for item in group])
 
     def _update(self, rate: float) -> float:
         """Update the weights, and return the norm of the gradient before clipping.
 
-        A gradient that is not finite changes nothing, on any rank, up to a number of times.
+        An update with a gradient that is not finite is skipped on all ranks. Raises Corrupt after
+        more than `train.max_skipped_updates` skipped updates in a row.
         """
         set_learning_rate(self._optimizer, rate)
         norm = clip_gradients(self._student, self._config.train.max_grad_norm)
         if math.isfinite(norm):
             self._optimizer.step()
-            self._skipped = 0
+            self._skipped_updates = 0
         else:
-            self._skipped += 1
+            self._skipped_updates += 1
         self._optimizer.zero_grad()
-        if self._skipped > self._config.train.max_skipped_updates:
+        if self._skipped_updates > self._config.train.max_skipped_updates:
             raise Corrupt(
                 f"the gradient of step {self._step + 1} is not finite, for the update number "
-                f"{self._skipped} in a row",
+                f"{self._skipped_updates} in a row",
                 field="train.learning_rate",
                 hint="lower the learning rate and resume from the checkpoint before this step",
             )
-        if self._skipped and self._accelerator.is_main_process:
+        if self._skipped_updates and self._accelerator.is_main_process:
             log.warning("step %d: the gradient is not finite; update skipped", self._step + 1)
         return norm
 
     def _evaluate(self) -> dict[str, float]:
         self._progress.say("evaluating", self._step)
-        if self._ahead is not None:
-            self._ahead.publish(self._step)
+        if self._rollouts_ahead is not None:
+            self._rollouts_ahead.publish(self._step)
         metrics, transcripts = self._evaluation(self._student)
         if self._anchor is not None:
-            with self._anchor.in_student_place():
-                if self._ahead is not None:
-                    self._ahead.publish(self._step, anchor=True)
-                found, _ = self._evaluation(self._student)
-            metrics |= {name.replace("eval/", "eval/anchor/"): of for name, of in found.items()}
+            with self._anchor.in_place():
+                if self._rollouts_ahead is not None:
+                    self._rollouts_ahead.publish(self._step, anchor=True)
+                anchor_metrics, _ = self._evaluation(self._student)
+            metrics |= {
+                name.replace("eval/", "eval/anchor/"): metric
+                for name, metric in anchor_metrics.items()
+            }
         if transcripts and self._metrics is not None:
             write_samples(self._run, self._step, transcripts)
         return metrics
@@ -359,28 +375,32 @@ class Trainer:
         self._progress.say(f"training ({note})" if note else "training", self._step)
 
     def _save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Collective. Begin to write the checkpoint of the last finished step, if none was begun.
+        """Collective. Begin to write the checkpoint of the last finished step, unless it exists.
 
         `metrics`: of this step, if metrics.jsonl does not have them yet.
         """
-        if self._step == self._saved:
+        if self._step == self._saved_step:
             return
         self._progress.say("saving", self._step)
         model = self._student.trained.model
-        state = contents(model, self._optimizer, self._anchor, self._values)
-        later = self._ahead.later_files(self._step) if self._ahead is not None else None
-        self._saver.save(self._step, state, metrics, later)
-        self._saved = self._step
+        checkpoint_contents = contents(model, self._optimizer, self._anchor, self._critic)
+        write_extra_files = (
+            self._rollouts_ahead.later_files(self._step)
+            if self._rollouts_ahead is not None
+            else None
+        )
+        self._saver.save(self._step, checkpoint_contents, metrics, write_extra_files)
+        self._saved_step = self._step
 
     def _finish_saving(self) -> None:
         """Collective. Wait until the last checkpoint is complete and old ones are deleted."""
         if self._saver.is_writing:
             self._progress.say("saving", self._step)
         self._saver.finish()
-        self._delete_old()  # with the last evaluation
+        self._delete_old()  # now that the last evaluation is known
 
     def _delete_old(self) -> None:
-        """Delete all checkpoints but the newest ones and the best one, in the main process."""
+        """Delete all checkpoints except the newest and the best ones, in the main process."""
         if self._accelerator.is_main_process:
             best = best_step(read_points(self._run.metrics), self._run.checkpoint_steps())
             delete_old(self._run.checkpoints, self._config.checkpoint.keep, best=best)

@@ -50,7 +50,7 @@ and half of it is 72. Once upon a time there was a small house at the edge of a 
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineConnection:
     """The rollout services of a job, and the versions of the weights that they load.
 
     sleeps: the services free their GPUs' memory while the trainer learns.
@@ -64,7 +64,7 @@ class Engine:
     def rollouts_ahead(
         self, config: SamplingJob, teacher: TeacherSource, rollouts: EngineRollouts
     ) -> RolloutsAhead:
-        """Return the training rollouts of a job. `teacher`: scores them."""
+        """Return the training rollouts of a job, which `teacher` scores."""
         return RolloutsAhead(
             self.accelerator,
             self.client,
@@ -79,15 +79,15 @@ class Engine:
     def rollouts(
         self, settings: SamplingSettings, conversations: SearchConversations | None = None
     ) -> EngineRollouts:
-        """Return rollouts of the engine; those of evaluations have the newest weights.
+        """Return rollouts of the engine; evaluations sample with the newest weights.
 
-        `conversations`: of a job with an environment.
+        `conversations`: for a job with an environment.
         """
         if conversations is not None:
-            return EngineSearch(self.client, settings, self._newest, conversations)
-        return SingleTurnRollouts(self.client, settings, self._newest)
+            return EngineSearch(self.client, settings, self._newest_version, conversations)
+        return SingleTurnRollouts(self.client, settings, self._newest_version)
 
-    def _newest(self) -> WeightsVersion:
+    def _newest_version(self) -> WeightsVersion:
         return self.snapshots.newest
 
 
@@ -113,7 +113,7 @@ def connect_engine(
     run: Path,
     attempt: int,
     tokenizer: Any,
-) -> Engine | None:
+) -> EngineConnection | None:
     """Collective. Connect every process to the services of the job; None if it has none.
 
     Waits until the services that the job has started are ready. Raises the error of a service that
@@ -122,29 +122,29 @@ def connect_engine(
     if service is None:
         return None
     rollouts = cast(SamplingJob, config).rollouts
-    found = raise_on_all_ranks(accelerator, service.addresses)
-    found, token = broadcast_object_list([found, service.token])
+    addresses = raise_on_all_ranks(accelerator, service.addresses)
+    addresses, token = broadcast_object_list([addresses, service.token])
     if token:
         os.environ[ROLLOUTS_TOKEN] = token
     client = EngineClient(
-        found, rank=accelerator.process_index, patience_seconds=rollouts.patience_seconds
+        addresses, rank=accelerator.process_index, patience_seconds=rollouts.patience_seconds
     )
-    lost = RunDirectory(run).logs(attempt) / "rollouts-lost.json"
-    fail_when_lost(service, client, lost, main=accelerator.is_main_process)
-    width = student.trained.model.config.get_text_config().vocab_size
-    info = raise_on_all_ranks(accelerator, lambda: _check(client, config, width))
+    lost_file = RunDirectory(run).logs(attempt) / "rollouts-lost.json"
+    fail_when_lost(service, client, lost_file, main=accelerator.is_main_process)
+    vocab_size = student.trained.model.config.get_text_config().vocab_size
+    info = raise_on_all_ranks(accelerator, lambda: _check_services(client, config, vocab_size))
     adapters = info.lora_rank > 0
     model = student.trained.model
-    # transformers casts as it computes, so it needs the weights that learn.
-    narrow = rollouts.engine == "vllm" and student.trained.bf16
-    dtype = torch.bfloat16 if narrow else torch.float32
-    needed = (rollouts.versions + 1) * snapshot_bytes(
+    # transformers casts weights while it computes, so it needs the float32 weights.
+    in_bfloat16 = rollouts.engine == "vllm" and student.trained.bf16
+    dtype = torch.bfloat16 if in_bfloat16 else torch.float32
+    needed_bytes = (rollouts.versions + 1) * snapshot_bytes(
         model, dtype, adapters=adapters
     )  # 1: an anchor's
     root, job = Path(), ""  # the main process chooses
     if accelerator.is_main_process:
         job = run_identity(run)
-        root = snapshot_root(run, attempt, needed, local=service.on_one_machine)
+        root = snapshot_root(run, attempt, needed_bytes, local=service.on_one_machine)
     snapshots = Snapshots(
         accelerator,
         student,
@@ -154,7 +154,7 @@ def connect_engine(
         dtype=dtype,
         adapters=adapters,
         in_flight=rollouts.in_flight,
-        probe_ids=_probe_ids(tokenizer, width),
+        probe_ids=_probe_ids(tokenizer, vocab_size),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
     pushes = rollouts.push != "file"
@@ -164,59 +164,67 @@ def connect_engine(
             field="rollouts.push",
             hint="leave it out, or start the service without --lora-rank",
         )
-    versions = _pushed(rollouts, accelerator, snapshots, client) if pushes else snapshots
-    return Engine(client, accelerator, versions, info.sleeps and not rollouts.lag)
+    versions = (
+        _make_pushed_versions(rollouts, accelerator, snapshots, client) if pushes else snapshots
+    )
+    return EngineConnection(client, accelerator, versions, info.sleeps and not rollouts.lag)
 
 
-def _pushed(
+def _make_pushed_versions(
     rollouts: RolloutsConfig, accelerator: Accelerator, snapshots: Snapshots, client: EngineClient
 ) -> PushedVersions:
-    """Return versions that are pushed. Raises InvalidInput if the layout does not allow it."""
-    cuda = accelerator.device.type == "cuda"
-    shares = not rollouts.gpus and rollouts.address is None
-    if rollouts.push == "ipc" and not cuda:
+    """Return pushed versions. Raises InvalidInput if the placement of GPUs does not allow it."""
+    on_cuda = accelerator.device.type == "cuda"
+    shares_gpus = not rollouts.gpus and rollouts.address is None
+    if rollouts.push == "ipc" and not on_cuda:
         raise InvalidInput("needs a GPU", field="rollouts.push", hint="use 'broadcast'")
-    if rollouts.push == "broadcast" and cuda and shares:
+    if rollouts.push == "broadcast" and on_cuda and shares_gpus:
         raise InvalidInput(
             "NCCL allows one process of a group on a GPU, and the engine shares the trainer's",
             field="rollouts.push",
             hint="use 'ipc', or give the engine GPUs with rollouts.gpus",
         )
-    own, patience, pusher = accelerator.process_index, rollouts.patience_seconds, None
+    rank, patience, pusher = accelerator.process_index, rollouts.patience_seconds, None
     if rollouts.push == "ipc":
-        mine = client.replicas[own : own + 1]  # engine n is on the GPU of process n
-        pusher = WeightPusher(mine, accelerator.device, patience, shared=True) if mine else None
+        own_replicas = client.replicas[rank : rank + 1]  # engine n is on the GPU of process n
+        pusher = (
+            WeightPusher(own_replicas, accelerator.device, patience, shared=True)
+            if own_replicas
+            else None
+        )
     elif accelerator.is_main_process:
         pusher = WeightPusher(client.replicas, accelerator.device, patience)
     return PushedVersions(accelerator, snapshots, client.pushed, pusher)
 
 
-def _check(client: EngineClient, config: AnyTraining, width: int) -> RolloutServiceInfo:
-    """Return what the services have in common. Raises WrongState if they do not fit the job.
+def _check_services(
+    client: EngineClient, config: AnyTraining, vocab_size: int
+) -> RolloutServiceInfo:
+    """Return the common properties of the services. Raises WrongState if they do not fit the job.
 
-    `width`: number of the student's logits.
+    `vocab_size`: number of the student's logits.
     """
     rollouts = cast(SamplingJob, config).rollouts
-    info = client.info(width)
+    info = client.info(vocab_size)
     if info.engine != rollouts.engine:
         raise another_engine(info.engine, rollouts.engine)
-    rank = adapter_rank(config)
-    if info.lora_rank not in (0, rank):
+    job_rank = adapter_rank(config)
+    if info.lora_rank not in (0, job_rank):
         raise WrongState(
             f"the service at rollouts.address takes adapters of rank {info.lora_rank}, the job has "
-            + (f"rank {rank}" if rank else "none, or also learns the head"),
+            + (f"rank {job_rank}" if job_rank else "none, or also learns the head"),
             field="rollouts.address",
-            hint=f"start the service with --lora-rank {rank}"
-            if rank
+            hint=f"start the service with --lora-rank {job_rank}"
+            if job_rank
             else "start the service without --lora-rank",
         )
     return info
 
 
 def _probe_ids(tokenizer: Any, vocab_size: int) -> Tensor:
-    """Return token ids [n, T] int64 of a probe: of a text, or the first ids if it has too few."""
-    wanted = _PROBE_SEQUENCES * _PROBE_TOKENS
+    """Return token ids [n, T] int64 of a probe: those of a text, filled up with the first ids."""
+    token_count = _PROBE_SEQUENCES * _PROBE_TOKENS
     text = tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids
-    ids = [*text, *range(min(vocab_size, wanted))][:wanted]
-    repeated = (ids * wanted)[:wanted]
-    return torch.tensor(repeated).reshape(_PROBE_SEQUENCES, _PROBE_TOKENS)
+    ids = [*text, *range(min(vocab_size, token_count))][:token_count]
+    repeated_ids = (ids * token_count)[:token_count]
+    return torch.tensor(repeated_ids).reshape(_PROBE_SEQUENCES, _PROBE_TOKENS)

@@ -32,19 +32,19 @@ class Method:
     """What the trainer needs from a method.
 
     objective: the loss and the metrics of a micro-batch. steps: returns this process's sequences of
-    a step. evaluation: the held-out evaluation. anchor: None if the job has no anchor. values: the
-    critic, None if advantages come from groups. facts: written to state.json of every checkpoint;
-    an offline job compares the identity of its store with them when the run resumes. ahead: None
-    if the trainer's own process samples.
+    a step. evaluation: the held-out evaluation. anchor: None if the job has no anchor. critic: None
+    if advantages come from groups. facts: written to state.json of every checkpoint; an offline job
+    compares the identity of its store with them when the run resumes. rollouts_ahead: None if the
+    trainer's processes sample.
     """
 
     objective: Objective
     steps: Steps
     evaluation: Evaluation
     anchor: Anchor | None = None
-    values: CriticAdvantages | None = None
+    critic: CriticAdvantages | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
-    ahead: RolloutsAhead | None = None
+    rollouts_ahead: RolloutsAhead | None = None
 
 
 def sampling_settings(
@@ -63,9 +63,9 @@ def sampling_settings(
 
 
 def sampling_batch(config: AnyTraining) -> int:
-    """Return the tokens of a batch of sampling at most, with padding.
+    """Return the maximum number of tokens of a sampling batch, including padding.
 
-    Sampling keeps no activations, so its batches can be larger than those of training.
+    Sampling stores no activations, so its batches can be larger than those of training.
     """
     return 4 * config.train.tokens_per_micro_batch
 
@@ -103,23 +103,24 @@ def held_out_evaluation(
     config: AnyTraining,
     accelerator: Accelerator,
     objective: HeldOutObjective,
-    held_out: Callable[[], list[PendingRows]],
-    examined: list[Prompt],
+    read_held_out: Callable[[], list[PendingRows]],
+    task_prompts: list[Prompt],
     tokenizer: Any,
     rollouts: Rollouts,
     *,
-    stored: bool,
+    is_stored: bool,
 ) -> Evaluation:
-    """Return the held-out evaluation of a job without rewards, with exact match if wanted.
+    """Return the held-out evaluation of a job without rewards.
 
-    `held_out`: returns this process's sequences with their rows; `stored`: without sampling them.
-    `examined`: the prompts for exact match, of all processes; an empty list leaves exact match out.
+    `read_held_out`: returns this process's sequences with their rows. `is_stored`: whether they are
+    stored, not sampled. `task_prompts`: the prompts for exact match, of all processes; an empty
+    list disables exact match.
     """
     return Evaluation(
         accelerator,
         objective,
-        held_out,
-        TaskEvaluation(examined, accelerator, tokenizer, rollouts) if examined else None,
-        samples=rollouts.in_process and not (stored and not examined),
+        read_held_out,
+        TaskEvaluation(task_prompts, accelerator, tokenizer, rollouts) if task_prompts else None,
+        samples=rollouts.in_process and not (is_stored and not task_prompts),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )

@@ -54,7 +54,7 @@ from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.step import Step
 from student_trainer.losses import Tail
-from student_trainer.methods.engine import Engine
+from student_trainer.methods.engine import EngineConnection
 from student_trainer.methods.method import (
     Method,
     held_out_evaluation,
@@ -82,7 +82,7 @@ ReadSequence = Callable[[LogitDataset, int], PendingRows]
 
 @dataclass(frozen=True)
 class Mixture:
-    """On-policy part of a step: the first `count` of its prompts get new answers of the student.
+    """The on-policy part of a step: the student answers the first `count` prompts.
 
     training: samples the answers. teacher: scores them.
     """
@@ -96,12 +96,12 @@ class Mixture:
 class _Share:
     """This process's part of a step, read from the store.
 
-    stored: sequences with their rows. asked: the prompts that the student answers, and the rollout
-    number of each, which fixes its random stream.
+    stored_sequences: with their rows. prompts: the prompts that the student answers, and the
+    rollout number of each, which fixes its random stream.
     """
 
-    stored: list[PendingRows]
-    asked: tuple[list[Prompt], list[int]]
+    stored_sequences: list[PendingRows]
+    prompts: tuple[list[Prompt], list[int]]
 
 
 class StoredSteps:
@@ -123,10 +123,10 @@ class StoredSteps:
         read: ReadSequence,
         mixture: Mixture | None = None,
     ) -> None:
-        """Set up the order of the sequences; reads nothing yet.
+        """Set up the order of the sequences, without reading any.
 
         `chosen`: int64 indices of the training sequences in `data`. `per_step`: sequences of a step
-        over all processes. `last_step`: the last step to read ahead to. `read`: reads a sequence.
+        over all processes. `last_step`: the last step to read ahead. `read`: reads a sequence.
         `mixture`: None if all sequences of a step are stored ones.
         """
         self._data = data
@@ -146,38 +146,41 @@ class StoredSteps:
         If a stored sequence is damaged on one rank, raises Corrupt on all ranks, before the step
         changes any weight.
         """
-        for ahead in range(step, min(step + _STEPS_AHEAD, self._last_step) + 1):
-            if ahead not in self._reads:
-                self._reads[ahead] = self._thread.submit(self._read, ahead)
+        for read_step in range(step, min(step + _STEPS_AHEAD, self._last_step) + 1):
+            if read_step not in self._reads:
+                self._reads[read_step] = self._thread.submit(self._read_share, read_step)
         share = raise_on_all_ranks(self._accelerator, self._reads.pop(step).result)
         mixture = self._mixture
         if mixture is None:
-            return Step([share.stored])
+            return Step([share.stored_sequences])
 
-        def asked(number: int) -> tuple[Sequence[Prompt], Sequence[int]]:
-            # An engine may be further ahead than what was read.
-            return share.asked if number == step else self._asked(number)
+        def select_prompts(number: int) -> tuple[Sequence[Prompt], Sequence[int]]:
+            # An engine may sample for steps that are not read yet.
+            return share.prompts if number == step else self._select_prompts(number)
 
-        own = mixture.training.of_step(step, asked)
+        sampled_rollouts = mixture.training.of_step(step, select_prompts)
         mixture.teacher.finish()
-        return Step([own + share.stored], mixture.training.metrics(step, own))
+        return Step(
+            [sampled_rollouts + share.stored_sequences],
+            mixture.training.metrics(step, sampled_rollouts),
+        )
 
-    def _read(self, step: int) -> _Share:
-        places, mine = self._places(step)
-        written = self._mixture.count if self._mixture else 0
-        chosen = [int(self._chosen[places[i]]) for i in mine if i >= written]
-        stored = [self._read_sequence(self._data, index) for index in chosen]
-        return _Share(stored, self._asked(step))
+    def _read_share(self, step: int) -> _Share:
+        places, own_indices = self._select_sequences(step)
+        sampled_count = self._mixture.count if self._mixture else 0
+        sequence_indices = [int(self._chosen[places[i]]) for i in own_indices if i >= sampled_count]
+        stored_sequences = [self._read_sequence(self._data, index) for index in sequence_indices]
+        return _Share(stored_sequences, self._select_prompts(step))
 
-    def _asked(self, step: int) -> tuple[list[Prompt], list[int]]:
+    def _select_prompts(self, step: int) -> tuple[list[Prompt], list[int]]:
         """Return the prompts of a step that the student answers, and their rollout numbers."""
-        places, mine = self._places(step)
-        own = [i for i in mine if self._mixture and i < self._mixture.count]
-        prompts = [prompt_of(self._data, int(self._chosen[places[i]])) for i in own]
-        return prompts, [(step - 1) * len(places) + i for i in own]
+        places, own_indices = self._select_sequences(step)
+        sampled_indices = [i for i in own_indices if self._mixture and i < self._mixture.count]
+        prompts = [stored_prompt(self._data, int(self._chosen[places[i]])) for i in sampled_indices]
+        return prompts, [(step - 1) * len(places) + i for i in sampled_indices]
 
-    def _places(self, step: int) -> tuple[Sequence[int], range]:
-        """Return the sequences of a step, places in `chosen`, and which are this process's."""
+    def _select_sequences(self, step: int) -> tuple[Sequence[int], range]:
+        """Return the sequences of a step, as indices of `chosen`, and those of this process."""
         places = self._order.of_step(step, self._per_step)
         rank, world = self._accelerator.process_index, self._accelerator.num_processes
         return places, range(rank, len(places), world)
@@ -193,39 +196,41 @@ def read(data: LogitDataset, index: int) -> PendingRows:
     return PendingRows(TokenSequence(torch.from_numpy(ids), entry.start), resolved(block))
 
 
-def reading_images(reader: ImageReader, folder: str | None) -> ReadSequence:
+def make_image_reading(reader: ImageReader, folder: str | None) -> ReadSequence:
     """Return a function like `read` for stores whose sequences name images.
 
-    `reader`: of the student. `folder`: the images are named from there; None: from that of the
+    `reader`: of the student. `folder`: the root of the image paths; None: the folder of the
     captured data. The function raises Corrupt if an image is not the captured one.
     """
 
     def read_one(data: LogitDataset, index: int) -> PendingRows:
         entry, block = data.decoded(index)
-        here = Path(data.metadata["data"]).parent if folder is None else Path(folder)
-        named = read_stored_images(entry.images)
+        image_folder = Path(data.metadata["data"]).parent if folder is None else Path(folder)
+        stored_images = read_stored_images(entry.images)
         where = f"sequence {index} of {data.path}"
-        short = np.frombuffer(entry.token_ids, "<i4")
+        collapsed_ids = np.frombuffer(entry.token_ids, "<i4")
         try:
-            ids, images = with_images(short, [here / name for name, _ in named], reader, where)
+            ids, images = with_images(
+                collapsed_ids, [image_folder / name for name, _ in stored_images], reader, where
+            )
         except InvalidInput as error:
             error.field = "data.image_folder"
             raise
-        found = () if images is None else images.digests
-        if found != tuple(digest for _, digest in named):
+        digests = () if images is None else images.digests
+        if digests != tuple(digest for _, digest in stored_images):
             raise Corrupt(
                 f"the images of {where} are not those that were captured",
                 field="data.image_folder",
                 hint="give the folder of the captured images, or capture again",
             )
-        start = entry.start + len(ids) - len(short)
+        start = entry.start + len(ids) - len(collapsed_ids)
         tokens = torch.from_numpy(ids.astype(np.int64))
         return PendingRows(TokenSequence(tokens, start, images=images), resolved(block))
 
     return read_one
 
 
-def prompt_of(data: LogitDataset, index: int) -> Prompt:
+def stored_prompt(data: LogitDataset, index: int) -> Prompt:
     """Return the tokens before the scored ones of stored sequence `index`, without an answer."""
     entry = data.entry(index)
     return Prompt(np.frombuffer(entry.token_ids, "<i4")[: entry.start].astype(np.int32), "")
@@ -234,75 +239,84 @@ def prompt_of(data: LogitDataset, index: int) -> Prompt:
 def offline_method(
     config: OfflineJob,
     stores: Stores,
-    examined: list[Prompt],
+    task_prompts: list[Prompt],
     teachers: Mapping[str, Connection],
     accelerator: Accelerator,
     student: Replicated | Sharded,
     tokenizer: Any,
-    engine: Engine | None,
+    engine: EngineConnection | None,
     other: OtherTokenizerStore | RoleStore | None = None,
     images: ImageReader | None = None,
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
 
-    The KL is the forward one, over the teacher's stored top-k. `examined`: the prompts for exact
-    match, empty if the job wants none. `teachers`: the live teacher under the name "", needed only
-    if `method.on_policy_fraction` > 0. `engine`: samples the student's answers; None: this process
-    does. `other`: reads the stores if they have another tokenizer. `images`: reads those that the
-    stores name; None: they name none.
+    The loss is the forward KL over the teacher's stored top-k. `task_prompts`: the prompts for
+    exact match, empty if disabled. `teachers`: the live teacher under the name "", needed only if
+    `method.on_policy_fraction` > 0. `engine`: samples the student's answers; None: this process
+    samples. `other`: reads the stores if they have another tokenizer. `images`: reads the images
+    that the stores name; None if they name none.
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
-    objective = _objective(config, store, tail, isinstance(other, OtherTokenizerStore))
-    read_one = _reading(config, other, images)
-    sampling: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
-    sampling["vocab_size"] = student.full.vocab_size
-    sampled = None
+    objective = _make_objective(config, store, tail, isinstance(other, OtherTokenizerStore))
+    read_sequence = _choose_reader(config, other, images)
+    sampling_options: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
+    sampling_options["vocab_size"] = student.full.vocab_size
+    engine_rollouts = None
     if engine is not None:
-        sampled = engine.rollouts(sampling_settings(config, **sampling))
-    rollouts: Rollouts = sampled or plain_rollouts(config, student, tokenizer, **sampling)
-    mixture = ahead = None
+        engine_rollouts = engine.rollouts(sampling_settings(config, **sampling_options))
+    rollouts: Rollouts = engine_rollouts or plain_rollouts(
+        config, student, tokenizer, **sampling_options
+    )
+    mixture = rollouts_ahead = None
     if config.teacher is not None:
-        teacher = _teacher(config, store, tail, teachers[""], student.full.vocab_size)
-        if engine and sampled:
-            ahead = engine.rollouts_ahead(config, teacher, sampled)
-        training = ahead or ScoredRollouts(student, rollouts, teacher, config.seed)
+        teacher = _make_teacher(config, store, tail, teachers[""], student.full.vocab_size)
+        if engine and engine_rollouts:
+            rollouts_ahead = engine.rollouts_ahead(config, teacher, engine_rollouts)
+        training = rollouts_ahead or ScoredRollouts(student, rollouts, teacher, config.seed)
         count = round(method.on_policy_fraction * config.sequences_per_step)
         mixture = Mixture(training, teacher, min(max(count, 1), config.sequences_per_step))
-    chosen, held_out = _split(config, stores)
+    training_indices, held_out_indices = _split(config, stores)
     steps = StoredSteps(
         store.data,
-        chosen,
+        training_indices,
         accelerator,
         seed=config.seed,
         per_step=config.sequences_per_step,
         last_step=config.max_steps,
-        read=read_one,
+        read=read_sequence,
         mixture=mixture,
     )
-    aside = (stores.held_out or store).data
-    mine = held_out[accelerator.process_index :: accelerator.num_processes]
+    held_out_data = (stores.held_out or store).data
+    own_indices = held_out_indices[accelerator.process_index :: accelerator.num_processes]
 
     def read_held_out() -> list[PendingRows]:
-        return [read_one(aside, int(index)) for index in mine]
+        return [read_sequence(held_out_data, int(index)) for index in own_indices]
 
     evaluation = held_out_evaluation(
-        config, accelerator, objective, read_held_out, examined, tokenizer, rollouts, stored=True
+        config,
+        accelerator,
+        objective,
+        read_held_out,
+        task_prompts,
+        tokenizer,
+        rollouts,
+        is_stored=True,
     )
     facts = {"store": store.identity}
-    return Method(objective, steps.of_step, evaluation, facts=facts, ahead=ahead)
+    return Method(objective, steps.of_step, evaluation, facts=facts, rollouts_ahead=rollouts_ahead)
 
 
-def _reading(
+def _choose_reader(
     config: OfflineJob, other: OtherTokenizerStore | RoleStore | None, images: ImageReader | None
 ) -> ReadSequence:
     """Return the function that reads a stored sequence; see `offline_method`."""
     if images is not None:
-        return reading_images(images, config.data.image_folder)
+        return make_image_reading(images, config.data.image_folder)
     return read if other is None else other.read
 
 
-def _objective(
+def _make_objective(
     config: OfflineJob, store: TrainingStore, tail: Tail, other_tokenizer: bool
 ) -> DistillationObjective | StoredAnswersObjective:
     weight = config.method.cross_entropy
@@ -312,7 +326,7 @@ def _objective(
     return DistillationObjective("forward", tail, store.temperature, weight)
 
 
-def _teacher(
+def _make_teacher(
     config: OfflineJob, store: TrainingStore, tail: str, connection: Connection, vocab_size: int
 ) -> RemoteTeacher:
     """Return the live teacher, whose rows are like those of the store."""
@@ -327,7 +341,7 @@ def _teacher(
     )
 
 
-def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prompt]:
+def load_task_prompts(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prompt]:
     """Return the prompts for `eval.metric`; an empty list if the metric is "none".
 
     `longest`: prompts with more tokens are left out. Raises InvalidInput if `data.eval_prompts`
@@ -344,19 +358,21 @@ def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prom
         answer_column=config.data.answer_column,
         **{key: getattr(config.data, key) for key in PromptKeys.model_fields},
     )
-    _, examined = load_prompts(
+    _, task_prompts = load_prompts(
         data, tokenizer, held_out=config.eval.prompts, max_tokens=longest, seed=config.seed
     )
-    return examined
+    return task_prompts
 
 
 def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the training sequences and of the held-out ones, by the seed alone."""
+    """Return the indices of the training and the held-out sequences, a function of the seed."""
     count = config.eval.prompts
-    chosen = permutation(len(stores.training.data), config.seed, -1)
-    other = stores.held_out
-    if other is None:
-        chosen, held_out = chosen[count:], chosen[:count]
+    training_indices = permutation(len(stores.training.data), config.seed, -1)
+    held_out_store = stores.held_out
+    if held_out_store is None:
+        training_indices, held_out_indices = training_indices[count:], training_indices[:count]
     else:
-        held_out = permutation(len(other.data), config.seed, -1)[:count]
-    return remove_copies(stores.training, chosen, other or stores.training, held_out), held_out
+        held_out_indices = permutation(len(held_out_store.data), config.seed, -1)[:count]
+    return remove_copies(
+        stores.training, training_indices, held_out_store or stores.training, held_out_indices
+    ), held_out_indices

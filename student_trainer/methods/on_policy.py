@@ -38,7 +38,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.data.answer_end import answer_end
 from student_trainer.data.prompts import ItemsOfSteps, Prompt
 from student_trainer.loop.step import Step
-from student_trainer.methods.engine import Engine
+from student_trainer.methods.engine import EngineConnection
 from student_trainer.methods.method import (
     Method,
     held_out_evaluation,
@@ -71,9 +71,9 @@ class OnPolicySteps:
         training: RolloutsOfSteps,
         answers: ScoredRollouts,
     ) -> None:
-        """Keep the parts of a step.
+        """Set up the steps.
 
-        `held_out`: the held-out prompts of all processes; this process keeps its share. `training`:
+        `held_out`: the held-out prompts of all processes; this process uses its share. `training`:
         samples the rollouts of steps. `answers`: samples the held-out ones.
         """
         self._accelerator = accelerator
@@ -81,7 +81,7 @@ class OnPolicySteps:
         self._training = training
         self._answers = answers
         self._prompts_per_step = config.train.prompts_per_step
-        self._per_prompt = config.method.rollouts_per_prompt
+        self._rollouts_per_prompt = config.method.rollouts_per_prompt
         rank, world = accelerator.process_index, accelerator.num_processes
         self._held_out = held_out[rank::world]
         # Negative: training rollouts are numbered from 0, and a number fixes the random stream.
@@ -89,20 +89,22 @@ class OnPolicySteps:
 
     def of_step(self, step: int) -> Step:
         """Collective. Sample this process's rollouts of `step` (from 1) and request their rows."""
-        written = self._training.of_step(step, self._asked)
+        pending = self._training.of_step(step, self._select_prompts)
         self._answers.finish()
-        return Step([written], self._training.metrics(step, written))
+        return Step([pending], self._training.metrics(step, pending))
 
-    def _asked(self, step: int) -> tuple[list[Prompt], list[int]]:
+    def _select_prompts(self, step: int) -> tuple[list[Prompt], list[int]]:
         """Return the prompts and the rollout numbers of this process in a step."""
-        chosen = [
+        prompts = [
             prompt
             for prompt in self._prompts.of_step(step, self._prompts_per_step)
-            for _ in range(self._per_prompt)
+            for _ in range(self._rollouts_per_prompt)
         ]
-        mine = range(self._accelerator.process_index, len(chosen), self._accelerator.num_processes)
-        first = (step - 1) * len(chosen)
-        return [chosen[i] for i in mine], [first + i for i in mine]
+        own_indices = range(
+            self._accelerator.process_index, len(prompts), self._accelerator.num_processes
+        )
+        first = (step - 1) * len(prompts)
+        return [prompts[i] for i in own_indices], [first + i for i in own_indices]
 
     def held_out(self) -> list[PendingRows]:
         """Sample this process's held-out rollouts and request their rows. Not collective.
@@ -120,20 +122,20 @@ def on_policy_method(
     accelerator: Accelerator,
     student: Replicated | Sharded,
     tokenizer: Any,
-    engine: Engine | None,
+    engine: EngineConnection | None,
     pair: TokenizerPair | RolePair | None = None,
 ) -> Method:
     """Build the method of an on-policy job. The module docstring lists the steps.
 
     `prompts`: the training prompts and the held-out ones. `teachers`: connections by teacher name;
-    "" is the only teacher of a job without names. `engine`: samples the rollouts; None:
-    this process does. `pair`: the tokenizers, if the teacher has another one than the student. The
-    head of a row is the student's top-k for reverse KL, unless the job chooses the teacher's, and
-    the teacher's top-k for forward KL.
+    "" is the only teacher of a job without names. `engine`: samples the rollouts; None: this
+    process samples. `pair`: the tokenizers, if those of teacher and student differ. The head of a
+    row is the student's top-k for reverse KL, unless the job chooses the teacher's, and the
+    teacher's top-k for forward KL.
     """
     objective: DistillationObjective | CrossTokenizerObjective
     objective = DistillationObjective.on_policy(config.method, tuple(config.teachers))
-    sampling: dict[str, Any] = {
+    sampling_options: dict[str, Any] = {
         "top_k": config.top_k if config.method.student_head else 0,
         "temperature": objective.temperature,
         "draws": config.draws,
@@ -141,36 +143,51 @@ def on_policy_method(
     }
     teacher: TeacherSource
     if not isinstance(pair, TokenizerPair):
-        sources = _remote_teachers(config, teachers, student.full.vocab_size, tokenizer, pair)
+        sources = _make_remote_teachers(config, teachers, student.full.vocab_size, tokenizer, pair)
         teacher = TeachersByName(sources)
     else:
         objective = CrossTokenizerObjective(config.method.horizon, objective.temperature)
-        # A row has a head, which only the control variate reads.
-        sampling |= {"top_k": max(1, config.control_ids), "draws": 0}
-        teacher = _other_tokenizer_teacher(config, teachers[""], pair, tokenizer)
-    sampled = None
+        # A row needs a head, but only the control variate reads it.
+        sampling_options |= {"top_k": max(1, config.control_ids), "draws": 0}
+        teacher = _make_other_tokenizer_teacher(config, teachers[""], pair, tokenizer)
+    engine_rollouts = None
     if engine is not None:
-        sampled = engine.rollouts(sampling_settings(config, **sampling))
-    rollouts: Rollouts = sampled or plain_rollouts(config, student, tokenizer, **sampling)
+        engine_rollouts = engine.rollouts(sampling_settings(config, **sampling_options))
+    rollouts: Rollouts = engine_rollouts or plain_rollouts(
+        config, student, tokenizer, **sampling_options
+    )
     answers = ScoredRollouts(student, rollouts, teacher, config.seed)
     training, held_out = prompts
-    ahead = engine.rollouts_ahead(config, teacher, sampled) if engine and sampled else None
-    steps = OnPolicySteps(config, accelerator, training, held_out, ahead or answers, answers)
-    examined = held_out if config.eval.metric == "exact_match" else []
-    evaluation = held_out_evaluation(
-        config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts, stored=False
+    rollouts_ahead = (
+        engine.rollouts_ahead(config, teacher, engine_rollouts)
+        if engine and engine_rollouts
+        else None
     )
-    return Method(objective, steps.of_step, evaluation, ahead=ahead)
+    steps = OnPolicySteps(
+        config, accelerator, training, held_out, rollouts_ahead or answers, answers
+    )
+    task_prompts = held_out if config.eval.metric == "exact_match" else []
+    evaluation = held_out_evaluation(
+        config,
+        accelerator,
+        objective,
+        steps.held_out,
+        task_prompts,
+        tokenizer,
+        rollouts,
+        is_stored=False,
+    )
+    return Method(objective, steps.of_step, evaluation, rollouts_ahead=rollouts_ahead)
 
 
-def _remote_teachers(
+def _make_remote_teachers(
     config: OnPolicyJob,
     teachers: Mapping[str, Connection],
     vocab_size: int,
     tokenizer: Any,
     pair: RolePair | None,
 ) -> dict[str, TeacherSource]:
-    """Return the teacher services by name. `vocab_size`: number of ids that rows are about."""
+    """Return the teacher services by name. `vocab_size`: number of ids that rows cover."""
     return {
         name: RemoteTeacher(
             connection.client,
@@ -185,7 +202,7 @@ def _remote_teachers(
     }
 
 
-def _other_tokenizer_teacher(
+def _make_other_tokenizer_teacher(
     config: OnPolicyJob, connection: Connection, pair: TokenizerPair, tokenizer: Any
 ) -> TeacherSource:
     """Return the teacher service. `tokenizer`: the student's."""

@@ -14,15 +14,15 @@ One step, in order:
 3. Rows of the first teacher source. `ScoredRollouts` (`teachers/scored_rollouts.py`) requests them
    for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The sources are the teacher
    service (`teachers/remote.py`), if the job has one, then the anchor (`teachers/anchor.py`), if
-   `method.beta` > 0. `NoTeacher` stands in if there is neither.
+   `method.beta` > 0; `NoTeacher` if there is neither.
 4. Rewards. `RolloutRewards` (`rewards/rollout_rewards.py`) scores the text of each answer.
 5. Rows of the other source, at the same head ids. `finish` makes the anchor compute its rows.
 6. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
    (`critic/advantages.py`), which also trains the critic.
-7. Weights. `sequence_weights` (`losses/aggregate.py`) returns how much each answer counts. The
+7. Weights. `sequence_weights` (`losses/aggregate.py`) returns the weight of each answer. The
    rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
 8. Log-probs of p_old, the student before the first update (`rollouts/old_policy.py`), for the
-   policy gradient of the updates after the first one. All updates are made
+   policy gradient of the updates after the first one. The updates are repeated
    `method.epochs_per_step` times.
 9. Micro-batches, for each update. The trainer (`loop/trainer.py`) groups the sequences
    (`data/packing.py`), waits for the rows of one group (`PendingRLSequence` -> `RLSequence`) and
@@ -58,7 +58,7 @@ from student_trainer.loop.evaluation import Evaluation, Samples, TaskEvaluation
 from student_trainer.loop.step import Step
 from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
-from student_trainer.methods.engine import Engine
+from student_trainer.methods.engine import EngineConnection
 from student_trainer.methods.method import Method
 from student_trainer.methods.rl_groups import GroupSampler
 from student_trainer.methods.rl_parts import (
@@ -83,15 +83,14 @@ from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSourc
 class PendingRLSequence(PendingRows):
     """A rollout whose rows may not be there yet, with its advantage and its weight.
 
-    rows: of the first teacher source. others: rows of the other sources. advantage: [] for the
-    whole answer, or [learned], one for each learned token. kept: False if the loss leaves the
-    answer out. weight: how much the answer counts in the mean of an update. old_logprobs: as in
-    RLSequence.
+    rows: of the first teacher source. other_rows: of the other sources. advantage: [] for the
+    full answer, or [learned], one for each learned token. is_included: False if the loss leaves the
+    answer out. weight: of the answer in the mean of an update. old_logprobs: as in RLSequence.
     """
 
-    others: tuple[Future[RowBlock], ...]
+    other_rows: tuple[Future[RowBlock], ...]
     advantage: Tensor
-    kept: bool
+    is_included: bool
     weight: float
     old_logprobs: Tensor | None = None
 
@@ -102,10 +101,17 @@ class PendingRLSequence(PendingRows):
 
     def wait(self) -> RLSequence:
         """Wait for the rows of all sources. Raises the error of the source that failed."""
-        learned = self.sequence.learned_rows
-        others = tuple(learned(rows.result()) for rows in self.others)
-        rows = learned(self.rows.result())
-        return RLSequence(self.sequence, rows, others, self.advantage, self.kept, self.old_logprobs)
+        select_learned = self.sequence.learned_rows
+        other_rows = tuple(select_learned(first_rows.result()) for first_rows in self.other_rows)
+        first_rows = select_learned(self.rows.result())
+        return RLSequence(
+            self.sequence,
+            first_rows,
+            other_rows,
+            self.advantage,
+            self.is_included,
+            self.old_logprobs,
+        )
 
 
 class RLSteps:
@@ -123,14 +129,14 @@ class RLSteps:
         groups: GroupSampler,
         answers: ScoredRollouts,
         sources: Sequence[TeacherSource],
-        values: CriticAdvantages | None,
+        critic: CriticAdvantages | None,
         old_policy: OldPolicy | None,
     ) -> None:
-        """Keep the parts of a step.
+        """Set up the steps.
 
         `held_out`: the held-out prompts of all processes. `answers`: samples rollouts and requests
         the rows of `sources[0]`. `sources`: at least one; the rows of the others are requested at
-        the same head ids. `values`: the critic, None if advantages come from the group.
+        the same head ids. `critic`: None if advantages come from the group.
         """
         self._method = config.method
         self._searches = config.environment is not None
@@ -138,7 +144,7 @@ class RLSteps:
         self._groups = groups
         self._answers = answers
         self._sources = sources
-        self._values = values
+        self._critic = critic
         self._old_policy = old_policy
         rank, world = accelerator.process_index, accelerator.num_processes
         self._held_out = list(enumerate(held_out))[rank::world]
@@ -149,21 +155,23 @@ class RLSteps:
         A DistillError of one rank is raised on all ranks.
         """
         groups = self._groups.of_step(step)
-        written = raise_on_all_ranks(self._accelerator, lambda: self._at_one_head(groups.written))
-        began = time.monotonic()
-        others = self._other_rows(written)
-        seconds = {"time/reward": groups.reward_seconds, "time/anchor": time.monotonic() - began}
-        measured = groups.measured
-        advantages = self._advantages(_rollouts(written), groups.rewards, measured)
-        rollouts = iter(self._weighed(written, others, advantages))
-        size = self._method.rollouts_per_prompt
-        parts = [list(islice(rollouts, len(share) * size)) for share in self._groups.shares()]
-        began = time.monotonic()
-        updates = self._epochs(parts)
-        seconds["time/old_policy"] = time.monotonic() - began
+        pending = raise_on_all_ranks(self._accelerator, lambda: self._use_one_head(groups.pending))
+        started = time.monotonic()
+        other_rows = self._request_other_rows(pending)
+        seconds = {"time/reward": groups.reward_seconds, "time/anchor": time.monotonic() - started}
+        metric_sums = groups.metric_sums
+        advantages = self._compute_advantages(_rollouts_of(pending), groups.rewards, metric_sums)
+        rollouts = iter(self._build_sequences(pending, other_rows, advantages))
+        group_size = self._method.rollouts_per_prompt
+        update_parts = [
+            list(islice(rollouts, len(share) * group_size)) for share in self._groups.shares()
+        ]
+        started = time.monotonic()
+        updates = self._build_updates(update_parts)
+        seconds["time/old_policy"] = time.monotonic() - started
         if self._searches:
-            measured |= search_metrics(_rollouts(written))
-        return Step(updates, measured, seconds)
+            metric_sums |= search_metrics(_rollouts_of(pending))
+        return Step(updates, metric_sums, seconds)
 
     def held_out(self) -> list[PendingRows]:
         """Sample this process's held-out rollouts and request their rows. Not collective.
@@ -175,75 +183,90 @@ class RLSteps:
         numbers = [-1 - index for index, _ in self._held_out]
         return self._answers.sample_and_score([prompt for _, prompt in self._held_out], numbers)
 
-    def _at_one_head(self, written: list[PendingRows]) -> list[PendingRows]:
+    def _use_one_head(self, pending: list[PendingRows]) -> list[PendingRows]:
         if len(self._sources) > 1 and self._method.direction == "forward":
-            return [_at_its_head(item) for item in written]
-        return written
+            return [_use_teacher_head(item) for item in pending]
+        return pending
 
-    def _other_rows(self, written: Sequence[PendingRows]) -> list[tuple[Future[RowBlock], ...]]:
+    def _request_other_rows(
+        self, pending: Sequence[PendingRows]
+    ) -> list[tuple[Future[RowBlock], ...]]:
         """Collective. Request the rows of the sources after the first, for each rollout."""
-        rollouts = _rollouts(written)
-        others = [tuple(source.score(one) for source in self._sources[1:]) for one in rollouts]
+        rollouts = _rollouts_of(pending)
+        other_rows = [
+            tuple(source.score(rollout) for source in self._sources[1:]) for rollout in rollouts
+        ]
         for source in self._sources:
             source.finish()
-        return others
+        return other_rows
 
-    def _advantages(
-        self, rollouts: Sequence[Rollout], rewards: Tensor, measured: dict[str, Tensor]
+    def _compute_advantages(
+        self, rollouts: Sequence[Rollout], rewards: Tensor, metric_sums: dict[str, Tensor]
     ) -> list[Tensor]:
         """Return the advantage of each answer: [], or [learned] with a critic."""
         weight = self._method.reward_weight
-        if self._values is None:
-            by_std = self._method.advantages == "group"
-            of_group = group_advantages(rewards, scale_by_std=by_std) * weight
-            return list(of_group.float().flatten())
-        of_tokens, measured["critic/loss"] = self._values(rollouts, rewards.flatten())
-        return [advantage * weight for advantage in of_tokens]
+        if self._critic is None:
+            scale_by_std = self._method.advantages == "group"
+            group_values = group_advantages(rewards, scale_by_std=scale_by_std) * weight
+            return list(group_values.float().flatten())
+        token_advantages, metric_sums["critic/loss"] = self._critic(rollouts, rewards.flatten())
+        return [advantage * weight for advantage in token_advantages]
 
-    def _weighed(
+    def _build_sequences(
         self,
-        written: Sequence[PendingRows],
-        others: Sequence[tuple[Future[RowBlock], ...]],
+        pending: Sequence[PendingRows],
+        other_rows: Sequence[tuple[Future[RowBlock], ...]],
         advantages: Sequence[Tensor],
     ) -> list[PendingRLSequence]:
         method = self._method
-        sequences = _rollouts(written)
-        kept = torch.tensor([not (method.mask_truncated and one.truncated) for one in sequences])
-        lengths = torch.tensor([one.learned for one in sequences])
-        weights = sequence_weights(lengths, kept, method.aggregate)
+        sequences = _rollouts_of(pending)
+        included = torch.tensor(
+            [not (method.mask_truncated and rollout.truncated) for rollout in sequences]
+        )
+        lengths = torch.tensor([rollout.learned for rollout in sequences])
+        weights = sequence_weights(lengths, included, method.aggregate)
         return [
-            PendingRLSequence(item.sequence, item.rows, *of_answer)
-            for item, *of_answer in zip(
-                written, others, advantages, kept.tolist(), weights.tolist(), strict=True
+            PendingRLSequence(item.sequence, item.rows, *answer_values)
+            for item, *answer_values in zip(
+                pending, other_rows, advantages, included.tolist(), weights.tolist(), strict=True
             )
         ]
 
-    def _epochs(self, parts: list[list[PendingRLSequence]]) -> list[list[PendingRLSequence]]:
-        """Collective. Return the updates of all epochs; `parts`: the sequences of one epoch's.
+    def _build_updates(
+        self, update_parts: list[list[PendingRLSequence]]
+    ) -> list[list[PendingRLSequence]]:
+        """Collective. Return the updates of all epochs. `update_parts`: those of one epoch.
 
-        All but the first update have log-probs under p_old, computed once.
+        All updates except the first have log-probs under p_old, computed once.
         """
-        first, *later = parts
-        again = self._method.epochs_per_step - 1
-        needed = parts if again else later
-        if self._old_policy is None or not needed:
-            return parts * (1 + again)
-        found = self._old_policy([_rollouts(part) for part in needed])
-        old = [
-            [replace(item, old_logprobs=of) for item, of in zip(part, logprobs, strict=True)]
-            for part, logprobs in zip(needed, found, strict=True)
+        first_update, *later_updates = update_parts
+        extra_epochs = self._method.epochs_per_step - 1
+        scored_parts = update_parts if extra_epochs else later_updates
+        if self._old_policy is None or not scored_parts:
+            return update_parts * (1 + extra_epochs)
+        old_logprobs = self._old_policy([_rollouts_of(sequences) for sequences in scored_parts])
+        scored_updates = [
+            [
+                replace(item, old_logprobs=sequence_logprobs)
+                for item, sequence_logprobs in zip(sequences, logprobs, strict=True)
+            ]
+            for sequences, logprobs in zip(scored_parts, old_logprobs, strict=True)
         ]
-        return [first, *old[len(old) - len(later) :], *old * again]
+        return [
+            first_update,
+            *scored_updates[len(scored_updates) - len(later_updates) :],
+            *scored_updates * extra_epochs,
+        ]
 
 
-def _at_its_head(item: PendingRows) -> PendingRows:
+def _use_teacher_head(item: PendingRows) -> PendingRows:
     """Replace the rollout's head ids by the teacher's, for the anchor. Waits for the teacher."""
     head = torch.from_numpy(item.rows.result().head_ids)
     return PendingRows(replace(cast(Rollout, item.sequence), head_ids=head), item.rows)
 
 
-def _rollouts(written: Sequence[PendingRows]) -> list[Rollout]:
-    return [cast(Rollout, item.sequence) for item in written]
+def _rollouts_of(pending: Sequence[PendingRows]) -> list[Rollout]:
+    return [cast(Rollout, item.sequence) for item in pending]
 
 
 def rl_method(
@@ -251,17 +274,17 @@ def rl_method(
     material: RLMaterial,
     accelerator: Accelerator,
     student: Replicated | Sharded,
-    engine: Engine | None,
+    engine: EngineConnection | None,
 ) -> Method:
     """Build the method of an RL job. The module docstring lists the steps.
 
-    `engine`: samples the rollouts; None: this process does.
+    `engine`: samples the rollouts; None: this process samples.
 
-    The anchor starts as a copy of the student's weights of this moment.
+    The anchor starts as a copy of the student's current weights.
     """
     method, rewards = config.method, material.rewards
     assert (rewards is None) == (config.reward is None), "the caller makes them"
-    judged = None if rewards is None else RolloutRewards(rewards, material.tokenizer)
+    rollout_rewards = None if rewards is None else RolloutRewards(rewards, material.tokenizer)
     rollouts = make_rollouts(config, material, student, engine)
     anchor, sources = None, teacher_sources(config, material, student)
     if method.beta:
@@ -270,21 +293,25 @@ def rl_method(
         sources += (anchor_teacher(config, material, anchor, accelerator, student),)
     sources = sources or (NoTeacher(),)
     answers = ScoredRollouts(student, rollouts, sources[0], config.seed)
-    values = None
-    if method.advantages == "gae" and judged is not None:
-        values = CriticAdvantages(accelerator, student, method, config.train.tokens_per_micro_batch)
+    critic = None
+    if method.advantages == "gae" and rollout_rewards is not None:
+        critic = CriticAdvantages(accelerator, student, method, config.train.tokens_per_micro_batch)
     objective, old_policy = RLObjective.of(config), None
     if objective.has_policy_gradient:
-        most = config.train.tokens_per_micro_batch
-        old_policy = OldPolicy(student, temperature=method.temperature, tokens_per_micro_batch=most)
+        max_tokens = config.train.tokens_per_micro_batch
+        old_policy = OldPolicy(
+            student, temperature=method.temperature, tokens_per_micro_batch=max_tokens
+        )
     prompts = material.prompts
-    ahead = None
+    rollouts_ahead = None
     if engine is not None:
-        training = engine_rollouts(config, material, student, engine)
-        ahead = engine.rollouts_ahead(config, sources[0], training)
-    groups = GroupSampler(config, accelerator, prompts.training, ahead or answers, answers, judged)
+        training_rollouts = engine_rollouts(config, material, student, engine)
+        rollouts_ahead = engine.rollouts_ahead(config, sources[0], training_rollouts)
+    groups = GroupSampler(
+        config, accelerator, prompts.training, rollouts_ahead or answers, answers, rollout_rewards
+    )
     steps = RLSteps(
-        config, accelerator, prompts.held_out, groups, answers, sources, values, old_policy
+        config, accelerator, prompts.held_out, groups, answers, sources, critic, old_policy
     )
     evaluation = Evaluation(
         accelerator,
@@ -294,19 +321,21 @@ def rl_method(
             prompts.held_out,
             accelerator,
             material.tokenizer,
-            make_rollouts(config, material, student, engine, examined=True),
-            matched=config.eval.metric == "exact_match",
-            judged=judged,
-            sampled=_held_out_samples(config),
+            make_rollouts(config, material, student, engine, for_evaluation=True),
+            use_exact_match=config.eval.metric == "exact_match",
+            rollout_rewards=rollout_rewards,
+            samples=_sample_settings(config),
         ),
         samples=rollouts.in_process,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    return Method(objective, steps.of_step, evaluation, anchor, values, ahead=ahead)
+    return Method(
+        objective, steps.of_step, evaluation, anchor, critic, rollouts_ahead=rollouts_ahead
+    )
 
 
-def _held_out_samples(config: RLJob) -> Samples | None:
-    """Return the settings of sampled held-out answers; None: one greedy answer a prompt."""
+def _sample_settings(config: RLJob) -> Samples | None:
+    """Return the settings of sampled held-out answers; None: one greedy answer per prompt."""
     if not config.eval.temperature:
         return None
     # Negative, after those of `RLSteps.held_out`: a number fixes the random stream.

@@ -1,7 +1,8 @@
 """The groups of an RL step: prompts, answers and rewards, sampled in one round or in several.
 
-With `method.dynamic_sampling` > 1 a group whose rewards are all equal, which has no advantage, is
-replaced by one of a further prompt (dynamic sampling of DAPO, arXiv 2503.14476, section 3.2).
+With `method.dynamic_sampling` > 1, a group whose rewards are all equal, and whose advantages are
+therefore 0, is replaced by the group of another prompt (dynamic sampling of DAPO, arXiv 2503.14476,
+section 3.2).
 """
 
 from __future__ import annotations
@@ -35,24 +36,23 @@ Item = TypeVar("Item")
 class Groups:
     """This process's groups of a step: G groups of n answers, in the order of the updates.
 
-    written: G * n rollouts whose rows are requested, group by group. rewards: [G, n] float64, NaN
-    if an answer has none. measured: metrics as in `Step`, over all answers that were sampled.
-    reward_seconds: time spent on rewards.
+    pending: G * n rollouts whose rows are requested, group by group. rewards: [G, n] float64, NaN
+    if an answer has none. metric_sums: as in `Step`, over all sampled answers. reward_seconds: time
+    spent on rewards.
     """
 
-    written: list[PendingRows]
+    pending: list[PendingRows]
     rewards: Tensor
-    measured: dict[str, Tensor]
+    metric_sums: dict[str, Tensor]
     reward_seconds: float
 
 
 class GroupSampler:
-    """Samples and judges the groups of a step; every process samples whole groups.
+    """Samples the groups of a step and computes their rewards; every process samples full groups.
 
-    Round r of step s takes the prompts that step (s - 1) * N + r of a job with one round a step
-    would take, N being `method.dynamic_sampling` and r in 1..N. So the prompts of a step do not
-    depend on how many rounds earlier steps needed; those of rounds that were not needed are left
-    out until a later epoch.
+    Round r of step s has the prompts of step (s - 1) * N + r of a job with one round per step,
+    where N is `method.dynamic_sampling` and r in 1..N. So the prompts of a step do not depend on
+    the number of rounds of earlier steps; prompts of unused rounds are skipped until a later epoch.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class GroupSampler:
         prompts: PromptSource,
         training: RolloutsOfSteps,
         answers: ScoredRollouts,
-        judged: RolloutRewards | None,
+        rollout_rewards: RolloutRewards | None,
     ) -> None:
-        """Keep the parts.
+        """Set up the sampler.
 
-        `training`: samples the rollouts of a step of one round. `answers`: samples those of several
-        rounds. `judged`: None if the job has no reward.
+        `training`: samples the rollouts of a step with one round. `answers`: samples those of a
+        step with several rounds. `rollout_rewards`: None if the job has no reward.
         """
         self._size = config.method.rollouts_per_prompt
         self._updates = config.method.updates_per_step
@@ -77,7 +77,7 @@ class GroupSampler:
         self._prompts = prompts
         self._training = training
         self._answers = answers
-        self._judged = judged
+        self._rollout_rewards = rollout_rewards
 
     def shares(self) -> list[range]:
         """Return the indices of this process's prompts for each update of a step."""
@@ -91,83 +91,95 @@ class GroupSampler:
         A DistillError of one rank is raised on all ranks.
         """
         if self._rounds > 1:
-            return self._in_rounds(step)
-        written = raise_on_all_ranks(
-            self._accelerator, lambda: self._training.of_step(step, self._asked)
+            return self._sample_in_rounds(step)
+        pending = raise_on_all_ranks(
+            self._accelerator, lambda: self._training.of_step(step, self._select_prompts)
         )
-        began = time.monotonic()
-        asked, _ = self._asked(step)
-        rollouts = [cast(Rollout, item.sequence) for item in written]
-        rewards = self._rewards(asked, rollouts)
-        measured = reward_metrics(rewards) if self._judged else {}
-        measured |= self._training.metrics(step, written)
-        return Groups(written, rewards, measured, time.monotonic() - began)
+        started = time.monotonic()
+        prompts, _ = self._select_prompts(step)
+        rollouts = [cast(Rollout, item.sequence) for item in pending]
+        rewards = self._compute_rewards(prompts, rollouts)
+        metric_sums = reward_metrics(rewards) if self._rollout_rewards else {}
+        metric_sums |= self._training.metrics(step, pending)
+        return Groups(pending, rewards, metric_sums, time.monotonic() - started)
 
-    def _in_rounds(self, step: int) -> Groups:
-        """Collective. Sample in rounds until every process has its groups, or rounds run out.
+    def _sample_in_rounds(self, step: int) -> Groups:
+        """Collective. Sample in rounds until every process has its groups or the rounds run out.
 
-        Groups with different rewards are chosen first, in the order of sampling, then the earliest
-        of the others. The numbers of groups and rounds are those of a job without dynamic sampling
-        on every process, so all ranks run the same collectives. Rows are requested at the end, for
-        the chosen groups only.
+        Groups with different rewards are chosen first, in sampling order, then the earliest groups
+        with equal rewards. The numbers of groups and rounds are equal on all ranks, so all ranks
+        run the same collectives. Rows are requested at the end, for the chosen groups only.
         """
-        wanted = sum(map(len, self.shares()))
-        spread: list[tuple[list[Rollout], Tensor]] = []
-        flat: list[tuple[list[Rollout], Tensor]] = []
+        group_count = sum(map(len, self.shares()))
+        varied_groups: list[tuple[list[Rollout], Tensor]] = []
+        uniform_groups: list[tuple[list[Rollout], Tensor]] = []
         seconds, rounds = 0.0, 0
         while rounds < self._rounds and max_over_ranks(
-            self._accelerator, int(len(spread) < wanted)
+            self._accelerator, int(len(varied_groups) < group_count)
         ):
             rounds += 1
-            # A process that has its groups samples nothing more, but takes part in the round.
-            missing = len(spread) < wanted
-            number = (step - 1) * self._rounds + rounds
-            asked, numbers = self._asked(number) if missing else ([], [])
-            rollouts = self._sampled(asked, numbers)
-            began = time.monotonic()
-            rewards = self._rewards(asked, rollouts)
-            seconds += time.monotonic() - began
+            # A process that has all its groups samples nothing, but takes part in the round.
+            needs_groups = len(varied_groups) < group_count
+            round_number = (step - 1) * self._rounds + rounds
+            prompts, numbers = self._select_prompts(round_number) if needs_groups else ([], [])
+            rollouts = self._sample_rollouts(prompts, numbers)
+            started = time.monotonic()
+            rewards = self._compute_rewards(prompts, rollouts)
+            seconds += time.monotonic() - started
             for group, is_flat in enumerate(flat_groups(rewards).tolist()):
-                of_group = rollouts[group * self._size : (group + 1) * self._size]
-                (flat if is_flat else spread).append((of_group, rewards[group]))
-        chosen = self._dealt([*spread, *flat][:wanted])
-        kept = [rollout for group, _ in chosen for rollout in group]
-        written = raise_on_all_ranks(self._accelerator, lambda: self._answers.request_rows(kept))
-        everything = torch.stack([rewards for _, rewards in (*spread, *flat)])
-        dropped = float(len(everything) - wanted)
-        main = float(self._accelerator.is_main_process)  # a count over all processes: divided by 1
-        measured = {
-            **reward_metrics(everything),
+                group_rollouts = rollouts[group * self._size : (group + 1) * self._size]
+                (uniform_groups if is_flat else varied_groups).append(
+                    (group_rollouts, rewards[group])
+                )
+        chosen_groups = self._deal_groups([*varied_groups, *uniform_groups][:group_count])
+        chosen_rollouts = [rollout for group, _ in chosen_groups for rollout in group]
+        pending = raise_on_all_ranks(
+            self._accelerator, lambda: self._answers.request_rows(chosen_rollouts)
+        )
+        all_rewards = torch.stack([rewards for _, rewards in (*varied_groups, *uniform_groups)])
+        dropped_count = float(len(all_rewards) - group_count)
+        is_main = float(
+            self._accelerator.is_main_process
+        )  # a count over all processes: divided by 1
+        metric_sums = {
+            **reward_metrics(all_rewards),
             "sampling/rounds": sum_and_count(torch.tensor([float(rounds)])),
-            "sampling/dropped": torch.tensor([dropped, main]),
+            "sampling/dropped": torch.tensor([dropped_count, is_main]),
         }
-        return Groups(written, torch.stack([of for _, of in chosen]), measured, seconds)
+        return Groups(
+            pending,
+            torch.stack([group_rewards for _, group_rewards in chosen_groups]),
+            metric_sums,
+            seconds,
+        )
 
-    def _dealt(self, chosen: Sequence[Item]) -> list[Item]:
-        """Return the groups in the order of updates, dealt to them in turn.
+    def _deal_groups(self, groups: Sequence[Item]) -> list[Item]:
+        """Return the groups in the order of the updates, assigned to the updates round-robin.
 
-        So every update has its part of the first groups, whose rewards differ.
+        So every update gets its share of the first groups, whose rewards differ.
         """
         shares = enumerate(self.shares())
         places = [(turn, update) for update, share in shares for turn in range(len(share))]
-        in_turn = sorted(range(len(places)), key=places.__getitem__)
-        at = dict(zip(in_turn, chosen, strict=True))
-        return [at[place] for place in range(len(places))]
+        dealing_order = sorted(range(len(places)), key=places.__getitem__)
+        groups_by_place = dict(zip(dealing_order, groups, strict=True))
+        return [groups_by_place[place] for place in range(len(places))]
 
-    def _sampled(self, asked: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
-        return raise_on_all_ranks(self._accelerator, lambda: self._answers.sample(asked, numbers))
+    def _sample_rollouts(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
+        return raise_on_all_ranks(self._accelerator, lambda: self._answers.sample(prompts, numbers))
 
-    def _asked(self, number: int) -> tuple[list[Prompt], list[int]]:
-        """Return the prompts and the rollout numbers of this process in round `number` (from 1)."""
-        prompts = self._prompts.of_step(number, self._count)
-        mine = [index for share in self.shares() for index in share]
-        offset = (number - 1) * self._count * self._size
-        numbers = [offset + index * self._size + n for index in mine for n in range(self._size)]
-        return [prompts[index] for index in mine for _ in range(self._size)], numbers
+    def _select_prompts(self, round_number: int) -> tuple[list[Prompt], list[int]]:
+        """Return this process's prompts and rollout numbers of a round, counted from 1."""
+        prompts = self._prompts.of_step(round_number, self._count)
+        own_indices = [index for share in self.shares() for index in share]
+        offset = (round_number - 1) * self._count * self._size
+        numbers = [
+            offset + index * self._size + n for index in own_indices for n in range(self._size)
+        ]
+        return [prompts[index] for index in own_indices for _ in range(self._size)], numbers
 
-    def _rewards(self, asked: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Tensor:
+    def _compute_rewards(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Tensor:
         """Return rewards [G, n] float64 of G groups of n answers; NaN if an answer has none."""
         values = np.full(len(rollouts), np.nan)
-        if self._judged is not None and rollouts:
-            values = self._judged(asked, rollouts)
+        if self._rollout_rewards is not None and rollouts:
+            values = self._rollout_rewards(prompts, rollouts)
         return torch.from_numpy(values).reshape(-1, self._size)

@@ -1,4 +1,4 @@
-"""What an RL job is built of: its samplers and its teacher sources. `rl.py` connects them."""
+"""The parts of an RL job: its samplers and its teacher sources. `rl.py` connects them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from clients.config.rl import RLJob
 from student_trainer.environments.retriever import Retriever
-from student_trainer.methods.engine import Engine
+from student_trainer.methods.engine import EngineConnection
 from student_trainer.methods.method import (
     plain_rollouts,
     sampling_batch,
@@ -35,9 +35,9 @@ from student_trainer.teachers.tokenizer_pair import RolePair, build_reading
 class RLMaterial:
     """Everything an RL job loads before the student's weights.
 
-    rewards: None if the job has no reward. retriever: None if it has no environment. most: tokens
-    that the student can read, None if its configuration states no limit. pair: the special tokens
-    of student and teacher, if these differ.
+    rewards: None if the job has no reward. retriever: None if it has no environment. max_positions:
+    maximum tokens of the student, None if its configuration states no limit. pair: the special
+    tokens of student and teacher, if these differ.
     """
 
     tokenizer: Any
@@ -45,7 +45,7 @@ class RLMaterial:
     teachers: Mapping[str, Connection]
     rewards: Rewards | None
     retriever: Retriever | None
-    most: int | None
+    max_positions: int | None
     pair: RolePair | None = None
 
 
@@ -53,28 +53,28 @@ def engine_rollouts(
     config: RLJob,
     material: RLMaterial,
     student: Replicated | Sharded,
-    engine: Engine,
+    engine: EngineConnection,
     *,
-    examined: bool = False,
+    for_evaluation: bool = False,
 ) -> EngineRollouts:
-    """Return the sampler of `make_rollouts` at the engine."""
-    settings = sampling_settings(config, **_sampling(config, student, examined))
-    return engine.rollouts(settings, _conversations(config, material))
+    """Return the sampler of `make_rollouts` that samples with the engine."""
+    settings = sampling_settings(config, **_sampling_options(config, student, for_evaluation))
+    return engine.rollouts(settings, _make_conversations(config, material))
 
 
 def make_rollouts(
     config: RLJob,
     material: RLMaterial,
     student: Replicated | Sharded,
-    engine: Engine | None,
+    engine: EngineConnection | None,
     *,
-    examined: bool = False,
+    for_evaluation: bool = False,
 ) -> Rollouts:
-    """Return the sampler of rollouts of training and KL, or that of the `examined` answers."""
+    """Return the sampler of training and KL rollouts, or of task answers if `for_evaluation`."""
     if engine is not None:
-        return engine_rollouts(config, material, student, engine, examined=examined)
-    sampling = _sampling(config, student, examined)
-    conversations = _conversations(config, material)
+        return engine_rollouts(config, material, student, engine, for_evaluation=for_evaluation)
+    sampling = _sampling_options(config, student, for_evaluation)
+    conversations = _make_conversations(config, material)
     if conversations is None:
         return plain_rollouts(config, student, material.tokenizer, **sampling)
     bf16 = computes_in_bfloat16(config.student)
@@ -86,18 +86,20 @@ def make_rollouts(
     )
 
 
-def _sampling(config: RLJob, student: Replicated | Sharded, examined: bool) -> dict[str, Any]:
-    """Return the options of rollouts, as `plain_rollouts` has them."""
+def _sampling_options(
+    config: RLJob, student: Replicated | Sharded, for_evaluation: bool
+) -> dict[str, Any]:
+    """Return the sampling options, as keyword arguments of `plain_rollouts`."""
     method = config.method
-    ids = {"vocab_size": student.full.vocab_size}
-    if examined and config.eval.temperature:
-        return {"top_k": 1, "temperature": config.eval.temperature, "draws": 0, **ids}
+    vocabulary = {"vocab_size": student.full.vocab_size}
+    if for_evaluation and config.eval.temperature:
+        return {"top_k": 1, "temperature": config.eval.temperature, "draws": 0, **vocabulary}
     # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
     top_k = max(method.top_k, 1)
-    return {"top_k": top_k, "temperature": method.temperature, "draws": config.draws, **ids}
+    return {"top_k": top_k, "temperature": method.temperature, "draws": config.draws, **vocabulary}
 
 
-def _conversations(config: RLJob, material: RLMaterial) -> SearchConversations | None:
+def _make_conversations(config: RLJob, material: RLMaterial) -> SearchConversations | None:
     """Return the conversations of the job's environment; None if it has none."""
     if config.environment is None:
         return None
@@ -107,7 +109,7 @@ def _conversations(config: RLJob, material: RLMaterial) -> SearchConversations |
         material.retriever,
         config.environment,
         max_new_tokens=config.method.max_new_tokens,
-        # vLLM makes its own batches; transformers samples those of the trainer, for equal bits.
+        # vLLM forms its own batches; transformers uses the trainer's, for bit-identical results.
         batch_tokens=None if config.rollouts.engine == "vllm" else sampling_batch(config),
     )
 
@@ -149,5 +151,5 @@ def anchor_teacher(
         temperature=method.temperature,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         top_k=max(method.top_k, 1) if own_head else None,
-        prompt=context_prompt(config, material.tokenizer, material.most),
+        prompt=context_prompt(config, material.tokenizer, material.max_positions),
     )

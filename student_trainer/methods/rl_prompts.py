@@ -35,13 +35,13 @@ class RLPrompts:
 def load_rl_prompts(config: RLJob, tokenizer: Any, reader: ImageReader | None = None) -> RLPrompts:
     """Load the prompts of the job's data set, or set up its reasoning-gym task.
 
-    `reader`: of the images of the prompts; None: they have none.
+    `reader`: of the images of the prompts; None without images.
 
     Raises InvalidInput if the data cannot be used (see `load_prompts`), or if the task does not
     exist, rejects its options, or has too few different prompts to hold out.
     """
     if config.data is None:
-        return _generated(config, tokenizer)
+        return _generate_prompts(config, tokenizer)
     training, held_out = load_prompts(
         config.data,
         tokenizer,
@@ -54,41 +54,47 @@ def load_rl_prompts(config: RLJob, tokenizer: Any, reader: ImageReader | None = 
     return RLPrompts(training, held_out)
 
 
-def _generated(config: RLJob, tokenizer: Any) -> RLPrompts:
+def _generate_prompts(config: RLJob, tokenizer: Any) -> RLPrompts:
     assert config.reward is not None, "the job was checked"
     assert config.reward.task is not None, "the job was checked"
-    form, most = config.prompt_format, config.method.max_prompt_tokens
+    prompt_format, max_tokens = config.prompt_format, config.method.max_prompt_tokens
 
-    def ids(text: str) -> list[int]:
-        return form.ids(tokenizer, form.conversation_of_text(text))
+    def encode_text(text: str) -> list[int]:
+        return prompt_format.ids(tokenizer, prompt_format.conversation_of_text(text))
 
-    def prompt(question: TaskQuestion) -> Prompt:
-        tokens = np.array(ids(question.text), dtype=np.int32)
+    def build_prompt(question: TaskQuestion) -> Prompt:
+        tokens = np.array(encode_text(question.text), dtype=np.int32)
         return Prompt(tokens, question.answer, text=question.text, fields=question.fields)
 
     task = Task(config.reward.task, config.reward.options)
     questions = TaskQuestions(
-        task, config.seed, config.eval.prompts, fits=lambda text: 0 < len(ids(text)) <= most
+        task,
+        config.seed,
+        config.eval.prompts,
+        fits=lambda text: 0 < len(encode_text(text)) <= max_tokens,
     )
-    return RLPrompts(_Asked(questions, prompt), [prompt(one) for one in questions.held_out])
+    return RLPrompts(
+        _TaskPrompts(questions, build_prompt),
+        [build_prompt(question) for question in questions.held_out],
+    )
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _TaskPrompts:
     questions: TaskQuestions
-    prompt: Callable[[TaskQuestion], Prompt]
+    build_prompt: Callable[[TaskQuestion], Prompt]
 
     def of_step(self, step: int, count: int) -> list[Prompt]:
-        return [self.prompt(question) for question in self.questions.of_step(step, count)]
+        return [self.build_prompt(question) for question in self.questions.of_step(step, count)]
 
 
 def context_prompt(
-    config: RLJob, tokenizer: Any, most: int | None
+    config: RLJob, tokenizer: Any, max_positions: int | None
 ) -> Callable[[Rollout], Tensor] | None:
-    """Return a function that makes the prompt with `anchor.context`; None if the job has none.
+    """Return a function that builds the prompt with `anchor.context`; None if the job has none.
 
-    `most`: tokens that the model can read, None without a limit. See `privileged_prompt`.
+    `max_positions`: maximum tokens of the model, None without a limit. See `privileged_prompt`.
     """
     if config.anchor.context is None:
         return None
-    return privileged_prompt(config.anchor.context, config.prompt_format, tokenizer, most)
+    return privileged_prompt(config.anchor.context, config.prompt_format, tokenizer, max_positions)

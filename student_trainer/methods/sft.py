@@ -51,22 +51,25 @@ class SFTSteps:
         examples: ItemsOfSteps[Example],
         held_out: Sequence[Example],
     ) -> None:
-        """`held_out`: the held-out examples of all processes; this process keeps its share."""
+        """`held_out`: the held-out examples of all processes; this process uses its share."""
         self._examples = examples
         self._per_step = config.sequences_per_step
-        self._mine = slice(accelerator.process_index, None, accelerator.num_processes)
-        self._held_out = held_out[self._mine]
+        self._own_share = slice(accelerator.process_index, None, accelerator.num_processes)
+        self._held_out = held_out[self._own_share]
 
     def of_step(self, step: int) -> list[PendingRows]:
         """Return this process's sequences of `step` (from 1)."""
-        return [pending(one) for one in self._examples.of_step(step, self._per_step)[self._mine]]
+        return [
+            make_pending(example)
+            for example in self._examples.of_step(step, self._per_step)[self._own_share]
+        ]
 
     def held_out(self) -> list[PendingRows]:
         """Return this process's held-out sequences, the same every time."""
-        return [pending(one) for one in self._held_out]
+        return [make_pending(example) for example in self._held_out]
 
 
-def pending(example: Example) -> PendingRows:
+def make_pending(example: Example) -> PendingRows:
     """Return the sequence of an example with placeholder rows that have no head."""
     sequence = example.sequence
     rows = placeholder_rows(np.zeros((sequence.learned, 0), np.int32))
@@ -82,15 +85,24 @@ def sft_method(
 ) -> Method:
     """Build the method of a fine-tuning job. The module docstring lists the steps.
 
-    `examples`: the training examples and the held-out ones, whose prompts are also those of exact
-    match, if the job wants it.
+    `examples`: the training examples and the held-out ones, whose prompts are also used for exact
+    match if the job enables it.
     """
     training, held_out = examples
     objective = CrossEntropyObjective()
     steps = SFTSteps(config, accelerator, training, held_out)
-    examined = [one.prompt for one in held_out] if config.eval.metric == "exact_match" else []
+    task_prompts = (
+        [example.prompt for example in held_out] if config.eval.metric == "exact_match" else []
+    )
     rollouts = plain_rollouts(config, student, tokenizer, top_k=0, temperature=1.0)
     evaluation = held_out_evaluation(
-        config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts, stored=True
+        config,
+        accelerator,
+        objective,
+        steps.held_out,
+        task_prompts,
+        tokenizer,
+        rollouts,
+        is_stored=True,
     )
     return Method(objective, one_update(steps.of_step), evaluation)

@@ -12,7 +12,7 @@ from student_trainer.data.batch import Batch, ScoredSequence, make_batch
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import Layout
 from student_trainer.losses import FusedLoss, Index, LossFunction, Rows
-from student_trainer.objectives.weighted import weighted
+from student_trainer.objectives.weighted import weight_loss
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CrossEntropyObjective:
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of rows, times the weight of each sequence."""
-        return weighted(_cross_entropy, batch.sequence_weights)
+        return weight_loss(_cross_entropy, batch.sequence_weights)
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:

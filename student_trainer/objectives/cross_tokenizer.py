@@ -23,7 +23,7 @@ from student_trainer.losses import (
     importance_weights,
     mismatch,
 )
-from student_trainer.objectives.weighted import weighted
+from student_trainer.objectives.weighted import weight_loss
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class CrossTokenizerObjective:
                 batch.learned[index],
                 horizon=self.horizon,
                 importance=importance_weights(rows.token_logprobs, sampling[index]),
-                head=_matched_head(batch, rows, index),
+                head=_build_matched_head(batch, rows, index),
             )
 
-        return weighted(loss, batch.sequence_weights)
+        return weight_loss(loss, batch.sequence_weights)
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class CrossTokenizerObjective:
         return {"eval/kl": torch.where(batch.learned, costs, torch.zeros_like(costs))}
 
 
-def _matched_head(batch: AlignedBatch, rows: Rows, index: Index) -> MatchedHead | None:
+def _build_matched_head(batch: AlignedBatch, rows: Rows, index: Index) -> MatchedHead | None:
     if batch.matched is None:
         return None
     return MatchedHead(

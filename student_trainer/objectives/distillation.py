@@ -24,7 +24,7 @@ from student_trainer.losses import (
     mismatch,
     topk_kl,
 )
-from student_trainer.objectives.weighted import weighted
+from student_trainer.objectives.weighted import weight_loss
 
 # Mean squared norm of a token's gradient in the logits; below it, float32 rounding is the gradient.
 EQUAL_POLICIES = 1e-10
@@ -62,11 +62,11 @@ class DistillationObjective:
         return make_batch(scored, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of the batch, times the weight of each sequence; see `distillation_loss`.
+        """Return the loss of the batch as a function of rows, times the weight of each sequence.
 
-        A function of rows, as the trainer takes it.
+        See `distillation_loss`.
         """
-        return weighted(distillation_loss(batch, self), batch.sequence_weights)
+        return weight_loss(distillation_loss(batch, self), batch.sequence_weights)
 
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
         """Return (sum, number) of each metric of the batch; see `batch_metrics`."""
@@ -75,11 +75,11 @@ class DistillationObjective:
     @torch.no_grad()
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
         """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
-        kl, unbiased = measured_kl(batch, out, self)
-        found = {"eval/kl" if unbiased else "eval/kl_bound": kl}
+        kl, is_unbiased = measured_kl(batch, out, self)
+        metrics = {"eval/kl" if is_unbiased else "eval/kl_bound": kl}
         if batch.sampling_logprobs is None:
-            found["eval/perplexity"] = -out.rows.token_logprobs
-        return found
+            metrics["eval/perplexity"] = -out.rows.token_logprobs
+        return metrics
 
     def tail_of(self, batch: Batch) -> Tail:
         """Return the tail mode for a batch; it depends on which samples the batch has.
@@ -87,8 +87,8 @@ class DistillationObjective:
         `bucket+teacher_samples` becomes `bucket+sampled` for tokens that the student sampled if the
         teacher drew none. Both have the same expectation.
         """
-        by_teacher = self.tail == "bucket+teacher_samples"
-        return "bucket+sampled" if by_teacher and batch.sample_ids is None else self.tail
+        drawn_by_teacher = self.tail == "bucket+teacher_samples"
+        return "bucket+sampled" if drawn_by_teacher and batch.sample_ids is None else self.tail
 
 
 def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFunction:
@@ -99,7 +99,7 @@ def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFun
     """
     in_head, sampling = batch.token_in_head, batch.sampling_logprobs
     tail, draws = objective.tail_of(batch), batch.draw_logprobs
-    # The student's own samples are no targets: the cross-entropy is for stored tokens.
+    # Tokens that the student sampled are no targets of the cross-entropy.
     weight = objective.cross_entropy if sampling is None else 0.0
 
     def loss(rows: Rows, index: Index) -> Tensor:
@@ -133,21 +133,21 @@ def batch_metrics(
     """
     rows = out.rows
     sampling = batch.sampling_logprobs
-    written = sampling is not None
-    of_sampler = mismatch(
+    is_sampled = sampling is not None
+    mismatch_sums = mismatch(
         rows.token_logprobs, rows.token_logprobs if sampling is None else sampling
     )
-    kl, sampled = measured_kl(batch, out, objective)
+    kl, is_unbiased = measured_kl(batch, out, objective)
     return {
-        "kl/teacher": sum_and_count(kl, sampled),
-        "kl/teacher_bound": sum_and_count(kl, not sampled),
-        "cross_entropy": sum_and_count(-rows.token_logprobs, not written),
-        **{name: pair * written for name, pair in of_sampler.items()},
+        "kl/teacher": sum_and_count(kl, is_unbiased),
+        "kl/teacher_bound": sum_and_count(kl, not is_unbiased),
+        "cross_entropy": sum_and_count(-rows.token_logprobs, not is_sampled),
+        **{name: pair * is_sampled for name, pair in mismatch_sums.items()},
         "entropy": sum_and_count(out.metrics["entropy"]),
         "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
         "topk/teacher_mass": sum_and_count(batch.teacher.head_logprobs.exp().sum(1)),
         "topk/gradient_sd": gradient_noise(batch, rows, batch.teacher, kl),
-        **_by_teacher(batch, kl, objective.teachers),
+        **_kl_by_teacher(batch, kl, objective.teachers),
     }
 
 
@@ -156,12 +156,14 @@ def measured_kl(
     batch: Batch, out: FusedLoss, objective: DistillationObjective
 ) -> tuple[Tensor, bool]:
     """Return the KL of each token, [n] in nats, and whether it is unbiased or a lower bound."""
-    sampled = batch.sampling_logprobs is not None or batch.sample_ids is not None
-    tail: Tail = "bucket+teacher_samples" if sampled else "bucket"
+    is_unbiased = batch.sampling_logprobs is not None or batch.sample_ids is not None
+    tail: Tail = "bucket+teacher_samples" if is_unbiased else "bucket"
     if batch.draw_logprobs is not None:
         tail = "bucket+draws"
-    unbiased = DistillationObjective(objective.direction, tail, objective.temperature)
-    return distillation_loss(batch, unbiased)(out.rows, slice(0, len(out.rows))), sampled
+    unbiased_objective = DistillationObjective(objective.direction, tail, objective.temperature)
+    return distillation_loss(batch, unbiased_objective)(
+        out.rows, slice(0, len(out.rows))
+    ), is_unbiased
 
 
 @torch.no_grad()
@@ -174,14 +176,18 @@ def gradient_noise(batch: Batch, rows: Rows, teacher: Rows, kl: Tensor) -> Tenso
     ids, draws = batch.sample_ids, batch.draw_logprobs
     if ids is None or draws is None or draws.shape[1] < 2:
         return kl.new_zeros(2)
-    variance, size = draw_noise(rows, teacher, ids, draws, kl)
-    found = torch.stack([variance.sum(), size.sum()])
-    return torch.where(size.mean() > EQUAL_POLICIES, found, torch.zeros_like(found))
+    variance, squared_norm = draw_noise(rows, teacher, ids, draws, kl)
+    noise = torch.stack([variance.sum(), squared_norm.sum()])
+    return torch.where(squared_norm.mean() > EQUAL_POLICIES, noise, torch.zeros_like(noise))
 
 
-def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _kl_by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
     for name in teachers:
-        scored = torch.tensor([teacher == name for teacher in batch.teachers], dtype=torch.bool)
-        found[f"kl/teacher/{name}"] = sum_and_count(kl[scored.to(kl.device)[batch.sequence]])
-    return found
+        is_scored_by_teacher = torch.tensor(
+            [teacher == name for teacher in batch.teachers], dtype=torch.bool
+        )
+        sums[f"kl/teacher/{name}"] = sum_and_count(
+            kl[is_scored_by_teacher.to(kl.device)[batch.sequence]]
+        )
+    return sums

@@ -57,15 +57,15 @@ class KLTerm:
 class RLSequence(ScoredSequence):
     """A rollout with its rows and its advantage.
 
-    rows: of the first KL term. others: rows of the other terms, in order. advantage: [] for the
-    whole answer, or [learned], one per learned token. kept: False if the loss leaves the answer
-    out. old_logprobs [learned]: log-probs of the tokens under p_old, in nats; None if the update is
-    the first of its step, because p_old is the student itself then.
+    rows: of the first KL term. other_rows: of the other terms, in order. advantage: [] for the
+    full answer, or [learned], one per learned token. is_included: False if the loss leaves the
+    answer out. old_logprobs [learned]: log-probs of the tokens under p_old, in nats; None in the
+    first update of a step, where p_old is the student itself.
     """
 
-    others: tuple[RowBlock, ...]
+    other_rows: tuple[RowBlock, ...]
     advantage: Tensor
-    kept: bool
+    is_included: bool
     old_logprobs: Tensor | None = None
 
 
@@ -73,30 +73,30 @@ class RLSequence(ScoredSequence):
 class RLBatch(Batch):
     """A batch of rollouts with advantages.
 
-    others: Rows of N for each KL term but the first. advantages [N]. weights [N]: the weight of
-    each token in the sum of the loss. old_logprobs [N] or None: as in RLSequence.
+    other_rows: Rows of N for each KL term except the first. advantages [N]. weights [N]: the weight
+    of each token in the sum of the loss. old_logprobs [N] or None: as in RLSequence.
     """
 
-    others: tuple[Rows, ...]
+    other_rows: tuple[Rows, ...]
     advantages: Tensor
     weights: Tensor
     old_logprobs: Tensor | None
 
     @property
-    def sampled(self) -> Tensor:
+    def sampler_logprobs(self) -> Tensor:
         """Log-probs [N] of the tokens under the policy that sampled them, in nats."""
         assert self.sampling_logprobs is not None, "rollouts have them"
         return self.sampling_logprobs
 
     def without_rows(self) -> RLBatch:
-        """Return a batch with one token to read and no rows; see `Batch.without_rows`."""
-        none = slice(0, 0)
+        """Return a batch with one input token and no rows; see `Batch.without_rows`."""
+        no_rows = slice(0, 0)
         return RLBatch(
             **vars(super().without_rows()),
-            others=tuple(rows[none] for rows in self.others),
-            advantages=self.advantages[none],
-            weights=self.weights[none],
-            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[none],
+            other_rows=tuple(rows[no_rows] for rows in self.other_rows),
+            advantages=self.advantages[no_rows],
+            weights=self.weights[no_rows],
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[no_rows],
         )
 
 
@@ -105,12 +105,12 @@ class RLObjective:
     """The objective of an RL job.
 
     method: its settings. kl_terms: in the order of the rows of every batch; empty if the student
-    learns from rewards alone. rewarded: whether the student learns from rewards.
+    learns from rewards alone. has_reward: whether the student learns from rewards.
     """
 
     method: RLConfig
     kl_terms: tuple[KLTerm, ...]
-    rewarded: bool
+    has_reward: bool
 
     @classmethod
     def of(cls, job: RLJob) -> RLObjective:
@@ -118,8 +118,8 @@ class RLObjective:
         method = job.method
         teacher = [KLTerm("teacher", method.teacher_beta)] if job.teacher is not None else []
         anchor = [KLTerm("anchor", method.beta)] if method.beta else []
-        rewarded = job.reward is not None and method.reward_weight > 0
-        return cls(method, (*teacher, *anchor), rewarded)
+        has_reward = job.reward is not None and method.reward_weight > 0
+        return cls(method, (*teacher, *anchor), has_reward)
 
     @property
     def temperature(self) -> float:
@@ -138,16 +138,18 @@ class RLObjective:
         rollouts = [cast(RLSequence, item) for item in scored]
         lengths = torch.tensor([item.sequence.learned for item in rollouts])
         advantages = [item.advantage.expand(item.sequence.learned) for item in rollouts]
-        kept = torch.tensor([item.kept for item in rollouts])
-        others = zip(*(item.others for item in rollouts), strict=True)
-        old = [item.old_logprobs for item in rollouts if item.old_logprobs is not None]
-        assert len(old) in (0, len(rollouts)), "all rollouts of an update have them, or none"
+        included = torch.tensor([item.is_included for item in rollouts])
+        other_rows = zip(*(item.other_rows for item in rollouts), strict=True)
+        old_logprobs = [item.old_logprobs for item in rollouts if item.old_logprobs is not None]
+        assert len(old_logprobs) in (0, len(rollouts)), (
+            "all rollouts of an update have them, or none"
+        )
         return RLBatch(
             **vars(make_batch(scored, device, layout)),
-            others=tuple(teacher_rows(blocks, device) for blocks in others),
+            other_rows=tuple(teacher_rows(blocks, device) for blocks in other_rows),
             advantages=torch.cat(advantages).to(device),
-            weights=token_weights(lengths, kept, self.method.aggregate).to(device),
-            old_logprobs=torch.cat(old).to(device) if old else None,
+            weights=token_weights(lengths, included, self.method.aggregate).to(device),
+            old_logprobs=torch.cat(old_logprobs).to(device) if old_logprobs else None,
         )
 
     def loss(self, batch: Batch) -> LossFunction:
@@ -162,10 +164,10 @@ class RLObjective:
         def loss(rows: Rows, index: Index) -> Tensor:
             terms = []
             if self.has_policy_gradient:
-                terms.append(self._policy_gradient(rows, batch, index))
+                terms.append(self._compute_policy_gradient(rows, batch, index))
             if self.method.kl_in == "loss":
-                for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
-                    kl = self._kl(rows, theirs[index], in_head[index], batch, index)
+                for term, model_rows in zip(self.kl_terms, _list_term_rows(batch), strict=False):
+                    kl = self._compute_kl(rows, model_rows[index], in_head[index], batch, index)
                     terms.append(term.weight * kl)
             return torch.stack(terms).sum(0) * batch.weights[index]
 
@@ -180,49 +182,57 @@ class RLObjective:
         unless `method.importance_clip` or `importance_mask` changes its weights. No gradient.
         """
         assert isinstance(batch, RLBatch)
-        rows, everything = out.rows, slice(0, len(batch))
-        log_ratio = self._log_ratio(rows, batch, everything)
-        advantages = self._advantages(rows, batch, everything)
-        bounded = self._importance(rows.token_logprobs, batch.sampled)
-        # The weights that bounds can change: of the policy gradient, otherwise of the KL.
-        of = _old(rows, batch, everything) if self.has_policy_gradient else rows.token_logprobs
-        changed = importance_weights(of, batch.sampled) != self._importance(of, batch.sampled)
+        rows, all_rows = out.rows, slice(0, len(batch))
+        log_ratio = self._compute_log_ratio(rows, batch, all_rows)
+        advantages = self._compute_advantages(rows, batch, all_rows)
+        importance = self._importance_weights(rows.token_logprobs, batch.sampler_logprobs)
+        # The bounded weights are those of the policy gradient, or of the KL without one.
+        weighted_logprobs = (
+            _old_logprobs(rows, batch, all_rows)
+            if self.has_policy_gradient
+            else rows.token_logprobs
+        )
+        is_bounded = importance_weights(
+            weighted_logprobs, batch.sampler_logprobs
+        ) != self._importance_weights(weighted_logprobs, batch.sampler_logprobs)
         clipped = is_clipped(log_ratio, advantages, **self._clips)
-        found = {
-            **mismatch(rows.token_logprobs, batch.sampled),
-            "ratio/bounded": sum_and_count(changed.float()),
+        metrics = {
+            **mismatch(rows.token_logprobs, batch.sampler_logprobs),
+            "ratio/bounded": sum_and_count(is_bounded.float()),
             "ratio/clipped": sum_and_count(clipped.float()),
             "entropy": sum_and_count(out.metrics["entropy"]),
             "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
         }
-        for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
+        for term, model_rows in zip(self.kl_terms, _list_term_rows(batch), strict=False):
             kl = topk_kl(
                 rows,
-                theirs,
+                model_rows,
                 batch.token_in_head,
                 direction=self.method.direction,
                 tail="bucket+sampled" if batch.draw_logprobs is None else "bucket+draws",
-                importance=bounded,
+                importance=importance,
                 draw_logprobs=batch.draw_logprobs,
             )
-            found[f"kl/{term.name}"] = sum_and_count(kl)
-            found[f"topk/{term.name}_mass"] = sum_and_count(theirs.head_logprobs.exp().sum(1))
+            metrics[f"kl/{term.name}"] = sum_and_count(kl)
+            metrics[f"topk/{term.name}_mass"] = sum_and_count(model_rows.head_logprobs.exp().sum(1))
             if self.method.kl_in == "loss":
-                found[f"topk/{term.name}_gradient_sd"] = gradient_noise(batch, rows, theirs, kl)
-        return found
+                metrics[f"topk/{term.name}_gradient_sd"] = gradient_noise(
+                    batch, rows, model_rows, kl
+                )
+        return metrics
 
     @property
     def has_policy_gradient(self) -> bool:
         """True if the loss has a policy gradient, whose ratio needs p_old."""
-        return self.rewarded or self.method.kl_in == "reward"
+        return self.has_reward or self.method.kl_in == "reward"
 
-    def _advantages(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
+    def _compute_advantages(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
         """Return the advantages [n], including each KL term if kl_in = "reward"."""
         advantages = batch.advantages[index]
         draws = None if batch.draw_logprobs is None else batch.draw_logprobs[index]
         if self.method.kl_in == "reward":
-            for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
-                kl = kl_reward(rows, theirs[index], draws)
+            for term, model_rows in zip(self.kl_terms, _list_term_rows(batch), strict=False):
+                kl = kl_reward(rows, model_rows[index], draws)
                 advantages = advantages + term.weight * kl
         return advantages
 
@@ -232,28 +242,30 @@ class RLObjective:
         dual_clip = math.inf if method.dual_clip is None else method.dual_clip
         return {"clip_low": method.clip_low, "clip_high": method.clip_high, "dual_clip": dual_clip}
 
-    def _policy_gradient(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
-        old = _old(rows, batch, index)
+    def _compute_policy_gradient(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
+        old_logprobs = _old_logprobs(rows, batch, index)
         surrogate = clipped_surrogate(
-            self._log_ratio(rows, batch, index), self._advantages(rows, batch, index), **self._clips
+            self._compute_log_ratio(rows, batch, index),
+            self._compute_advantages(rows, batch, index),
+            **self._clips,
         )
-        return self._importance(old, batch.sampled[index]) * surrogate
+        return self._importance_weights(old_logprobs, batch.sampler_logprobs[index]) * surrogate
 
-    def _log_ratio(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
-        old = _old(rows, batch, index)
+    def _compute_log_ratio(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
+        old_logprobs = _old_logprobs(rows, batch, index)
         if self.method.ratio == "token":
-            return token_log_ratio(rows.token_logprobs, old)
-        return sequence_log_ratio(rows.token_logprobs, old, batch.sequence)
+            return token_log_ratio(rows.token_logprobs, old_logprobs)
+        return sequence_log_ratio(rows.token_logprobs, old_logprobs, batch.sequence)
 
-    def _kl(
-        self, rows: Rows, theirs: Rows, in_head: Tensor, batch: RLBatch, index: Index
+    def _compute_kl(
+        self, rows: Rows, model_rows: Rows, in_head: Tensor, batch: RLBatch, index: Index
     ) -> Tensor:
         method, draws = self.method, batch.draw_logprobs
-        importance = self._importance(rows.token_logprobs, batch.sampled[index])
+        importance = self._importance_weights(rows.token_logprobs, batch.sampler_logprobs[index])
         if method.top_k:
             return topk_kl(
                 rows,
-                theirs,
+                model_rows,
                 in_head,
                 direction=method.direction,
                 tail=method.tail_mode,
@@ -261,22 +273,25 @@ class RLObjective:
                 draw_logprobs=None if draws is None else draws[index],
             )
         kind = method.estimator or ("k4" if method.direction == "reverse" else "k5")
-        kl = sampled_kl(rows.token_logprobs, theirs.token_logprobs, kind)
+        kl = sampled_kl(rows.token_logprobs, model_rows.token_logprobs, kind)
         return importance * kl
 
-    def _importance(self, token_logprobs: Tensor, sampled: Tensor) -> Tensor:
-        """Return the importance weights [n] of tokens, bounded as the job asks."""
+    def _importance_weights(self, token_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
+        """Return the importance weights [n] of tokens, with the bounds of the job."""
         method = self.method
         return importance_weights(
-            token_logprobs, sampled, clip=method.importance_clip, mask=method.importance_mask
+            token_logprobs,
+            sampler_logprobs,
+            clip=method.importance_clip,
+            mask=method.importance_mask,
         )
 
 
-def _old(rows: Rows, batch: RLBatch, index: Index) -> Tensor:
-    """Return log p_old of the tokens, [n]: those of the rows themselves in a first update."""
+def _old_logprobs(rows: Rows, batch: RLBatch, index: Index) -> Tensor:
+    """Return log p_old of the tokens, [n]; in a first update, the detached log-probs of `rows`."""
     return rows.token_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[index]
 
 
-def _rows_of_terms(batch: RLBatch) -> tuple[Rows, ...]:
+def _list_term_rows(batch: RLBatch) -> tuple[Rows, ...]:
     """Return the rows of each KL term, in order; placeholder rows if there is no term."""
-    return (batch.teacher, *batch.others)
+    return (batch.teacher, *batch.other_rows)

@@ -20,7 +20,7 @@ from student_trainer.losses import (
     chunk_divergence,
     mapped_kl,
 )
-from student_trainer.objectives.weighted import weighted
+from student_trainer.objectives.weighted import weight_loss
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class StoredAnswersObjective:
         assert isinstance(batch, AlignedBatch)
 
         def loss(rows: Rows, index: Index) -> Tensor:
-            found = self._loss(batch, rows, index)
+            losses = self._compute_loss(batch, rows, index)
             if not self.cross_entropy:
-                return found
-            return found + self.cross_entropy * _cross_entropy(rows, batch.learned[index])
+                return losses
+            return losses + self.cross_entropy * _cross_entropy(rows, batch.learned[index])
 
-        return weighted(loss, batch.sequence_weights)
+        return weight_loss(loss, batch.sequence_weights)
 
-    def _loss(self, batch: AlignedBatch, rows: Rows, index: Index) -> Tensor:
+    def _compute_loss(self, batch: AlignedBatch, rows: Rows, index: Index) -> Tensor:
         shares, learned = batch.teacher.token_logprobs[index], batch.learned[index]
         if self.chunks:
             return chunk_divergence(rows.token_logprobs, shares, batch.word[index], learned)
@@ -70,7 +70,7 @@ class StoredAnswersObjective:
         """Return (sum, number) of each metric over the tokens or the answers of a batch."""
         assert isinstance(batch, AlignedBatch)
         return {
-            "kl/teacher": sum_and_count(self._kl(batch, out.rows)[batch.learned]),
+            "kl/teacher": sum_and_count(self._compute_kl(batch, out.rows)[batch.learned]),
             "cross_entropy": sum_and_count(-out.rows.token_logprobs[batch.learned]),
             "entropy": sum_and_count(out.metrics["entropy"]),
             "pair/one_to_one": sum_and_count(batch.one_to_one.float()),
@@ -82,19 +82,19 @@ class StoredAnswersObjective:
         """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
         assert isinstance(batch, AlignedBatch)
         return {
-            "eval/kl": self._kl(batch, out.rows),
+            "eval/kl": self._compute_kl(batch, out.rows),
             "eval/perplexity": _cross_entropy(out.rows, batch.learned),
         }
 
-    def _kl(self, batch: AlignedBatch, rows: Rows) -> Tensor:
+    def _compute_kl(self, batch: AlignedBatch, rows: Rows) -> Tensor:
         """Return values [N] whose mean is the forward KL, if the teacher has written the text."""
         shares = batch.teacher.token_logprobs
         if not self.chunks:
-            return self._loss(batch, rows, slice(0, len(rows)))
+            return self._compute_loss(batch, rows, slice(0, len(rows)))
         return torch.where(batch.learned, shares - rows.token_logprobs, torch.zeros_like(shares))
 
 
 def _cross_entropy(rows: Rows, learned: Tensor) -> Tensor:
     """Return -log p of each token, [N]; 0 where it is not learned."""
-    none = torch.zeros_like(rows.token_logprobs)
-    return torch.where(learned, -rows.token_logprobs, none)
+    zeros = torch.zeros_like(rows.token_logprobs)
+    return torch.where(learned, -rows.token_logprobs, zeros)

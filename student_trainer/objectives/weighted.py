@@ -7,12 +7,12 @@ from torch import Tensor
 from student_trainer.losses import Index, LossFunction, Rows
 
 
-def weighted(loss: LossFunction, weights: Tensor | None) -> LossFunction:
+def weight_loss(loss: LossFunction, weights: Tensor | None) -> LossFunction:
     """Return `loss` times `weights` [N], one for each row of the batch; None: all are 1."""
     if weights is None:
         return loss
 
-    def times_weights(rows: Rows, index: Index) -> Tensor:
+    def weighted_loss(rows: Rows, index: Index) -> Tensor:
         return loss(rows, index) * weights[index]
 
-    return times_weights
+    return weighted_loss

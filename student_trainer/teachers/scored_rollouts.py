@@ -24,7 +24,7 @@ class RolloutsOfSteps(Protocol):
         """Collective. Return this process's rollouts of `step`, one for each of its prompts."""
 
     def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
-        """Return metrics of the rollouts of `step`, in the form of `Step.measured`."""
+        """Return metrics of the rollouts of `step`, as `Step.metric_sums` has them."""
 
 
 class ScoredRollouts:

@@ -47,7 +47,7 @@ def test_advantages_are_those_of_the_recursion(material: tiny.Material, tmp_path
         method__updates_per_step=1,
     )
     with trainer_of(tmp_path / "run", config) as made:
-        values = made._values
+        values = made._critic
         assert values is not None
         model = made._student.trained.model
         torch.nn.init.normal_(values._critic.linear.weight, std=0.1)
@@ -122,7 +122,7 @@ def test_a_critic_goes_on_where_its_weights_are(material: tiny.Material, tmp_pat
     """Its file is read on the CPU."""
     config = tiny.rl_job(material, method__advantages="gae")
     with trainer_of(tmp_path / "run", config) as made:
-        values = made._values
+        values = made._critic
         assert values is not None
         made._steps(1)
         saved = {name: tensor.cpu() for name, tensor in values.state().items()}

@@ -71,4 +71,4 @@ def test_the_trainer_knows_what_its_run_began_with(material: tiny.Material, tmp_
             assert made.train() == "succeeded"
     assert [point.step for point in before] == [0, 1]
     (watch,) = (one for one in made._watches if isinstance(one, HeadWatch))
-    assert watch._first == before[1].metrics["topk/student_mass"]
+    assert watch._reference_mass == before[1].metrics["topk/student_mass"]

@@ -18,7 +18,7 @@ from clients.store.dataset import LogitDataset
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.loop.trainer import Trainer
-from student_trainer.methods.offline import StoredSteps, _split, load_examined, read
+from student_trainer.methods.offline import StoredSteps, _split, load_task_prompts, read
 from student_trainer.model.loading import load_model
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
@@ -244,5 +244,5 @@ def test_conversations_for_exact_match(
         data__messages_column="m",
         data__system="9",
     )
-    (found,) = load_examined(config, words, 32)
+    (found,) = load_task_prompts(config, words, 32)
     assert (words.decode(found.ids), found.answer) == ("S9U1+1=A2<|end|>U2+2=A", "4")

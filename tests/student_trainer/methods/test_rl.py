@@ -188,10 +188,12 @@ def test_truncated_answers_can_be_left_out(material: tiny.Material, tmp_path: Pa
     with trainer_of(tmp_path / "run", config) as made:
         (pending,) = made._steps(1).updates
         items = [cast(PendingRLSequence, item) for item in pending]
-        assert all(item.kept != cast(Rollout, item.sequence).truncated for item in items)
+        assert all(item.is_included != cast(Rollout, item.sequence).truncated for item in items)
         # A random student hardly ever ends by itself: let some have done so.
-        ended = [replace(item, kept=True, weight=float(item.sequence.learned)) for item in items]
-        masked = [replace(item, kept=False, weight=0.0) for item in items]
+        ended = [
+            replace(item, is_included=True, weight=float(item.sequence.learned)) for item in items
+        ]
+        masked = [replace(item, is_included=False, weight=0.0) for item in items]
         made._learn([*ended[:12], *masked[12:]])
         found = gradient_of(made)
         made._learn(ended[:12])

@@ -82,7 +82,7 @@ def test_rounds_replace_groups_with_equal_rewards(material: tiny.Material, tmp_p
             found = made._steps(step)
             assert texts_of(found) == expected[step]
             assert [len(update) for update in found.updates] == [PROMPTS * SIZE // 2] * 2
-            measured = {name: value.tolist() for name, value in found.measured.items()}
+            measured = {name: value.tolist() for name, value in found.metric_sums.items()}
             rounds, dropped = counts[step]
             assert measured["sampling/rounds"] == [rounds, 1]
             assert measured["sampling/dropped"] == [dropped, 1]
@@ -100,8 +100,8 @@ def test_rounds_that_find_nothing_end(material: tiny.Material, tmp_path: Path) -
     )
     with trainer_of(tmp_path / "run", config) as made:
         step = made._steps(1)
-        assert step.measured["sampling/rounds"].tolist() == [2, 1]
-        assert step.measured["sampling/dropped"].tolist() == [PROMPTS, 1]
+        assert step.metric_sums["sampling/rounds"].tolist() == [2, 1]
+        assert step.metric_sums["sampling/dropped"].tolist() == [PROMPTS, 1]
         assert made._train_step(1)["reward/flat_groups"] == 1
     plain = tiny.rl_job(material, **PAIRS)
     with trainer_of(tmp_path / "plain", plain) as made:
@@ -163,8 +163,8 @@ def test_the_critic_learns_as_often(material: tiny.Material, tmp_path: Path, epo
     config = tiny.rl_job(material, method__advantages="gae", method__epochs_per_step=epochs)
     with trainer_of(tmp_path / "run", config) as made:
         made._train_step(1)
-        assert made._values is not None
-        assert made._values.state()["linear.weight/step"] == 2 * epochs
+        assert made._critic is not None
+        assert made._critic.state()["linear.weight/step"] == 2 * epochs
 
 
 # Betas. -------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_
     with trainer_of(tmp_path / "run", config) as made:
         found = made._evaluate()
         assert made._evaluate() == found
-        evaluation = cast(Any, made._evaluation)._examination
+        evaluation = cast(Any, made._evaluation)._task_evaluation
         prompts = [prompt for _, prompt in evaluation._prompts]
         own = HuggingFaceRollouts(
             made._student.full.model,
@@ -233,7 +233,7 @@ def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_
 def test_samples_do_not_depend_on_the_processes(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(material, eval__samples=2, eval__temperature=HOT)
     with trainer_of(tmp_path / "run", config) as made:
-        whole = cast(Any, made._evaluation)._examination
+        whole = cast(Any, made._evaluation)._task_evaluation
         prompts = [prompt for _, prompt in whole._prompts]
         shares = [
             TaskEvaluation(
@@ -241,8 +241,8 @@ def test_samples_do_not_depend_on_the_processes(material: tiny.Material, tmp_pat
                 cast(Any, SimpleNamespace(process_index=rank, num_processes=3)),
                 made._tokenizer,
                 whole._rollouts,
-                judged=whole._judged,
-                sampled=Samples(2, config.seed, first=-1 - len(prompts)),
+                rollout_rewards=whole._rollout_rewards,
+                samples=Samples(2, config.seed, first=-1 - len(prompts)),
             )
             for rank in range(3)
         ]

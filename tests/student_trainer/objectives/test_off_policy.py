@@ -66,7 +66,7 @@ def batch_of(case: Case, **of_rl: Any) -> Any:
 
 def rl_batch(case: Case, advantages: Tensor, old: Tensor | None = None) -> RLBatch:
     ones = torch.ones(VOCAB, dtype=torch.float64)
-    found = batch_of(case, others=(), advantages=advantages, weights=ones, old_logprobs=old)
+    found = batch_of(case, other_rows=(), advantages=advantages, weights=ones, old_logprobs=old)
     assert isinstance(found, RLBatch)
     return found
 
@@ -193,7 +193,7 @@ def test_the_kl_of_rl_with_one_update(direction: Direction, top_k: int) -> None:
     method = config(
         divergence=f"{direction}_kl", top_k=top_k, tail="bucket+sampled" if top_k else None
     )
-    objective = RLObjective(method, (KLTerm("anchor", 1.0),), rewarded=False)
+    objective = RLObjective(method, (KLTerm("anchor", 1.0),), has_reward=False)
     rows = rows_for_every_token(case.student, case.head)
     batch = rl_batch(case, torch.zeros(VOCAB, dtype=torch.float64))
     wanted = exact_gradient(case, direction)
@@ -227,7 +227,7 @@ def test_the_policy_gradient_of_the_first_update_is_exact(ratio: str) -> None:
     """Its ratio to p_old is 1, so nothing is clipped, however far away the sampler is."""
     case = make_case(VOCAB, K, "reverse", on_policy=False)
     advantages = torch.randn(VOCAB, dtype=torch.float64)
-    objective = RLObjective(config(ratio=ratio), (), rewarded=True)
+    objective = RLObjective(config(ratio=ratio), (), has_reward=True)
     rows = rows_for_every_token(case.student, case.head)
     batch = rl_batch(case, advantages)
     wanted = policy_gradient(case, advantages)
@@ -235,7 +235,7 @@ def test_the_policy_gradient_of_the_first_update_is_exact(ratio: str) -> None:
     assert objective.metrics(batch, whole(rows))["ratio/clipped"][0] == 0
     # Formerly the sampler was in place of p_old, so that far tokens were clipped.
     former = clipped_surrogate(
-        rows.token_logprobs - batch.sampled, advantages, clip_low=0.2, clip_high=0.28
+        rows.token_logprobs - batch.sampler_logprobs, advantages, clip_low=0.2, clip_high=0.28
     )
     assert bias(former, case, wanted)[1] > 1e-3
 
@@ -253,7 +253,7 @@ def test_a_later_update_is_weighed_by_both_ratios() -> None:
     batch = rl_batch(case, advantages, between.log_softmax(0))
     rows = rows_for_every_token(case.student, case.head)
     wanted = policy_gradient(case, advantages)
-    objective = RLObjective(config(clip_low=1.0, clip_high=1e9), (), rewarded=True)
+    objective = RLObjective(config(clip_low=1.0, clip_high=1e9), (), has_reward=True)
     assert max(bias(objective.loss(batch)(rows, EVERYTHING), case, wanted)) < EXACT
 
 
@@ -267,7 +267,7 @@ def test_bounded_weights_are_counted() -> None:
         ("importance_clip", (0.0, 1.2), weights > 1.2),
         ("importance_mask", (0.7, 1.2), (weights > 1.2) | (weights < 0.7)),
     ):
-        objective = RLObjective(config(**{name: bounds}), (), rewarded=True)
+        objective = RLObjective(config(**{name: bounds}), (), has_reward=True)
         total, count = objective.metrics(batch, whole(rows))["ratio/bounded"].tolist()
         assert (total, count) == (int(changed.sum()), VOCAB)
         assert 0 < total < VOCAB

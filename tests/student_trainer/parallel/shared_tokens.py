@@ -54,7 +54,7 @@ def objective(name: str) -> Objective:
     if name == "sft":
         return CrossEntropyObjective()
     method = RLConfig.model_validate({"type": "rl", "top_k": K, **METHODS[name]})
-    return RLObjective(method, (KLTerm("anchor", 0.3), KLTerm("teacher", 0.2)), rewarded=True)
+    return RLObjective(method, (KLTerm("anchor", 0.3), KLTerm("teacher", 0.2)), has_reward=True)
 
 
 def sequences(name: str, rank: int) -> list[ScoredSequence]:
@@ -82,9 +82,9 @@ def _sequence(name: str, length: int, generator: torch.Generator) -> ScoredSeque
     return RLSequence(
         rollout,
         rows,
-        others=(_rows(ids[start:], head, generator, drawn),),
+        other_rows=(_rows(ids[start:], head, generator, drawn),),
         advantage=torch.randn(count, generator=generator),
-        kept=True,
+        is_included=True,
         old_logprobs=-3 * torch.rand(count, generator=generator),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients.config.on_policy import OnPolicyJob
-from student_trainer.methods.engine import Engine, connect_engine
+from student_trainer.methods.engine import EngineConnection, connect_engine
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.order import Order
@@ -17,7 +17,7 @@ from tests.student_trainer.saving import LIMIT
 from tests.student_trainer.teachers.anchors import spread_student
 
 
-def engine_of(number: int, run: Path, address: str, material: tiny.Material) -> Engine:
+def engine_of(number: int, run: Path, address: str, material: tiny.Material) -> EngineConnection:
     """The engine of the first attempt of a run whose student is `student(number)`."""
     config: OnPolicyJob = tiny.job(material, rollouts__address=address)
     services = RolloutServices([address], "")
