@@ -47,7 +47,7 @@ from benchmarks.gpu_pushes import PushChannel, backends
 from benchmarks.rollout_peers import generate_tokens, start_vllm, vllm_tokens
 from benchmarks.vllm_engine import save_tokenizer
 from protos.vllm_processes import SHUTDOWN_SECONDS
-from student_trainer.checkpoints.snapshots import Snapshots, snapshot_bytes, snapshot_root
+from student_trainer.checkpoints.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
@@ -186,7 +186,7 @@ class Pair:
         accelerator = make_accelerator(timedelta(hours=1))
         self.student = distribute(accelerator, Student(model, bf16=True), "none")
         self.bytes = snapshot_bytes(model, torch.bfloat16, adapters=False)
-        self.root = snapshot_root(folder, 1, 2 * self.bytes, local=True)
+        self.root = choose_snapshot_root(folder, 1, 2 * self.bytes, local=True)
         self.snapshots = Snapshots(
             accelerator,
             self.student,

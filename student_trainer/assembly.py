@@ -108,7 +108,7 @@ def assemble(
     copies.fetch(from_step)
     step, checkpoint_path = _find_resumed_checkpoint(config, run, from_step, copies)
     if stores is not None and checkpoint_path is not None:
-        check_same_store(stores.training, checkpoint.facts_of(checkpoint_path))
+        check_same_store(stores.training, checkpoint.read_facts(checkpoint_path))
     progress.say("loading student", step)
     wait_for_shared_gpus(config, service, accelerator)
     student = _load_student(config, checkpoint_path, accelerator, vocab_size, reader)
@@ -138,7 +138,7 @@ def assemble(
         anchor=method.anchor,
         critic=method.critic,
         facts=method.facts,
-        resumed_metrics=checkpoint.metrics_of(checkpoint_path) if checkpoint_path else None,
+        resumed_metrics=checkpoint.read_metrics(checkpoint_path) if checkpoint_path else None,
         rollouts_ahead=method.rollouts_ahead,
         copies=copies,
     )

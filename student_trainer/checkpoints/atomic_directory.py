@@ -23,7 +23,7 @@ from clients.runs.directory import fsync_directory
 from clients.runs.fence import own_attempt, require_unfenced
 from protos.errors import DistillError
 from protos.rpc.failpoints import failpoint
-from student_trainer.checkpoints.tensor_file import digest_of_part
+from student_trainer.checkpoints.tensor_file import hash_part
 
 # A disk with less than this free counts as full.
 _FULL_BYTES = 1 << 20
@@ -139,16 +139,16 @@ def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
     """
     try:
         files: dict[str, Digests] = json.loads((path / _MANIFEST).read_text())["files"]
-        listed = [
+        digest_entries = [
             (path / name, number, len(part_digests), digest)
             for name, file_digests in files.items()
             for part_digests in [[file_digests] if isinstance(file_digests, str) else file_digests]
             for number, digest in enumerate(part_digests)
         ]
         return all(
-            (digest_of_part(file, number, part_digests) if part_digests > 1 else _hash_file(file))
+            (hash_part(file, number, part_digests) if part_digests > 1 else _hash_file(file))
             == digest
-            for file, number, part_digests, digest in listed[part::parts]
+            for file, number, part_digests, digest in digest_entries[part::parts]
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -36,9 +36,9 @@ from clients.runs.fence import require_unfenced
 from protos.errors import Corrupt, InvalidInput, NotFound
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.atomic_directory import delete, is_intact
-from student_trainer.checkpoints.model_directory import split_weights, without_aliases
+from student_trainer.checkpoints.model_directory import remove_aliases, split_weights
 from student_trainer.checkpoints.optimizer_state import load_optimizer_state, optimizer_tensors
-from student_trainer.checkpoints.tensor_file import TensorFile, layout, read_shard
+from student_trainer.checkpoints.tensor_file import TensorFile, build_layout, read_shard
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import adapter_key, has_adapters, trainable_weights
@@ -65,7 +65,7 @@ class Contents:
     index: Mapping[str, bytes]
 
 
-def contents(
+def collect_contents(
     model: Any,
     optimizer: torch.optim.Optimizer,
     anchor: Anchor | None = None,
@@ -81,7 +81,7 @@ def contents(
             adapter_key(name): adapter for name, adapter in adapters.items()
         }
     else:
-        weights = without_aliases(model, model.state_dict(keep_vars=True))
+        weights = remove_aliases(model, model.state_dict(keep_vars=True))
         split, text = split_weights(weights, model.num_parameters())
         tensors |= {f"model/{file}": adapter for file, adapter in split.items()}
         metadata = {f"model/{file}": {"format": "pt"} for file in split}
@@ -93,11 +93,11 @@ def contents(
         metadata[_ANCHOR] = {"counts": counts}
     if critic is not None:
         tensors[_CRITIC] = critic.state()
-    layouts = {file: layout(adapter, metadata.get(file)) for file, adapter in tensors.items()}
+    layouts = {file: build_layout(adapter, metadata.get(file)) for file, adapter in tensors.items()}
     return Contents(tensors, layouts, index)
 
 
-def state_text(
+def format_state(
     step: int, facts: Mapping[str, str] | None, metrics: Mapping[str, float] | None
 ) -> bytes:
     """Return the text of state.json. `metrics`: of the step, if they are not logged yet."""
@@ -174,13 +174,13 @@ def newest_checkpoint(
     return None
 
 
-def facts_of(path: Path) -> Mapping[str, str]:
+def read_facts(path: Path) -> Mapping[str, str]:
     """Return the facts of the checkpoint at `path`, see `Saver`."""
     state = json.loads((path / "state.json").read_text())
     return {name: value for name, value in state.items() if isinstance(value, str)}
 
 
-def metrics_of(path: Path) -> Mapping[str, float] | None:
+def read_metrics(path: Path) -> Mapping[str, float] | None:
     """Return the metrics of the checkpoint at `path`, see `Saver.save`; None if it has none."""
     metrics: Mapping[str, float] | None = json.loads((path / "state.json").read_text()).get(
         "metrics"

@@ -13,11 +13,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from student_trainer.checkpoints.atomic_directory import write_atomically
 from student_trainer.checkpoints.model_directory import (
+    remove_aliases,
     save_configuration,
     split_weights,
-    without_aliases,
 )
-from student_trainer.checkpoints.tensor_file import PartWriter, layout
+from student_trainer.checkpoints.tensor_file import PartWriter, build_layout
 from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import (
     adapter_key,
@@ -101,7 +101,7 @@ def write_weights(
             if path is not None:
                 for file, file_weights in files.items():
                     writer = PartWriter(
-                        path / file, layout(file_weights, {"format": "pt"}), hashed=False
+                        path / file, build_layout(file_weights, {"format": "pt"}), hashed=False
                     )
                     writers |= dict.fromkeys(file_weights, stack.enter_context(closing(writer)))
         for group in published.iterate_layers(lambda: path is not None and not os_errors):
@@ -125,7 +125,7 @@ class PublishedWeights:
         """`weights`: those of the model, or replacements for them, by name."""
         self._model = model
         self._dtype = dtype
-        self._stored = without_aliases(model, weights)
+        self._stored = remove_aliases(model, weights)
         sizes = {name: _meta_like(weight) for name, weight in self._stored.items()}
         self._group_by_layer = _group_by_layer(model, sizes, _to_published(model, sizes, dtype))
         self.sizes: dict[str, Tensor] = {}
@@ -152,7 +152,7 @@ def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
     The model may be without data (device meta).
     """
-    stored = without_aliases(model, model.state_dict(keep_vars=True))
+    stored = remove_aliases(model, model.state_dict(keep_vars=True))
     sizes = {name: _meta_like(weight) for name, weight in stored.items()}
     published = _to_published(model, sizes, torch.float32)
     return {name: tuple(weight.shape) for name, weight in published.items()}
@@ -172,7 +172,7 @@ def write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]
                 path.mkdir(exist_ok=True)
                 save_adapter_configuration(path, model)
                 stored_adapters = {adapter_key(name): weight for name, weight in adapters.items()}
-                writer = PartWriter(path / ADAPTERS, layout(stored_adapters), hashed=False)
+                writer = PartWriter(path / ADAPTERS, build_layout(stored_adapters), hashed=False)
                 stack.enter_context(closing(writer))
         for name, adapter in adapters.items():
             full = full_tensors({name: adapter}, keep=writer is not None and not os_errors)

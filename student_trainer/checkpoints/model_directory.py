@@ -19,7 +19,7 @@ from student_trainer.model.lora import has_adapters, save_adapter_configuration
 _MAX_FILE_BYTES = 50_000_000_000
 
 
-def without_aliases(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def remove_aliases(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights that a model directory stores: tied ones under their first name only.
 
     `weights`: the parameters and buffers of the model, or replacements for them, by name.
@@ -63,7 +63,7 @@ def split_weights(
     return files, {"model.safetensors.index.json": text.encode()}
 
 
-def small_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+def collect_small_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
     """Return the files of a model directory that hold no weights, by name.
 
     They do not change during a run.

@@ -69,8 +69,8 @@ class PushedVersions:
             return None
         if self._accelerator.is_main_process:
             log.warning("no engine has version %d; %d is written as files", version.number, number)
-        self._pushed.newest = written = self._snapshots.write(number)
-        return written
+        self._pushed.newest = written_version = self._snapshots.write(number)
+        return written_version
 
     def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Collective. Write the current weights as files; see `Snapshots.write`."""

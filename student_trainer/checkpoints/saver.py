@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from protos.errors import DistillError, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints import atomic_directory
-from student_trainer.checkpoints.checkpoint import Contents, checkpoint_path, state_text
+from student_trainer.checkpoints.checkpoint import Contents, checkpoint_path, format_state
 from student_trainer.checkpoints.tensor_file import PartWriter
 from student_trainer.parallel.collectives import max_over_ranks
 from student_trainer.parallel.shards import full_tensor, local, rows_of_part
@@ -60,7 +60,7 @@ class Saver:
         """Set up the saver.
 
         `small_files`: the files of the model directory without weights. `facts`: stored in every
-        checkpoint, see `facts_of`. The thread of the main process calls `before_publication` and
+        checkpoint, see `read_facts`. The thread of the main process calls `before_publication` and
         `after_publication`.
         """
         self._accelerator = accelerator
@@ -87,7 +87,7 @@ class Saver:
     ) -> None:
         """Collective. Copy the state of a run, and begin to write it as the checkpoint of `step`.
 
-        Waits for the previous checkpoint. `metrics`: those of the step, see `metrics_of`.
+        Waits for the previous checkpoint. `metrics`: those of the step, see `read_metrics`.
         `write_extra_files`: returns additional files of this process; the writing thread calls it.
         Raises WrongState if a newer attempt has taken over the run, and OSError, on all ranks.
         """
@@ -110,7 +110,7 @@ class Saver:
             small_contents = {f"model/{name}": data for name, data in self._small_files.items()}
             small_contents |= {
                 **contents.index,
-                "state.json": state_text(step, self._facts, metrics),
+                "state.json": format_state(step, self._facts, metrics),
             }
 
         def write(stop: threading.Event) -> None:

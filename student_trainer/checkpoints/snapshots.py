@@ -33,10 +33,10 @@ from student_trainer.rollout_client.snapshot import Probe, seal
 _IN_RUN = "weights"
 
 
-def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
+def choose_snapshot_root(run: Path, attempt: int, needed_bytes: int, *, local: bool) -> Path:
     """Return a directory for the snapshots of an attempt: in memory, or in the run directory.
 
-    `needed`: bytes of all snapshots that exist at a time. `local`: the engines run on this machine.
+    `needed_bytes`: of all snapshots that exist at a time. `local`: the engines run on this machine.
     Deletes the snapshots of killed trainers in the memory of this machine, and those of earlier
     attempts in the run directory.
     """
@@ -44,7 +44,7 @@ def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
     shutil.rmtree(in_run, ignore_errors=True)
     delete_abandoned()
     root = in_run / f"attempt-{attempt}"
-    if not local or not has_room(needed):
+    if not local or not has_room(needed_bytes):
         return root
     return locked_directory() or root
 
@@ -91,12 +91,12 @@ class Snapshots:
         self._in_flight: InFlight = in_flight
         self._probe_ids = probe_ids
         self._tokens_per_micro_batch = tokens_per_micro_batch
-        self._written: list[WeightsVersion] = []
+        self._versions: list[WeightsVersion] = []
 
     @property
     def newest(self) -> WeightsVersion:
         """The version that was written last; at least one must be written."""
-        return self._written[-1]
+        return self._versions[-1]
 
     def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Collective. Write the current weights as version `number`; return it when complete.
@@ -108,18 +108,18 @@ class Snapshots:
         of the version are then deleted.
         """
         version = self.version(number, anchor=anchor)
-        if version not in self._written:
+        if version not in self._versions:
             if anchor:  # an evaluation has ended when the next one begins
                 self._delete(
                     [
                         written_version
-                        for written_version in self._written
+                        for written_version in self._versions
                         if written_version.lineage == version.lineage
                     ]
                 )
             self._write(version)
-        self._written = [
-            *(written_version for written_version in self._written if written_version != version),
+        self._versions = [
+            *(written_version for written_version in self._versions if written_version != version),
             version,
         ]
         return version
@@ -146,7 +146,7 @@ class Snapshots:
 
     def has(self, version: WeightsVersion) -> bool:
         """Return whether a version is written."""
-        return version in self._written
+        return version in self._versions
 
     def published(self) -> PublishedWeights:
         """Return the current weights in the form that a snapshot stores."""
@@ -186,10 +186,10 @@ class Snapshots:
 
     def delete_before(self, number: int) -> None:
         """Delete the versions before `number`."""
-        self._delete([version for version in self._written if version.number < number])
+        self._delete([version for version in self._versions if version.number < number])
 
     def _delete(self, old_versions: Sequence[WeightsVersion]) -> None:
-        self._written = [version for version in self._written if version not in old_versions]
+        self._versions = [version for version in self._versions if version not in old_versions]
         if self._accelerator.is_main_process:
             for version in old_versions:
                 shutil.rmtree(version.directory, ignore_errors=True)

@@ -64,7 +64,9 @@ class TensorFile:
         return start + rows.start * width, (rows.stop - rows.start) * width
 
 
-def layout(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorFile:
+def build_layout(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> TensorFile:
     """Return the layout of a file of `tensors`, of which only shape and dtype are read.
 
     The order is that of the safetensors library: large elements first, which aligns them.
@@ -180,7 +182,7 @@ def _read_slices(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
     return tensor
 
 
-def digest_of_part(path: Path, part: int, parts: int) -> str:
+def hash_part(path: Path, part: int, parts: int) -> str:
     """Return the digest of a part of a file. Raises ValueError if it is not a safetensors file."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:

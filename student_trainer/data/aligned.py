@@ -93,10 +93,10 @@ _BATCH_FIELDS = {batch_field.name for batch_field in fields(Batch)}
 
 
 def make_aligned_batch(
-    scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+    scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
 ) -> AlignedBatch:
     """Make the tensors of one micro-batch of sequences with AlignedRows; see `make_batch`."""
-    rows = [cast(AlignedRows, item.rows) for item in scored]
+    rows = [cast(AlignedRows, item.rows) for item in scored_sequences]
     word_offsets = np.cumsum([0, *map(len, rows)])[:-1]
 
     def concatenate(name: str) -> Tensor:
@@ -104,7 +104,7 @@ def make_aligned_batch(
 
     words = [block.word + offset for block, offset in zip(rows, word_offsets, strict=True)]
     return AlignedBatch(
-        **vars(make_batch(scored, device, layout)),
+        **vars(make_batch(scored_sequences, device, layout)),
         word=torch.from_numpy(np.concatenate(words)).to(device),
         learned=concatenate("learned"),
         one_to_one=concatenate("one_to_one"),

@@ -123,15 +123,15 @@ class Batch:
 
 
 def make_batch(
-    scored: Sequence[ScoredSequence], device: torch.device, layout: Layout = "padded"
+    scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout = "padded"
 ) -> Batch:
-    """Make the tensors of one micro-batch on `device`. `scored`: a group of `micro_batches`.
+    """Make the tensors of one micro-batch on `device`.
 
-    Padding is at the end of a line, where a causal model does not see it. `layout`: how sequences
-    share lines; see `packing.py`.
+    `scored_sequences`: a group of `micro_batches`. Padding is at the end of a line, where a causal
+    model does not see it. `layout`: how sequences share lines; see `packing.py`.
     """
-    sequences = [item.sequence for item in scored]
-    blocks = [item.rows for item in scored]
+    sequences = [item.sequence for item in scored_sequences]
+    blocks = [item.rows for item in scored_sequences]
     lengths = [len(sequence.token_ids) for sequence in sequences]
     width, placements = place_sequences(lengths, layout)
     ids = torch.zeros(1 + max(line for line, _ in placements), width, dtype=torch.long)

@@ -36,17 +36,19 @@ def micro_batches(
 
     A group has at most `max_tokens` tokens, including padding, or a single sequence. Stored
     sequences, whose rows are already available, come first, longest first; then rollouts, grouped
-    by `in_order_of_request`. No group contains both. The result depends only on the sequences, not
-    on which rows have arrived.
+    by `group_in_request_order`. No group contains both. The result depends only on the sequences,
+    not on which rows have arrived.
     """
     rollouts = [item for item in items if isinstance(item.sequence, Rollout)]
     stored_sequences = [item for item in items if not isinstance(item.sequence, Rollout)]
-    return _group_longest_first(stored_sequences, max_tokens, layout) + in_order_of_request(
+    return _group_longest_first(stored_sequences, max_tokens, layout) + group_in_request_order(
         rollouts, max_tokens, layout
     )
 
 
-def in_order_of_request(items: Sequence[Item], max_tokens: int, layout: Layout) -> list[list[Item]]:
+def group_in_request_order(
+    items: Sequence[Item], max_tokens: int, layout: Layout
+) -> list[list[Item]]:
     """Divide sequences into groups so that the first group does not wait for the last rows.
 
     `items`: in the order in which their rows were requested. Sequences that share lines are divided

@@ -22,7 +22,7 @@ from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
 from student_trainer.data.order import permutation
 from student_trainer.data.records import PromptRecord, RecordReader
-from student_trainer.data.shares import counts_of, sources_of
+from student_trainer.data.shares import assign_sets, count_per_set
 
 log = logging.getLogger(__name__)
 
@@ -230,11 +230,11 @@ class MixedSets(Generic[Item]):
     def of_step(self, step: int, count: int) -> list[Item]:
         """Return the `count` items of `step` (from 1), independent of earlier calls."""
         first = (step - 1) * count
-        sources = sources_of(self._shares, first, count)
+        sources = assign_sets(self._shares, first, count)
         items_of_sets = [
             iter(item_set.items_from(set_first, sources.count(number)))
             for number, (item_set, set_first) in enumerate(
-                zip(self._sets, counts_of(self._shares, first), strict=True)
+                zip(self._sets, count_per_set(self._shares, first), strict=True)
             )
         ]
         return [next(items_of_sets[number]) for number in sources]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
-def counts_of(shares: Sequence[Fraction], total: int) -> list[int]:
+def count_per_set(shares: Sequence[Fraction], total: int) -> list[int]:
     """Return how many of the first `total` prompts come from each data set.
 
     `shares`: positive, with the sum 1. The counts are those of Webster's method (Balinski and
@@ -21,12 +21,12 @@ def counts_of(shares: Sequence[Fraction], total: int) -> list[int]:
     return counts
 
 
-def sources_of(shares: Sequence[Fraction], first: int, count: int) -> list[int]:
+def assign_sets(shares: Sequence[Fraction], first: int, count: int) -> list[int]:
     """Return the data set's index for each of `count` prompts from number `first` (from 0) on.
 
-    A data set's prompts are spread evenly. `shares`: as in `counts_of`.
+    A data set's prompts are spread evenly. `shares`: as in `count_per_set`.
     """
-    return _add_prompts(shares, counts_of(shares, first), count)
+    return _add_prompts(shares, count_per_set(shares, first), count)
 
 
 def _add_prompts(shares: Sequence[Fraction], counts: list[int], count: int) -> list[int]:

@@ -62,6 +62,6 @@ class Refusals:
         )
 
 
-def seed_of(seed: int, prompt: int, sample: int) -> int:
+def derive_seed(seed: int, prompt: int, sample: int) -> int:
     """Return the seed of answer `sample` to question `prompt`: 31 bits, which all servers take."""
     return (seed * 1_000_003 + prompt * 8191 + sample) % (1 << 31)

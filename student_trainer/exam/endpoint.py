@@ -28,7 +28,7 @@ from protos.errors import (
 from protos.rpc.http_keys import key_header, retry_after
 from protos.rpc.web_address import web_address
 from student_trainer.exam.answer_store import StoredAnswer
-from student_trainer.exam.asking import AnswerRequest, Refusals, StoreAnswers, seed_of
+from student_trainer.exam.asking import AnswerRequest, Refusals, StoreAnswers, derive_seed
 from student_trainer.exam.questions import Question
 
 API_KEY = "OPENAI_API_KEY"
@@ -150,7 +150,7 @@ class ModelEndpoint:
             "max_tokens": config.max_tokens,
             "temperature": config.temperature,
             "top_p": config.top_p,
-            "seed": seed_of(config.seed, question.number, sample),
+            "seed": derive_seed(config.seed, question.number, sample),
         }
 
     def _parse_answer(

@@ -31,8 +31,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Watcher(Protocol):
     """Follows the progress of an evaluation."""
 
-    def begin(self, model: str, stored: int, total: int) -> None:
-        """Start to follow a model, which has `stored` of its `total` answers on disk."""
+    def begin(self, model: str, stored_count: int, total: int) -> None:
+        """Start to follow a model, which has `stored_count` of its `total` answers on disk."""
 
     def add(self, answers: Sequence[StoredAnswer]) -> None:
         """Record answers of the model, already on disk. May raise to end the evaluation."""
@@ -44,11 +44,11 @@ class Watcher(Protocol):
 class PrintedProgress:
     """Prints a line of progress to stderr, at most one every 10 s. A Watcher."""
 
-    def begin(self, model: str, stored: int, total: int) -> None:
+    def begin(self, model: str, stored_count: int, total: int) -> None:
         """Print how many answers of the model are on disk, unless all are."""
-        self._model, self._answer_count, self._total = model, stored, total
+        self._model, self._answer_count, self._total = model, stored_count, total
         self._printed_at = time.monotonic()
-        if stored < total:
+        if stored_count < total:
             self._print_progress()
 
     def add(self, answers: Sequence[StoredAnswer]) -> None:

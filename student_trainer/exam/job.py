@@ -115,15 +115,15 @@ class JobWatcher:
         self._printed_at = self._checked_at = time.monotonic()
         self._stop_requested = False
 
-    def begin(self, model: str, stored: int, total: int) -> None:
+    def begin(self, model: str, stored_count: int, total: int) -> None:
         """Count the stored answers of a model; all answers of earlier models are stored."""
         self._total = self._models * total
-        self._answer_count = self._models_begun * total + stored
+        self._answer_count = self._models_begun * total + stored_count
         self._models_begun += 1
         self._phase = f"evaluating the {model}"
         self._progress.expect(self._total)
         self._progress.say(self._phase, self._answer_count)
-        if stored < total:
+        if stored_count < total:
             self._open_log()
 
     def add(self, answers: Sequence[StoredAnswer]) -> None:

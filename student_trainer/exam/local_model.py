@@ -11,7 +11,13 @@ from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_store import StoredAnswer
-from student_trainer.exam.asking import AnswerRequest, ExamStopped, Refusals, StoreAnswers, seed_of
+from student_trainer.exam.asking import (
+    AnswerRequest,
+    ExamStopped,
+    Refusals,
+    StoreAnswers,
+    derive_seed,
+)
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
 
@@ -111,7 +117,8 @@ class LocalModel:
         noise = None
         if self._config.temperature > 0:
             seeds = [
-                seed_of(self._config.seed, question.number, sample) for question, sample in requests
+                derive_seed(self._config.seed, question.number, sample)
+                for question, sample in requests
             ]
             noise = [rollout_noise(seed, 0, max_tokens) for seed in seeds]
         samples = self._sampler.write(

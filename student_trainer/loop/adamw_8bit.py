@@ -28,10 +28,12 @@ class RowwiseAdamW8bit(AdamW8bit):  # type: ignore[misc]
 
     def new_moment(self, weight: Tensor, *, signed: bool) -> Tensor:
         """Return a moment of zeros, sharded like `weight`. The first moment is `signed`."""
-        own = local(weight)
-        zeros = torch.zeros_like(own)
-        if is_quantized(weight) and len(own):
-            zeros = OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, dtype=own.dtype)
+        own_shard = local(weight)
+        zeros = torch.zeros_like(own_shard)
+        if is_quantized(weight) and len(own_shard):
+            zeros = OptimState8bit.zeros(
+                own_shard.shape, signed, BLOCK, own_shard.device, dtype=own_shard.dtype
+            )
         return tensor_with_rows(zeros, weight)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:

@@ -89,7 +89,7 @@ class TaskEvaluation:
         """Sample this process's answers. If this process samples, call it in `student.gathered()`.
 
         Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards; the
-        `moments` of the rewards; and the transcripts of the first 8 answers.
+        `compute_moments` of the rewards; and the transcripts of the first 8 answers.
         """
         prompts = [prompt for _, prompt in self._prompts for _ in range(self._samples_per_prompt)]
         answers = self._sample_answers(prompts)
@@ -105,7 +105,11 @@ class TaskEvaluation:
         prompt_sums = torch.from_numpy(np.where(has_reward, rewards, 0.0)).reshape(-1, count).sum(1)
         counts = torch.from_numpy(has_reward.astype(np.float64)).reshape(-1, count).sum(1)
         sums = [[sum(right), len(right)], [float(prompt_sums.sum()), float(counts.sum())]]
-        return torch.tensor(sums, dtype=torch.float64), moments(prompt_sums, counts), transcripts
+        return (
+            torch.tensor(sums, dtype=torch.float64),
+            compute_moments(prompt_sums, counts),
+            transcripts,
+        )
 
     def _sample_answers(self, prompts: Sequence[Prompt]) -> list[tuple[Rollout, str]]:
         """Return the rollouts of the prompts, and their texts."""
@@ -228,8 +232,8 @@ class Evaluation:
             ],
         )
 
-        def batch_of(scored: Sequence[ScoredSequence]) -> Batch:
-            return objective.batch(scored, student.device, layout)
+        def batch_of(scored_sequences: Sequence[ScoredSequence]) -> Batch:
+            return objective.batch(scored_sequences, student.device, layout)
 
         def values_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             settings = objective.loss(batch), objective.temperature, objective.needs_all_rows
@@ -247,11 +251,11 @@ class Evaluation:
                     sequence_sums[0].index_add_(0, sequence, values.double())
                     ones = torch.ones_like(values, dtype=torch.float64)
                     sequence_sums[1].index_add_(0, sequence, ones)
-                    spreads[_SELECTION_METRICS.index(name)] += moments(*sequence_sums)
+                    spreads[_SELECTION_METRICS.index(name)] += compute_moments(*sequence_sums)
         return sums, spreads
 
 
-def moments(sums: Tensor, counts: Tensor) -> Tensor:
+def compute_moments(sums: Tensor, counts: Tensor) -> Tensor:
     """Return [4] float64: sum of x^2, of x n, of n^2, and the number of sequences with n > 0.
 
     `sums` [S]: x, the sum over one sequence. `counts` [S]: n, the number of summed values.
@@ -267,7 +271,8 @@ def standard_error(
 
     The tokens of a sequence are not independent, so the sequence is the unit: the error is that of
     a ratio estimator (Cochran, Sampling Techniques, 1977, section 6.4), with S / (S - 1) for the
-    variance of S sequences. `xx` to `sequences`: as `moments` returns them; at least 2 sequences.
+    variance of S sequences. `xx` to `sequences`: the values of `compute_moments`; at least 2
+    sequences.
     """
     mean = total / count
     squares = max(xx - 2 * mean * xn + mean**2 * nn, 0.0)

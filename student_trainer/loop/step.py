@@ -51,7 +51,7 @@ class Objective(Protocol):
         """Whether the loss needs all rows of a batch at once; costs one more matrix product."""
 
     def batch(
-        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+        self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> Batch:
         """Make the tensors of one micro-batch on `device`. `layout`: as in `make_batch`."""
 

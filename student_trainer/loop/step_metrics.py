@@ -17,7 +17,7 @@ from student_trainer.teachers.source import PendingRows
 _SD = re.compile(r"topk/(\w+_)?gradient_sd")
 
 
-def lengths_of(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
+def count_lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
     """Return (sum, number) of sequence lengths, truncated rollouts and answer weights."""
     rollouts = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
     tokens = sum(item.sequence.learned for item in pending)
@@ -30,7 +30,7 @@ def lengths_of(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
     }
 
 
-def totals_of(
+def sum_over_ranks(
     accelerator: Accelerator, sums: Mapping[str, Tensor]
 ) -> dict[str, tuple[float, float]]:
     """Collective. Return (sum, number) of each metric over all processes."""
@@ -42,13 +42,13 @@ def totals_of(
     }
 
 
-def means_of(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def compute_means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Return the mean of each metric; the root of the mean for `topk/..gradient_sd`."""
     means = {name: total / count for name, (total, count) in totals.items() if count}
     return {name: mean**0.5 if _SD.fullmatch(name) else mean for name, mean in means.items()}
 
 
-def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the updates; for tokens, flops and seconds the sum.
 
     Values that are not finite are left out, unless all are.

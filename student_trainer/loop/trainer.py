@@ -38,10 +38,10 @@ from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
 from protos.errors import Corrupt, DistillError, WrongState
 from protos.rpc.failpoints import failpoint
-from student_trainer.checkpoints.checkpoint import contents, delete_old
+from student_trainer.checkpoints.checkpoint import collect_contents, delete_old
 from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.checkpoints.export import export_model
-from student_trainer.checkpoints.model_directory import small_files
+from student_trainer.checkpoints.model_directory import collect_small_files
 from student_trainer.checkpoints.saver import Saver
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.batch import Batch, ScoredSequence
@@ -55,7 +55,12 @@ from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
 from student_trainer.loop.samples import write_samples
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
-from student_trainer.loop.step_metrics import lengths_of, means_of, over_updates, totals_of
+from student_trainer.loop.step_metrics import (
+    combine_updates,
+    compute_means,
+    count_lengths,
+    sum_over_ranks,
+)
 from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
@@ -117,7 +122,9 @@ class Trainer:
         self._saver = Saver(
             parts.accelerator,
             run.checkpoints,
-            small_files=small_files(self._student.trained.model, parts.tokenizer) if main else {},
+            small_files=collect_small_files(self._student.trained.model, parts.tokenizer)
+            if main
+            else {},
             facts=parts.facts,
             before_publication=self._metrics.sync if self._metrics is not None else lambda: None,
             after_publication=self._delete_old,
@@ -181,8 +188,8 @@ class Trainer:
             warn_of_chance(self._run)
         return "succeeded"
 
-    def _is_due(self, every: int) -> bool:
-        return self._step == self._config.max_steps or self._step % every == 0
+    def _is_due(self, interval: int) -> bool:
+        return self._step == self._config.max_steps or self._step % interval == 0
 
     def _is_unlogged(self) -> bool:
         """Collective. Return whether metrics.jsonl lacks the line of the last finished step."""
@@ -233,11 +240,11 @@ class Trainer:
             self._is_within_step = True
         ended_at = time.monotonic()
         step_metrics = (
-            means_of(totals_of(self._accelerator, step_share.metric_sums))
+            compute_means(sum_over_ranks(self._accelerator, step_share.metric_sums))
             if step_share.metric_sums
             else {}
         )
-        means = over_updates(updates)
+        means = combine_updates(updates)
         speed = means["tokens"] / (ended_at - started_at)
         learning = ended_at - rollouts_at - means.get("time/teacher_wait", 0.0)
         flops = means.pop("flops")
@@ -277,7 +284,7 @@ class Trainer:
         Returns the means of the metrics, and the seconds spent waiting for rows.
         """
         flops = torch.tensor([self._efficiency.flops(pending), 0], dtype=torch.float64)
-        lengths = totals_of(self._accelerator, {**lengths_of(pending), "flops": flops})
+        lengths = sum_over_ranks(self._accelerator, {**count_lengths(pending), "flops": flops})
         tokens, flops_of_all = lengths["length/mean"][0], lengths.pop("flops")[0]
         weight_sum = lengths.pop("counted")[0]
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
@@ -293,9 +300,9 @@ class Trainer:
         groups += groups[-1:] * (max_over_ranks(self._accelerator, own_groups) - own_groups)
         for group_number, group in enumerate(groups):
             started_at = time.monotonic()
-            scored = self._wait_for_rows(group)
+            scored_sequences = self._wait_for_rows(group)
             wait_seconds += time.monotonic() - started_at
-            batch = self._objective.batch(scored, self._student.device, layout)
+            batch = self._objective.batch(scored_sequences, self._student.device, layout)
             if group_number >= own_groups:
                 batch = batch.without_rows()
             for group_batch, is_own in self._student.batches_of_group(batch):
@@ -304,9 +311,9 @@ class Trainer:
                 )
                 if is_own:
                     sums = {name: sums.get(name, 0) + value for name, value in metric_sums.items()}
-        totals = {**totals_of(self._accelerator, sums), **lengths}
+        totals = {**sum_over_ranks(self._accelerator, sums), **lengths}
         totals["loss"] = (totals["loss"][0], max(weight_sum, 1.0))
-        return {**means_of(totals), "tokens": tokens, "flops": flops_of_all}, wait_seconds
+        return {**compute_means(totals), "tokens": tokens, "flops": flops_of_all}, wait_seconds
 
     def _add_gradients(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
         """Collective. Add up the gradients of a batch, and return (sum, number) of metrics."""
@@ -383,7 +390,7 @@ class Trainer:
             return
         self._progress.say("saving", self._step)
         model = self._student.trained.model
-        checkpoint_contents = contents(model, self._optimizer, self._anchor, self._critic)
+        checkpoint_contents = collect_contents(model, self._optimizer, self._anchor, self._critic)
         write_extra_files = (
             self._rollouts_ahead.later_files(self._step)
             if self._rollouts_ahead is not None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from student_trainer.losses import softmax_torch
 from student_trainer.losses.logit_map import Curve
-from student_trainer.losses.rows import Rows, places_of
+from student_trainer.losses.rows import Rows, index_equal_ids
 
 _TRITON = importlib.util.find_spec("triton") is not None
 
@@ -98,7 +98,7 @@ class Chunk:
         """
         assert self.sample_ids is not None
         assert self.sample_in_head is not None
-        ids, sample_slot = self.sample_ids, places_of(self.sample_ids)
+        ids, sample_slot = self.sample_ids, index_equal_ids(self.sample_ids)
         total = (
             torch.zeros_like(samples).scatter_add_(1, sample_slot, samples).gather(1, sample_slot)
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB, Rows, places_of
+from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB, Rows, index_equal_ids
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def draw_noise(
     scale = ratio * (log_ratio - (p.tail_logmass - q.tail_logmass)[:, None])
     squared_prob_sum = head_probs.square().sum(1) + (ratio * draw_probs).mean(1)  # sum of p^2
     # Equal ids share one entry of the vector.
-    summed_scale = torch.zeros_like(scale).scatter_add_(1, places_of(draw_ids), scale)
+    summed_scale = torch.zeros_like(scale).scatter_add_(1, index_equal_ids(draw_ids), scale)
     total = scale.sum(1)
     diagonal_terms = (scale.square() * (1 - 2 * draw_probs + squared_prob_sum[:, None])).sum(1)
     cross_terms = (

@@ -58,20 +58,21 @@ class HeadGradients:
     """Gradients of hidden states, weight and bias, summed over chunks; None if not needed."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs_gradient: Sequence[bool]
     ) -> None:
         """Allocate the sums.
 
-        `needed`: whether hidden states, weight and bias need a gradient, in this order. `weight`:
-        the model's parameter; its gradient is summed in float32 and returned in its dtype.
+        `needs_gradient`: whether hidden states, weight and bias need a gradient, in this order.
+        `weight`: the model's parameter; its gradient is summed in float32 and returned in its
+        dtype.
         """
         wide = wide_dtype(hidden)
         inputs = hidden, weight, bias
         self._dtypes = [None if value is None else value.dtype for value in inputs]
-        self._hidden_gradient = torch.empty_like(hidden) if needed[0] else None
-        self._weight_gradient = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        self._hidden_gradient = torch.empty_like(hidden) if needs_gradient[0] else None
+        self._weight_gradient = torch.zeros_like(weight, dtype=wide) if needs_gradient[1] else None
         self._bias_gradient = (
-            torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needs_gradient[2] else None
         )
 
     def add(self, index: slice, logit_gradients: Tensor, hidden: Tensor, weight: Tensor) -> None:

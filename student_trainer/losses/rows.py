@@ -91,7 +91,7 @@ def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     return terms.sum(1)
 
 
-def places_of(ids: Tensor) -> Tensor:
+def index_equal_ids(ids: Tensor) -> Tensor:
     """Return an index in [0, M) for each of ids [N, M], equal for equal ids of a row."""
     ids = ids.contiguous()
     return torch.searchsorted(ids.sort(1).values, ids)

@@ -93,24 +93,24 @@ def topk_kl(
     if tail == "bucket+teacher_samples":
         return head + _estimate_by_teacher_samples(p, q, direction)
     # Replace the inputs of tokens in the head, instead of multiplying by zero: 0 * inf is NaN.
-    outside = ~token_in_head
+    is_outside = ~token_in_head
     log_p, log_q, log_p_tail, log_q_tail = (
-        torch.where(outside, values, torch.zeros_like(values))
+        torch.where(is_outside, values, torch.zeros_like(values))
         for values in (p.token_logprobs, q.token_logprobs, p.tail_logmass, q.tail_logmass)
     )
     match tail:
         case "published":
-            sampled = _estimate_published(log_p, log_q, direction)
+            sampled_term = _estimate_published(log_p, log_q, direction)
         case "sampled":
-            sampled = _estimate_sampled(log_p, log_q, direction)
+            sampled_term = _estimate_sampled(log_p, log_q, direction)
         case "bucket+sampled":
-            sampled = _estimate_within_tail(
+            sampled_term = _estimate_within_tail(
                 log_p, log_q, log_p_tail, log_q_tail, torch.zeros_like(log_p), direction
             )
         case _:
             assert_never(tail)
-    sampled = torch.where(outside, sampled, torch.zeros_like(sampled))
-    return head + (sampled if importance is None else importance.detach() * sampled)
+    sampled_term = torch.where(is_outside, sampled_term, torch.zeros_like(sampled_term))
+    return head + (sampled_term if importance is None else importance.detach() * sampled_term)
 
 
 def _clamp_rows(rows: Rows) -> Rows:

@@ -21,7 +21,7 @@ from clients.runs.launch import adapter_rank
 from protos.errors import InvalidInput, WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.checkpoints.pushed_versions import PushedVersions
-from student_trainer.checkpoints.snapshots import Snapshots, snapshot_bytes, snapshot_root
+from student_trainer.checkpoints.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.engine_client import EngineClient, RolloutServiceInfo
@@ -144,7 +144,7 @@ def connect_engine(
     root, job = Path(), ""  # the main process chooses
     if accelerator.is_main_process:
         job = run_identity(run)
-        root = snapshot_root(run, attempt, needed_bytes, local=service.on_one_machine)
+        root = choose_snapshot_root(run, attempt, needed_bytes, local=service.on_one_machine)
     snapshots = Snapshots(
         accelerator,
         student,

@@ -245,7 +245,7 @@ def offline_method(
     student: Replicated | Sharded,
     tokenizer: Any,
     engine: EngineConnection | None,
-    other: OtherTokenizerStore | RoleStore | None = None,
+    other_store: OtherTokenizerStore | RoleStore | None = None,
     images: ImageReader | None = None,
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
@@ -253,13 +253,13 @@ def offline_method(
     The loss is the forward KL over the teacher's stored top-k. `task_prompts`: the prompts for
     exact match, empty if disabled. `teachers`: the live teacher under the name "", needed only if
     `method.on_policy_fraction` > 0. `engine`: samples the student's answers; None: this process
-    samples. `other`: reads the stores if they have another tokenizer. `images`: reads the images
-    that the stores name; None if they name none.
+    samples. `other_store`: reads the stores if they have another tokenizer. `images`: reads the
+    images that the stores name; None if they name none.
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
-    objective = _make_objective(config, store, tail, isinstance(other, OtherTokenizerStore))
-    read_sequence = _choose_reader(config, other, images)
+    objective = _make_objective(config, store, tail, isinstance(other_store, OtherTokenizerStore))
+    read_sequence = _choose_reader(config, other_store, images)
     sampling_options: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
     sampling_options["vocab_size"] = student.full.vocab_size
     engine_rollouts = None
@@ -308,12 +308,14 @@ def offline_method(
 
 
 def _choose_reader(
-    config: OfflineJob, other: OtherTokenizerStore | RoleStore | None, images: ImageReader | None
+    config: OfflineJob,
+    other_store: OtherTokenizerStore | RoleStore | None,
+    images: ImageReader | None,
 ) -> ReadSequence:
     """Return the function that reads a stored sequence; see `offline_method`."""
     if images is not None:
         return make_image_reading(images, config.data.image_folder)
-    return read if other is None else other.read
+    return read if other_store is None else other_store.read
 
 
 def _make_objective(

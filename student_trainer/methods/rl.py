@@ -156,9 +156,12 @@ class RLSteps:
         """
         groups = self._groups.of_step(step)
         pending = raise_on_all_ranks(self._accelerator, lambda: self._use_one_head(groups.pending))
-        started = time.monotonic()
+        started_at = time.monotonic()
         other_rows = self._request_other_rows(pending)
-        seconds = {"time/reward": groups.reward_seconds, "time/anchor": time.monotonic() - started}
+        seconds = {
+            "time/reward": groups.reward_seconds,
+            "time/anchor": time.monotonic() - started_at,
+        }
         metric_sums = groups.metric_sums
         advantages = self._compute_advantages(_rollouts_of(pending), groups.rewards, metric_sums)
         rollouts = iter(self._build_sequences(pending, other_rows, advantages))
@@ -166,9 +169,9 @@ class RLSteps:
         update_parts = [
             list(islice(rollouts, len(share) * group_size)) for share in self._groups.shares()
         ]
-        started = time.monotonic()
+        started_at = time.monotonic()
         updates = self._build_updates(update_parts)
-        seconds["time/old_policy"] = time.monotonic() - started
+        seconds["time/old_policy"] = time.monotonic() - started_at
         if self._searches:
             metric_sums |= search_metrics(_rollouts_of(pending))
         return Step(updates, metric_sums, seconds)

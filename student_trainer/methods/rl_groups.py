@@ -95,13 +95,13 @@ class GroupSampler:
         pending = raise_on_all_ranks(
             self._accelerator, lambda: self._training.of_step(step, self._select_prompts)
         )
-        started = time.monotonic()
+        started_at = time.monotonic()
         prompts, _ = self._select_prompts(step)
         rollouts = [cast(Rollout, item.sequence) for item in pending]
         rewards = self._compute_rewards(prompts, rollouts)
         metric_sums = reward_metrics(rewards) if self._rollout_rewards else {}
         metric_sums |= self._training.metrics(step, pending)
-        return Groups(pending, rewards, metric_sums, time.monotonic() - started)
+        return Groups(pending, rewards, metric_sums, time.monotonic() - started_at)
 
     def _sample_in_rounds(self, step: int) -> Groups:
         """Collective. Sample in rounds until every process has its groups or the rounds run out.
@@ -123,9 +123,9 @@ class GroupSampler:
             round_number = (step - 1) * self._rounds + rounds
             prompts, numbers = self._select_prompts(round_number) if needs_groups else ([], [])
             rollouts = self._sample_rollouts(prompts, numbers)
-            started = time.monotonic()
+            started_at = time.monotonic()
             rewards = self._compute_rewards(prompts, rollouts)
-            seconds += time.monotonic() - started
+            seconds += time.monotonic() - started_at
             for group, is_flat in enumerate(flat_groups(rewards).tolist()):
                 group_rollouts = rollouts[group * self._size : (group + 1) * self._size]
                 (uniform_groups if is_flat else varied_groups).append(

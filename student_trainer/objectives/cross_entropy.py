@@ -23,10 +23,10 @@ class CrossEntropyObjective:
     needs_all_rows = False
 
     def batch(
-        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+        self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> Batch:
         """Make the tensors of one micro-batch; see `make_batch`."""
-        return make_batch(scored, device, layout)
+        return make_batch(scored_sequences, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of rows, times the weight of each sequence."""

@@ -39,10 +39,10 @@ class CrossTokenizerObjective:
     needs_all_rows = True
 
     def batch(
-        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+        self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> AlignedBatch:
         """Make the tensors of one micro-batch; see `make_aligned_batch`."""
-        return make_aligned_batch(scored, device, layout)
+        return make_aligned_batch(scored_sequences, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of rows, times the weight of each sequence."""

@@ -56,10 +56,10 @@ class DistillationObjective:
         return cls(direction, method.tail_mode, method.temperature, teachers=tuple(teachers))
 
     def batch(
-        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+        self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> Batch:
         """Make the tensors of one micro-batch; see `make_batch`."""
-        return make_batch(scored, device, layout)
+        return make_batch(scored_sequences, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of rows, times the weight of each sequence.

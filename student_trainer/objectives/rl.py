@@ -132,10 +132,10 @@ class RLObjective:
         return self.has_policy_gradient and self.method.ratio == "sequence"
 
     def batch(
-        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+        self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> RLBatch:
         """Make the tensors of one micro-batch of RLSequence objects; see `make_batch`."""
-        rollouts = [cast(RLSequence, item) for item in scored]
+        rollouts = [cast(RLSequence, item) for item in scored_sequences]
         lengths = torch.tensor([item.sequence.learned for item in rollouts])
         advantages = [item.advantage.expand(item.sequence.learned) for item in rollouts]
         included = torch.tensor([item.is_included for item in rollouts])
@@ -145,7 +145,7 @@ class RLObjective:
             "all rollouts of an update have them, or none"
         )
         return RLBatch(
-            **vars(make_batch(scored, device, layout)),
+            **vars(make_batch(scored_sequences, device, layout)),
             other_rows=tuple(teacher_rows(blocks, device) for blocks in other_rows),
             advantages=torch.cat(advantages).to(device),
             weights=token_weights(lengths, included, self.method.aggregate).to(device),

@@ -21,7 +21,7 @@ from torch import Tensor
 from protos.rows.codec import RowBlock
 from protos.rpc.failpoints import failpoint
 from student_trainer.data.batch import Batch, NumberedSequence, make_batch, placeholder_rows
-from student_trainer.data.packing import in_order_of_request
+from student_trainer.data.packing import group_in_request_order
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
@@ -204,7 +204,7 @@ class AnchorTeacher:
         )
         student = self._student
         layout = student.trained.layout
-        groups = list(in_order_of_request(sequences, self._tokens_per_micro_batch, layout))
+        groups = list(group_in_request_order(sequences, self._tokens_per_micro_batch, layout))
         batch_of = partial(make_batch, device=student.device, layout=layout)
         student.trained.eval()
         with self._anchor.in_student_place():

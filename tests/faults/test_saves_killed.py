@@ -56,7 +56,7 @@ def train(root: Path, published: Path, begun: Path) -> None:
             parameter.grad = parameter.detach().clone()
         optimizer.step()
         if step % 2 == 0:
-            saver.save(step, checkpoint.contents(model, optimizer))
+            saver.save(step, checkpoint.collect_contents(model, optimizer))
             if main:
                 begun.touch()
 

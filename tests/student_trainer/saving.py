@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from student_trainer.checkpoints.checkpoint import checkpoint_path, contents
-from student_trainer.checkpoints.model_directory import small_files
+from student_trainer.checkpoints.checkpoint import checkpoint_path, collect_contents
+from student_trainer.checkpoints.model_directory import collect_small_files
 from student_trainer.checkpoints.saver import Saver
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.parallel.collectives import make_accelerator
@@ -21,7 +21,7 @@ LIMIT = timedelta(minutes=10)
 
 def saver_of(root: Path, model: Any, tokenizer: Any, **options: Any) -> Saver:
     accelerator = make_accelerator(LIMIT)
-    return Saver(accelerator, root, small_files=small_files(model, tokenizer), **options)
+    return Saver(accelerator, root, small_files=collect_small_files(model, tokenizer), **options)
 
 
 def save_checkpoint(
@@ -38,6 +38,6 @@ def save_checkpoint(
 ) -> Path:
     """Save, wait until it is written, and return its directory."""
     saver = saver_of(root, model, tokenizer, facts=facts)
-    saver.save(step, contents(model, optimizer, anchor, values), metrics)
+    saver.save(step, collect_contents(model, optimizer, anchor, values), metrics)
     saver.finish()
     return checkpoint_path(root, step)

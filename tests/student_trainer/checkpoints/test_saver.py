@@ -18,7 +18,11 @@ from clients.runs.fence import VARIABLE, raise_fence
 from protos.errors import WrongState
 from protos.rpc import failpoints
 from student_trainer.checkpoints.atomic_directory import is_intact
-from student_trainer.checkpoints.checkpoint import checkpoint_path, contents, newest_checkpoint
+from student_trainer.checkpoints.checkpoint import (
+    checkpoint_path,
+    collect_contents,
+    newest_checkpoint,
+)
 from student_trainer.checkpoints.saver import Saver, announce_part
 from tests.forks import Forks
 from tests.student_trainer import tiny
@@ -51,7 +55,7 @@ def test_a_checkpoint_is_the_state_when_it_was_asked_for(
     expected = []
     for step in (1, 2):
         expected.append({name: weight.clone() for name, weight in model.state_dict().items()})
-        saver.save(step, contents(*state))
+        saver.save(step, collect_contents(*state))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
@@ -83,12 +87,12 @@ def test_training_goes_on_while_it_is_written(
         after_publication=note,
     )
     assert saver.poll()
-    saver.save(1, contents(*state))
+    saver.save(1, collect_contents(*state))
     assert not saver.poll()
     assert saver.is_writing
     assert newest_checkpoint(tmp_path) is None
     threading.Timer(0.1, may_publish.set).start()
-    saver.save(2, contents(*state))
+    saver.save(2, collect_contents(*state))
     assert published[:1] == [1]
     saver.finish()
     assert (published, saver.is_writing) == ([1, 2], False)
@@ -99,14 +103,14 @@ def test_a_failed_write_is_raised_and_leaves_nothing(
 ) -> None:
     saver = saver_of(tmp_path, state[0], tiny.tokenizer())
     failpoints.arm("checkpoint-part-written:raise")
-    saver.save(3, contents(*state))
+    saver.save(3, collect_contents(*state))
     with pytest.raises(OSError, match="Input/output error") as caught:
         saver.finish()
     path = checkpoint_path(tmp_path, 3)
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
     assert list(tmp_path.iterdir()) == []
     failpoints.arm("")
-    saver.save(3, contents(*state))  # the fault is mended
+    saver.save(3, collect_contents(*state))  # the fault is mended
     saver.finish()
     assert is_intact(path)
 
@@ -124,11 +128,11 @@ def test_an_attempt_that_was_replaced_publishes_nothing(
         theirs.mkdir(parents=True)
 
     saver = saver_of(root, state[0], tiny.tokenizer(), before_publication=replaced)
-    saver.save(4, contents(*state))
+    saver.save(4, collect_contents(*state))
     with pytest.raises(WrongState, match="attempt 1 was replaced"):
         saver.finish()
     with pytest.raises(WrongState, match="attempt 1 was replaced"):
-        saver.save(5, contents(*state))
+        saver.save(5, collect_contents(*state))
     assert list(root.rglob("*")) == [theirs.parent, theirs]
 
 
@@ -139,7 +143,7 @@ def failing(root: Path, failing_rank: int) -> None:
     saver: Saver = saver_of(root / "checkpoints", model, tiny.tokenizer())
     if rank == failing_rank:
         failpoints.arm("checkpoint-part-written:raise")
-    saver.save(1, contents(model, torch.optim.AdamW(model.parameters())))
+    saver.save(1, collect_contents(model, torch.optim.AdamW(model.parameters())))
     try:
         saver.finish()
     except Exception as error:

@@ -21,7 +21,7 @@ from clients.runs import memory_disk
 from protos.errors import Corrupt, Unavailable
 from student_trainer.checkpoints import snapshots as module
 from student_trainer.checkpoints.export import export_model
-from student_trainer.checkpoints.snapshots import Snapshots, snapshot_root
+from student_trainer.checkpoints.snapshots import Snapshots, choose_snapshot_root
 from student_trainer.data.prompts import Prompt
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import load_adapters, scale_adapters
@@ -201,13 +201,13 @@ def test_what_killed_trainers_left_in_memory_is_deleted(
     run = tmp_path / "run"
     lock = os.open(alive, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    mine = snapshot_root(run, 2, 1000, local=True)
+    mine = choose_snapshot_root(run, 2, 1000, local=True)
     assert mine.parent == tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, mine.name}
     os.close(lock)
-    assert snapshot_root(run, 2, 1 << 60, local=True) == run / "weights" / "attempt-2"
+    assert choose_snapshot_root(run, 2, 1 << 60, local=True) == run / "weights" / "attempt-2"
     (run / "weights" / "attempt-1").mkdir(parents=True)
-    assert snapshot_root(run, 2, 1000, local=False) == run / "weights" / "attempt-2"
+    assert choose_snapshot_root(run, 2, 1000, local=False) == run / "weights" / "attempt-2"
     assert not (run / "weights").exists(), "the first attempt was killed"
 
 
@@ -230,7 +230,7 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
 
     locks: list[int] = []
     monkeypatch.setattr(tempfile, "mkdtemp", meddled)
-    mine = snapshot_root(tmp_path / "run", 1, 1000, local=True)
+    mine = choose_snapshot_root(tmp_path / "run", 1, 1000, local=True)
     os.close(locks[0])
     assert mine == made[2]
     with pytest.raises(BlockingIOError):

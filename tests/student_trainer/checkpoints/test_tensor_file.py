@@ -16,8 +16,8 @@ from student_trainer.checkpoints.tensor_file import (
     PartWriter,
     TensorFile,
     _read_slices,
-    digest_of_part,
-    layout,
+    build_layout,
+    hash_part,
 )
 from student_trainer.parallel.shards import rows_of_part
 
@@ -54,20 +54,20 @@ def test_the_bytes_of_the_library(
 ) -> None:
     """For any number of parts, written in any order."""
     save_file(tensors(), tmp_path / "expected", metadata=metadata)
-    file = layout(tensors(), metadata)
+    file = build_layout(tensors(), metadata)
     order = random.Random(parts).sample(range(parts), parts)
     digests = {part: write_part(tmp_path / "found", file, tensors(), part, parts) for part in order}
     found = (tmp_path / "found").read_bytes()
     assert found == (tmp_path / "expected").read_bytes()
     for part, digest in digests.items():
-        assert digest_of_part(tmp_path / "found", part, parts) == digest
+        assert hash_part(tmp_path / "found", part, parts) == digest
     if parts == 1:
         assert digests[0] == hashlib.sha256(found).hexdigest()
 
 
 def test_no_tensors(tmp_path: Path) -> None:
     save_file({}, tmp_path / "expected")
-    write_part(tmp_path / "found", layout({}), {}, 0, 1)
+    write_part(tmp_path / "found", build_layout({}), {}, 0, 1)
     assert (tmp_path / "found").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
@@ -75,7 +75,7 @@ def test_no_tensors(tmp_path: Path) -> None:
 def test_every_byte_is_in_one_part(tmp_path: Path, parts: int) -> None:
     """A changed byte changes the digest of one part; one of the header may make it no file."""
     path = tmp_path / "file"
-    file = layout(tensors())
+    file = build_layout(tensors())
     digests = [write_part(path, file, tensors(), part, parts) for part in range(parts)]
     whole = path.read_bytes()
     for place in range(len(whole)):
@@ -83,7 +83,7 @@ def test_every_byte_is_in_one_part(tmp_path: Path, parts: int) -> None:
         damaged = []
         for part in range(parts):
             try:
-                damaged.append(digest_of_part(path, part, parts) != digests[part])
+                damaged.append(hash_part(path, part, parts) != digests[part])
             except ValueError:
                 damaged.append(True)
         assert any(damaged), place
@@ -92,7 +92,7 @@ def test_every_byte_is_in_one_part(tmp_path: Path, parts: int) -> None:
     for other in (whole + b"\0", whole[:-1], whole[:4], b"", b"\xff" * 64):
         path.write_bytes(other)
         with pytest.raises(ValueError, match=r"header|size"):
-            digest_of_part(path, 0, parts)
+            hash_part(path, 0, parts)
 
 
 def test_a_part_of_the_columns_is_no_view_of_the_rows(tmp_path: Path) -> None:

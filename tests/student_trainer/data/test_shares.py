@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from student_trainer.data.shares import counts_of, sources_of
+from student_trainer.data.shares import assign_sets, count_per_set
 
 SHARES = [
     ["1/2", "1/2"],
@@ -31,15 +31,15 @@ def test_shares(written: list[str]) -> None:
     shares = [Fraction(share) for share in written]
     assert sum(shares) == 1
     expected = of_definition(shares, 300)
-    assert sources_of(shares, 0, 300) == expected
+    assert assign_sets(shares, 0, 300) == expected
     for first in range(0, 280, 7):
         counts = [expected[:first].count(number) for number in range(len(shares))]
-        assert counts_of(shares, first) == counts
-        assert sources_of(shares, first, 20) == expected[first : first + 20]
+        assert count_per_set(shares, first) == counts
+        assert assign_sets(shares, first, 20) == expected[first : first + 20]
         for share, count in zip(shares, counts, strict=True):
             assert abs(count - share * first) < len(shares) / 2 + 1
 
 
 def test_a_late_step_costs_no_more() -> None:
     shares = [Fraction("0.7"), Fraction("0.3")]
-    assert counts_of(shares, 10**12) == [7 * 10**11, 3 * 10**11]
+    assert count_per_set(shares, 10**12) == [7 * 10**11, 3 * 10**11]

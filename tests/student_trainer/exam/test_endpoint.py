@@ -26,7 +26,7 @@ from protos.errors import (
 )
 from student_trainer.exam import endpoint
 from student_trainer.exam.__main__ import run
-from student_trainer.exam.asking import seed_of
+from student_trainer.exam.asking import derive_seed
 from student_trainer.exam.questions import load_questions
 from tests.student_trainer.environments.server import dripping
 from tests.student_trainer.exam.conftest import Material, exam
@@ -214,7 +214,7 @@ def killed_once(material: Material, out: Path, *, after: int) -> None:
         before = server.asked.copy()
         server.asked.clear()
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        kept = {seed_of(0, row["prompt"], row["sample"]) for row in on_disk}
+        kept = {derive_seed(0, row["prompt"], row["sample"]) for row in on_disk}
         assert kept.isdisjoint(server.asked), "asked for again"
         assert len(kept) + len(server.asked) == prompts * samples
         assert set(server.asked.values()) == set(before.values()) == {1}

@@ -1,10 +1,10 @@
 """The means of metrics: only the noise of a gradient is a root."""
 
-from student_trainer.loop.step_metrics import means_of
+from student_trainer.loop.step_metrics import compute_means
 
 
 def test_only_gradient_sd_is_a_root() -> None:
-    found = means_of(
+    found = compute_means(
         {
             "topk/gradient_sd": (8.0, 2.0),
             "topk/anchor_gradient_sd": (18.0, 2.0),

@@ -11,14 +11,14 @@ import torch
 
 from clients.runs.best_step import unproven_gain
 from clients.runs.metrics_follower import Point
-from student_trainer.loop.evaluation import moments, standard_error
+from student_trainer.loop.evaluation import compute_moments, standard_error
 
 
 def test_equal_lengths_give_the_error_of_a_mean() -> None:
     """Sequences of one length: the textbook's s / sqrt(S) of their means."""
     sums = torch.from_numpy(np.random.default_rng(0).normal(3.0, 1.0, 50))
     counts = torch.full((50,), 7.0, dtype=torch.float64)
-    found = standard_error(float(sums.sum()), 350.0, *moments(sums, counts).tolist())
+    found = standard_error(float(sums.sum()), 350.0, *compute_moments(sums, counts).tolist())
     assert found == pytest.approx(float((sums / 7).std()) / math.sqrt(50))
 
 
@@ -29,7 +29,7 @@ def test_it_is_the_spread_of_repeated_evaluations() -> None:
     for _ in range(2000):
         counts = random.integers(1, 40, 64).astype(float)
         sums = counts * random.normal(1.0, 0.5, 64) + random.normal(0, np.sqrt(counts))
-        of_it = moments(torch.from_numpy(sums), torch.from_numpy(counts)).tolist()
+        of_it = compute_moments(torch.from_numpy(sums), torch.from_numpy(counts)).tolist()
         means.append(sums.sum() / counts.sum())
         errors.append(standard_error(sums.sum(), counts.sum(), *of_it))
     assert np.mean(errors) == pytest.approx(np.std(means), rel=0.1)
@@ -38,8 +38,8 @@ def test_it_is_the_spread_of_repeated_evaluations() -> None:
 def test_processes_add_their_moments() -> None:
     sums = torch.rand(9, dtype=torch.float64)
     counts = torch.tensor([3.0, 1, 2, 0, 5, 6, 1, 1, 4], dtype=torch.float64)
-    halves = moments(sums[:4], counts[:4]) + moments(sums[4:], counts[4:])
-    torch.testing.assert_close(halves, moments(sums, counts))
+    halves = compute_moments(sums[:4], counts[:4]) + compute_moments(sums[4:], counts[4:])
+    torch.testing.assert_close(halves, compute_moments(sums, counts))
     assert halves[-1] == 8, "a sequence without tokens is none"
 
 
