@@ -90,9 +90,8 @@ async def run_server(
             *(store, runs, control, streams, removals, files),
             *(scheduler.teachers, uploads, persistent_teachers, audit, tokens),
         )
-        page = _create_metrics_page(
-            ServerMetrics(store, policy.machine, scheduler.teachers, runs, files)
-        )
+        server_metrics = ServerMetrics(store, policy.machine, scheduler.teachers, runs, files)
+        page = _create_metrics_page(server_metrics)
         dashboard_context: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
         dashboard_context = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:
@@ -103,11 +102,8 @@ async def run_server(
         async with dashboard_context as announce:
             ready = partial(_call_both, on_ready, announce)
             collect_uploads = partial(_collect_garbage, uploads, connection, files)
-            tasks = (
-                scheduler.run,
-                Keeper(removals, keep_days, store.now, audit).run,
-                collect_uploads,
-            )
+            keeper = Keeper(removals, keep_days, store.now, audit)
+            tasks = (scheduler.run, keeper.run, collect_uploads)
             with metrics_page(page, metrics):
                 await _serve_and_work(service, tasks, endpoint, page, ready, notifier.close)
 

@@ -17,17 +17,10 @@ from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.events.thinning import thin_events
 from distill_server.jobs.database import transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
-from distill_server.jobs.rows import (
-    PHASE_CHARS,
-    JobFilter,
-    NewJob,
-    Tally,
-    job_of,
-    parse_row,
-    share_of,
-)
+from distill_server.jobs.rows import PHASE_CHARS, JobFilter, NewJob, job_of, parse_row, share_of
 from distill_server.jobs.rows import Attempt as Attempt
 from distill_server.jobs.rows import Change as Change
+from distill_server.jobs.rows import Tally as Tally
 from distill_server.jobs.steady_clock import steady_clock
 from distill_server.pipelines.dependencies import ALL_MET, Dependencies
 from distill_server.runners.machine import Share
@@ -303,8 +296,7 @@ class JobStore:
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.
 
-        A change that only sets the job's current phase is skipped. Raises WrongState for a bad
-        transition; then no change is applied.
+        A change that only sets the current phase is skipped. WrongState undoes all changes.
         """
         with transaction(self._db):
             for change in changes:
