@@ -102,7 +102,7 @@ def serve(
                 runner=_create_runner(ray, slurm, slurm_option or []),
                 policy=_create_policy(machine, most_queued, retries, backoff, give_up_after),
                 preflight=JobPreflight(trainers_are_local=ray is None and not slurm),
-                on_ready=lambda bound: _print_address(endpoint.address(bound)),
+                on_ready=lambda port: _print_address(endpoint.address(port)),
             )
         )
 
@@ -145,11 +145,10 @@ def _import_runs(runs: Path, database: Path, source: Path) -> None:
     outcomes: Counter[str] = Counter()
     runs.mkdir(parents=True, exist_ok=True)
     with open_database(database) as connection:
-        for imported in import_runs(connection, runs.resolve(), source):
-            outcomes[imported.outcome] += 1
-            print(
-                f"{imported.outcome:<8} {plain(imported.name)}: {plain(imported.about)}", flush=True
-            )
+        for import_result in import_runs(connection, runs.resolve(), source):
+            outcomes[import_result.outcome] += 1
+            name, about = plain(import_result.name), plain(import_result.about)
+            print(f"{import_result.outcome:<8} {name}: {about}", flush=True)
     counts = ("taken", "known", "refused")
     typer.echo(", ".join(f"{outcomes[name]} {name}" for name in counts), err=True)
     if outcomes["taken"]:

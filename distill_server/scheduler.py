@@ -275,7 +275,7 @@ class Scheduler:
             run,
             job.attempt,
             self._metrics_tail(job, run),
-            cancelling=is_cancelling,
+            is_cancelling=is_cancelling,
         )
         observation = await self._call_files(job, poll)
         job = self._store.job(job.id)  # a user may have cancelled it meanwhile
@@ -358,7 +358,7 @@ class Scheduler:
             waits_for=verdict.waits_for,
         )
         if verdict.waits_for:
-            phase = self.waits.begin(job, next_attempt, progressed=has_progressed)
+            phase = self.waits.begin(job, next_attempt, has_progressed=has_progressed)
         else:
             self.waits.end(job)
             backoff = self._policy.backoff * 2 ** min(30, max(0, retries - 1))

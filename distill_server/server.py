@@ -93,7 +93,7 @@ async def run_server(
         server_metrics = ServerMetrics(store, policy.machine, scheduler.teachers, runs, files)
         page = _create_metrics_page(server_metrics)
         dashboard_context: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
-        dashboard_context = contextlib.nullcontext(lambda bound: None)
+        dashboard_context = contextlib.nullcontext(lambda port: None)
         if dashboard is not None:
             dashboard_context = dashboard.serving(
                 *(endpoint, runs, store, notifier, control, streams, scheduler, policy.machine),

@@ -119,10 +119,10 @@ class StartOrder:
             self._too_large.add(job.id)
             self._write_phase(job, str(error))
             return TeacherAwaited()
-        if phase := self._quotas.lack(job, self._machine.gpus_of_job(config)):
+        if phase := self._quotas.explain_wait(job, self._machine.gpus_of_job(config)):
             self._write_phase(job, phase)
             return TeacherAwaited()
-        share = self._machine.share(config, shares)
+        share = self._machine.allocate_share(config, shares)
         if share is None:
             self._write_phase(job, "")
             self._make_room(config, shares)
@@ -155,7 +155,7 @@ class StartOrder:
             for share in shares
             if share.gpus is not None
         ]
-        if idle_gpus and not self._machine.lack(config, shares_without_idle):
+        if idle_gpus and not self._machine.explain_lack(config, shares_without_idle):
             self._needs.make_room()
 
     def _write_phase(self, job: Job, phase: str) -> None:

@@ -108,14 +108,14 @@ class Uploads:
         not match its checksum, Unavailable if `begin` must be called again, and WrongState if the
         disk is full.
         """
-        expected = self._expected_files.get(sha256)
-        if expected is None:
+        expected_file = self._expected_files.get(sha256)
+        if expected_file is None:
             if _SHA256.fullmatch(sha256) and (self._files / sha256).exists():
                 return  # another client has sent it
             raise _make_begin_again()
-        with expected.lock, _full_disk_errors():
+        with expected_file.lock, _full_disk_errors():
             if not (self._files / sha256).exists():
-                self._write_part(sha256, offset, chunk, expected.size)
+                self._write_part(sha256, offset, chunk, expected_file.size)
 
     def collect(self, named_digests: Collection[str], *, cutoff: float) -> None:
         """Remove uploads that no job names, and files last requested before the time `cutoff`.
@@ -203,12 +203,12 @@ class Uploads:
         partial_upload.rename(upload)
         fsync_directory(self._root)
 
-    def _require_space(self, needed: int) -> None:
-        free = max(0, shutil.disk_usage(self._root).free - _RESERVED_BYTES)
-        if needed > free:
+    def _require_space(self, needed_bytes: int) -> None:
+        free_bytes = max(0, shutil.disk_usage(self._root).free - _RESERVED_BYTES)
+        if needed_bytes > free_bytes:
             raise WrongState(
-                f"the server lacks {needed / 1e9:.3g} GB of these files, and has room for"
-                f" {free / 1e9:.3g} GB",
+                f"the server lacks {needed_bytes / 1e9:.3g} GB of these files, and has room for"
+                f" {free_bytes / 1e9:.3g} GB",
                 hint="free disk space there, or name files that the server has",
             )
 

@@ -120,7 +120,7 @@ class Pages:
 
     async def jobs(self, request: Request) -> Response:
         """GET /api/jobs: one page of jobs and the counts by state, as JSON."""
-        return JSONResponse(await self.turns.take(self._page_reader(request)))
+        return JSONResponse(await self.turns.run_query(self._page_reader(request)))
 
     async def jobs_events(self, request: Request) -> Response:
         """GET /api/events: the same page as an event stream, sent again when it changes."""
@@ -161,20 +161,20 @@ class Pages:
         if job.state is JobState.RUNNING:
             for event in self.store.events(job.id, max(0, job.last_seq - WINDOW), WINDOW):
                 progress.add(event)
-        return {**job_record(job), **places.of(job), "seconds_left": progress.seconds_left}
+        return {**job_record(job), **places.describe(job), "seconds_left": progress.seconds_left}
 
     async def job(self, request: Request) -> Response:
         """GET /api/jobs/JOB: one job with its configuration and its place in the queue."""
         job = self.store.resolve(request.path_params["job"])
         place: Mapping[str, Any] = {}
         if job.state is JobState.QUEUED:
-            place = await self.turns.take(lambda: self._read_places().of(job))
+            place = await self.turns.run_query(lambda: self._read_places().describe(job))
         return JSONResponse({**job_record(job, with_config=True), **place})
 
     async def attempts(self, request: Request) -> Response:
         """GET /api/jobs/JOB/attempts: when the newest 50 attempts ran, and how each ended."""
         job = self.store.resolve(request.path_params["job"])
-        records = await self.turns.take(lambda: attempts_of(self.store, job))
+        records = await self.turns.run_query(lambda: attempts_of(self.store, job))
         return JSONResponse({"attempts": records})
 
     async def checkpoints(self, request: Request) -> Response:
@@ -233,13 +233,13 @@ class Pages:
     async def sample_steps(self, request: Request) -> Response:
         """GET /api/jobs/JOB/samples: the steps that have transcripts, newest first."""
         run = self._find_run(request)
-        return JSONResponse({"steps": await self.streams.files.within(partial(sample_steps, run))})
+        return JSONResponse({"steps": await self.streams.files.call(partial(sample_steps, run))})
 
     async def samples(self, request: Request) -> Response:
         """GET /api/jobs/JOB/samples/STEP: the first transcripts of a step."""
         run = self._find_run(request)
         read_samples = partial(samples_of, run, request.path_params["step"])
-        records = await self.streams.files.within(read_samples)
+        records = await self.streams.files.call(read_samples)
         return JSONResponse({"samples": records})
 
     async def cancel(self, request: Request) -> Response:

@@ -20,8 +20,8 @@ def attempts_of(store: JobStore, job: Job) -> list[dict[str, Any]]:
     the attempt runs; `reason` is the reason of the end. `step` is the newest step. A job of a
     million events costs about 60 reads for each attempt: three bisections in place of a scan.
     """
-    oldest = max(1, job.attempt - _MAX_ATTEMPTS + 1)
-    return [_build_record(store, job, number) for number in range(oldest, job.attempt + 1)]
+    oldest_attempt = max(1, job.attempt - _MAX_ATTEMPTS + 1)
+    return [_build_record(store, job, number) for number in range(oldest_attempt, job.attempt + 1)]
 
 
 def _build_record(store: JobStore, job: Job, number: int) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Turns:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def take(self, query: Callable[[], _Answer]) -> _Answer:
+    async def run_query(self, query: Callable[[], _Answer]) -> _Answer:
         """Wait for this query's turn, run it and return its result."""
         async with self._turn:
             started_at = time.monotonic()
@@ -107,7 +107,7 @@ async def list_messages(
     last_page: Any = None
     while True:
         change_event = notifier.next_change(ANY_JOB)
-        page = await turns.take(query)
+        page = await turns.run_query(query)
         if page != last_page:
             last_page = page
             yield message("page", page)
@@ -164,8 +164,8 @@ async def _add_heartbeats(messages: Messages) -> Messages:
     try:
         while True:
             next_message = next_message or asyncio.ensure_future(anext(messages))
-            finished, _ = await asyncio.wait({next_message}, timeout=_HEARTBEAT_SECONDS)
-            if not finished:
+            completed_futures, _ = await asyncio.wait({next_message}, timeout=_HEARTBEAT_SECONDS)
+            if not completed_futures:
                 yield ":\n\n"
                 continue
             finished_message, next_message = next_message, None

@@ -44,7 +44,7 @@ class Places:
             "queued": len(self._queue),
         }
 
-    def of(self, job: Job) -> Mapping[str, Any]:
+    def describe(self, job: Job) -> Mapping[str, Any]:
         """Return the `place` of a QUEUED job (from 1), `why` it waits, and `retry_at`.
 
         `retry_at` is the Unix time until which the job rests after a failure, 0 if it does not. A
@@ -69,7 +69,7 @@ class Places:
             self._machine.require_room(config)
         except InvalidInput as error:
             return str(error)
-        if lack := self._machine.lack(config, self._held_shares):
+        if lack := self._machine.explain_lack(config, self._held_shares):
             return lack
         next_job_id = self._next_job_id
         return (

@@ -40,4 +40,4 @@ class SharedReads:
                 }
             future = self._files.start(call)
             self._reads[key] = current_time, future
-        return await self._files.result(future)
+        return await self._files.wait_for(future)

@@ -149,7 +149,7 @@ class JobControl:
     async def resume_checked(self, text: str, *, max_steps: int, from_step: int) -> Job:
         """Run the preflight, then `resume`. Also raises the preflight's DistillError."""
         job, config = self._require_resumable(text, max_steps)
-        await self._files.within(partial(self._require_files, job, from_step))
+        await self._files.call(partial(self._require_files, job, from_step))
         config = config or parse_config(job.config_json)
         outputs = outputs_in(config)
         for output in outputs:
@@ -177,7 +177,7 @@ class JobControl:
 
     def _queue_resumed(self, text: str, max_steps: int, from_step: int) -> Job:
         job, config = self._require_resumable(text, max_steps)
-        resumed = self._store.queue_again(
+        resumed_job = self._store.queue_again(
             job.id,
             Attempt(job.attempt + 1, from_step=from_step or None),
             Change(JobState.QUEUED, reason="", phase=""),
@@ -186,7 +186,7 @@ class JobControl:
         )
         failpoint("resume-stored")
         self._wake()
-        return resumed
+        return resumed_job
 
     def _parse_submission(self, config_json: str, config_text: str, idempotency_key: str) -> AnyJob:
         for field, text in (("config_json", config_json), ("config_text", config_text)):
@@ -323,12 +323,12 @@ class JobControl:
         """Request a stop: by control.json or, if that cannot be written, by SIGTERM."""
         run = RunDirectory(self._runs / job.id)
         try:
-            await self._files.within(partial(request_stop, run, now=now))
+            await self._files.call(partial(request_stop, run, now=now))
         except OSError as error:  # also Unavailable: the run directory does not answer
             log.warning("job %s: cannot write control.json, sending SIGTERM: %s", job.id, error)
             # The scheduler repeats the signal, so its failure is not an error of the request.
             with suppress(OSError):
-                await self._files.within(partial(self._stop_trainer, run, job.attempt))
+                await self._files.call(partial(self._stop_trainer, run, job.attempt))
 
     def _extend_config(self, job: Job, max_steps: int) -> AnyJob:
         if max_steps <= job.step:

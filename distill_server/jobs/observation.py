@@ -37,7 +37,7 @@ class Observation:
 
 
 def observe(
-    runner: Runner, run: RunDirectory, attempt: int, tail: MetricsTail, *, cancelling: bool
+    runner: Runner, run: RunDirectory, attempt: int, tail: MetricsTail, *, is_cancelling: bool
 ) -> Observation:
     """Poll the runner, then read the files: if the attempt has ended, they are complete.
 
@@ -46,7 +46,7 @@ def observe(
     outcome = runner.poll(run, attempt)
     status = status_of(run, attempt)
     if isinstance(outcome, Running):
-        stop = _repeat_stop_request(runner, run, attempt) if cancelling else ""
+        stop = _repeat_stop_request(runner, run, attempt) if is_cancelling else ""
         return Observation(outcome, status, tail.read(), stop)
     return Observation(outcome, status, tail.read_all(), log_end=_last_lines(run.log_file(attempt)))
 

@@ -30,14 +30,14 @@ class RunFiles:
 
     def __init__(self, answer_seconds: float = ANSWER_SECONDS) -> None:
         self.answer_seconds = answer_seconds
-        self._running = 0
+        self._running_calls = 0
 
     def start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
         """Start the call in a thread and return its future.
 
         Raises Unavailable if 256 calls have not returned.
         """
-        if self._running >= _MAX_THREADS:
+        if self._running_calls >= _MAX_THREADS:
             raise _make_no_answer(self.answer_seconds)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
@@ -47,7 +47,7 @@ class RunFiles:
         )
 
         def deliver(settle: Callable[[], None]) -> None:
-            self._running -= 1
+            self._running_calls -= 1
             if not future.done():
                 settle()
 
@@ -62,19 +62,19 @@ class RunFiles:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(deliver, settle)
 
-        self._running += 1
+        self._running_calls += 1
         threading.Thread(target=run, name="run-files", daemon=True).start()
         return future
 
-    async def within(self, call: Callable[[], _T]) -> _T:
+    async def call(self, call: Callable[[], _T]) -> _T:
         """Return the result of the call. Raises Unavailable if it takes more than `answer_seconds`.
 
         The call itself continues in its thread.
         """
-        return await self.result(self.start(call))
+        return await self.wait_for(self.start(call))
 
-    async def result(self, future: asyncio.Future[_T]) -> _T:
-        """Return the result of a started call, with the time limit of `within`."""
+    async def wait_for(self, future: asyncio.Future[_T]) -> _T:
+        """Return the result of a started call, with the time limit of `call`."""
         await asyncio.wait({future}, timeout=self.answer_seconds)
         if not future.done():
             raise _make_no_answer(self.answer_seconds)

@@ -137,10 +137,10 @@ class JobStore:
         Raises NotFound if no job matches, InvalidInput with the candidates if several do.
         """
         if text == "@last":
-            newest = self.page(limit=1)
-            if not newest:
+            newest_jobs = self.page(limit=1)
+            if not newest_jobs:
                 raise NotFound("there are no jobs yet", field="job_id")
-            return newest[0]
+            return newest_jobs[0]
         if not text or self.has(text):
             return self.job(text)
         # Ids consist of a-z, 0-9, "." and "-", which all sort before "~".

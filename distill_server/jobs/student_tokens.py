@@ -47,8 +47,8 @@ class StudentTokens:
         if width is not None and width != info.vocab_size:
             with self._lock:
                 tokens = tokens_in(model) or []
-            common = common_ids(width, info.vocab_size, label, tokens)
-            require_narrowing(info, common, label, "student.model")
+            shared_ids = common_ids(width, info.vocab_size, label, tokens)
+            require_narrowing(info, shared_ids, label, "student.model")
 
     def _find_difference(
         self, model: Path, fingerprint: str, vocabulary: Callable[[], Sequence[str]]

@@ -43,14 +43,14 @@ def verdict_of(
     `step` appears in the reason only.
     """
     is_blameless_loss = isinstance(outcome, Lost) and outcome.blameless
-    cancelling = state is JobState.CANCELLING
+    is_cancelling = state is JobState.CANCELLING
     verdict = status.verdict if status is not None else "running"
     reason = status.reason if status is not None else ""
     if verdict == "succeeded":
         return JobEnded(JobState.SUCCEEDED)
-    if isinstance(outcome, CancelledInCluster) and not cancelling:
+    if isinstance(outcome, CancelledInCluster) and not is_cancelling:
         return JobEnded(JobState.CANCELLED, outcome.reason)
-    if verdict == "cancelled" and cancelling:
+    if verdict == "cancelled" and is_cancelling:
         return JobEnded(JobState.CANCELLED, reason or "cancelled on request")
     if status is not None and verdict == "failed":
         if not is_infrastructure(status.error):
@@ -69,7 +69,7 @@ def verdict_of(
         )
     return (
         JobEnded(JobState.CANCELLED, f"cancelled; {attempt_died.reason}")
-        if cancelling
+        if is_cancelling
         else attempt_died
     )
 

@@ -67,12 +67,12 @@ class Waits:
     def __len__(self) -> int:
         return len(self._waits)
 
-    def begin(self, job: Job, attempt: Attempt, *, progressed: bool) -> str:
+    def begin(self, job: Job, attempt: Attempt, *, has_progressed: bool) -> str:
         """Begin the wait of the next attempt of a job and return its phase.
 
         The pause continues to grow from that of the previous attempt, unless it made progress.
         """
-        previous_wait = None if progressed else self._waits.get(job.id)
+        previous_wait = None if has_progressed else self._waits.get(job.id)
         self._waits[job.id] = wait = self._create_wait(
             attempt, previous_wait.pause if previous_wait else 0.0
         )

@@ -39,7 +39,7 @@ class Quotas:
         self._quotas = quotas
         self._usage_by_owner: dict[str, _Usage] = {}
         # Owners with a job above their quota, and the jobs' phase, as of the last pass.
-        self._above: dict[str, str] = {}
+        self._phase_by_owner: dict[str, str] = {}
         self._last_counters: tuple[object, ...] = ()
 
     def begin_pass(self) -> None:
@@ -55,13 +55,13 @@ class Quotas:
         tally = self._store.tally
         counters = (usage_by_owner, tally.attempts, tally.ends.total())
         if counters != self._last_counters:
-            self._above, self._last_counters = {}, counters
+            self._phase_by_owner, self._last_counters = {}, counters
         self._usage_by_owner = {
             owner: _Usage(usage.jobs, usage.gpus) for owner, usage in usage_by_owner.items()
         }
         for owner in self._quotas:
             if phase := self._format_lack(owner, 0):
-                self._above[owner] = phase
+                self._phase_by_owner[owner] = phase
         self._write_phases()
 
     def _select_active(self) -> sqlite3.Cursor:
@@ -74,10 +74,10 @@ class Quotas:
 
     def other_owners(self) -> str:
         """Return an SQL condition that excludes the jobs of owners known to be above the quota."""
-        names = ", ".join(f"'{owner}'" for owner in sorted(self._above))
+        names = ", ".join(f"'{owner}'" for owner in sorted(self._phase_by_owner))
         return f"owner NOT IN ({names})" if names else "1"
 
-    def lack(self, job: Job, gpus: int) -> str:
+    def explain_wait(self, job: Job, gpus: int) -> str:
         """Return the phase of a job that must wait for its owner's quota; "" if it need not.
 
         `gpus` is the number of GPUs that the job would hold.
@@ -85,9 +85,9 @@ class Quotas:
         owner = job.owner
         if owner not in self._quotas:
             return ""
-        if owner not in self._above and (phase := self._format_lack(owner, gpus)):
-            self._above[owner] = phase
-        return self._above.get(owner, "")
+        if owner not in self._phase_by_owner and (phase := self._format_lack(owner, gpus)):
+            self._phase_by_owner[owner] = phase
+        return self._phase_by_owner.get(owner, "")
 
     def count_start(self, job: Job, gpus: int) -> None:
         """Count a job that starts in this pass."""
@@ -96,7 +96,7 @@ class Quotas:
         usage.gpus += gpus
 
     def _write_phases(self) -> None:
-        for owner, phase in self._above.items():
+        for owner, phase in self._phase_by_owner.items():
             rows = self._db.execute(
                 "SELECT id FROM jobs INDEXED BY jobs_untold"
                 " WHERE state = 'QUEUED' AND phase = '' AND owner = ? LIMIT ?",

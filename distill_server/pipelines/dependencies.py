@@ -93,7 +93,9 @@ def _judge_job(job_id: str, dependencies: Sequence[tuple[str, JobState]]) -> Sta
     for dependency, state in dependencies:
         if state in (JobState.FAILED, JobState.CANCELLED):
             return StaleJob(job_id, "", format_failed_dependency(dependency, state))
-    unmet = [dependency for dependency, state in dependencies if state is not JobState.SUCCEEDED]
-    suffix = f" and {len(unmet) - _MAX_NAMED} more" if len(unmet) > _MAX_NAMED else ""
-    listed_ids = ", ".join(unmet[:_MAX_NAMED])
-    return StaleJob(job_id, f"{_WAITING}{listed_ids}{suffix}" if unmet else "", "")
+    unmet_ids = [
+        dependency for dependency, state in dependencies if state is not JobState.SUCCEEDED
+    ]
+    suffix = f" and {len(unmet_ids) - _MAX_NAMED} more" if len(unmet_ids) > _MAX_NAMED else ""
+    listed_ids = ", ".join(unmet_ids[:_MAX_NAMED])
+    return StaleJob(job_id, f"{_WAITING}{listed_ids}{suffix}" if unmet_ids else "", "")

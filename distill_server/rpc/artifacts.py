@@ -44,7 +44,7 @@ async def read_pieces(
     """
     files = files or RunFiles()
     try:
-        paths = await files.within(lambda: list(_iter_files(root, entry_names)))
+        paths = await files.call(lambda: list(_iter_files(root, entry_names)))
     except Unavailable:
         raise
     except OSError as error:
@@ -52,19 +52,19 @@ async def read_pieces(
             "a directory was removed during the download", hint="start the download again"
         ) from error
     for path in paths:
-        relative = path.relative_to(root).as_posix()
-        with await files.within(partial(_open_file, path, root, relative)) as file:
-            async for piece in _read_pieces(file, relative, files):
+        relative_path = path.relative_to(root).as_posix()
+        with await files.call(partial(_open_file, path, root, relative_path)) as file:
+            async for piece in _read_pieces(file, relative_path, files):
                 yield piece
 
 
-def _open_file(path: Path, root: Path, relative: str) -> BinaryIO:
+def _open_file(path: Path, root: Path, relative_path: str) -> BinaryIO:
     try:
         # O_NONBLOCK: a pipe may have taken the place of the file.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise NotFound(
-            f"{relative} was removed during the download", hint="start the download again"
+            f"{relative_path} was removed during the download", hint="start the download again"
         ) from error
     file = open(descriptor, "rb")  # noqa: SIM115
     # O_NOFOLLOW checks the last component only: a directory above may have become a link.
@@ -72,7 +72,7 @@ def _open_file(path: Path, root: Path, relative: str) -> BinaryIO:
     if not opened_path.is_relative_to(root.resolve()):
         file.close()
         raise WrongState(
-            f"{relative} became a symbolic link during the download; links are not followed"
+            f"{relative_path} became a symbolic link during the download; links are not followed"
         )
     return file
 
@@ -102,18 +102,20 @@ def _iter_files(root: Path, entry_names: Collection[str] = ()) -> Iterator[Path]
             yield Path(entry.path)
 
 
-async def _read_pieces(file: BinaryIO, relative: str, files: RunFiles) -> AsyncIterator[Piece]:
-    size = (await files.within(partial(os.fstat, file.fileno()))).st_size
+async def _read_pieces(file: BinaryIO, relative_path: str, files: RunFiles) -> AsyncIterator[Piece]:
+    size = (await files.call(partial(os.fstat, file.fileno()))).st_size
     digest = hashlib.sha256()
     offset = 0
     while True:
         # In a thread: reading and hashing gigabytes would block the event loop.
-        chunk = await files.within(partial(_read_chunk, file, digest))
+        chunk = await files.call(partial(_read_chunk, file, digest))
         end = offset + len(chunk)
         is_last = end >= size
         if end > size or (not chunk and end < size):
-            raise Corrupt(f"{relative} changed while it was read", hint="start the download again")
-        yield Piece(relative, offset, chunk, is_last, digest.hexdigest() if is_last else "")
+            raise Corrupt(
+                f"{relative_path} changed while it was read", hint="start the download again"
+            )
+        yield Piece(relative_path, offset, chunk, is_last, digest.hexdigest() if is_last else "")
         if is_last:
             return
         offset = end

@@ -112,7 +112,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         checkpoints: tuple[int, ...] = ()
         with suppress(OSError):
             run = RunDirectory(self._runs / job.id)
-            checkpoints = await self._files.within(run.checkpoint_steps)
+            checkpoints = await self._files.call(run.checkpoint_steps)
         job = self._store.job(job.id)
         return encode_job(job, with_config=True, checkpoints=checkpoints)
 
@@ -189,7 +189,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     ) -> pb.StartedTeacher:
         """Start a teacher, or keep one that runs for jobs, until StopTeacher."""
         assert self._persistent_teachers is not None, "a server has them"
-        return self._encode_teacher(await self._persistent_teachers.up(request.teacher_json))
+        return self._encode_teacher(await self._persistent_teachers.start(request.teacher_json))
 
     @audited
     async def StopTeacher(
@@ -197,7 +197,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     ) -> pb.StartedTeacher:
         """Stop a teacher, or let it end with its last job."""
         assert self._persistent_teachers is not None, "a server has them"
-        return self._encode_teacher(await self._persistent_teachers.down(request.key))
+        return self._encode_teacher(await self._persistent_teachers.stop(request.key))
 
     def _encode_teacher(self, teacher: TeacherProcess) -> pb.StartedTeacher:
         return encode_teacher(teacher, self._store.users_of_teachers().get(teacher.key, ()))
@@ -230,7 +230,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         run = RunDirectory(self._runs / job.id)
         step = request.checkpoint_step or None
         find = notes_root if request.notes else partial(artifact_root, step=step)
-        root = await self._files.within(partial(find, job, run))
+        root = await self._files.call(partial(find, job, run))
         async for piece in read_pieces(root, NOTES if request.notes else (), self._files):
             yield pb.ArtifactChunk(
                 path=piece.path,

@@ -96,10 +96,10 @@ class Streams:
         run = RunDirectory(self._runs / job.id)
         path = run.log_file(attempt)
         offset = after_offset
-        await self.files.within(partial(require_files, job, run))
+        await self.files.call(partial(require_files, job, run))
         if tail_lines:
-            offset = await self.files.within(partial(_tail_offset, path, tail_lines))
-        if offset > await self.files.within(partial(_file_size, path)):
+            offset = await self.files.call(partial(_tail_offset, path, tail_lines))
+        if offset > await self.files.call(partial(_file_size, path)):
             raise InvalidInput(
                 "the offset is beyond the end of the log",
                 field="after_offset",
@@ -110,7 +110,7 @@ class Streams:
             # Check this before reading the file, so that the last bytes of an ended attempt are
             # still read.
             is_over = not follow or _is_over(self._store.job(job.id), attempt)
-            chunk = await self.files.within(partial(_read_chunk, path, offset))
+            chunk = await self.files.call(partial(_read_chunk, path, offset))
             offset += len(chunk)
             if chunk:
                 yield LogPiece(chunk, offset, attempt)

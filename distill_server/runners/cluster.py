@@ -54,7 +54,7 @@ class Cluster(Generic[_Answer]):
         self._title = title
         self._pause_seconds = pause_seconds
         self._lock = threading.Lock()
-        self._followed: dict[str, _FollowedJob[_Answer]] = {}
+        self._followed_jobs: dict[str, _FollowedJob[_Answer]] = {}
         self._has_new_job = threading.Event()
         self._is_greeted = self._is_unreachable = False
         threading.Thread(target=self._run, name="cluster", daemon=True).start()
@@ -62,14 +62,14 @@ class Cluster(Generic[_Answer]):
     def submit(self, name: str, entrypoint: str) -> None:
         """Follow a job, and start it as soon as the cluster can be reached."""
         with self._lock:
-            self._followed[name] = _FollowedJob(entrypoint)
+            self._followed_jobs[name] = _FollowedJob(entrypoint)
         self._has_new_job.set()
 
     def stop(self, name: str) -> None:
         """Stop a job; a job that was not yet submitted is not started."""
         with self._lock:
-            followed = self._followed.setdefault(name, _FollowedJob())
-            followed.is_stopping, followed.entrypoint = True, None
+            job = self._followed_jobs.setdefault(name, _FollowedJob())
+            job.is_stopping, job.entrypoint = True, None
 
     def get_state(self, name: str) -> tuple[_Answer | None, str]:
         """Return a job's last state and the current problem of the cluster; starts following it.
@@ -77,13 +77,13 @@ class Cluster(Generic[_Answer]):
         The state is None before the first answer; the problem is "" if there is none.
         """
         with self._lock:
-            followed = self._followed.setdefault(name, _FollowedJob())
-            return followed.answer, followed.trouble
+            job = self._followed_jobs.setdefault(name, _FollowedJob())
+            return job.answer, job.trouble
 
     def forget(self, name: str) -> None:
         """Stop following a job."""
         with self._lock:
-            self._followed.pop(name, None)
+            self._followed_jobs.pop(name, None)
 
     def on_first_answer(self) -> None:
         """Called once, at the first answer of the cluster."""
@@ -91,18 +91,18 @@ class Cluster(Generic[_Answer]):
     def _run(self) -> None:
         while True:
             with self._lock:
-                followed = list(self._followed.items())
-            is_polling = bool(followed) or not self._is_greeted
+                followed_jobs = list(self._followed_jobs.items())
+            is_polling = bool(followed_jobs) or not self._is_greeted
             try:
                 if not self._is_greeted:
                     self.on_first_answer()
                     self._is_greeted = True
-                for name, job in followed:
+                for name, job in followed_jobs:
                     self._update_job(name, job)
                 if is_polling:
-                    self._record_trouble(followed, "")
+                    self._record_trouble(followed_jobs, "")
             except DistillError as error:  # the cluster is unreachable, or refuses all calls
-                self._record_trouble(followed, error.message)
+                self._record_trouble(followed_jobs, error.message)
             except Exception:
                 log.exception("cannot talk to %s", self._title)
             self._has_new_job.wait(self._pause_seconds)
@@ -125,10 +125,10 @@ class Cluster(Generic[_Answer]):
             job.trouble = error.message
 
     def _record_trouble(
-        self, followed: list[tuple[str, _FollowedJob[_Answer]]], trouble: str
+        self, followed_jobs: list[tuple[str, _FollowedJob[_Answer]]], trouble: str
     ) -> None:
         """Record the cluster's problem for each job, and log it when it begins or ends."""
-        for _, job in followed:
+        for _, job in followed_jobs:
             job.trouble = trouble or job.trouble
         if trouble and not self._is_unreachable:
             log.warning("%s; running jobs continue and new jobs wait", trouble)

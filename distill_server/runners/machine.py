@@ -66,10 +66,10 @@ class Machine:
                 field="resources.cpus",
                 hint="request fewer, or start the server with a larger --cpus",
             )
-        if 0 < (job.resources.gpus or 0) < (needed := gpus_of(job)) > processes:
+        if 0 < (job.resources.gpus or 0) < (needed_gpus := gpus_of(job)) > processes:
             raise InvalidInput(
                 f"the job asks for {job.resources.gpus} GPUs, its {processes} processes and its"
-                f" rollout engines need {needed}",
+                f" rollout engines need {needed_gpus}",
                 field="resources.gpus",
                 hint="leave it out, or lower rollouts.gpus",
             )
@@ -126,24 +126,24 @@ class Machine:
             raise LookupError(f"{_format_count(count, 'GPU')}; {len(free_gpus)} are free")
         return tuple(free_gpus[:count])
 
-    def share(self, job: AnyJob, shares: Sequence[Share]) -> Share | None:
+    def allocate_share(self, job: AnyJob, shares: Sequence[Share]) -> Share | None:
         """Return a share for the job; None if too little is free. `shares` are those in use."""
-        if self.lack(job, shares):
+        if self.explain_lack(job, shares):
             return None
         cpus = self._count_cpus(job)
         if self.gpus is None:
             return Share(cpus)
         return Share(cpus, tuple(self._free_gpus(shares)[: self.gpus_of_job(job)]))
 
-    def lack(self, job: AnyJob, shares: Sequence[Share]) -> str:
+    def explain_lack(self, job: AnyJob, shares: Sequence[Share]) -> str:
         """Return what the job must wait for, "" for nothing. `shares` are those in use."""
         if sum(share.slots for share in shares) >= self.slots:
             slots = f"all {self.slots} slots are" if self.slots > 1 else "the only slot is"
             return f"{slots} in use"
         cpus, free_cpus = self._count_cpus(job), self.all_cpus - sum(share.cpus for share in shares)
         if cpus > free_cpus:
-            needed = _format_count(cpus, "CPU thread")
-            return f"it needs {needed}; {free_cpus} of {self.all_cpus} are free"
+            requested_text = _format_count(cpus, "CPU thread")
+            return f"it needs {requested_text}; {free_cpus} of {self.all_cpus} are free"
         gpus, free_gpus = self.gpus_of_job(job), len(self._free_gpus(shares))
         if self.gpus is not None and gpus > free_gpus:
             return (

@@ -33,7 +33,7 @@ class PersistentTeachers:
         self._files = files
         self._list_shares = list_shares
 
-    async def up(self, teacher_json: str) -> TeacherProcess:
+    async def start(self, teacher_json: str) -> TeacherProcess:
         """Start a teacher, or keep one that runs for jobs; repeated calls have no effect.
 
         `teacher_json` is the table `teacher` of a job, with `model`. Raises InvalidInput if it is
@@ -59,7 +59,7 @@ class PersistentTeachers:
         await self._teachers.set_kept(teacher, kept=True)
         return teacher
 
-    async def down(self, text: str) -> TeacherProcess:
+    async def stop(self, text: str) -> TeacherProcess:
         """Stop a teacher, or let it end with its last job. `text` is its key or a prefix of it."""
         matches = [teacher for teacher in self._teachers if text and teacher.key.startswith(text)]
         if not matches:

@@ -191,8 +191,10 @@ class StartedTeachers:
 
     def list_idle(self, needed: Iterable[str]) -> list[TeacherProcess]:
         """Return the running teachers that no active job uses and that are not `needed`."""
-        busy = {*self._users, *needed}
-        unused_teachers = (teacher for key, teacher in self._teachers.items() if key not in busy)
+        used_keys = {*self._users, *needed}
+        unused_teachers = (
+            teacher for key, teacher in self._teachers.items() if key not in used_keys
+        )
         return [
             teacher
             for teacher in unused_teachers

@@ -125,13 +125,13 @@ def test_a_call_that_never_returns_is_given_up() -> None:
         for _ in range(256):
             files.start(lambda: free.wait(60))
         with pytest.raises(Unavailable, match="run directory has not answered"):
-            await files.within(lambda: None)
+            await files.call(lambda: None)
         free.set()
-        while files._running:
+        while files._running_calls:
             await asyncio.sleep(0.01)
         with pytest.raises(ZeroDivisionError):
-            await files.within(lambda: 1 / 0)
-        assert await files.within(lambda: 7) == 7
+            await files.call(lambda: 1 / 0)
+        assert await files.call(lambda: 7) == 7
 
     asyncio.run(ask())
 

@@ -84,23 +84,24 @@ def family(mark: str, known_processes: Iterable[Identity] = ()) -> list[Identity
     its environment, as setproctitle does, is found as a descendant or in `known_processes`.
     """
     mark_entry, known_processes = f"{MARK}={mark}".encode(), set(known_processes)
-    living, parents = _list_processes()
-    pids = {pid for pid, process in living.items() if process in known_processes}
-    for pid in living.keys() - pids:
+    identity_by_pid, parents = _list_processes()
+    pids = {pid for pid, process in identity_by_pid.items() if process in known_processes}
+    for pid in identity_by_pid.keys() - pids:
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue  # the process is gone, or belongs to another user
         if mark_entry in environment.split(b"\0"):
             pids.add(pid)
-    return [living[pid] for pid in sorted(pids | _collect_descendants(pids, parents))]
+    return [identity_by_pid[pid] for pid in sorted(pids | _collect_descendants(pids, parents))]
 
 
 def descendants(pid: int) -> list[Identity]:
     """Return the live processes below the process `pid`, without itself."""
-    living, parents = _list_processes()
+    identity_by_pid, parents = _list_processes()
     return [
-        living[descendant] for descendant in sorted(_collect_descendants({pid}, parents) - {pid})
+        identity_by_pid[descendant]
+        for descendant in sorted(_collect_descendants({pid}, parents) - {pid})
     ]
 
 
@@ -139,15 +140,15 @@ def _list_processes() -> tuple[dict[int, Identity], dict[int, int]]:
     Both are empty if /proc belongs to another pid namespace, where pids have other meanings.
     """
     boot = boot_id()
-    living: dict[int, Identity] = {}
+    identity_by_pid: dict[int, Identity] = {}
     parents: dict[int, int] = {}
     if os.readlink("/proc/self") != str(os.getpid()):
-        return living, parents
+        return identity_by_pid, parents
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _read_stat(int(name))):
-            living[int(name)] = Identity(boot, int(name), int(fields[19]))
+            identity_by_pid[int(name)] = Identity(boot, int(name), int(fields[19]))
             parents[int(name)] = int(fields[1])
-    return living, parents
+    return identity_by_pid, parents
 
 
 def _collect_descendants(roots: Iterable[int], parents: Mapping[int, int]) -> set[int]:

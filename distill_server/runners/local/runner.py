@@ -58,7 +58,7 @@ class LocalRunner:
         self._lock = threading.Lock()  # of the dictionary of children
         # A cache, so that `stop` works while the run directory does not answer.
         self._cards: dict[Path, Card] = {}
-        self._started: set[Path] = set()
+        self._started_directories: set[Path] = set()
         self._claimed_since: dict[Path, float] = {}
 
     def start(
@@ -74,7 +74,7 @@ class LocalRunner:
         fence = raise_fence(run.path, attempt)
         log = run.log_file(attempt)
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._started.add(log.parent)
+        self._started_directories.add(log.parent)
         argv = self._command(run.path, attempt=attempt, processes=processes, from_step=from_step)
         shim = [
             sys.executable,
@@ -130,9 +130,9 @@ class LocalRunner:
         if directory in self._children:
             return Running()
         if not directory.is_dir() or claim(directory):
-            return Lost(blameless=directory not in self._started)
+            return Lost(blameless=directory not in self._started_directories)
         since = self._claimed_since.setdefault(directory, time.monotonic())
-        if directory not in self._started and time.monotonic() - since < _START_SECONDS:
+        if directory not in self._started_directories and time.monotonic() - since < _START_SECONDS:
             return Running()
         return self._make_lost(directory)
 
@@ -146,7 +146,7 @@ class LocalRunner:
     def _make_lost(self, directory: Path) -> Lost:
         # If this server did not start the attempt, server and shim ended together: their container
         # was restarted, or all processes were killed.
-        return Lost(blameless=directory not in self._started)
+        return Lost(blameless=directory not in self._started_directories)
 
     def _reap_children(self) -> None:
         with self._lock:

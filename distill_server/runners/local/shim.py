@@ -57,7 +57,7 @@ def main() -> None:
     if options and os.fork():
         # Detach from the Ray worker, which kills its children when it ends.
         os._exit(0)
-    supervise(directory, log, lambda: float(grace), argv, owned=bool(options))
+    supervise(directory, log, lambda: float(grace), argv, is_owned=bool(options))
 
 
 def supervise(
@@ -66,13 +66,13 @@ def supervise(
     grace_seconds: Callable[[], float],
     argv: list[str],
     *,
-    owned: bool = False,
+    is_owned: bool = False,
 ) -> int | None:
     """Run `argv` to its end as the shim in this process, and return its exit code.
 
     -N means that signal N killed it; None: the attempt of `directory` is claimed, so nothing was
-    started. `grace_seconds` is called when SIGTERM comes. `owned`: also kill `argv` when the other
-    end of stdin is closed.
+    started. `grace_seconds` is called when SIGTERM comes. `is_owned`: also kill `argv` when the
+    other end of stdin is closed.
     """
     # Blocked signals stay pending until sigtimedwait. Handlers would race with the waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_WATCHED, signal.SIGHUP, signal.SIGINT})
@@ -89,7 +89,7 @@ def supervise(
         return _CANNOT_RUN
     try:
         _write_card(directory, mark, child)
-        code = _follow_trainer(child, mark, directory, grace_seconds, owned=owned)
+        code = _follow_trainer(child, mark, directory, grace_seconds, is_owned=is_owned)
     finally:
         # Ranks and workers that still run would keep memory, ports and the run directory's lock.
         with contextlib.suppress(OSError):  # whatever happens, the exit code is written
@@ -139,11 +139,11 @@ def _write_card(directory: Path, mark: str, child: int) -> None:
 
 
 def _follow_trainer(
-    child: int, mark: str, directory: Path, grace_seconds: Callable[[], float], *, owned: bool
+    child: int, mark: str, directory: Path, grace_seconds: Callable[[], float], *, is_owned: bool
 ) -> int:
     """Wait for the trainer's end and return its exit code; -N means that signal N killed it.
 
-    `owned`: also kill the trainer when the other end of stdin is closed.
+    `is_owned`: also kill the trainer when the other end of stdin is closed.
     """
     kill_at, is_unwanted, is_terminated = float("inf"), False, False
     listed_processes: list[Identity] = []
@@ -169,7 +169,7 @@ def _follow_trainer(
             _signal_group(child, signal.SIGTERM)
             kill_at = time.monotonic() + grace_seconds()
         # Kill one round later: a trainer that finds the fence itself then logs the reason.
-        was_unwanted, is_unwanted = is_unwanted, is_fenced() or (owned and _is_hung_up())
+        was_unwanted, is_unwanted = is_unwanted, is_fenced() or (is_owned and _is_hung_up())
         must_kill = signum == signal.SIGQUIT or time.monotonic() >= kill_at or was_unwanted
         if exit_state or must_kill:
             _signal_group(child, signal.SIGKILL)

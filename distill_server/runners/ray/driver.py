@@ -65,7 +65,7 @@ class RayDriver:
         self._order = order
         self._directory = directory
         self._run = RunDirectory(order.run)
-        self._terminated = False
+        self._is_terminated = False
         self._ranks: list[Any] = []
         self._engines: Engines | None = None
         self._shortage = ""
@@ -82,16 +82,16 @@ class RayDriver:
         bundles = [{"CPU": order.cpus, "GPU": order.gpus}] * order.processes
         bundles += [{"CPU": order.cpus, "GPU": order.engine_gpus}] * order.engines
         group = placement_group(bundles, strategy="PACK")
-        running: dict[Any, int] | None = None
+        rank_by_ref: dict[Any, int] | None = None
         if self._wait_until(earlier_shims.are_gone) and self._wait_until(
             lambda: self._is_placed(group, bundles)
         ):
-            running = self._start_ranks(group)
-        if running is None:
+            rank_by_ref = self._start_ranks(group)
+        if rank_by_ref is None:
             if not is_fenced():
                 self._run.write_status(Status(order.attempt, "cancelled"))
             return 0
-        codes = self._follow_ranks(running)
+        codes = self._follow_ranks(rank_by_ref)
         if self._engines is not None:
             self._engines.stop()
         remaining_shims = LivingShims([self._directory])  # shims can outlive a Ray worker that died
@@ -113,28 +113,28 @@ class RayDriver:
                 log.write(f"process {rank} ended first, with code {code}{suffix}\n")
 
     def _on_sigterm(self, *_: object) -> None:
-        self._terminated = True
+        self._is_terminated = True
 
     def _wait_until(self, ready: Callable[[], bool]) -> bool:
         """Wait until `ready` returns True; False if the attempt is to stop first."""
         while not ready():
-            if self._terminated or is_fenced() or self._run.read_control().stop:
+            if self._is_terminated or is_fenced() or self._run.read_control().stop:
                 return False
         return True
 
     def _is_placed(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> bool:
         """Wait a moment for places; if there are none, write to waiting.json what is lacking."""
-        waiting = self._directory / "waiting.json"
+        waiting_file = self._directory / "waiting.json"
         if group.wait(_LOOK_SECONDS):
             with suppress(OSError):
-                waiting.unlink(missing_ok=True)
+                waiting_file.unlink(missing_ok=True)
             return True
         missing_resources = shortage(
             bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]]
         )
         if missing_resources != self._shortage:
             with suppress(OSError):  # the file is informative only
-                write_json(waiting, {"for": missing_resources})
+                write_json(waiting_file, {"for": missing_resources})
                 self._shortage = missing_resources
         return False
 
@@ -155,11 +155,11 @@ class RayDriver:
         if order.engines:
             engines = self._engines = self._make_engines(group)
 
-            def started() -> bool:
+            def are_engines_started() -> bool:
                 time.sleep(_LOOK_SECONDS)
                 return engines.start(set(nodes))
 
-            if not self._wait_until(started):
+            if not self._wait_until(are_engines_started):
                 return None
             variables = [
                 {**rank_environment, **engines.variables} for rank_environment in variables
@@ -186,20 +186,20 @@ class RayDriver:
 
         return Engines(process, order.engines, self._directory, begin)
 
-    def _follow_ranks(self, running: dict[Any, int]) -> dict[int, int]:
+    def _follow_ranks(self, rank_by_ref: dict[Any, int]) -> dict[int, int]:
         """Wait for all processes; return their exit codes by rank, in the order of their ends."""
         codes: dict[int, int] = {}
         kill_at, is_stopping = float("inf"), False
-        while running:
-            finished, _ = ray.wait(list(running), timeout=_LOOK_SECONDS)
-            for exit_code_ref in finished:
-                rank = running.pop(exit_code_ref)
+        while rank_by_ref:
+            finished_refs, _ = ray.wait(list(rank_by_ref), timeout=_LOOK_SECONDS)
+            for exit_code_ref in finished_refs:
+                rank = rank_by_ref.pop(exit_code_ref)
                 codes[rank] = self._read_exit_code(rank, exit_code_ref)
             if self._engines is not None:
                 self._engines.update()
             if any(codes.values()):
                 kill_at = min(kill_at, time.monotonic() + _PATIENCE_SECONDS)
-            if self._terminated and not is_stopping:
+            if self._is_terminated and not is_stopping:
                 is_stopping = True
                 self._stop_ranks(now=self._run.read_control().stop == "now")
             if time.monotonic() >= kill_at:
@@ -231,21 +231,21 @@ class EngineActor:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._place_request = actor.place.remote()
-        self._running: Any = None
+        self._place_ref = actor.place.remote()
+        self._exit_code_ref: Any = None
 
     def place(self) -> ActorPlace | None:
         """Return the actor's place; None while it waits for resources. Raises LostActor."""
-        place: ActorPlace | None = _get_if_ready(self._place_request)
+        place: ActorPlace | None = _get_if_ready(self._place_ref)
         return place
 
     def start(self, directory: Path, log: Path, *command: Any) -> None:
         """Start Python, as `Rank.run` does."""
-        self._running = self._actor.run.remote(directory, log, *command)
+        self._exit_code_ref = self._actor.run.remote(directory, log, *command)
 
     def code(self) -> int | None:
         """Return the exit code of the process; None while it runs. Raises LostActor."""
-        code: int | None = _get_if_ready(self._running)
+        code: int | None = _get_if_ready(self._exit_code_ref)
         return code
 
     def stop(self, directory: Path) -> None:
@@ -267,9 +267,9 @@ def _create_actor(group: Any, bundle: int, cpus: int, gpus: int) -> Any:
 
 def _get_if_ready(future: Any) -> Any:
     """Return the result of a call to an actor; None if it is not ready. Raises LostActor."""
-    finished, _ = ray.wait([future], timeout=0)
+    finished_refs, _ = ray.wait([future], timeout=0)
     try:
-        return ray.get(future) if finished else None
+        return ray.get(future) if finished_refs else None
     except ray.exceptions.RayError as error:
         raise LostActor(summarize_error(getattr(error, "cause", None) or error)) from error
 

@@ -47,7 +47,7 @@ def main() -> int:
     finally:
         path.unlink(missing_ok=True)
     time.sleep(_STORAGE_SECONDS)
-    exit_record = {"code": code, "ended_at": time.time(), "terminated": driver.terminated}
+    exit_record = {"code": code, "ended_at": time.time(), "terminated": driver.is_terminated}
     write_json(directory / "exit.json", exit_record)
     return code if code >= 0 else 128 - code
 
@@ -55,8 +55,8 @@ def main() -> int:
 class SlurmDriver:
     """Starts and follows the ranks of one attempt.
 
-    `path` is the file of the order; the logs are in its directory. `terminated`: SIGTERM was
-    received.
+    `path` is the file of the order; the logs are in its directory. `is_terminated`: SIGTERM
+    was received.
     """
 
     def __init__(self, order: TrainerOrder, path: Path) -> None:
@@ -64,7 +64,7 @@ class SlurmDriver:
         self._path = path
         self._directory = path.parent
         self._run = RunDirectory(order.run)
-        self.terminated = False
+        self.is_terminated = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def run(self) -> int:
@@ -74,7 +74,7 @@ class SlurmDriver:
         """
         earlier_shims = LivingShims(attempts_before(self._directory))
         while not earlier_shims.are_gone():
-            if self.terminated or is_fenced() or self._run.read_control().stop:
+            if self.is_terminated or is_fenced() or self._run.read_control().stop:
                 if not is_fenced():
                     self._run.write_status(Status(self._order.attempt, "cancelled"))
                 return 0
@@ -85,7 +85,7 @@ class SlurmDriver:
         return self._find_first_failure()
 
     def _on_sigterm(self, *_: object) -> None:
-        self.terminated = True
+        self.is_terminated = True
 
     def _start_srun(self) -> int:
         """Start srun outside of this process tree; return a pipe whose end of file is srun's end.

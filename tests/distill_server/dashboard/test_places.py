@@ -25,7 +25,7 @@ def submit(server: SmallServer, **changes: Any) -> str:
 
 def told(server: SmallServer, *jobs: str) -> list[tuple[int, str]]:
     places = Places(server.store, server.scheduler, server.policy.machine)
-    found = [places.of(server.store.job(job)) for job in jobs]
+    found = [places.describe(server.store.job(job)) for job in jobs]
     assert all(not one["retry_at"] for one in found)
     return [(one["place"], one["why"]) for one in found]
 
@@ -45,7 +45,7 @@ def test_slots_and_priorities(tmp_path: Path) -> None:
         assert told(server, later, sooner) == [(2, why), (1, why)]
         assert capacity(server) == {"slots": [1, 1], "cpus": [1, 1], "gpus": None, "queued": 2}
         places = Places(server.store, server.scheduler, server.policy.machine)
-        assert places.of(server.store.job(first)) == {}
+        assert places.describe(server.store.job(first)) == {}
 
 
 def test_what_a_job_needs_and_who_is_before_it(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_jobs_that_are_passed_over_hold_up_nobody(tmp_path: Path) -> None:
         server.scheduler.rest_seconds = lambda job: 50.0 if job.id == rests else 0.0  # type: ignore[method-assign]
         places = Places(server.store, server.scheduler, server.policy.machine)
         before = time.time()
-        resting = places.of(server.store.job(rests))
+        resting = places.describe(server.store.job(rests))
         assert resting["why"] == "it rests after a failure"
         assert before + 49 <= resting["retry_at"] <= time.time() + 51
         (place, why), (_, too_large), (behind, next_why) = told(server, waits, large, last)
@@ -111,5 +111,5 @@ def test_ten_thousand_queued_jobs_are_not_read(tmp_path: Path) -> None:
         job = server.store.job
         server.store.job = lambda job_id: read.append(job_id) or job(job_id)  # type: ignore
         places = Places(server.store, server.scheduler, server.policy.machine)
-        assert places.of(job("job-10002"))["place"] == 10_001
+        assert places.describe(job("job-10002"))["place"] == 10_001
         assert len(read) <= 100

@@ -352,7 +352,7 @@ def test_what_ended_is_asked_about_no_more(run: RunDirectory, jobs: ScriptedJobs
     start(runner, run)
     write_json(run.logs(1) / "exit.json", {"code": 0})
     assert runner.poll(run, 1) == Exited(0)
-    assert runner._cluster._followed == {}
+    assert runner._cluster._followed_jobs == {}
 
 
 def test_a_cluster_that_is_open_to_all_is_warned_of_once(

@@ -158,7 +158,7 @@ def test_an_attempt_from_its_queue_to_its_end(run: RunDirectory, jobs: ScriptedJ
     write_json(run.logs(1) / "exit.json", {"code": 0, "terminated": False})
     assert runner.poll(run, 1) == Exited(0)  # whatever Slurm says, or does not say
     assert not (run.logs(1) / "order.json").exists()
-    assert runner._cluster._followed == {}
+    assert runner._cluster._followed_jobs == {}
 
 
 ENDS = [
