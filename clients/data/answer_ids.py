@@ -21,7 +21,7 @@ def completion_ids(tokenizer: Any, answer: str) -> list[int]:
 
 
 def answered_ids(
-    prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, where: str
+    prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, location: str
 ) -> tuple[list[int], list[int]]:
     """Return the token ids before the last assistant message, and those of it and its end token.
 
@@ -32,12 +32,14 @@ def answered_ids(
     conversation = conversation.up_to_answer()
     if not conversation.messages:
         return [], []
-    require_question(conversation, where)
-    prompt = prompt_format.rendered(tokenizer, conversation.unanswered(), where, ask=True)
-    rendered = prompt_format.rendered(tokenizer, conversation, where, ask=False)
+    require_question(conversation, location)
+    prompt = prompt_format.rendered(
+        tokenizer, conversation.unanswered(), location, add_answer_start=True
+    )
+    rendered = prompt_format.rendered(tokenizer, conversation, location, add_answer_start=False)
     if not rendered.startswith(prompt):
         raise InvalidInput(
-            f"the chat template changes the prompt of {where} once its answer is added",
+            f"the chat template changes the prompt of {location} once its answer is added",
             field="data.messages_column",
             hint="put prompt and answer into two columns",
         )
@@ -46,7 +48,7 @@ def answered_ids(
 
 
 def assistant_ids(
-    prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, where: str
+    prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, location: str
 ) -> tuple[list[int], NDArray[np.bool_]]:
     """Return the token ids of a conversation, and for each whether it is part of an answer.
 
@@ -57,7 +59,7 @@ def assistant_ids(
     conversation = conversation.up_to_answer()
     if not conversation.messages:
         return [], np.empty(0, bool)
-    encoding = prompt_format.tokenized(tokenizer, conversation, where)
+    encoding = prompt_format.tokenized(tokenizer, conversation, location)
     ids = np.array(encoding["input_ids"])
     is_answer = np.array(encoding["assistant_masks"], dtype=bool)
     end = tokenizer.eos_token_id

@@ -106,12 +106,12 @@ def text_of_content(content: Any) -> str:
 
 
 def conversation_in(
-    record: Mapping[str, Any], column: str, where: str, images: int | None = None
+    record: Mapping[str, Any], column: str, location: str, images: int | None = None
 ) -> Conversation:
     """Return the conversation in a column of a record, with the tools in its column `tools`.
 
-    `where` describes the record in messages, such as `row 3 of data.jsonl`. `images`: number of its
-    images; None: the job has no images. With images, a content may be a list of parts, like
+    `location` describes the record in messages, such as `row 3 of data.jsonl`. `images`: number of
+    its images; None: the job has no images. With images, a content may be a list of parts, like
     {"type": "image"} and {"type": "text", "text": "..."}, with one place for each image. Keys
     without a value are left out: Parquet adds them to every message.
 
@@ -121,24 +121,24 @@ def conversation_in(
     raw_messages = record.get(column)
     if not isinstance(raw_messages, list) or not all(map(_is_message, raw_messages)):
         raise InvalidInput(
-            f"{where} has no list of messages in column {column!r}; its columns are"
+            f"{location} has no list of messages in column {column!r}; its columns are"
             f" {', '.join(record)}",
             field=_FIELD,
             hint='each message must be like {"role": "user", "content": "..."}',
         )
     messages = [_without_nulls(message) for message in raw_messages]
     for number, message in enumerate(messages, 1):
-        _check_message(message, f"message {number} of {where}", parts=images is not None)
+        _check_message(message, f"message {number} of {location}", parts=images is not None)
     if images is not None:
-        _check_images(messages, images, where)
-    return Conversation(tuple(messages), _parse_tools(record.get(TOOLS), where))
+        _check_images(messages, images, location)
+    return Conversation(tuple(messages), _parse_tools(record.get(TOOLS), location))
 
 
-def require_question(conversation: Conversation, where: str) -> None:
+def require_question(conversation: Conversation, location: str) -> None:
     """Raise InvalidInput if nothing is before the assistant's answer, which ends a conversation."""
     if not conversation.unanswered().messages:
         raise InvalidInput(
-            f"the conversation of {where} has no message before the assistant's answer",
+            f"the conversation of {location} has no message before the assistant's answer",
             field=_FIELD,
             hint="remove the row, or give it a user message",
         )
@@ -150,10 +150,10 @@ def _is_message(value: Any) -> bool:
     return "content" in value or bool(value.get("tool_calls"))
 
 
-def _check_message(message: Message, where: str, *, parts: bool) -> None:
+def _check_message(message: Message, location: str, *, parts: bool) -> None:
     if message["role"] not in _ROLES:
         raise InvalidInput(
-            f"{where} has the role {message['role'][:40]!r}",
+            f"{location} has the role {message['role'][:40]!r}",
             field=_FIELD,
             hint=f"use one of {', '.join(_ROLES)}",
         )
@@ -164,7 +164,7 @@ def _check_message(message: Message, where: str, *, parts: bool) -> None:
     if not isinstance(content, str) and not (content is None and calls):
         kind = "null" if content is None else f"a {type(content).__name__}"
         raise InvalidInput(
-            f"{where} has no text: its content is {kind}",
+            f"{location} has no text: its content is {kind}",
             field=_FIELD,
             hint="remove such messages, or write their content as one string",
         )
@@ -193,7 +193,7 @@ def _is_part(part: Any) -> bool:
     return False
 
 
-def _check_images(messages: Sequence[Message], images: int, where: str) -> None:
+def _check_images(messages: Sequence[Message], images: int, location: str) -> None:
     """Raise InvalidInput unless the messages have one place for each image."""
     contents = [
         message["content"] for message in messages if isinstance(message.get("content"), list)
@@ -201,14 +201,14 @@ def _check_images(messages: Sequence[Message], images: int, where: str) -> None:
     places = sum(part["type"] == "image" for content in contents for part in content)
     if places != images:
         raise InvalidInput(
-            f"{where} has {images} images, but its messages have {places} parts"
+            f"{location} has {images} images, but its messages have {places} parts"
             ' {"type": "image"}',
             field="data.image_column",
             hint="give each image one such part, where the model shall see it",
         )
 
 
-def _parse_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
+def _parse_tools(value: Any, location: str) -> tuple[Mapping[str, Any], ...] | None:
     """Return tools that are a list of objects, or JSON text of one, as Parquet files have it."""
     if value is None:
         return None
@@ -219,7 +219,7 @@ def _parse_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None
         tools = [None]
     if not all(isinstance(tool, dict) for tool in tools):
         raise InvalidInput(
-            f"the column {TOOLS!r} of {where} is no list of tools",
+            f"the column {TOOLS!r} of {location} is no list of tools",
             field=_FIELD,
             hint='each tool must be like {"type": "function", "function": {...}}; or rename it',
         )

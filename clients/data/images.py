@@ -139,8 +139,8 @@ def digest_of(image: bytes) -> str:
     return hashlib.sha256(image).hexdigest()
 
 
-def image_file(folder: Path, name: str, where: str) -> Path:
-    """Return the file of an image of the record `where`; a relative name is one in `folder`.
+def image_file(folder: Path, name: str, location: str) -> Path:
+    """Return the file of an image of the record `location`; a relative name is one in `folder`.
 
     Raises InvalidInput (`data.image_column`) if there is no such file.
     """
@@ -154,20 +154,20 @@ def image_file(folder: Path, name: str, where: str) -> Path:
             str(path) if len(str(path)) < _MAX_SHOWN_CHARS else f"{str(path)[:_MAX_SHOWN_CHARS]}..."
         )
         raise InvalidInput(
-            f"{where} names the image {shown_path}, which is no file",
+            f"{location} names the image {shown_path}, which is no file",
             field="data.image_column",
             hint="paths are relative to the data file; correct the path",
         )
     return path
 
 
-def read_image(path: Path, where: str) -> bytes:
-    """Return the bytes of an image file of the record `where`; raises InvalidInput on failure."""
+def read_image(path: Path, location: str) -> bytes:
+    """Return the bytes of an image file of the record `location`. Raises InvalidInput."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise InvalidInput(
-            f"cannot read the image {path} of {where}: {error.strerror or error}",
+            f"cannot read the image {path} of {location}: {error.strerror or error}",
             field="data.image_column",
             hint="paths are relative to the data file; correct the path, or the file",
         ) from error

@@ -43,21 +43,21 @@ class PromptFormat:
             return (self.prompt_column, *image_columns)
         return (self.messages_column, TOOLS, *image_columns)
 
-    def conversation(self, record: Mapping[str, Any], where: str) -> Conversation:
+    def conversation(self, record: Mapping[str, Any], location: str) -> Conversation:
         """Return the conversation of a record; it may end with the assistant's answer.
 
         A text becomes the user's message, with the template. Raises InvalidInput if the column is
         missing or holds something else, or if the record has a system message besides `system`.
         """
         column = self.image_column
-        images = None if column is None else len(images_of(record, column, where))
+        images = None if column is None else len(images_of(record, column, location))
         if self.messages_column is None:
-            text = text_of(record, self.prompt_column, "data.prompt_column", where)
+            text = text_of(record, self.prompt_column, "data.prompt_column", location)
             return self.conversation_of_text(text, images or 0)
-        conversation = conversation_in(record, self.messages_column, where, images)
+        conversation = conversation_in(record, self.messages_column, location, images)
         if self.system is not None and any(m["role"] in _SYSTEM for m in conversation.messages):
             raise InvalidInput(
-                f"{where} has a system message of its own",
+                f"{location} has a system message of its own",
                 field="data.system",
                 hint="leave data.system out, or remove the message",
             )
@@ -83,32 +83,36 @@ class PromptFormat:
         """Return whether prompts go through the tokenizer's chat template."""
         return self.chat_template and bool(tokenizer.chat_template)
 
-    def ids(self, tokenizer: Any, conversation: Conversation, where: str = "") -> list[int]:
+    def ids(self, tokenizer: Any, conversation: Conversation, location: str = "") -> list[int]:
         """Return the token ids of a prompt, up to the start of the assistant's next message.
 
         Without a chat template they are those of the only message; a final end-of-sequence token is
-        removed, because the completion follows. Raises InvalidInput, with `where`, if the chat
+        removed, because the completion follows. Raises InvalidInput, with `location`, if the chat
         template fails.
         """
         if self.renders(tokenizer):
-            return plain_ids(tokenizer, self.rendered(tokenizer, conversation, where, ask=True))
+            return plain_ids(
+                tokenizer, self.rendered(tokenizer, conversation, location, add_answer_start=True)
+            )
         ids: list[int] = tokenizer(conversation.messages[-1]["content"])["input_ids"]
         return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
-    def rendered(self, tokenizer: Any, conversation: Conversation, where: str, *, ask: bool) -> str:
+    def rendered(
+        self, tokenizer: Any, conversation: Conversation, location: str, *, add_answer_start: bool
+    ) -> str:
         """Return the text of a conversation, with the special tokens of the chat template.
 
-        `ask`: end with the start of the assistant's next message. Raises InvalidInput if the
-        template fails on the conversation.
+        `add_answer_start`: end with the start of the assistant's next message. Raises InvalidInput
+        if the template fails on the conversation.
         """
         return str(
             self._apply_template(
-                tokenizer, conversation, where, tokenize=False, add_answer_start=ask
+                tokenizer, conversation, location, tokenize=False, add_answer_start=add_answer_start
             )
         )
 
     def tokenized(
-        self, tokenizer: Any, conversation: Conversation, where: str
+        self, tokenizer: Any, conversation: Conversation, location: str
     ) -> Mapping[str, list[int]]:
         """Return `input_ids` and `assistant_masks` of a conversation, as transformers makes them.
 
@@ -117,7 +121,7 @@ class PromptFormat:
         encoding = self._apply_template(
             tokenizer,
             conversation,
-            where,
+            location,
             add_answer_start=False,
             tokenize=True,
             return_dict=True,
@@ -129,7 +133,7 @@ class PromptFormat:
         self,
         tokenizer: Any,
         conversation: Conversation,
-        where: str,
+        location: str,
         *,
         add_answer_start: bool,
         **options: Any,
@@ -147,9 +151,9 @@ class PromptFormat:
         except (TemplateError, ValueError, TypeError) as error:
             # transformers renders templates in a sandbox: a template that tries to reach Python
             # internals ends here too.
-            location = f" on {where}" if where else ""
+            suffix = f" on {location}" if location else ""
             raise InvalidInput(
-                f"the model's chat template cannot be used{location}: {error}",
+                f"the model's chat template cannot be used{suffix}: {error}",
                 field=self._messages_key,
                 hint="correct the data, or chat_template.jinja in its directory, or choose another"
                 " model",

@@ -102,10 +102,10 @@ class DataSet:
             ) from error
 
 
-def record_in(line: bytes, where: str, field: str) -> dict[str, Any] | None:
+def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:
     """Return the record in a line of a .jsonl file; None if the line is blank.
 
-    Lone surrogates, which tokenizers reject, become "?". `where` is the place of the line in
+    Lone surrogates, which tokenizers reject, become "?". `location` is the place of the line in
     messages, such as `data.jsonl:3`. Raises InvalidInput, naming `field`, if the line is not a JSON
     object in UTF-8.
     """
@@ -117,35 +117,35 @@ def record_in(line: bytes, where: str, field: str) -> dict[str, Any] | None:
             record = json.loads(valid)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(
-            f"{where} is not JSON: {error}",
+            f"{location} is not JSON: {error}",
             field=field,
             hint="each line must be one JSON object, in UTF-8",
         ) from error
     if text and not isinstance(record, dict):
         raise InvalidInput(
-            f"{where} is not a JSON object",
+            f"{location} is not a JSON object",
             field=field,
             hint='each line must be like {"prompt": "..."}',
         )
     return record
 
 
-def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> str:
+def text_of(record: Mapping[str, Any], column: str, field: str, location: str) -> str:
     """Return the text in a column of a record; numbers become text.
 
-    `where` describes the record in messages, such as `row 3 of data.jsonl`. Raises InvalidInput,
+    `location` describes the record in messages, such as `row 3 of data.jsonl`. Raises InvalidInput,
     naming `field`, if the column does not exist or holds something else.
     """
     if column not in record:
         raise InvalidInput(
-            f"there is no column {column!r} in {where}; it has {', '.join(record)}",
+            f"there is no column {column!r} in {location}; it has {', '.join(record)}",
             field=field,
             hint="name the column that holds the text",
         )
     value = record[column]
     if not isinstance(value, str | int | float):
         raise InvalidInput(
-            f"{where} has {type(value).__name__} in column {column!r}, not text",
+            f"{location} has {type(value).__name__} in column {column!r}, not text",
             field=field,
             hint="write it as one string",
         )
@@ -155,12 +155,12 @@ def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> s
 _ADDRESSES = ("data:", "http://", "https://", "s3://", "gs://", "file://")
 
 
-def images_of(record: Mapping[str, Any], column: str, where: str) -> tuple[str | bytes, ...]:
+def images_of(record: Mapping[str, Any], column: str, location: str) -> tuple[str | bytes, ...]:
     """Return the images in a column of a record: the path or the encoded bytes of each.
 
     The column holds one image or a list of them; without a value there is none. An image is a path,
-    bytes, or {bytes, path} as data sets of the hub have it. Raises InvalidInput, naming `where`, if
-    it holds something else.
+    bytes, or {bytes, path} as data sets of the hub have it. Raises InvalidInput, naming `location`,
+    if it holds something else.
     """
     value = record.get(column)
     images: list[str | bytes] = []
@@ -170,13 +170,13 @@ def images_of(record: Mapping[str, Any], column: str, where: str) -> tuple[str |
         )
         if not isinstance(image, str | bytes) or not image:
             raise InvalidInput(
-                f"{where} has {type(element).__name__} in column {column!r}, not an image",
+                f"{location} has {type(element).__name__} in column {column!r}, not an image",
                 field="data.image_column",
                 hint="write the path of a PNG, JPEG or WebP file, or its bytes, or a list of them",
             )
         if isinstance(image, str) and image.startswith(_ADDRESSES):
             raise InvalidInput(
-                f"{where} has {image[:40]!r} in column {column!r}, and addresses are not read",
+                f"{location} has {image[:40]!r} in column {column!r}, and addresses are not read",
                 field="data.image_column",
                 hint="write the path of a local file, or put the bytes into a .parquet file",
             )
@@ -184,10 +184,10 @@ def images_of(record: Mapping[str, Any], column: str, where: str) -> tuple[str |
     return tuple(images)
 
 
-def weight_of(record: Mapping[str, Any], column: str, where: str) -> float:
+def weight_of(record: Mapping[str, Any], column: str, location: str) -> float:
     """Return the weight in a column of a record, a finite number of at least 0.
 
-    Raises InvalidInput, naming `where`, if the column is missing or holds something else.
+    Raises InvalidInput, naming `location`, if the column is missing or holds something else.
     """
     value = record.get(column)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -202,7 +202,7 @@ def weight_of(record: Mapping[str, Any], column: str, where: str) -> float:
             else f"has {_describe_value(value, weight, is_number)} in"
         )
         raise InvalidInput(
-            f"{where} {problem} column {column!r}, which must hold a number of at least 0",
+            f"{location} {problem} column {column!r}, which must hold a number of at least 0",
             field="data.weight_column",
             hint="correct the row, or remove it",
         )

@@ -31,13 +31,13 @@ _PART_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class UploadProgress:
-    """Progress of uploading the files under a job's `key`. sent, size: bytes.
+    """Progress of uploading the files under a job's `key`. sent_bytes, size: bytes.
 
-    `begins`: the report before the first part; the server already had `sent` bytes.
+    `begins`: the report before the first part; the server already had `sent_bytes` bytes.
     """
 
     key: str
-    sent: int
+    sent_bytes: int
     size: int
     begins: bool = False
 
@@ -159,7 +159,7 @@ class _Upload:
     digests: dict[Path, str]
     files: Sequence[pb.UploadFile] = ()
     server_bytes: int = 0
-    sent: int = 0
+    sent_bytes: int = 0
     fault: DistillError | None = None
     missing: Sequence[pb.MissingFile] = ()
     sources: dict[str, tuple[Path, int]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class _Upload:
     def progress(self) -> UploadProgress:
         """The bytes of different files, each counted once."""
         size = sum(size for _, size in self.sources.values())
-        return UploadProgress(self.local.key, self.sent, size)
+        return UploadProgress(self.local.key, self.sent_bytes, size)
 
     def begin(self, missing: Sequence[pb.MissingFile]) -> None:
         """Store which files the server does not have yet."""
@@ -191,7 +191,7 @@ class _Upload:
         missing_bytes = sum(
             self.sources[missing_file.sha256][1] - missing_file.offset for missing_file in missing
         )
-        self.server_bytes = self.sent = self.progress.size - missing_bytes
+        self.server_bytes = self.sent_bytes = self.progress.size - missing_bytes
 
     def parts(self) -> Iterator[pb.FilePart]:
         """Yield the missing parts. If a file cannot be read, end early, and keep the `fault`."""
@@ -205,7 +205,7 @@ class _Upload:
                         data = file.read(min(_PART_BYTES, size - offset))
                         if not data and offset < size:
                             raise OSError("it has become shorter")
-                        self.sent += len(data)
+                        self.sent_bytes += len(data)
                         yield pb.FilePart(sha256=missing_file.sha256, offset=offset, data=data)
                         offset += len(data)
                         if offset >= size:

@@ -137,15 +137,15 @@ def expected_prompts(
     data: DataConfig | OfflineData | CaptureData,
     *,
     answers: bool,
-    learned: bool = False,
-    more: Columns = (),
+    learns_answers: bool = False,
+    extra_columns: Columns = (),
 ) -> Expected:
     """Return a file of prompts with the columns that it must have.
 
     `answers`: reference answers too. The reference of a conversation is its last message if that is
-    the assistant's, so the column of answers may be missing. `learned`: answers that are learned or
-    captured, which are always messages of a conversation. `more`: columns in addition to those of
-    the prompt.
+    the assistant's, so the column of answers may be missing. `learns_answers`: the answers are
+    learned or captured; those of a conversation are always its messages. `extra_columns`: columns
+    in addition to those of the prompt.
     """
     messages_column = data.prompt_format.messages_column
     if messages_column is None:
@@ -158,9 +158,9 @@ def expected_prompts(
         columns += (("data.image_column", image_column),)
 
     def check(records: Records) -> None:
-        check_first_prompts(path, data, records, answers=answers, learned=learned)
+        check_first_prompts(path, data, records, answers=answers, learns_answers=learns_answers)
 
-    return Expected(field, path, columns + more, check)
+    return Expected(field, path, columns + extra_columns, check)
 
 
 def check_first_prompts(
@@ -169,7 +169,7 @@ def check_first_prompts(
     records: Records,
     *,
     answers: bool,
-    learned: bool,
+    learns_answers: bool,
 ) -> None:
     """Raise InvalidInput if the first records are wrong: conversations, weights, images, answers.
 
@@ -186,13 +186,15 @@ def check_first_prompts(
             for image in images_of(record, prompt_format.image_column, location):
                 if isinstance(image, str):
                     image_file(Path(path).parent, image, location)
-        has_answer |= not learned and record.get(data.answer_column) is not None
+        has_answer |= not learns_answers and record.get(data.answer_column) is not None
         if messages_column in record:
             conversation = prompt_format.conversation(record, location)
-            has_answer |= (conversation.up_to_answer() if learned else conversation).is_answered
+            has_answer |= (
+                conversation.up_to_answer() if learns_answers else conversation
+            ).is_answered
     if messages_column is None or not records or has_answer:
         return
-    if learned:
+    if learns_answers:
         raise InvalidInput(
             f"the conversations of {path} have no message of the assistant",
             field="data.messages_column",
@@ -239,8 +241,8 @@ def _prompt_files(job: OnPolicyJob | RLJob | SFTJob, data: DataConfig) -> Iterat
             path,
             data,
             answers=needs_answers,
-            learned=learns_answers,
-            more=teacher_columns + weight_columns,
+            learns_answers=learns_answers,
+            extra_columns=teacher_columns + weight_columns,
         )
     if data.eval_path is not None:
         needs_answers = learns_answers or reward_needs_answers or is_evaluated
@@ -250,8 +252,8 @@ def _prompt_files(job: OnPolicyJob | RLJob | SFTJob, data: DataConfig) -> Iterat
             path,
             data.without_weights(),
             answers=needs_answers,
-            learned=learns_answers,
-            more=teacher_columns,
+            learns_answers=learns_answers,
+            extra_columns=teacher_columns,
         )
 
 
@@ -266,7 +268,12 @@ def _capture_file(job: CaptureJob) -> Expected:
         return Expected("data.path", data.path, text_columns + context_columns)
     # A capture scores the tokens that a fine-tuning job would learn.
     return expected_prompts(
-        "data.path", data.path, data, answers=True, learned=True, more=context_columns
+        "data.path",
+        data.path,
+        data,
+        answers=True,
+        learns_answers=True,
+        extra_columns=context_columns,
     )
 
 

@@ -336,11 +336,11 @@ def _result_row(result: Result, labels: Sequence[str], last_column: str) -> Mapp
     }
 
 
-def _format_measured(measured: Measurement | None) -> str:
-    if measured is None:
+def _format_measured(measurement: Measurement | None) -> str:
+    if measurement is None:
         return "-"
-    error = "" if measured.stderr is None else f" +-{measured.stderr:.1g}"
-    return f"{measured.value:.4g}{error} @{measured.step}"
+    error = "" if measurement.stderr is None else f" +-{measurement.stderr:.1g}"
+    return f"{measurement.value:.4g}{error} @{measurement.step}"
 
 
 def _kl_or_loss(row: Mapping[str, Any]) -> str:

@@ -19,11 +19,11 @@ class UploadReport:
 
     def __call__(self, progress: UploadProgress) -> None:
         """Print the progress if it is time to."""
-        is_complete = progress.sent == progress.size
+        is_complete = progress.sent_bytes == progress.size
         if not (progress.begins or is_complete or time.monotonic() >= self._next_line_at):
             return
         self._next_line_at = time.monotonic() + _PAUSE_SECONDS
-        text = f"{format_size(progress.sent)} of {format_size(progress.size)} sent"
+        text = f"{format_size(progress.sent_bytes)} of {format_size(progress.size)} sent"
         if progress.begins and is_complete:
             text = f"the server has its {format_size(progress.size)}"
         self._output.say(f"{progress.key}: {text}")
