@@ -362,7 +362,7 @@ class Trainer:
             self._rollouts_ahead.publish(self._step)
         metrics, transcripts = self._evaluation(self._student)
         if self._anchor is not None:
-            with self._anchor.in_place():
+            with self._anchor.in_student_place():
                 if self._rollouts_ahead is not None:
                     self._rollouts_ahead.publish(self._step, anchor=True)
                 anchor_metrics, _ = self._evaluation(self._student)
