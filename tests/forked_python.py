@@ -20,8 +20,8 @@ from protos.rpc import failpoints
 from tests.forks import Descriptor, fork, fork_from, forking_address
 
 MODULES = {
-    "benchmarks.long_sequences",
-    "benchmarks.offline_reference",
+    "benchmarks.loss.long_sequences",
+    "benchmarks.offline.reference",
     "clients",
     "distill_server",
     "student_trainer",

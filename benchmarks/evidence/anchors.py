@@ -3,7 +3,7 @@
     python -m benchmarks.evidence.anchors [--processes 2] [--seeds 5]
 
 A model of 2 layers is pretrained until it gets some sums right, then learns from the reward
-`exact_match` (`benchmarks/rl_runs.py`), for longer than in `benchmarks.rl`. Tasks: sums of two
+`exact_match` (`benchmarks/rl/runs.py`), for longer than in `benchmarks.rl`. Tasks: sums of two
 numbers below 100, below 1,000, and of 1, 2 or 3 digits (graded difficulty). At the end the student
 answers each of 200 unseen sums 16 times at temperature 1: the share of right answers (pass@1), the
 share of sums with a right one among 8 (pass@8, the estimator of arXiv 2107.03374, equation 1), and
@@ -32,10 +32,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.evidence.runs import RESULTS, finished, machine, write
-from benchmarks.offline_material import environment
-from benchmarks.rl_material import VOCABULARY, Material
-from benchmarks.rl_runs import Arm, summary, train_once
+from benchmarks.offline.material import environment
+from benchmarks.rl.material import VOCABULARY, Material
+from benchmarks.rl.runs import Arm, summary, train_once
+from benchmarks.shared.results import RESULTS, finished, machine, write
 from student_trainer.data.prompts import Prompt
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.tools.pretrain import main as pretrain

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.evidence.runs import RESULTS
-from benchmarks.rl_statistics import mean_and_interval
+from benchmarks.shared.intervals import mean_and_interval
+from benchmarks.shared.results import RESULTS
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@
 
 STUDENT: the export of `make demo-real`, runs/demo-real/on-policy/*/export.
 
-SmolLM2-135M-Instruct teaches a cut of itself (`benchmarks/draw_material.py`; 49,152 ids). Positions
-are tokens of answers to questions of GSM8K that the student samples, of the student before
-training and of one after 40 on-policy steps (`make demo-real`). Bias and variance are sums over the
-vocabulary (`benchmarks/draw_noise.py`), so they have no sampling error; the 95% intervals are over
-answers (bootstrap). `renormalised` is the KL of both distributions cut to the head and divided by
-its mass. Writes benchmarks/results/evidence_gradients.json. Takes about ten minutes.
+SmolLM2-135M-Instruct teaches a cut of itself (`benchmarks/shared/model_pairs.py`; 49,152 ids).
+Positions are tokens of answers to questions of GSM8K that the student samples, of the student
+before training and of one after 40 on-policy steps (`make demo-real`). Bias and variance are sums
+over the vocabulary (`benchmarks/draws/noise.py`), so they have no sampling error; the 95% intervals
+are over answers (bootstrap). `renormalised` is the KL of both distributions cut to the head and
+divided by its mass. Writes benchmarks/results/evidence_gradients.json. Takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draw_material import make_pair, prompts
-from benchmarks.draw_noise import Estimator, Position, exact_gradient, measure
-from benchmarks.draw_training import hidden, logits
-from benchmarks.evidence.runs import RESULTS, dumped, machine
+from benchmarks.draws.noise import Estimator, Position, exact_gradient, measure
+from benchmarks.draws.training import hidden, logits
+from benchmarks.shared.model_pairs import make_pair, prompts
+from benchmarks.shared.results import RESULTS, dumped, machine
 from student_trainer.losses import Direction
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 

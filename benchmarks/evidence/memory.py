@@ -2,7 +2,7 @@
 
     python -m benchmarks.evidence.memory --data train.jsonl [--steps 3]
 
-The runs of `benchmarks.trl_training` with few steps, one after another: TRL and `serial` (our
+The runs of `trl_training.py` with few steps, one after another: TRL and `serial` (our
 trainer and a teacher service), as they are and with settings that need less memory. The results of
 a step are the same with all settings of one program. A reading, every half second, counts all
 processes of the run, and pages that they share once. `learning`: readings before the trainer begins
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.draw_material import LONGEST_PROMPT, Pair, make_pair
-from benchmarks.evidence.runs import RESULTS, finished, machine, write
-from benchmarks.process_memory import anonymous, peak_of_children
-from benchmarks.trl_training import QUESTIONS, TOKENS, run_trl, train_here
+from benchmarks.evidence.trl_training import QUESTIONS, TOKENS, run_trl, train_here
+from benchmarks.shared.model_pairs import LONGEST_PROMPT, Pair, make_pair
+from benchmarks.shared.process_memory import anonymous, peak_of_children
+from benchmarks.shared.results import RESULTS, finished, machine, write
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.recomputation import recompute_activations

@@ -31,10 +31,10 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.evidence.runs import RESULTS, finished, machine, write
-from benchmarks.offline_material import run as run_program
-from benchmarks.rl_runs import train_once
-from benchmarks.rollouts_ahead import served
+from benchmarks.offline.material import run as run_program
+from benchmarks.rl.runs import train_once
+from benchmarks.rollouts.ahead import served
+from benchmarks.shared.results import RESULTS, finished, machine, write
 from clients.cli.demos.demo import MAKE_DATA, MAKE_STUDENT, MAKE_TEACHER, fill_directories
 
 STEPS, SEQUENCES, ANSWERS, TOKENS = 300, 64, 8, 4

@@ -2,9 +2,9 @@
 
     python -m benchmarks.evidence.offline_k --data train.jsonl [--seeds 3] [--processes 2]
 
-SmolLM2-135M-Instruct teaches a cut of itself (`benchmarks/draw_material.py`; 49,152 ids) on the
-reference answers of GSM8K: 24 steps of 4 texts, AdamW. Held out: the exact KL(teacher||student) a
-token of 24 other answers, in nats, and their perplexity. `renormalised`: the KL of both
+SmolLM2-135M-Instruct teaches a cut of itself (`benchmarks/shared/model_pairs.py`; 49,152 ids) on
+the reference answers of GSM8K: 24 steps of 4 texts, AdamW. Held out: the exact KL(teacher||student)
+a token of 24 other answers, in nats, and their perplexity. `renormalised`: the KL of both
 distributions cut to the head and divided by its mass, which several trainers use. Each run is added
 to benchmarks/results/evidence_offline_k.json when it ends; an interrupted benchmark goes on where
 it stopped. A run takes about two minutes of a core.
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draw_material import Pair, make_pair
-from benchmarks.draw_training import logits
-from benchmarks.evidence.runs import RESULTS, finished, machine, write
-from benchmarks.offline_material import environment
+from benchmarks.draws.training import logits
+from benchmarks.offline.material import environment
+from benchmarks.shared.model_pairs import Pair, make_pair
+from benchmarks.shared.results import RESULTS, finished, machine, write
 from student_trainer.losses import (
     Rows,
     Tail,

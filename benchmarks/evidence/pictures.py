@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.picture_style import unadorned
-from benchmarks.rl_statistics import mean_and_interval
+from benchmarks.shared.intervals import mean_and_interval
+from benchmarks.shared.pictures import unadorned
 
 COLORS = {
     "none": "#9aa0a6",

@@ -2,9 +2,9 @@
 
     python -m benchmarks.evidence.real_methods --data train.jsonl [--seeds 3] [--rates 1e-4]
 
-SmolLM2-135M-Instruct teaches a cut of itself (`benchmarks/draw_material.py`; 49,152 ids) two tasks:
-questions of GSM8K, and short instructions in the chat format of the model. Each step learns from
-one answer of at most 24 tokens to each of 4 prompts:
+SmolLM2-135M-Instruct teaches a cut of itself (`benchmarks/shared/model_pairs.py`; 49,152 ids) two
+tasks: questions of GSM8K, and short instructions in the chat format of the model. Each step learns
+from one answer of at most 24 tokens to each of 4 prompts:
 
     sft         cross-entropy on answers that the teacher has sampled
     offline     forward KL to the teacher's rows of the same answers (k = 8, M = 8)
@@ -36,10 +36,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks import draw_training as on_policy
-from benchmarks.draw_material import Pair, make_pair, prompts
+from benchmarks.draws import training as on_policy
 from benchmarks.evidence import offline_k as offline
-from benchmarks.evidence.runs import RESULTS, finished, machine, write
+from benchmarks.shared.model_pairs import Pair, make_pair, prompts
+from benchmarks.shared.results import RESULTS, finished, machine, write
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 

@@ -186,8 +186,8 @@ while training goes on: with small micro-batches or recomputation that copy is t
 learning. TRL's runs write no checkpoint.
 
 With an engine of vLLM the peak is {gib(engine["peak_bytes"])} (`python -m
-benchmarks.trl_training`): a second copy of the student, vLLM's 1 GiB of prefix cache, and two
-processes more.
+benchmarks.evidence.trl_training`): a second copy of the student, vLLM's 1 GiB of prefix cache, and
+two processes more.
 """
     claim = "A run needs at most 0.7 of the memory of TRL's"
     command = "python -m benchmarks.evidence.memory --data train.jsonl"

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.draw_material import make_pair
-from benchmarks.evidence.runs import RESULTS, dumped, machine
-from benchmarks.rl_statistics import mean_and_interval
-from benchmarks.rollouts_ahead import served
+from benchmarks.rollouts.ahead import served
+from benchmarks.shared.intervals import mean_and_interval
+from benchmarks.shared.model_pairs import make_pair
+from benchmarks.shared.results import RESULTS, dumped, machine
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError

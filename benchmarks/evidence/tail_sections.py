@@ -68,7 +68,7 @@ an answer of {found["tokens"]} tokens ends before its result.
 
 ![Held-out KL of each loss](draws-training-real.png)
 """
-    command = "python -m benchmarks.draw_training --data train.jsonl --pair real"
+    command = "python -m benchmarks.draws.training --data train.jsonl --pair real"
     claim = (
         "At 64 ids a row, draws train better than every other tail mode, and nearly as all logits"
     )

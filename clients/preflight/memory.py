@@ -2,7 +2,8 @@
 
 A process holds weights, optimizer state and anchor all the time. Beside them, each stage of a step
 needs additional memory: sampling, scoring, learning, the optimizer. The peak is that of the stage
-with the largest need. See `docs/training.md`; `benchmarks/memory_plan.py` measures each line.
+with the largest need. docs/training.md explains each line, and the benchmark
+`benchmarks/models/memory_plan.py` measures it.
 
 Left out: loading, memory outside PyTorch (CUDA context, NCCL: about 1 GiB), and fragmentation.
 """

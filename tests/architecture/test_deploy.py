@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory_plan import cases, plan, table
+from benchmarks.models.memory_plan import cases, plan, table
 from clients.cli.app import main
 from clients.config.file import load_job
 from clients.config.kinds import gpus_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import cache
-from benchmarks.distillkit_layout import BUDGET, RECOMMENDED, Layout, compress, decompress
+from benchmarks.wire import cache
+from benchmarks.wire.distillkit_layout import BUDGET, RECOMMENDED, Layout, compress, decompress
 from protos.rows.codec import RowBlock
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cross_tokenizer
-from benchmarks.cross_tokenizer import WAYS
-from benchmarks.cross_tokenizer_losses import _jsd, _merged, _sorted_distance
-from benchmarks.cross_tokenizer_material import POOL
+from benchmarks.cross_tokenizer import benchmark as cross_tokenizer
+from benchmarks.cross_tokenizer.benchmark import WAYS
+from benchmarks.cross_tokenizer.losses import _jsd, _merged, _sorted_distance
+from benchmarks.cross_tokenizer.material import POOL
 from student_trainer.tools import pretrain
 from tests.benchmarks.test_offline import write_exercises
 from tests.student_trainer import tiny

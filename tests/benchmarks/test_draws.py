@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.draw_noise import Estimator, exact_gradient, measure, measure_all, parts, toy
-from benchmarks.draw_page import write_page
+from benchmarks.draws.noise import Estimator, exact_gradient, measure, measure_all, parts, toy
+from benchmarks.draws.page import write_page
 from student_trainer.losses import Direction, Tail, rows_from_logits, topk_kl
 from student_trainer.rollouts.tail_draws import draw_tail
 
@@ -87,7 +87,7 @@ def test_the_variance_of_stratified_draws_is_that_of_the_sampler(draws: int) -> 
 
 
 def test_the_page_has_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.draw_page.TRAINING", tmp_path / "none.json")
+    monkeypatch.setattr("benchmarks.draws.page.TRAINING", tmp_path / "none.json")
     rows = measure_all(toy(1000, 1))
     unbiased = [row["bias"] for row in rows if row["tail"] in ("bucket+draws", "bucket+sampled")]
     assert max(unbiased) < 1e-12

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import draw_training as on_policy
-from benchmarks.draw_noise import Position
+from benchmarks.draws import training as on_policy
+from benchmarks.draws.noise import Position
 from benchmarks.evidence import page, real_methods
 from benchmarks.evidence.anchors import SAMPLES, TRIES, passes
 from benchmarks.evidence.claims import Effect, overall, paired
@@ -21,8 +21,8 @@ from benchmarks.evidence.gradients import renormalised_gradient
 from benchmarks.evidence.memory import saved_bytes
 from benchmarks.evidence.offline_k import Text, Way, loss_of, tail_samples
 from benchmarks.evidence.real_sections import differences
-from benchmarks.evidence.runs import finished, write
-from benchmarks.process_memory import peak_of_children
+from benchmarks.shared.process_memory import peak_of_children
+from benchmarks.shared.results import finished, write
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses import Direction

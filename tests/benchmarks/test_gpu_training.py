@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_training import QUICK, main
+from benchmarks.gpu.training import QUICK, main
 
 pytestmark = pytest.mark.slow
 

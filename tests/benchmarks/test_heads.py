@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import heads
+from benchmarks.loss import heads
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ema_pg, estimators, gpu, long_sequences, loss, loss_methods
-from benchmarks.loss_bounds import bounds
-from benchmarks.loss_methods import GPU_METHODS, METHODS
-from benchmarks.meters import CpuMeter, measure
-from benchmarks.problem import Missing, Problem, make_problem
+from benchmarks.gpu import benchmark as gpu
+from benchmarks.loss import benchmark as loss
+from benchmarks.loss import ema_pg, estimators, long_sequences
+from benchmarks.loss import methods as loss_methods
+from benchmarks.loss.bounds import bounds
+from benchmarks.loss.methods import GPU_METHODS, METHODS
+from benchmarks.loss.problem import Missing, Problem, make_problem
+from benchmarks.shared.meters import CpuMeter, measure
 from student_trainer.losses import exact_kl, topk_kl
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.model_types import SLOW, WORKS, Outcome, examine, page
+from benchmarks.models.types import SLOW, WORKS, Outcome, examine, page
 
 
 @pytest.mark.filterwarnings("default")  # those of the model's own code

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import offline
-from benchmarks.offline_kills import digests
-from benchmarks.offline_page import targets
-from benchmarks.offline_training import Examiner
+from benchmarks.offline import benchmark as offline
+from benchmarks.offline.kills import digests
+from benchmarks.offline.page import targets
+from benchmarks.offline.training import Examiner
 from clients.store.dataset import LogitDataset
 from tests.student_trainer import small_store, tiny
 

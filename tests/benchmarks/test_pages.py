@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import offline_page, rl_page
+from benchmarks.offline import page as offline_page
+from benchmarks.rl import page as rl_page
 from tests.documents import ROOT
 
 

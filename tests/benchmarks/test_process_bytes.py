@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.process_bytes import held, main
+from benchmarks.models.process_bytes import held, main
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import rl, rl_cost, rl_runs
-from benchmarks.rl_page import page, summaries
-from benchmarks.rl_picture import draw
-from benchmarks.rl_runs import arms
-from benchmarks.rl_statistics import mean_and_interval
+from benchmarks.rl import benchmark as rl
+from benchmarks.rl import cost as rl_cost
+from benchmarks.rl import runs as rl_runs
+from benchmarks.rl.page import page, summaries
+from benchmarks.rl.picture import draw
+from benchmarks.rl.runs import arms
+from benchmarks.shared.intervals import mean_and_interval
 from clients.config.rl import RLJob
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import overlap, rollouts_ahead
+from benchmarks.rollouts import ahead as rollouts_ahead
+from benchmarks.rollouts import overlap
 
 pytestmark = pytest.mark.slow
 

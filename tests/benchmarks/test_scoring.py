@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scoring import OURS, declared_mib
+from benchmarks.models.scoring import OURS, declared_mib
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_peak_memory_of_the_head(tokens: int, k: int) -> None:
     case = ["--memory-of", OURS, str(tokens), str(VOCAB), str(k)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scoring", *case],
+        [sys.executable, "-m", "benchmarks.models.scoring", *case],
         capture_output=True,
         text=True,
         check=True,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import search
-from benchmarks.search_material import make_tokenizer
+from benchmarks.search import benchmark as search
+from benchmarks.search.material import make_tokenizer
 
 
 @pytest.mark.usefixtures("forked_python")

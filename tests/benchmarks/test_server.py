@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.server import SLOTS, measure_load, measure_watching
+from benchmarks.server.benchmark import SLOTS, measure_load, measure_watching
 from tests.distill_server.conftest import Server
 
 pytestmark = pytest.mark.slow

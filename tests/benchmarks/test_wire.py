@@ -25,8 +25,8 @@ def rows(n: int, k: int) -> RowBlock:
 
 
 def test_every_format_gives_back_what_it_got() -> None:
-    from benchmarks.wire import require_equal
-    from benchmarks.wire_formats import FORMATS
+    from benchmarks.wire.benchmark import require_equal
+    from benchmarks.wire.formats import FORMATS
 
     block = rows(20, 16)
     for name, wire in FORMATS.items():
@@ -34,7 +34,7 @@ def test_every_format_gives_back_what_it_got() -> None:
 
 
 def test_the_comparison_sees_a_lost_number() -> None:
-    from benchmarks.wire import require_equal
+    from benchmarks.wire.benchmark import require_equal
 
     block = rows(20, 16)
     ids: Any = block.head_ids
@@ -47,7 +47,7 @@ def test_the_comparison_sees_a_lost_number() -> None:
 
 
 def test_bytes_of_a_message() -> None:
-    from benchmarks.wire import message_bytes
+    from benchmarks.wire.benchmark import message_bytes
 
     found = message_bytes(rows(512, 64))
     assert found["teacher's ids, 64 a message"] <= 284

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from benchmarks.redis_process import redis_binary
+from benchmarks.shared.redis_process import redis_binary
 from distill_server.runners.local.process import MARK
 from protos.rpc.ports import free_ports
 from tests.small_disk import mount, unmount

@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def test_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.gpu_rollouts import GROUP, QUICK, RECORDS, main
+    from benchmarks.gpu.rollouts import GROUP, QUICK, RECORDS, main
 
     out = tmp_path / "found.json"
     main(["--device", "cpu", "--quick", "--out", str(out)])

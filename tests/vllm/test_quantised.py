@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.gpu_quantised import differences, main, measured, started
+from benchmarks.gpu.quantised import differences, main, measured, started
 from protos.errors import InvalidInput
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm import VllmEngine

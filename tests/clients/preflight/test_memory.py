@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.memory_plan import LINE, SHAPE, Case, model_of, random_batch
+from benchmarks.models.memory_plan import LINE, SHAPE, Case, model_of, random_batch
 from clients.cli.app import main
 from clients.config.kinds import AnyTraining, parse_job
 from clients.config.on_policy import OnPolicyJob

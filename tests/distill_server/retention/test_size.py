@@ -1,11 +1,11 @@
-"""The database stays as large as its jobs; of 10,000 jobs see benchmarks/retention.py."""
+"""The database stays as large as its jobs; of 10,000 jobs see benchmarks/server/retention.py."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
-from benchmarks.retention import measure
+from benchmarks.server.retention import measure
 
 
 def test_the_database_stays_as_large_as_its_jobs(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.process_memory import anonymous
+from benchmarks.shared.process_memory import anonymous
 from clients.config.tables.common import StudentConfig
 from student_trainer.model.loading import load_model
 from student_trainer.model.student import Student

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 
-from benchmarks.redis_process import redis_binary
+from benchmarks.shared.redis_process import redis_binary
 from protos.rpc.ports import free_ports
 from teacher_service.cache.redis_address import OPTIONS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.process_memory import peak_of
+from benchmarks.shared.process_memory import peak_of
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.rpc.transport import MAX_MESSAGE_BYTES

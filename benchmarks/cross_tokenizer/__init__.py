@@ -1,0 +1,1 @@
+"""A teacher with another tokenizer."""

@@ -1,0 +1,213 @@
+"""The models and the texts of `benchmarks.cross_tokenizer`.
+
+The teacher is SmolLM2-135M-Instruct, as in `benchmarks/shared/model_pairs.py`. The student is a
+small model with a byte-level BPE of its own, trained here on questions and answers of GSM8K. The
+teacher answers other questions of GSM8K; its answers, their log-probs and its likeliest
+probabilities are kept, so that the methods that need no sampling need no teacher.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.draws.training import hidden, logits
+from benchmarks.shared.model_pairs import LONGEST_PROMPT, make_pair
+from clients.alignment.alignment import Aligner
+from protos.rows.codec import RowBlock
+from student_trainer.data.prompts import Prompt
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.teachers.other_tokenizer_store import TokenMap
+from student_trainer.teachers.tokenizer_pair import to_byte_tokenizer
+from student_trainer.tools.pretrain import main as pretrain
+
+POOL = 2000  # of the questions, those that are asked; the student begins on the others
+BATCH = 16
+HEAD = 64  # the default of a capture
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """held_out, questions: that are asked. tokens: most of an answer. steps: of a training.
+
+    batch: answers of a step. vocabulary, layers, width, begun: the student's, and its first steps.
+    """
+
+    held_out: int = 24
+    questions: int = 192
+    tokens: int = 32
+    steps: int = 24
+    batch: int = 8
+    vocabulary: int = 4096
+    layers: int = 3
+    width: int = 192
+    begun: int = 300
+
+
+QUICK = Sizes(
+    held_out=2, questions=4, tokens=8, steps=2, batch=2, vocabulary=400, layers=1, width=32, begun=2
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An answer of the teacher: its ids [n], log-probs [n], and whether it has ended.
+
+    head_ids, head_logprobs [n, HEAD]: of its likeliest ids, as a capture has them. likeliest [n, V]
+    float16: the V largest probabilities of each token, V being the number of the student's ids.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    ended: bool
+    head_ids: Tensor
+    head_logprobs: Tensor
+    likeliest: Tensor
+
+    @property
+    def rows(self) -> RowBlock:
+        """The rows of a capture, without the tail, which no loss here reads."""
+        none = np.zeros(len(self.ids), np.float32)
+        head = self.head_ids.numpy(), self.head_logprobs.numpy()
+        return RowBlock(*head, none, self.logprobs.numpy())
+
+
+@dataclass(frozen=True)
+class Material:
+    """The models, the questions (the first ones are held out) and the teacher's answers to them."""
+
+    teacher: Any
+    teacher_words: Any
+    student: Path
+    student_words: Any
+    questions: Sequence[str]
+    stored: Sequence[Stored]
+    sizes: Sizes
+
+    @cached_property
+    def reads_student(self) -> Aligner:
+        """Aligns what the student writes with the teacher's tokens."""
+        ours, theirs = self._bytes()
+        return Aligner(ours, theirs, self.teacher_words.eos_token_id)
+
+    @cached_property
+    def token_map(self) -> TokenMap:
+        """The teacher's ids as tokens of the student."""
+        return TokenMap.build(self.reads_teacher, np.array([self.teacher_words.eos_token_id]))
+
+    @cached_property
+    def reads_teacher(self) -> Aligner:
+        """Aligns what the teacher has written with the student's tokens."""
+        ours, theirs = self._bytes()
+        return Aligner(theirs, ours, self.student_words.eos_token_id)
+
+    def _bytes(self) -> tuple[Any, Any]:
+        return (
+            to_byte_tokenizer(self.student_words, "student", "student"),
+            to_byte_tokenizer(self.teacher_words, "teacher", "teacher"),
+        )
+
+    def fresh_student(self) -> Any:
+        """Return the student with which every training begins."""
+        return AutoModelForCausalLM.from_pretrained(self.student, dtype=torch.float32)
+
+
+def make_material(data: Path, work: Path, models: Path, sizes: Sizes) -> Material:
+    """Make what is missing below `work`, and load everything. `data`: GSM8K's train.jsonl."""
+    work.mkdir(parents=True, exist_ok=True)
+    teacher = make_pair("real", models, data).teacher
+    lines = data.read_text().splitlines(keepends=True)
+    student = work / f"student-{sizes.width}-{sizes.begun}"
+    if not student.exists():
+        _begin(lines[POOL:], work, student, sizes)
+    teacher_words = AutoTokenizer.from_pretrained(teacher)
+    made = Material(
+        AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval(),
+        teacher_words,
+        student,
+        AutoTokenizer.from_pretrained(student),
+        _questions(lines[:POOL], teacher_words, sizes.held_out + sizes.questions),
+        [],
+        sizes,
+    )
+    answers = work / f"answers-{len(made.questions)}-{sizes.tokens}.pt"
+    if not answers.exists():
+        partial = answers.with_suffix(".part")
+        torch.save([vars(one) for one in _answers(made)], partial)
+        partial.rename(answers)
+    stored = [Stored(**one) for one in torch.load(answers)]
+    return Material(**vars(made) | {"stored": stored})
+
+
+def prompts(words: Any, questions: Sequence[str]) -> list[Prompt]:
+    """Return questions as prompts in the tokens of one side."""
+    texts = [f"{question}\n" for question in questions]
+    return [Prompt(_ids(words, text), "") for text in texts]
+
+
+def rollouts(model: Any, words: Any, tokens: int) -> HuggingFaceRollouts:
+    """Return the sampler of a model, at temperature 1."""
+    return HuggingFaceRollouts(
+        model.eval(), words, top_k=1, temperature=1.0, max_new_tokens=tokens, batch_tokens=1 << 20
+    )
+
+
+def _ids(words: Any, text: str) -> NDArray[np.int32]:
+    return np.array(words(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _begin(lines: Sequence[str], work: Path, out: Path, sizes: Sizes) -> None:
+    texts, partial = work / "begin.jsonl", out.with_name(out.name + ".part")
+    texts.write_text("".join(lines))
+    columns = ["--columns", "question", "answer", "--separator", "\n"]
+    shape = {
+        "vocab-size": sizes.vocabulary,
+        "layers": sizes.layers,
+        "width": sizes.width,
+        "steps": sizes.begun,
+    }
+    options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
+    fixed = ["--batch", "8", "--max-tokens", "160", "--tokenizer", "bpe"]
+    pretrain(["--data", str(texts), *columns, *options, *fixed, "--out", str(partial)])
+    partial.rename(out)
+
+
+def _questions(lines: Sequence[str], words: Any, count: int) -> list[str]:
+    asked = (json.loads(line)["question"] for line in lines)
+    found = [one for one in asked if len(_ids(words, f"{one}\n")) <= LONGEST_PROMPT]
+    if len(found) < count:
+        raise SystemExit(f"the data have {len(found)} short questions, not {count}")
+    return found[:count]
+
+
+@torch.no_grad()
+def _answers(material: Material) -> Iterator[Stored]:
+    asked = prompts(material.teacher_words, material.questions)
+    sampler = rollouts(material.teacher, material.teacher_words, material.sizes.tokens)
+    width = len(material.student_words)
+    for first in range(0, len(asked), BATCH):
+        part = asked[first : first + BATCH]
+        (written,) = sampler.generate(part, range(first, first + len(part)), seed=0)
+        table = logits(material.teacher, hidden(material.teacher, written)).log_softmax(1)
+        top = table.topk(width)
+        counts = [len(one.completion) for one in written]
+        of_answers = zip(written, top.values.split(counts), top.indices.split(counts), strict=True)
+        for one, logprobs, ids in of_answers:
+            yield Stored(
+                ids=one.completion.clone(),
+                logprobs=one.token_logprobs.clone(),
+                ended=not one.truncated,
+                head_ids=ids[:, :HEAD].int(),
+                head_logprobs=logprobs[:, :HEAD].half(),
+                likeliest=logprobs.exp().half(),
+            )

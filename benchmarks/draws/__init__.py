@@ -1,0 +1,1 @@
+"""Tail draws: noise, training and speed."""

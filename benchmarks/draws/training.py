@@ -1,0 +1,289 @@
+"""Trains one student with every tail estimator, on-policy, and measures the exact KL held out.
+
+    python -m benchmarks.draws.training --data train.jsonl --pair toy [--seeds 5] [--processes 2]
+    python -m benchmarks.draws.training --data train.jsonl --pair real [--seeds 5] [--processes 2]
+
+Each step samples one answer to each of its questions, the teacher scores it, and the student makes
+one update. The pairs are in `benchmarks/shared/model_pairs.py`. Each run is added to
+benchmarks/results/draw_training.json when it ends; an interrupted benchmark goes on where it
+stopped. `benchmarks.draws.noise` makes the page of it, docs/draws.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.shared.model_pairs import Pair, PairName, make_pair, prompts, row_bytes
+from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.losses import (
+    Rows,
+    Tail,
+    exact_kl,
+    fused_linear_loss,
+    rows_from_logits,
+    topk_kl,
+)
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+
+HELD_OUT_SEED = 10_000
+
+
+@dataclass(frozen=True)
+class Way:
+    """A loss: a tail mode with k head ids and M draws; tail None is the exact KL of all logits."""
+
+    tail: Tail | None
+    k: int = 0
+    draws: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.tail is None:
+            return "exact"
+        return f"{self.tail}, k = {self.k}" + (f", M = {self.draws}" if self.draws else "")
+
+    def ids(self, vocabulary: int) -> int:
+        """Number of ids of a row."""
+        return vocabulary if self.tail is None else self.k + self.draws
+
+    def bytes(self, vocabulary: int) -> int:
+        """Bytes of a row on the wire, request and answer. All logits: float16, the answer only."""
+        if self.tail is None:
+            return 2 * vocabulary
+        return round(row_bytes(self.k, self.draws, head_by_student=True))
+
+
+WAYS = (
+    Way(None),
+    Way("bucket+sampled", 64),
+    Way("bucket+draws", 8, 16),
+    Way("published", 64),
+    Way("none", 64),
+    Way("bucket", 64),
+    Way("bucket+sampled", 512),
+    Way("bucket+draws", 8, 8),
+    Way("bucket+draws", 32, 16),
+    Way("bucket+draws", 16, 48),
+)
+DECISIVE = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """prompts: per step, one answer each. tokens: most of an answer. held_out: prompts."""
+
+    prompts: int
+    tokens: int
+    held_out: int
+    steps: int
+    learning_rate: float
+
+
+SIZES: dict[PairName, Sizes] = {
+    "real": Sizes(prompts=4, tokens=24, held_out=32, steps=40, learning_rate=1e-4),
+    "toy": Sizes(prompts=8, tokens=48, held_out=64, steps=50, learning_rate=5e-3),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="train.jsonl of GSM8K")
+    parser.add_argument("--pair", choices=["real", "toy"], required=True)
+    parser.add_argument("--work", type=Path, default=Path("runs/draws"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/draw_training.json"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--one", type=int, nargs=2, metavar=("WAY", "SEED"), help="one run only")
+    options = parser.parse_args(arguments)
+    pair = make_pair(options.pair, options.work, options.data)
+    sizes = SIZES[cast(PairName, options.pair)]
+    if options.one:
+        way, seed = options.one
+        found = train(WAYS[way], seed, pair, options.data, sizes)
+        print(json.dumps({"way": WAYS[way].name, "seed": seed, **found}))
+        return
+    command = [sys.executable, "-m", "benchmarks.draws.training", *(arguments or sys.argv[1:])]
+    results = Results(options.out, options.pair, sizes)
+    # The losses that decide first, with all seeds: a run of the real pair takes minutes.
+    numbers = range(len(WAYS))
+    parts = numbers[:DECISIVE], numbers[DECISIVE:]
+    runs = [(way, seed) for part in parts for seed in range(options.seeds) for way in part]
+    missing = [(way, seed) for way, seed in runs if not results.has(WAYS[way].name, seed)]
+    with ThreadPoolExecutor(options.processes) as pool:
+        list(pool.map(lambda one: results.add(_run(command, *one)), missing))
+
+
+class Results:
+    """The file of results. Each run is added as soon as it ends, so that a restart goes on."""
+
+    def __init__(self, path: Path, pair: str, sizes: Sizes) -> None:
+        self._path, self._pair, self._lock = path, pair, Lock()
+        everything = json.loads(path.read_text()) if path.exists() else {}
+        self._here = everything.get(pair, {})
+        if {name: self._here.get(name) for name in vars(sizes)} != vars(sizes):
+            self._here = {**vars(sizes), "runs": []}
+
+    def has(self, way: str, seed: int) -> bool:
+        return any((run["way"], run["seed"]) == (way, seed) for run in self._here["runs"])
+
+    def add(self, run: dict[str, Any] | None) -> None:
+        if run is None:
+            return
+        with self._lock:
+            self._here["runs"].append(run)
+            self._here["runs"].sort(key=lambda one: (one["seed"], one["way"]))
+            everything = json.loads(self._path.read_text()) if self._path.exists() else {}
+            partial = self._path.with_suffix(".part")
+            partial.write_text(json.dumps(everything | {self._pair: self._here}, indent=1) + "\n")
+            partial.rename(self._path)
+        print(f"{run['way']}, seed {run['seed']}: KL {run['kl']}", flush=True)
+
+
+def _run(command: list[str], way: int, seed: int) -> dict[str, Any] | None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, "--one", str(way), str(seed)], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        print(f"{WAYS[way].name}, seed {seed} failed:\n{done.stderr[-2000:]}", flush=True)
+        return None
+    return cast(dict[str, Any], json.loads(done.stdout.splitlines()[-1]))
+
+
+def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
+    """Train once and return {"kl": {step: exact KL}, "seconds", "ids", "bytes"}."""
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
+    teacher = AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32).eval()
+    student = AutoModelForCausalLM.from_pretrained(pair.student, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(
+        student.parameters(), lr=sizes.learning_rate, weight_decay=0.0, fused=True
+    )
+    asked = prompts(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
+    held_out, training = asked[: sizes.held_out], asked[sizes.held_out :]
+    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
+    kl = {0: measure(student, teacher, tokenizer, held_out, sizes.tokens)}
+    began, measuring = time.monotonic(), 0.0
+    for step in range(1, sizes.steps + 1):
+        first = (step - 1) * sizes.prompts
+        numbers = range(first, first + sizes.prompts)
+        chosen = [training[order[number]] for number in numbers]
+        (answers,) = rollouts_of(student, tokenizer, way, sizes.tokens).generate(
+            chosen, numbers, seed=seed
+        )
+        student.train()
+        loss = loss_of(way, student, teacher, answers)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        if step in (sizes.steps // 2, sizes.steps):
+            paused = time.monotonic()
+            kl[step] = measure(student, teacher, tokenizer, held_out, sizes.tokens)
+            measuring += time.monotonic() - paused
+    if way.tail is None and seed == 0:
+        trained = pair.student.with_name(pair.student.name.replace("student", "trained"))
+        student.save_pretrained(trained)
+        tokenizer.save_pretrained(trained)
+    seconds = time.monotonic() - began - measuring
+    vocabulary = student.config.vocab_size
+    return {
+        "kl": kl,
+        "seconds": seconds,
+        "ids": way.ids(vocabulary),
+        "bytes": way.bytes(vocabulary),
+    }
+
+
+def rollouts_of(student: Any, tokenizer: Any, way: Way, tokens: int) -> HuggingFaceRollouts:
+    """Return a sampler of answers of at most `tokens` tokens, with what the loss needs of them."""
+    return HuggingFaceRollouts(
+        student.eval(),
+        tokenizer,
+        top_k=way.k or 1,
+        temperature=1.0,
+        max_new_tokens=tokens,
+        batch_tokens=1 << 20,
+        draws=way.draws,
+    )
+
+
+def loss_of(way: Way, student: Any, teacher: Any, answers: Sequence[Rollout]) -> Tensor:
+    """Return the mean of the loss over all sampled tokens."""
+    states, weight = hidden(student, answers), student.get_output_embeddings().weight
+    with torch.no_grad():
+        theirs = logits(teacher, hidden(teacher, answers))
+    tokens = torch.cat([one.completion for one in answers])
+    if way.tail is None:
+        ours = logits(student, states)
+        return cast(Tensor, exact_kl(ours, theirs, direction="reverse").mean())
+    head = torch.cat([one.head_ids for one in answers]).long()
+    draws = None
+    if way.draws:
+        draws = TailDraws.joined([one.draws for one in answers if one.draws is not None])
+    ids = None if draws is None else draws.ids.long()
+    teacher_rows = rows_from_logits(theirs, head, tokens, sample_ids=ids)
+    in_head, tail = (head == tokens[:, None]).any(1), way.tail
+
+    def of_rows(rows: Rows, index: slice) -> Tensor:
+        return topk_kl(
+            rows, teacher_rows[index], in_head[index], direction="reverse", tail=tail,
+            draw_logprobs=None if draws is None else draws.logprobs[index],
+        )  # fmt: skip
+
+    out = fused_linear_loss(states, weight, head, tokens, of_rows, sample_ids=ids)
+    return out.loss_sum / len(tokens)
+
+
+def hidden(model: Any, answers: Sequence[Rollout]) -> Tensor:
+    """Return the states [N, H] from which the sampled tokens of all answers are predicted."""
+    # Padding at the end does not change the outputs of a causal model before it.
+    ids = pad_sequence([one.token_ids for one in answers], batch_first=True)
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    spans = [(one.start - 1, len(one.token_ids) - 1) for one in answers]
+    return torch.cat([states[row, first:last] for row, (first, last) in enumerate(spans)])
+
+
+def logits(model: Any, states: Tensor) -> Tensor:
+    """Return the logits [N, V] in float32."""
+    return cast(Tensor, model.get_output_embeddings()(states))
+
+
+@torch.no_grad()
+def measure(
+    student: Any, teacher: Any, tokenizer: Any, held_out: Sequence[Prompt], tokens: int
+) -> float:
+    """Return the exact KL(student||teacher) per token on the student's answers, in nats.
+
+    The random numbers of the answers are the same for every student.
+    """
+    rollouts = rollouts_of(student, tokenizer, Way(None), tokens)
+    total = count = 0.0
+    for first in range(0, len(held_out), 16):
+        part = held_out[first : first + 16]
+        (answers,) = rollouts.generate(part, range(first, first + len(part)), seed=HELD_OUT_SEED)
+        ours, theirs = (logits(model, hidden(model, answers)) for model in (student, teacher))
+        kl = exact_kl(ours, theirs, direction="reverse")
+        total, count = total + float(kl.double().sum()), count + len(kl)
+    return total / count
+
+
+if __name__ == "__main__":
+    main()

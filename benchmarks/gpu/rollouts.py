@@ -1,0 +1,386 @@
+"""Rollouts on one CUDA device: tokens per second, pushes, sleep and wake, and the log-ratio.
+
+    python -m benchmarks.gpu.rollouts [--out FILE]          or: make bench-gpu
+
+R1: answers with our sampler in vLLM's worker (head ids and draws as named), with vLLM's own sampler
+and no log-probs, and with transformers' generate, in turn, in tokens per second. R2: a push of all
+weights. "write": the trainer's side, from float32 weights on the device to sealed files in memory;
+"load": the engine's, from the call to the verified probe; "least": copying as many bytes from the
+device to the host and back; "ipc": all of a push through memory of the GPU that both share;
+"broadcast": all of a push through NCCL from another GPU, if there is one; on a CPU through gloo.
+R3:
+seconds of a step of whole jobs: the engine on the trainer's GPU, asleep while the trainer learns
+(lag = 0), and beside it (lag = 1); with two GPUs also on one of its own. R4: sigma, the standard
+deviation of log p - log mu over the sampled tokens, in nats: p of the trainer, mu of the engine,
+equal weights, bfloat16 layers and a float32 head in the engine.
+
+All weights are random; logits have a standard deviation of 3 nats. Writes
+benchmarks/results/gpu-rollouts-<device>.json. `--device cpu --quick` runs the same code without a
+GPU, at small sizes: its numbers are meaningless, and vLLM frees nothing when it sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.gpu.benchmark import machine, options_of, write
+from benchmarks.gpu.pushes import PushChannel, backends
+from benchmarks.models.vllm_engine import save_tokenizer
+from benchmarks.rollouts import ahead as rollouts_ahead
+from benchmarks.rollouts.peers import generate_tokens, start_vllm, vllm_tokens
+from protos.vllm_processes import SHUTDOWN_SECONDS
+from student_trainer.checkpoints.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
+from student_trainer.data.sequence import TokenSequence
+from student_trainer.model.student import Student
+from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.parallel.passes import run_passes_over_rollouts
+from student_trainer.parallel.sharding import distribute
+from student_trainer.rollout_client.order import (
+    Order,
+    SamplingSettings,
+    SequenceRequest,
+    WeightsVersion,
+)
+from student_trainer.rollouts.sampler import SampledTokens
+
+# (head ids, draws): the largest head, and the default of an on-policy job.
+RECORDS = ((64, 0), (16, 48))
+GROUP = 8  # sequences with the same prompt
+SPREAD = 3.0  # standard deviation of the logits, in nats
+
+
+@dataclass(frozen=True)
+class Shape:
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """models: those that are pushed; the first one also samples. share: of the GPU per engine."""
+
+    models: dict[str, Shape]
+    vocab: int
+    sequences: int
+    prompt: int
+    tokens: int
+    turns: int
+    pushes: int
+    batch_tokens: int
+    share: float
+    job: dict[str, int]  # layers, hidden, steps, skipped, answers, tokens
+
+
+FULL = Sizes(
+    {
+        "1.5B": Shape(1536, 22, 12, 4, 128, 8960),
+        "8B": Shape(4096, 36, 32, 8, 128, 12_288),
+    },
+    vocab=151_936,
+    sequences=256,
+    prompt=256,
+    tokens=1024,
+    turns=3,
+    pushes=5,
+    batch_tokens=16_384,
+    share=0.3,
+    job={"layers": 28, "hidden": 1536, "steps": 12, "skipped": 3, "answers": 64, "tokens": 512},
+)
+QUICK = Sizes(
+    {"tiny": Shape(64, 2, 4, 2, 32, 128)},
+    vocab=500,
+    sequences=GROUP,
+    prompt=12,
+    tokens=8,
+    turns=1,
+    pushes=1,
+    batch_tokens=256,
+    share=0.1,
+    job={"layers": 1, "hidden": 256, "steps": 4, "skipped": 1, "answers": 4, "tokens": 8},
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = options_of(arguments, __doc__)
+    sizes = QUICK if options.quick else FULL
+    if options.device == "cpu":
+        os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    found: dict[str, Any] = {"machine": machine(options.device), "pushes": []}
+    for name, shape in sizes.models.items():
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            pair(folder, shape, sizes, options.device) as own,
+        ):
+            found["pushes"].append({"model": name, **pushes(own, sizes)})
+            print(json.dumps(found["pushes"][-1]), flush=True)
+            if len(found["pushes"]) == 1:
+                found["sampling"] = {"model": name, **speeds(own, sizes)}
+                found["log_ratio"] = {"model": name, **log_ratio(own, sizes)}
+                print(json.dumps(found["sampling"]), json.dumps(found["log_ratio"]), flush=True)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    found["steps"] = steps(sizes, options.device)
+    show(found)
+    write(found, options, "gpu-rollouts")
+
+
+class Pair:
+    """A student of random weights on the device, and an engine that samples with them."""
+
+    def __init__(self, folder: Path, shape: Shape, sizes: Sizes, device: str) -> None:
+        from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
+
+        self.device, self.path = device, folder / "model"
+        config = Qwen3Config(
+            vocab_size=sizes.vocab,
+            hidden_size=shape.width,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=2 * (sizes.prompt + sizes.tokens),
+            tie_word_embeddings=False,  # tied random weights repeat the token that was read
+            architectures=["Qwen3ForCausalLM"],
+            dtype="bfloat16",
+        )
+        config.save_pretrained(self.path)
+        save_tokenizer(self.path, sizes.vocab)
+        self.runner = asyncio.Runner()
+        # As in a job, the engine first: vLLM measures the free memory when it starts.
+        self.engine = VllmRolloutEngine(
+            str(self.path),
+            dtype="bfloat16",
+            gpu_memory_share=sizes.share,
+            max_batch_tokens=sizes.batch_tokens,
+        )
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = Qwen3ForCausalLM(config).eval()
+            # The last norm has states of mean square 1.
+            model.lm_head.weight.data.normal_(std=SPREAD / shape.width**0.5)
+        self.model = model
+        accelerator = make_accelerator(timedelta(hours=1))
+        self.student = distribute(accelerator, Student(model, bf16=True), "none")
+        self.bytes = snapshot_bytes(model, torch.bfloat16, adapters=False)
+        self.root = choose_snapshot_root(folder, 1, 2 * self.bytes, local=True)
+        self.snapshots = Snapshots(
+            accelerator,
+            self.student,
+            self.root,
+            job="benchmark",
+            attempt=1,
+            dtype=torch.bfloat16,
+            adapters=False,
+            in_flight="drain",
+            probe_ids=torch.randint(sizes.vocab, (4, 32)),
+            tokens_per_micro_batch=16_384,
+        )
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def sampled(self, order: Order) -> list[SampledTokens]:
+        """Sample an order with the engine."""
+
+        async def collect() -> dict[int, SampledTokens]:
+            return {index: tokens async for index, tokens in self.engine.sample(order)}
+
+        found = self.runner.run(collect())
+        return [found[index] for index in range(len(order.sequences))]
+
+    def tokens(self, order: Order) -> int:
+        """Sample an order; return the number of tokens."""
+        return sum(len(one.token_ids) for one in self.sampled(order))
+
+    def close(self) -> None:
+        self.runner.run(self.engine.close())
+        self.runner.close()
+        self.snapshots.close()
+
+
+@contextmanager
+def pair(folder: str, shape: Shape, sizes: Sizes, device: str) -> Iterator[Pair]:
+    made = Pair(Path(folder), shape, sizes, device)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def pushes(own: Pair, sizes: Sizes) -> dict[str, Any]:
+    """Write and load the weights a few times; return the median seconds, after a warm-up."""
+    seconds: dict[str, list[float]] = {"write": [], "load": [], "least": []}
+    channels = [
+        PushChannel(own.snapshots, own.engine, own.runner, backend)
+        for backend in backends(own.device)
+    ]
+    for number in range(sizes.pushes + 1):
+        own.snapshots.delete_before(number)
+        own.synchronize()
+        times = [time.perf_counter()]
+        version = own.snapshots.write(number)
+        times.append(time.perf_counter())
+        own.runner.run(own.engine.load(version))
+        times.append(time.perf_counter())
+        copy_there_and_back(own)
+        times.append(time.perf_counter())
+        for name, began, ended in zip(seconds, times, times[1:], strict=False):
+            seconds[name].append(ended - began)
+        for channel in channels:
+            began = time.perf_counter()
+            channel.push(version)
+            seconds.setdefault(channel.name, []).append(time.perf_counter() - began)
+    for channel in channels:
+        channel.close()
+    medians = {name: statistics.median(of[1:]) for name, of in seconds.items()}
+    memory = str(own.root).startswith("/dev/shm")
+    return {"bytes": own.bytes, "in_memory": memory, **medians}
+
+
+def copy_there_and_back(own: Pair) -> None:
+    """Copy every weight, in bfloat16, from the device to pageable host memory and back."""
+    for weight in own.model.parameters():
+        weight.data.bfloat16().cpu().clone().to(own.device)
+    own.synchronize()
+
+
+def order_of(own: Pair, sizes: Sizes, top_k: int, draws: int) -> Order:
+    settings = SamplingSettings(top_k, 1.0, draws, 0, sizes.tokens, 1)
+    requests = [
+        SequenceRequest(ids, number, sizes.tokens) for number, ids in enumerate(prompts(sizes))
+    ]
+    version: WeightsVersion = own.snapshots.newest
+    return Order(version, settings, requests)
+
+
+def prompts(sizes: Sizes) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (sizes.sequences // GROUP, sizes.prompt)
+    return [*torch.randint(sizes.vocab, shape, generator=generator).repeat_interleave(GROUP, 0)]
+
+
+def speeds(own: Pair, sizes: Sizes) -> dict[str, Any]:
+    """Return tokens per second by method, medians over the turns, after a warm-up turn."""
+    theirs = start_vllm(own.path, batch_tokens=sizes.batch_tokens, share=sizes.share)
+    narrow = copy.deepcopy(own.model).bfloat16()
+    asked, most = prompts(sizes), sizes.tokens
+    methods: dict[str, Callable[[], int]] = {
+        "vLLM's own": lambda: own.runner.run(vllm_tokens(theirs, asked, most)),
+        "transformers' generate": lambda: generate_tokens(narrow, asked, most),
+    }
+    for top_k, draws in RECORDS:
+        name = f"{top_k} ids, {draws} draws"
+        methods[name] = partial(own.tokens, order_of(own, sizes, top_k, draws))
+    rates: dict[str, list[float]] = {name: [] for name in methods}
+    for turn in range(sizes.turns + 1):
+        for name, method in methods.items():
+            began = time.perf_counter()
+            tokens = method()
+            if turn:
+                rates[name].append(tokens / (time.perf_counter() - began))
+    theirs.shutdown(SHUTDOWN_SECONDS)
+    return {name: statistics.median(of) for name, of in rates.items()}
+
+
+def log_ratio(own: Pair, sizes: Sizes) -> dict[str, float]:
+    """Return sigma and mean of log p - log mu over the tokens that the engine samples."""
+    order = order_of(own, sizes, 0, 0)
+    sampled = own.sampled(order)
+    rollouts = [
+        TokenSequence(torch.cat([request.token_ids, got.token_ids]), len(request.token_ids))
+        for request, got in zip(order.sequences, sampled, strict=True)
+    ]
+    student = own.student
+    current = run_passes_over_rollouts(
+        student,
+        rollouts,
+        lambda batch: student.rows(batch, 1.0)[1].token_logprobs.float().cpu(),
+        tokens_per_micro_batch=16_384,
+    )
+    recorded = torch.cat([got.token_logprobs for got in sampled])
+    ratio = torch.cat(current).double() - recorded.double()
+    return {"sigma": float(ratio.std()), "mean": float(ratio.mean()), "tokens": len(ratio)}
+
+
+def steps(sizes: Sizes, device: str) -> dict[str, dict[str, float]]:
+    """Return the median seconds of a step of whole jobs, and of its stages, by layout."""
+    job = dict(sizes.job)
+    layouts: dict[str, dict[str, Any]] = {
+        "in turn, asleep while the trainer learns": {"engine": "vllm"},
+        "one step ahead, on the same GPU": {"engine": "vllm", "lag": 1},
+    }
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        layouts["one step ahead, on another GPU"] = {"engine": "vllm", "lag": 1, "gpus": 1}
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        rollouts_ahead.save_material(root, layers=job.pop("layers"), hidden=job.pop("hidden"))
+        skipped = job.pop("skipped")
+        with rollouts_ahead.teacher(root) as address:
+            for number, (name, rollouts) in enumerate(layouts.items()):
+                path = root / f"job-{number}"
+                lines = rollouts_ahead.run(path, address, rollouts=rollouts, threads=1, **job)
+                found[name] = rollouts_ahead.stages(lines[1 + skipped :])
+                print(json.dumps({name: found[name]}), flush=True)
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print each line beside what it must be on a GPU."""
+    speed = {name: of for name, of in found["sampling"].items() if name != "model"}
+    own, peer = speed["vLLM's own"], speed["transformers' generate"]
+    print(f"\nR1 {found['sampling']['model']}, tokens/s")
+    for name, rate in speed.items():
+        print(
+            f"  {name:<28}{rate:>12.0f}{rate / own:>8.2f} x vLLM's own"
+            f"{rate / peer:>8.1f} x generate"
+        )
+    print("  must be, with 64 ids: >= 0.9 x vLLM's own, >= 10 x generate")
+    print("\nR2 push, seconds (by CUDA IPC it must be <= 0.1 of 1.5B and <= 0.35 of 8B)")
+    for row in found["pushes"]:
+        place = "in memory" if row["in_memory"] else "on disk"
+        pushed = "".join(
+            f", {name} {row[name]:.2f}" for name in ("ipc", "broadcast") if name in row
+        )
+        print(
+            f"  {row['model']:<6}{row['bytes'] / 1e9:>8.2f} GB {place}: write {row['write']:.2f},"
+            f" load {row['load']:.2f}, there and back {row['least']:.2f}" + "".join(pushed)
+        )
+    print("\nR3 seconds a step")
+    for name, stages in found["steps"].items():
+        parts = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())
+        print(f"  {name:<42}{parts}")
+    ratio = found["log_ratio"]
+    print(
+        f"\nR4 sigma of log p - log mu: {ratio['sigma']:.4f} nats a token (must be <= 0.035),"
+        f" mean {ratio['mean']:+.5f}, {ratio['tokens']} tokens"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The fused loss: memory, time, peers, and the noise of its estimators."""

@@ -1,0 +1,1 @@
+"""Models as teacher and student: supported types, scoring speed and memory."""

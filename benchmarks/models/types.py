@@ -1,0 +1,253 @@
+"""Every causal language model of the installed transformers as teacher and as student.
+
+    python -m benchmarks.models.types [--only TYPE...] [--out docs/models.md]
+
+For each type a tiny random model is made, saved and loaded. As a teacher: rows of the hf engine
+against log_softmax of the model's own logits, in float64. As a student: the gradient of a Top-k KL
+through the fused operator against the gradient through the model's own logits. Writes a page with
+the share that works, and the reason for each type that does not. Takes ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.models.tiny_configs import VOCAB, tiny
+from clients.config.tables.common import StudentConfig
+from clients.teacher.query import ScoreQuery
+from protos.errors import DistillError
+from protos.rows.codec import RowBlock
+from student_trainer.data.batch import Batch, ScoredSequence, make_batch
+from student_trainer.data.sequence import TokenSequence
+from student_trainer.model.loading import load_model
+from student_trainer.model.student import Student
+from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
+from teacher_service.engines.hf import HfEngine
+from teacher_service.serving.self_test import run_self_test
+
+SECONDS = 300  # a type takes seconds on a free core
+TOKENS, START, TOP_K = 12, 4, 8
+# Of rows in nats, and of gradients relative to their norm: the rounding of float32.
+ROWS_WITHIN, GRADIENTS_WITHIN = 1e-4, 1e-4
+WORKS, SLOW = "works", "works, with all logits in memory"
+
+
+@dataclass
+class Outcome:
+    """What came of a type; `scale` and `cap` of its head, if a probe found them."""
+
+    type: str
+    model: str
+    teacher: str = ""
+    student: str = ""
+    head: str = ""
+    rows_error: float | None = None
+    gradient_error: float | None = None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", help="these types, and print only")
+    parser.add_argument("--out", type=Path, default=Path("docs/models.md"))
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    found = []
+    for name in options.only or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        found.append(in_its_own_process(name))
+        print(json.dumps(asdict(found[-1])), flush=True)
+    if not options.only:
+        options.out.write_text(page(found))
+
+
+def in_its_own_process(name: str) -> Outcome:
+    """Examine a type in a forked process, which may die or hang."""
+    fork = multiprocessing.get_context("fork")
+    reads, writes = fork.Pipe(duplex=False)
+    process = fork.Process(target=lambda: writes.send(examine(name)), daemon=True)
+    process.start()
+    writes.close()
+    try:
+        if reads.poll(SECONDS):
+            outcome: Outcome = reads.recv()
+            return outcome
+        reason = f"took more than {SECONDS} s"
+    except EOFError:
+        reason = "its process died"
+    finally:
+        process.kill()
+        process.join()
+    return Outcome(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], reason, reason)
+
+
+def examine(name: str) -> Outcome:
+    """Return the outcome of a model type."""
+    outcome = Outcome(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as root:
+        path = Path(root)
+        try:
+            save(name, path)
+        except Exception as error:
+            outcome.teacher = outcome.student = f"no tiny model: {reason_of(error)}"
+            return outcome
+        ids = np.random.default_rng(0).integers(5, VOCAB - 5, TOKENS).astype(np.int32)
+        try:
+            outcome.rows_error = rows_error(path, ids)
+            near = outcome.rows_error < ROWS_WITHIN
+            outcome.teacher = WORKS if near else f"rows are off by {outcome.rows_error:.2g} nats"
+        except Exception as error:
+            outcome.teacher = reason_of(error)
+        try:
+            learn(path, ids, outcome)
+        except Exception as error:
+            outcome.student = reason_of(error)
+    return outcome
+
+
+def save(name: str, path: Path) -> None:
+    """Save a tiny model with random weights, and a tokenizer of its ids."""
+    config = tiny(transformers.CONFIG_MAPPING[name], name)
+    model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    if head is not None:
+        with torch.no_grad():
+            head.weight.normal_(std=0.1)
+    model.save_pretrained(path)
+    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0").save_pretrained(path)
+    try:
+        AutoModelForCausalLM.from_pretrained(path)
+    except ValueError as error:
+        raise ValueError(f"transformers does not load what it has saved: {error}") from error
+
+
+def rows_error(path: Path, ids: np.ndarray[Any, Any]) -> float:
+    """Return the largest error of a log-prob of the hf engine's rows, in nats."""
+    engine = HfEngine(str(path), device="cpu")
+    run_self_test(engine)
+    (rows,) = engine.score([ScoreQuery(ids, START, top_k=TOP_K, f32=True)])
+    if not isinstance(rows, RowBlock):
+        raise rows
+    with torch.no_grad():
+        logits = engine._model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits
+    exact = logits[0, START - 1 : -1].double().log_softmax(1).numpy()
+    head = np.take_along_axis(exact, rows.head_ids, 1)
+    outside = np.exp(exact)
+    np.put_along_axis(outside, rows.head_ids, 0, 1)
+    tail = np.log(outside.sum(1))
+    token = np.take_along_axis(exact, ids[START:, None], 1)[:, 0]
+    pairs = ((rows.head_logprobs, head), (rows.tail_logmass, tail), (rows.token_logprobs, token))
+    return max(float(np.abs(one - other).max()) for one, other in pairs)
+
+
+def learn(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -> None:
+    """Compare the two gradients of a student, and note the result in `outcome`."""
+    student = Student(load_model(StudentConfig(model=str(path), dtype="float32")).train())
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.normal(size=(TOKENS - START, VOCAB)))
+    logprobs = logits.log_softmax(1)
+    head = logprobs.topk(TOP_K).indices
+    rows = RowBlock(
+        head.numpy().astype(np.int32),
+        logprobs.gather(1, head).float().numpy(),
+        logprobs.exp().scatter(1, head, 0).sum(1).log().float().numpy(),
+        logprobs.gather(1, torch.from_numpy(ids[START:, None]).long())[:, 0].float().numpy(),
+    )
+    sequence = TokenSequence(torch.from_numpy(ids).long(), START)
+    batch = make_batch([ScoredSequence(sequence, rows)], torch.device("cpu"))
+    found = gradients(student, batch)
+    if student._logit_map is None:
+        finite = bool(found) and all(bool(grad.isfinite().all()) for grad in found)
+        outcome.student = SLOW if finite else "no gradient"
+        return
+    scale, cap = student._logit_map.scale, student._logit_map.cap
+    parts = (f"scale {scale:.4g}" if scale != 1 else "", f"cap {cap:g}" if cap else "")
+    outcome.head = " ".join(filter(None, parts))
+    student._logit_map = None
+    plain = gradients(student, batch)
+    apart = sum(float((a - b).square().sum()) for a, b in zip(found, plain, strict=True)) ** 0.5
+    size = sum(float(b.square().sum()) for b in plain) ** 0.5
+    outcome.gradient_error = apart / size
+    near = outcome.gradient_error < GRADIENTS_WITHIN
+    outcome.student = WORKS if near else f"the gradient is off by {outcome.gradient_error:.2g}"
+
+
+def gradients(student: Student, batch: Batch) -> list[torch.Tensor]:
+    """Return the gradients of a reverse Top-k KL in the weights, in order."""
+    student.zero_grad()
+    objective = DistillationObjective("reverse", "bucket+sampled", 1.0)
+    student(batch, distillation_loss(batch, objective), 1.0).loss_sum.backward()
+    return [p.grad.clone() for p in student.parameters() if p.grad is not None]
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first sentence of an error, without paths."""
+    said = error.message if isinstance(error, DistillError) else str(error)
+    words = " ".join(said.split()) or type(error).__name__
+    here = re.escape(tempfile.gettempdir()) + r"/\w+"
+    words = re.sub(here, "the model", words)
+    words = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", words)
+    return re.split(r"[.!] (?=[A-Z])| for this kind of", words)[0][:160].rstrip(".")
+
+
+def page(found: list[Outcome]) -> str:
+    """Return docs/models.md."""
+    return "\n".join(_lines(found)) + "\n"
+
+
+def _lines(found: list[Outcome]) -> Iterator[str]:
+    teachers = sum(one.teacher == WORKS for one in found)
+    fused = sum(one.student == WORKS for one in found)
+    slow = sum(one.student == SLOW for one in found)
+    both = sum(one.teacher == WORKS and one.student == WORKS for one in found)
+    total = len(found)
+    yield "# Models"
+    yield ""
+    yield f"The {total} types of causal language models of transformers {transformers.__version__},"
+    yield "each as a tiny model with random weights, made and checked by"
+    yield "`python -m benchmarks.models.types`. Teacher: rows of the hf engine against"
+    yield f"`log_softmax` of the model's own logits, within {ROWS_WITHIN:g} nats."
+    yield "Student: the gradient of the fused operator against that through the model's own"
+    yield f"logits, within {GRADIENTS_WITHIN:g} of its norm; or, where the head is no scaled or capped linear"
+    yield "layer, a finite gradient through all logits."
+    yield ""
+    yield "| | types | share |"
+    yield "|---|---|---|"
+    for label, count in (
+        ("teacher", teachers),
+        ("student, fused", fused),
+        ("student, with all logits in memory", slow),
+        ("teacher and fused student", both),
+    ):
+        yield f"| {label} | {count} of {total} | {100 * count / total:.0f}% |"
+    yield ""
+    yield "| type | head | teacher | student |"
+    yield "|---|---|---|---|"
+    for one in sorted(found, key=lambda one: one.type):
+        cells = (cell.replace("|", "/") for cell in (one.teacher, one.student))
+        yield f"| `{one.type}` | {one.head or 'plain'} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

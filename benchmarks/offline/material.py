@@ -1,0 +1,156 @@
+"""The material of the offline benchmark: two models trained on the text, and captured rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.store.dataset import LogitDataset
+from clients.store.manifest import read_manifest
+from student_trainer.tools.pretrain import main as pretrain
+
+ROOT = Path(__file__).parents[2]
+JOBS = ROOT / "deploy" / "jobs"
+COLUMNS = ("question", "answer")
+SEPARATOR = "\n"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the models, the captures and the training.
+
+    `shard_bytes` is small, so that a capture has many files to be killed at.
+    """
+
+    records: int
+    held_out: int
+    vocabulary: int
+    max_tokens: int
+    teacher: tuple[int, int, int]  # layers, width, steps
+    student: tuple[int, int, int]
+    steps: int
+    points: int  # of a curve
+    per_step: int
+    seeds: int
+    shard_bytes: int
+    timed_records: int
+    timed_steps: int
+    repetitions: int
+    brief: bool = False  # only the default and the ceiling
+    top_k: int = 8
+    tail_samples: int = 4
+    only_samples: int = 12
+
+
+@dataclass(frozen=True)
+class Material:
+    """Paths of the data and the models. `held_out` is used for evaluation only."""
+
+    train: Path
+    held_out: Path
+    teacher: Path
+    student: Path
+
+
+def run(command: Sequence[str], log: Path) -> None:
+    """Run a program to its end on one thread. Raises RuntimeError with the end of its log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        done = subprocess.run(command, stdout=out, stderr=out, cwd=ROOT, env=environment())
+    if done.returncode:
+        words = log.read_text(errors="replace").splitlines()[-15:]
+        raise RuntimeError("\n".join([f"{' '.join(command)} failed:", *words]))
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def make_material(data: Path, work: Path, sizes: Sizes) -> Material:
+    """Make the data and the models in `work`, once per data file and sizes."""
+    lines = data.read_text().splitlines(keepends=True)[: sizes.records + sizes.held_out]
+    if len(lines) < sizes.records + sizes.held_out:
+        raise SystemExit(f"{data} has {len(lines)} lines, {sizes.records + sizes.held_out} needed")
+    made_of = [sizes.vocabulary, sizes.max_tokens, sizes.teacher, sizes.student, lines]
+    digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    home = (work / f"models-{digest[:12]}").absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    found = Material(*(home / name for name in ("train.jsonl", "held.jsonl", "teacher", "student")))
+    found.train.write_text("".join(lines[: sizes.records]))
+    found.held_out.write_text("".join(lines[sizes.records :]))
+    _pretrain(found.train, found.teacher, "bpe", sizes.teacher, sizes)
+    _pretrain(found.train, found.student, str(found.teacher), sizes.student, sizes)
+    return found
+
+
+def _pretrain(
+    data: Path, out: Path, tokenizer: str, shape: tuple[int, int, int], sizes: Sizes
+) -> None:
+    if out.exists():
+        return
+    layers, width, steps = map(str, shape)
+    partial = out.with_suffix(".part")
+    arguments = ["--data", str(data), "--columns", *COLUMNS, "--separator", SEPARATOR]
+    arguments += ["--tokenizer", tokenizer, "--vocab-size", str(sizes.vocabulary)]
+    arguments += ["--layers", layers, "--width", width, "--steps", steps, "--batch", "16"]
+    pretrain([*arguments, "--max-tokens", str(sizes.max_tokens), "--out", str(partial)])
+    partial.rename(out)
+
+
+def capture_settings(
+    material: Material, data: Path, sizes: Sizes, top_k: int, tail_samples: int
+) -> dict[str, str]:
+    """Return the settings of a capture of `data` that override the shipped job file."""
+    return {
+        "teacher.model": str(material.teacher),
+        "teacher.top_k": str(top_k),
+        "teacher.max_batch_tokens": "4096",
+        "data.path": str(data),
+        "data.template": json.dumps("{prompt}" + SEPARATOR),
+        "method.max_tokens": str(sizes.max_tokens),
+        "method.tail_samples": str(tail_samples),
+        "method.shard_bytes": str(sizes.shard_bytes),
+    }
+
+
+def capture(settings: Mapping[str, str], store: Path) -> Path:
+    """Run `distill capture` to its end and return the path of the complete store."""
+    runs = store.with_name(f"{store.name}-runs")
+    command = [sys.executable, "-m", "clients", "capture", str(JOBS / "gsm8k_capture.toml")]
+    command += ["--store", str(store), "--runs", str(runs), *as_options(settings)]
+    run(command, store.with_name(f"{store.name}.log"))
+    return store
+
+
+def as_options(settings: Mapping[str, str]) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
+def described(store: Path) -> dict[str, float]:
+    """Return the size of a store, with bytes per row of the codec and of the whole files."""
+    data = LogitDataset(store)
+    entries = [data.entry(index) for index in range(len(data))]
+    rows = sum(len(entry.token_ids) // 4 - entry.start for entry in entries)
+    return {
+        "sequences": len(data),
+        "rows": rows,
+        "tokens": sum(len(entry.token_ids) // 4 for entry in entries),
+        "codec_bytes": sum(len(entry.rows) for entry in entries) / rows,
+        "file_bytes": sum(facts.bytes for facts in data.facts) / rows,
+    }
+
+
+def files_of(store: Path) -> int:
+    manifest = read_manifest(store)
+    return len(manifest.shards) if manifest else 0

@@ -1,0 +1,185 @@
+"""Writes docs/offline.md: the numbers of a run of the offline benchmark, and the targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PAGE = """\
+# Offline training: measurements
+
+Tail modes, stores and interrupted captures. Made by
+
+<!-- needs: a quarter of an hour -->
+```bash
+python -m benchmarks.offline --data path/to/train.jsonl
+```
+
+on GSM8K ({machine}; {minutes:.0f} minutes after the two models were pretrained).
+
+## Setup
+
+A teacher of {teacher[0]} layers of width {teacher[1]} ({teacher[2]} steps) and a student of
+{student[0]} layers of width {student[1]} ({student[2]} steps) are pretrained on the first
+{records:,} records of the train split, with a byte-level BPE vocabulary of {vocabulary:,}.
+`distill capture` stores the teacher's rows of the answers of the same records: {sequences:,}
+sequences, {rows:,} rows; records of more than {max_tokens} tokens are left out. The student then
+learns for {steps} steps of {per_step} sequences (`distill run`, the shipped
+[job file](../deploy/jobs/gsm8k_offline.toml), learning rate 3e-3), with {seeds} seeds. No teacher
+is running, and no job names one. Models this small solve no exercise; the benchmark compares their
+distance to the teacher.
+
+## Tail modes
+
+![Held-out KL by step, and at the end](offline.png)
+
+Every row is measured in the same way, from the full logits of both models: the exact
+KL(teacher||student) and the perplexity on {held_sequences} records ({held_tokens:,} answer tokens)
+that no model has seen. Every row has the same student, batches, optimizer and schedule, which the
+benchmark checks in the metrics of the runs. Mean over seeds, minimum to maximum in brackets.
+
+| learns from | held-out KL, nats a token | perplexity |
+|---|---|---|
+{table}
+
+*Cross-entropy only* and *exact KL* are not jobs but references: the trainer with another loss
+(`benchmarks/offline/reference.py`). The first learns from the text alone; the loss of a job
+always has a KL. The second has the teacher in its process and reads all {vocabulary:,} logits of
+both models: the upper limit for rows.
+
+{reading}
+
+## Cost of a store
+
+| store | sequences | codec, bytes a row | files, bytes a row |
+|---|---|---|---|
+{stores}
+
+*Codec* counts the encoded rows. *Files* counts all bytes on the disk, with keys, checksums and the
+token ids of prompts and answers ({tokens_per_row:.2f} tokens a row, 4 bytes each), divided by the
+number of rows.
+
+{times}
+
+## Interrupted capture
+
+{killed}
+
+## Targets
+
+| target | measured | result |
+|---|---|---|
+{targets}
+"""
+
+
+def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets of the benchmark, with the measured values."""
+    found = []
+
+    def aim(target: str, value: str, met: bool) -> None:
+        found.append({"target": target, "found": value, "met": bool(met)})
+
+    kills, step, capture = result["kills"], result["step"], result["capture"]
+    same = "equal" if kills["equal"] else "NOT equal"
+    aim(f"sha256 of every file after {kills['kills']} kills", same, kills["equal"])
+    aim("step from the store over rows in memory, at most 1.03",
+        f"{step['ratio']:.3f}", step["ratio"] <= 1.03)  # fmt: skip
+    aim("capture over the bare engine, at least 0.95",
+        f"{capture['ratio']:.3f}", capture["ratio"] >= 0.95)  # fmt: skip
+    if "samples" in result["stores"]:
+        size = result["stores"]["samples"]["codec_bytes"]
+        only = result["sizes"]["only_samples"]
+        aim(f"codec bytes a row at k = 0 with {only} samples, at most 40",
+            f"{size:.1f}", size <= 40)  # fmt: skip
+    return found
+
+
+def page(result: dict[str, Any]) -> str:
+    sizes, learned, stores = result["sizes"], result["learned"], result["stores"]
+    top = stores["top"]
+    return PAGE.format(
+        **sizes,
+        machine=result["machine"],
+        minutes=result["minutes"],
+        sequences=top["sequences"],
+        rows=top["rows"],
+        tokens_per_row=top["tokens"] / top["rows"],
+        held_sequences=learned["held_out"]["sequences"],
+        held_tokens=learned["held_out"]["tokens"],
+        table=_table(learned),
+        reading=_reading(result),
+        stores="\n".join(_store(name, sizes, one) for name, one in stores.items()),
+        times=_times(result),
+        kills=result["kills"]["kills"],
+        killed=_killed(result),
+        targets="\n".join(
+            f"| {one['target']} | {one['found']} | {'met' if one['met'] else 'not met'} |"
+            for one in result["targets"]
+        ),
+    )
+
+
+def _table(learned: dict[str, Any]) -> str:
+    before, teacher = learned["before"], learned["teacher"]
+    lines = [f"| (the student before) | {before['kl']:.3f} | {before['perplexity']:.1f} |"]
+    for way in learned["ways"]:
+        cells = [
+            f"{way[name]['mean']:{form}} ({min(way[name]['seeds']):{form}} to"
+            f" {max(way[name]['seeds']):{form}})"
+            for name, form in (("kl", ".3f"), ("perplexity", ".1f"))
+        ]
+        lines.append(f"| {way['name']} | {cells[0]} | {cells[1]} |")
+    return "\n".join([*lines, f"| (the teacher) | 0 | {teacher['perplexity']:.1f} |"])
+
+
+def _reading(result: dict[str, Any]) -> str:
+    """Return the share of the KL gap from the initial student to the exact loss, by tail mode."""
+    learned = result["learned"]
+    start, ceiling = learned["before"]["kl"], learned["ways"][-1]["kl"]["mean"]
+    parts = [
+        f"- {way['name']}: {(start - way['kl']['mean']) / (start - ceiling):.0%}"
+        for way in learned["ways"][:-1]
+    ]
+    return "\n".join(
+        [
+            "Share of the way from the student's first KL to the KL of the exact loss:",
+            "",
+            *parts,
+        ]
+    )
+
+
+def _store(name: str, sizes: dict[str, Any], one: dict[str, float]) -> str:
+    k, m = (sizes["top_k"], sizes["tail_samples"])
+    if name.startswith("samples"):
+        k, m = 0, sizes["only_samples"]
+    held = ", held out" if name.endswith("held out") else ""
+    return (
+        f"| k = {k}, M = {m}{held} | {one['sequences']:,} | {one['codec_bytes']:.1f}"
+        f" | {one['file_bytes']:.1f} |"
+    )
+
+
+def _times(result: dict[str, Any]) -> str:
+    step, capture = result["step"], result["capture"]
+    return (
+        f"A step of the trainer takes {step['ratio']:.3f} times as long as with all rows in memory"
+        f" beforehand (median of {step['pairs']} pairs of the same step, {step['memory']:.3f} s"
+        f" each). A capture scores {capture['ratio']:.3f} times the rows a second of its engine"
+        f" alone on the same batches ({capture['engine']:.0f} rows a second; median of"
+        f" {len(capture['ratios'])} turns). One thread a process; the reader and the writer of the"
+        " store have threads of their own."
+    )
+
+
+def _killed(result: dict[str, Any]) -> str:
+    kills = result["kills"]
+    outcome = "the same sha256 as" if kills["equal"] else "NOT the same sha256 as"
+    return (
+        f"A capture of all {result['stores']['top']['sequences']:,} sequences into {kills['files']}"
+        f" files ({kills['bytes'] / 1e6:.1f} MB) was killed with `kill -9` {kills['kills']} times,"
+        " after"
+        f" {', '.join(map(str, kills['at']))} complete files, and resumed each time. In the"
+        f" end every file of the store and the manifest has {outcome} that of an uninterrupted"
+        " capture."
+    )

@@ -1,0 +1,205 @@
+"""Trains the same student on the same sequences with several losses, and evaluates each result.
+
+The evaluation is the exact KL(teacher||student) and the perplexity on held-out sequences, computed
+from the full logits of both models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.offline.material import JOBS, Material, Sizes, as_options, run
+from clients.config.file import load_job
+from clients.config.tables.common import StudentConfig
+from clients.runs.directory import RunDirectory
+from clients.store.dataset import LogitDataset
+from student_trainer.losses import exact_kl
+from student_trainer.model.loading import load_model
+
+
+@dataclass(frozen=True)
+class Way:
+    """One training method: a `tail` mode of a job on `store`, or a `reference` loss.
+
+    With a reference loss, the store provides the sequences only.
+    """
+
+    name: str
+    store: str
+    tail: str = ""
+    reference: str = ""
+
+
+def ways(sizes: Sizes) -> list[Way]:
+    k, m, only = sizes.top_k, sizes.tail_samples, sizes.only_samples
+    found = [
+        Way("cross-entropy only", "top", reference="cross-entropy"),
+        Way(f"none (truncated KL), k = {k}", "top", "none"),
+        Way(f"bucket, k = {k}", "top", "bucket"),
+        Way(f"bucket+teacher_samples, k = {k}, M = {m}", "top", "bucket+teacher_samples"),
+        Way(f"bucket+teacher_samples, k = 0, M = {only}", "samples", "bucket+teacher_samples"),
+        Way("exact KL, all logits", "top", reference="exact"),
+    ]
+    return [found[3], found[-1]] if sizes.brief else found
+
+
+class Examiner:
+    """Evaluates students on the held-out sequences against the teacher's logits."""
+
+    def __init__(self, teacher: Path, held_out: LogitDataset) -> None:
+        self._texts = []
+        for index in range(len(held_out)):
+            entry = held_out.entry(index)
+            ids = torch.from_numpy(np.frombuffer(entry.token_ids, "<i4").astype(np.int64))
+            self._texts.append((ids, entry.start))
+        self._texts.sort(key=lambda text: len(text[0]))
+        self._teacher = load_model(StudentConfig(model=str(teacher))).eval()
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(ids) - start for ids, start in self._texts)
+
+    @torch.inference_mode()
+    def __call__(self, model: Path) -> dict[str, float]:
+        """Return {kl, perplexity} of a student: KL in nats per token."""
+        student = load_model(StudentConfig(model=str(model))).eval()
+        kl = log_prob = 0.0
+        for at in range(0, len(self._texts), 8):
+            texts = self._texts[at : at + 8]
+            # Padding at the end does not change the outputs of a causal model before it.
+            ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in texts], batch_first=True)
+            ours, theirs = (_rows(model, ids, texts) for model in (student, self._teacher))
+            tokens = torch.cat([ids[start:] for ids, start in texts])
+            kl += float(exact_kl(ours, theirs, direction="forward").double().sum())
+            found = ours.log_softmax(1).gather(1, tokens[:, None])
+            log_prob += float(found.double().sum())
+        return {"kl": kl / self.tokens, "perplexity": math.exp(-log_prob / self.tokens)}
+
+
+def _rows(model: Any, ids: Tensor, texts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits
+    return torch.cat(
+        [of[start - 1 : len(text) - 1] for of, (text, start) in zip(logits, texts, strict=True)]
+    )
+
+
+def learn_all(
+    work: Path, material: Material, stores: dict[str, Path], sizes: Sizes, parallel: int
+) -> dict[str, Any]:
+    """Train with every method and seed, and return the evaluations. No teacher service is used."""
+    examine = Examiner(material.teacher, LogitDataset(stores["top, held out"]))
+    before = {"0": examine(material.student)}
+    runs = [(way, seed) for seed in range(sizes.seeds) for way in ways(sizes)]
+    with ThreadPoolExecutor(parallel) as pool:
+        curves = list(
+            pool.map(lambda one: _curve(work, material, stores, sizes, examine, *one), runs)
+        )
+    _require_same_batches(work, sizes)
+    found = []
+    for way in ways(sizes):
+        mine = [before | curve for (one, _), curve in zip(runs, curves, strict=True) if one == way]
+        found.append({"name": way.name, "reference": bool(way.reference), **_summary(mine)})
+    return {
+        "held_out": {
+            "sequences": len(LogitDataset(stores["top, held out"])),
+            "tokens": examine.tokens,
+        },
+        "teacher": examine(material.teacher),
+        "before": before["0"],
+        "ways": found,
+    }
+
+
+def _summary(curves: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    steps = list(curves[0])
+    last = steps[-1]
+    return {
+        **{
+            name: {
+                "seeds": [curve[last][name] for curve in curves],
+                "mean": statistics.mean(curve[last][name] for curve in curves),
+            }
+            for name in ("kl", "perplexity")
+        },
+        "curve": {step: [curve[step]["kl"] for curve in curves] for step in steps},
+    }
+
+
+def _curve(
+    work: Path,
+    material: Material,
+    stores: dict[str, Path],
+    sizes: Sizes,
+    examine: Examiner,
+    way: Way,
+    seed: int,
+) -> dict[str, dict[str, float]]:
+    """Return {step: {kl, perplexity}} of one run."""
+    home = _home(work, sizes, way, seed)
+    settings = job_settings(material, stores, sizes, way, seed)
+    job, log = JOBS / "gsm8k_offline.toml", home.with_suffix(".log")
+    if way.reference:
+        options = [f"{key}={value}" for key, value in settings.items()]
+        made = RunDirectory.create(home / "run", load_job(job, options).config)
+        program = ["-m", "benchmarks.offline.reference", way.reference, str(material.teacher)]
+        run([sys.executable, *program, str(made.path), "--attempt", "1"], log)
+    else:
+        command = [sys.executable, "-m", "clients", "run", str(job), "--runs", str(home)]
+        run([*command, *as_options(settings)], log)
+    (path,) = home.iterdir()
+    steps = sorted((path / "checkpoints").glob("step-*"))
+    return {str(int(step.name.removeprefix("step-"))): examine(step / "model") for step in steps}
+
+
+def job_settings(
+    material: Material, stores: dict[str, Path], sizes: Sizes, way: Way, seed: int
+) -> dict[str, str]:
+    """Return the settings of a training job that override the shipped job file."""
+    return {
+        "student.model": str(material.student),
+        "student.gradient_checkpointing": "false",
+        "data.path": str(stores[way.store]),
+        "data.eval_path": str(stores[f"{way.store}, held out"]),
+        # Ignored by a reference loss.
+        "method.tail": way.tail or "bucket",
+        "seed": str(seed),
+        "max_steps": str(sizes.steps),
+        "train.learning_rate": "3e-3",
+        "train.warmup_steps": str(sizes.steps // 10),
+        "train.prompts_per_step": str(sizes.per_step),
+        "eval.every": str(sizes.steps),
+        "eval.prompts": "8",
+        "checkpoint.every": str(sizes.steps // sizes.points),
+        "checkpoint.keep": str(sizes.points + 1),
+        "track.tensorboard": "false",
+    }
+
+
+def _home(work: Path, sizes: Sizes, way: Way, seed: int) -> Path:
+    return work / "learned" / f"{ways(sizes).index(way)}-seed-{seed}"
+
+
+def _require_same_batches(work: Path, sizes: Sizes) -> None:
+    """Check that, for each seed, all methods had the same initial student and batches."""
+    for seed in range(sizes.seeds):
+        seen = []
+        for way in ways(sizes):
+            (path,) = _home(work, sizes, way, seed).iterdir()
+            records = [
+                json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()
+            ]
+            steps = [record for record in records if "loss" in record]
+            seen.append([steps[0]["cross_entropy"], *(record["tokens"] for record in steps)])
+        np.testing.assert_allclose(seen, [seen[0]] * len(seen), rtol=1e-4)

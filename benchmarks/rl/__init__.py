@@ -1,0 +1,1 @@
+"""Reinforcement learning: anchors and estimators of the KL."""

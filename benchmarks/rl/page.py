@@ -1,0 +1,177 @@
+"""Writes docs/rl.md: the numbers of a run of the benchmark of reinforcement learning."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from benchmarks.shared.intervals import mean_and_interval
+
+PAGE = """\
+# Reinforcement learning: measurements
+
+Anchors and estimators of the KL compared. Made by
+
+<!-- needs: half an hour -->
+```bash
+python -m benchmarks.rl
+```
+
+on {machine}, one thread.
+
+## Setup
+
+A model of {layers} layers of width {width} is pretrained on sums of two numbers below 100 until it
+gets some of them right. It reads and writes bytes: the vocabulary has 257 tokens, and a head has
+{head}. The model then learns from the reward `exact_match` for {steps} steps of {prompts} prompts x
+{answers} answers, learning rate {learning_rate:g}, clips 0.2 and 0.28, advantages of GRPO. A moving
+anchor has tau 0.9 and a period of 10 updates; a fixed anchor is the pretrained model. Every
+configuration had the same {seeds} seeds; a seed determines prompts and samples. Task and optimizer
+are those of `distill demo-rl`.
+
+The pretrained model was chosen with another seed, before the other configurations were run, so that
+the run without a KL learns: from a weaker model, and with other vocabularies, it did not learn
+within these steps. The weights of the KL (beta) are the paper's 0.001, and 0.1 for a visible
+effect.
+
+![Held-out accuracy by step, and at the end](rl.png)
+
+## Accuracy
+
+| column | meaning |
+|---|---|
+| held out | accuracy of greedy answers to {held_out} sums of no training set, at the end |
+| sampled | mean reward of the answers sampled in the last tenth of the steps |
+| head | mass of the student's {head} likeliest tokens (at the first step {first_mass}) |
+| seconds | median step, on a machine that other programs used too; see [Cost](#cost-of-an-anchor) |
+| memory | peak resident memory of the process |
+
+Mean over seeds, and its 95% interval (Student's t):
+
+| configuration | held out | sampled | entropy | head | KL to the anchor | seconds | memory, MiB |
+|---|---|---|---|---|---|---|---|
+{table}
+
+Before any reward: {before:.3f} held out.
+
+## Differences
+
+Paired differences of the held-out accuracy by seed, in percentage points. A difference whose
+interval contains 0 was not shown. Of so many comparisons, one in twenty is shown by chance.
+
+| comparison | points | 95% interval | result |
+|---|---|---|---|
+{differences}
+
+## Cost of an anchor
+
+The same job with an anchor and without, in turns, {pairs} times each, on a model of {timed_layers}
+layers of width {timed_width} ({weights:.0f} MiB of weights), 16 answers of at most 32 tokens a
+step:
+
+| | median | range | target |
+|---|---|---|---|
+| time of a step, with the anchor over without | {ratio:.3f} | {ratios} | at most 1.25 |
+| additional peak resident memory, MiB | {more:.0f} | {mores} | |
+| the same in copies of the weights | {more_over:.2f} | | 1 |
+"""
+
+
+def summaries(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one summary per arm over its seeds, in the order of the runs."""
+    names = list(dict.fromkeys(run["name"] for run in runs))
+    return [_summary(name, [run for run in runs if run["name"] == name]) for name in names]
+
+
+def _summary(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = list(runs[0]["curve"])
+    finals = [run["curve"][steps[-1]] for run in runs]
+    found: dict[str, Any] = {
+        "name": name,
+        "finals": finals,
+        "held_out": mean_and_interval(finals),
+        "sampled": mean_and_interval([run["reward"] for run in runs]),
+        "curve": {step: mean_and_interval([run["curve"][step] for run in runs]) for step in steps},
+    }
+    for key in ("entropy", "head_mass", "first_head_mass", "kl_anchor"):
+        values = [run[key] for run in runs if run[key] is not None]
+        found[key] = statistics.mean(values) if values else None
+    for key in ("step_seconds", "peak_bytes"):
+        found[key] = statistics.median(run[key] for run in runs)
+    return found
+
+
+def page(result: dict[str, Any]) -> str:
+    sizes, lines, cost = result["sizes"], result["summaries"], result["cost"]
+    mass = next((line["first_head_mass"] for line in lines if line["first_head_mass"]), None)
+    layers, width = sizes["timed_model"]
+    return PAGE.format(
+        **sizes | {"layers": sizes["warm"]["layers"], "width": sizes["warm"]["width"]},
+        machine=result["machine"],
+        head=result["head"],
+        first_mass=_cell(mass),
+        table="\n".join(_line(line) for line in lines),
+        before=next(iter(lines[0]["curve"].values()))[0],
+        differences="\n".join(_difference(*pair) for pair in compared(lines)),
+        pairs=len(cost["ratios"]),
+        timed_layers=layers,
+        timed_width=width,
+        weights=cost["weight_bytes"] / 2**20,
+        ratio=cost["ratio"],
+        ratios=_span(cost["ratios"], "{:.3f}"),
+        more=statistics.median(cost["more_bytes"]) / 2**20,
+        mores=_span([more / 2**20 for more in cost["more_bytes"]], "{:.0f}"),
+        more_over=cost["more_over_weights"],
+    )
+
+
+def compared(lines: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the pairs of arms that the benchmark compares: (arm, baseline)."""
+    by_name = {line["name"]: line for line in lines}
+    found = []
+    for name in by_name:
+        kind, _, beta = name.partition(", ")
+        ours = f"EMA anchor, bucket+sampled, {beta.rpartition(', ')[2]}"
+        if name == "no KL":
+            continue
+        if "bucket+sampled" in name:
+            found.append((name, "no KL"))
+        if kind == "EMA anchor" and name == ours:
+            found.append((name, name.replace("EMA", "fixed")))
+        elif kind == "EMA anchor":
+            found.append((ours, name))
+    return [(by_name[one], by_name[other]) for one, other in found]
+
+
+def _line(line: dict[str, Any]) -> str:
+    cells = [
+        line["name"],
+        *(_interval(line[key]) for key in ("held_out", "sampled")),
+        *(_cell(line[key]) for key in ("entropy", "head_mass")),
+        _cell(line["kl_anchor"], "{:.4f}"),
+        f"{line['step_seconds']:.3f}",
+        f"{line['peak_bytes'] / 2**20:.0f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    apart = [100 * (a - b) for a, b in zip(one["finals"], other["finals"], strict=True)]
+    mean, half = mean_and_interval(apart)
+    verdict = "not shown" if abs(mean) <= half else "better" if mean > 0 else "worse"
+    where = f"{mean - half:+.1f} to {mean + half:+.1f}" if math.isfinite(half) else "one seed"
+    return f"| {one['name']} against {other['name']} | {mean:+.1f} | {where} | {verdict} |"
+
+
+def _interval(value: tuple[float, float]) -> str:
+    mean, half = value
+    return f"{mean:.3f} +- {half:.3f}" if math.isfinite(half) else f"{mean:.3f}"
+
+
+def _cell(value: float | None, form: str = "{:.3f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _span(values: list[float], form: str) -> str:
+    return f"{form.format(min(values))} to {form.format(max(values))}"

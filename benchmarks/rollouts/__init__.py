@@ -1,0 +1,1 @@
+"""Rollouts: engines, weight pushes, overlap and lag."""

@@ -1,0 +1,1 @@
+"""A model that learns to use a search tool."""

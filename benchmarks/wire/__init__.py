@@ -1,0 +1,1 @@
+"""Rows on the wire and in stores: bytes and CPU time."""
