@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cross_tokenizer.material import Material, Stored, prompts
-from benchmarks.draws.training import hidden, logits
+from benchmarks.shared.evaluation import compute_logits, hidden_states
 from clients.alignment.alignment import Alignment
 from protos.rows.codec import RowBlock
 from student_trainer.data.aligned import AlignedBatch, make_aligned_batch
@@ -60,7 +60,7 @@ def encoded(material: Material, number: int, match: Match) -> ScoredSequence:
 def logprobs(student: Any, batch: AlignedBatch) -> Tensor:
     """Return the student's log-probs of every id, [N, V]; V is small here."""
     states = student.base_model(**batch.inputs, use_cache=False).last_hidden_state
-    found: Tensor = logits(student, batch.select(states)).log_softmax(1)
+    found: Tensor = compute_logits(student, batch.select(states)).log_softmax(1)
     return found
 
 
@@ -127,7 +127,7 @@ class OnPolicy:
             ids = np.concatenate([asked.ids, alignment.reader_ids]).astype(np.int64)
             read.append(TokenSequence(torch.from_numpy(ids), len(asked.ids)))
         states: Any = read  # they are all that `hidden` needs of rollouts
-        table = logits(self._teacher, hidden(self._teacher, states)).log_softmax(1)
+        table = compute_logits(self._teacher, hidden_states(self._teacher, states)).log_softmax(1)
         parts = table.split([sequence.learned for sequence in read])
         return [one for one, _, _ in kept], [of for _, of, _ in kept], list(parts)
 
@@ -148,7 +148,7 @@ class OnPolicy:
     ) -> Tensor:
         """Return GOLD's loss, the mean over answers. `even`: both weights are 1."""
         answers, alignments, tables = self.read(written, numbers)
-        ours = logits(student, hidden(student, answers)).log_softmax(1)
+        ours = compute_logits(student, hidden_states(student, answers)).log_softmax(1)
         parts = ours.split([len(one.completion) for one in answers])
         weights = (1.0, 1.0) if even else (self._share, 1 - self._share)
         losses = []

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draws.training import hidden, logits
+from benchmarks.shared.evaluation import compute_logits, hidden_states
 from benchmarks.shared.model_pairs import LONGEST_PROMPT, make_pair
 from clients.alignment.alignment import Aligner
 from protos.rows.codec import RowBlock
@@ -198,7 +198,9 @@ def _answers(material: Material) -> Iterator[Stored]:
     for first in range(0, len(asked), BATCH):
         part = asked[first : first + BATCH]
         (written,) = sampler.generate(part, range(first, first + len(part)), seed=0)
-        table = logits(material.teacher, hidden(material.teacher, written)).log_softmax(1)
+        table = compute_logits(
+            material.teacher, hidden_states(material.teacher, written)
+        ).log_softmax(1)
         top = table.topk(width)
         counts = [len(one.completion) for one in written]
         of_answers = zip(written, top.values.split(counts), top.indices.split(counts), strict=True)

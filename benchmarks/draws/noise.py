@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.draws.page import write_page
-from benchmarks.draws.training import hidden, logits
-from benchmarks.shared.model_pairs import make_pair, prompts, row_bytes
+from benchmarks.shared.evaluation import compute_logits, hidden_states
+from benchmarks.shared.model_pairs import load_questions, make_pair, row_bytes
 from student_trainer.losses import Direction, Rows, Tail, topk_kl
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 
@@ -88,10 +88,10 @@ def positions(teacher: Path, student: Path, data: Path, count: int) -> list[Posi
     rollouts = HuggingFaceRollouts(
         models[0], tokenizer, top_k=1, temperature=1.0, max_new_tokens=64, batch_tokens=1 << 20
     )
-    asked = prompts(data, tokenizer, count // 16)
+    asked = load_questions(data, tokenizer, count // 16)
     (answers,) = rollouts.generate(asked, range(len(asked)), seed=0)
     with torch.no_grad():
-        ours, theirs = (logits(model, hidden(model, answers)) for model in models)
+        ours, theirs = (compute_logits(model, hidden_states(model, answers)) for model in models)
     every = torch.linspace(0, len(ours) - 1, count).long()
     return [
         Position(p.double().log_softmax(0), q.double().log_softmax(0))

@@ -26,11 +26,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shared.model_pairs import Pair, PairName, make_pair, prompts, row_bytes
-from student_trainer.data.prompts import Prompt
+from benchmarks.shared.evaluation import compute_logits, hidden_states, make_sampler, measure_kl
+from benchmarks.shared.model_pairs import Pair, PairName, load_questions, make_pair, row_bytes
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.losses import (
     Rows,
@@ -40,9 +39,6 @@ from student_trainer.losses import (
     rows_from_logits,
     topk_kl,
 )
-from student_trainer.rollouts.hf import HuggingFaceRollouts
-
-HELD_OUT_SEED = 10_000
 
 
 @dataclass(frozen=True)
@@ -176,18 +172,17 @@ def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str
     optimizer = torch.optim.AdamW(
         student.parameters(), lr=sizes.learning_rate, weight_decay=0.0, fused=True
     )
-    asked = prompts(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
+    asked = load_questions(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
     held_out, training = asked[: sizes.held_out], asked[sizes.held_out :]
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
-    kl = {0: measure(student, teacher, tokenizer, held_out, sizes.tokens)}
+    kl = {0: measure_kl(student, teacher, tokenizer, held_out, sizes.tokens)}
     began, measuring = time.monotonic(), 0.0
     for step in range(1, sizes.steps + 1):
         first = (step - 1) * sizes.prompts
         numbers = range(first, first + sizes.prompts)
         chosen = [training[order[number]] for number in numbers]
-        (answers,) = rollouts_of(student, tokenizer, way, sizes.tokens).generate(
-            chosen, numbers, seed=seed
-        )
+        sampler = make_sampler(student, tokenizer, sizes.tokens, top_k=way.k or 1, draws=way.draws)
+        (answers,) = sampler.generate(chosen, numbers, seed=seed)
         student.train()
         loss = loss_of(way, student, teacher, answers)
         optimizer.zero_grad()
@@ -196,7 +191,7 @@ def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str
         optimizer.step()
         if step in (sizes.steps // 2, sizes.steps):
             paused = time.monotonic()
-            kl[step] = measure(student, teacher, tokenizer, held_out, sizes.tokens)
+            kl[step] = measure_kl(student, teacher, tokenizer, held_out, sizes.tokens)
             measuring += time.monotonic() - paused
     if way.tail is None and seed == 0:
         trained = pair.student.with_name(pair.student.name.replace("student", "trained"))
@@ -212,27 +207,14 @@ def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str
     }
 
 
-def rollouts_of(student: Any, tokenizer: Any, way: Way, tokens: int) -> HuggingFaceRollouts:
-    """Return a sampler of answers of at most `tokens` tokens, with what the loss needs of them."""
-    return HuggingFaceRollouts(
-        student.eval(),
-        tokenizer,
-        top_k=way.k or 1,
-        temperature=1.0,
-        max_new_tokens=tokens,
-        batch_tokens=1 << 20,
-        draws=way.draws,
-    )
-
-
 def loss_of(way: Way, student: Any, teacher: Any, answers: Sequence[Rollout]) -> Tensor:
     """Return the mean of the loss over all sampled tokens."""
-    states, weight = hidden(student, answers), student.get_output_embeddings().weight
+    states, weight = hidden_states(student, answers), student.get_output_embeddings().weight
     with torch.no_grad():
-        theirs = logits(teacher, hidden(teacher, answers))
+        theirs = compute_logits(teacher, hidden_states(teacher, answers))
     tokens = torch.cat([one.completion for one in answers])
     if way.tail is None:
-        ours = logits(student, states)
+        ours = compute_logits(student, states)
         return cast(Tensor, exact_kl(ours, theirs, direction="reverse").mean())
     head = torch.cat([one.head_ids for one in answers]).long()
     draws = None
@@ -250,39 +232,6 @@ def loss_of(way: Way, student: Any, teacher: Any, answers: Sequence[Rollout]) ->
 
     out = fused_linear_loss(states, weight, head, tokens, of_rows, sample_ids=ids)
     return out.loss_sum / len(tokens)
-
-
-def hidden(model: Any, answers: Sequence[Rollout]) -> Tensor:
-    """Return the states [N, H] from which the sampled tokens of all answers are predicted."""
-    # Padding at the end does not change the outputs of a causal model before it.
-    ids = pad_sequence([one.token_ids for one in answers], batch_first=True)
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    spans = [(one.start - 1, len(one.token_ids) - 1) for one in answers]
-    return torch.cat([states[row, first:last] for row, (first, last) in enumerate(spans)])
-
-
-def logits(model: Any, states: Tensor) -> Tensor:
-    """Return the logits [N, V] in float32."""
-    return cast(Tensor, model.get_output_embeddings()(states))
-
-
-@torch.no_grad()
-def measure(
-    student: Any, teacher: Any, tokenizer: Any, held_out: Sequence[Prompt], tokens: int
-) -> float:
-    """Return the exact KL(student||teacher) per token on the student's answers, in nats.
-
-    The random numbers of the answers are the same for every student.
-    """
-    rollouts = rollouts_of(student, tokenizer, Way(None), tokens)
-    total = count = 0.0
-    for first in range(0, len(held_out), 16):
-        part = held_out[first : first + 16]
-        (answers,) = rollouts.generate(part, range(first, first + len(part)), seed=HELD_OUT_SEED)
-        ours, theirs = (logits(model, hidden(model, answers)) for model in (student, teacher))
-        kl = exact_kl(ours, theirs, direction="reverse")
-        total, count = total + float(kl.double().sum()), count + len(kl)
-    return total / count
 
 
 if __name__ == "__main__":

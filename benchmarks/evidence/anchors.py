@@ -32,9 +32,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.offline.material import environment
 from benchmarks.rl.material import VOCABULARY, Material
 from benchmarks.rl.runs import Arm, summary, train_once
+from benchmarks.shared.programs import one_thread_environment
 from benchmarks.shared.results import RESULTS, finished, machine, write
 from student_trainer.data.prompts import Prompt
 from student_trainer.rollouts.hf import HuggingFaceRollouts
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     def add(one: Setting) -> None:
         command = [sys.executable, "-m", "benchmarks.evidence.anchors"]
         command += [*(arguments or sys.argv[1:]), "--one", json.dumps(one.key)]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        done = subprocess.run(command, env=one_thread_environment(), capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         found = json.loads(done.stdout.splitlines()[-1])

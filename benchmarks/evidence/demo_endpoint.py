@@ -21,8 +21,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.evidence.demo_real import examined, split
-from benchmarks.offline.material import as_options
 from benchmarks.shared.model_pairs import Pair, make_pair
+from benchmarks.shared.programs import set_options
 from clients.cli.demos.services import Services
 from tests.vllm.vllm_server import KEY, vllm_server
 
@@ -73,7 +73,7 @@ def trained(services: Services, pair: Pair, url: str, work: Path, steps: int) ->
         "max_steps": str(steps),
     }
     runs = work / "on-policy"
-    services.run("job", ["clients", "run", str(JOB), "--runs", str(runs), *as_options(settings)])
+    services.run("job", ["clients", "run", str(JOB), "--runs", str(runs), *set_options(settings)])
     (run,) = runs.iterdir()
     return run
 

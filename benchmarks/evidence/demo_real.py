@@ -29,9 +29,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.draws.training import measure
-from benchmarks.offline.material import as_options
-from benchmarks.shared.model_pairs import Pair, make_pair, prompts
+from benchmarks.shared.evaluation import measure_kl
+from benchmarks.shared.model_pairs import Pair, load_questions, make_pair
+from benchmarks.shared.programs import set_options
 from clients.cli.demos.services import Services
 
 HERE = Path(__file__).parent
@@ -101,7 +101,7 @@ def split(data: Path, pair: Pair, work: Path, captured: int) -> list[Any]:
     (work / "train.jsonl").write_text("".join(lines[POOL:]))
     (work / "captured.jsonl").write_text("".join(lines[POOL : POOL + captured]))
     tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
-    return prompts(work / "heldout.jsonl", tokenizer, HELD_OUT)
+    return load_questions(work / "heldout.jsonl", tokenizer, HELD_OUT)
 
 
 def on_policy(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
@@ -131,7 +131,7 @@ def offline(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -
             str(store),
             "--runs",
             str(work / "captures"),
-            *as_options(settings),
+            *set_options(settings),
         ],
     )
     settings = {"student.model": str(pair.student), "data.path": str(store), **quick}
@@ -142,7 +142,7 @@ def trained(services: Services, name: str, settings: dict[str, str], work: Path)
     """Run a job to its end with `distill run` and return the directory of its student."""
     job = str(HERE / f"demo_real_{name.replace('-', '_')}.toml")
     runs = work / name
-    services.run(name, ["clients", "run", job, "--runs", str(runs), *as_options(settings)])
+    services.run(name, ["clients", "run", job, "--runs", str(runs), *set_options(settings)])
     (made,) = runs.iterdir()
     return made / "export"
 
@@ -156,7 +156,7 @@ def examined(
         AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval()
         for one in (pair.teacher, model)
     )
-    kl = measure(student, teacher, tokenizer, held_out, TOKENS)
+    kl = measure_kl(student, teacher, tokenizer, held_out, TOKENS)
     asked = tokenizer(f"{QUESTION}\n", return_tensors="pt")
     said = student.generate(**asked, max_new_tokens=40, do_sample=False)
     answer = tokenizer.decode(said[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)

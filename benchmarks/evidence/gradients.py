@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.draws.noise import Estimator, Position, exact_gradient, measure
-from benchmarks.draws.training import hidden, logits
-from benchmarks.shared.model_pairs import make_pair, prompts
+from benchmarks.shared.evaluation import compute_logits, hidden_states
+from benchmarks.shared.model_pairs import load_questions, make_pair
 from benchmarks.shared.results import RESULTS, dumped, machine
 from student_trainer.losses import Direction
 from student_trainer.rollouts.hf import HuggingFaceRollouts
@@ -81,12 +81,14 @@ def places(teacher: Path, student: Path, data: Path, answers: int) -> list[Place
     rollouts = HuggingFaceRollouts(
         models[0], tokenizer, top_k=1, temperature=1.0, max_new_tokens=TOKENS, batch_tokens=1 << 20
     )
-    asked = prompts(data, tokenizer, answers)
+    asked = load_questions(data, tokenizer, answers)
     (sampled,) = rollouts.generate(asked, range(len(asked)), seed=0)
     found: list[Place] = []
     for number, answer in enumerate(sampled):
         with torch.no_grad():
-            ours, theirs = (logits(model, hidden(model, [answer])) for model in models)
+            ours, theirs = (
+                compute_logits(model, hidden_states(model, [answer])) for model in models
+            )
         for token in range(number % EVERY, len(ours), EVERY):
             p, q = (of[token].double().log_softmax(0) for of in (ours, theirs))
             found.append(Place(Position(p, q), number, token))

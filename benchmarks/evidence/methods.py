@@ -31,9 +31,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.offline.material import run as run_program
 from benchmarks.rl.runs import train_once
 from benchmarks.rollouts.ahead import served
+from benchmarks.shared.programs import run_program
 from benchmarks.shared.results import RESULTS, finished, machine, write
 from clients.cli.demos.demo import MAKE_DATA, MAKE_STUDENT, MAKE_TEACHER, fill_directories
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draws.training import logits
-from benchmarks.offline.material import environment
+from benchmarks.shared.evaluation import compute_logits
 from benchmarks.shared.model_pairs import Pair, make_pair
+from benchmarks.shared.programs import one_thread_environment
 from benchmarks.shared.results import RESULTS, finished, machine, write
 from student_trainer.losses import (
     Rows,
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         command = [sys.executable, "-m", "benchmarks.evidence.offline_k"]
         command += [*(arguments or sys.argv[1:]), "--one", str(way), str(seed)]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        done = subprocess.run(command, env=one_thread_environment(), capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         run = key | json.loads(done.stdout.splitlines()[-1])
@@ -162,11 +162,11 @@ def loss_of(way: Way, student: Any, teacher: Any, of: Sequence[Text]) -> Tensor:
     ours = states(student, of)
     tokens = torch.cat([one.ids[one.start :] for one in of])
     if way.loss == "cross-entropy":
-        return torch.nn.functional.cross_entropy(logits(student, ours), tokens)
+        return torch.nn.functional.cross_entropy(compute_logits(student, ours), tokens)
     with torch.no_grad():
-        theirs = logits(teacher, states(teacher, of))
+        theirs = compute_logits(teacher, states(teacher, of))
     if way.loss == "exact":
-        kl = exact_kl(logits(student, ours), theirs, direction="forward")
+        kl = exact_kl(compute_logits(student, ours), theirs, direction="forward")
         return cast(Tensor, kl.mean())
     head = theirs.topk(way.k).indices
     samples = tail_samples(theirs, head) if way.loss == "bucket+teacher_samples" else None
@@ -198,7 +198,7 @@ def measure(student: Any, teacher: Any, held_out: Sequence[Text]) -> dict[str, f
     kl = loss = count = 0.0
     for first in range(0, len(held_out), 8):
         part = held_out[first : first + 8]
-        ours, theirs = (logits(model, states(model, part)) for model in (student, teacher))
+        ours, theirs = (compute_logits(model, states(model, part)) for model in (student, teacher))
         tokens = torch.cat([one.ids[one.start :] for one in part])
         kl += float(exact_kl(ours, theirs, direction="forward").double().sum())
         loss += float(torch.nn.functional.cross_entropy(ours, tokens, reduction="sum"))

@@ -38,7 +38,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.draws import training as on_policy
 from benchmarks.evidence import offline_k as offline
-from benchmarks.shared.model_pairs import Pair, make_pair, prompts
+from benchmarks.shared.evaluation import HELD_OUT_SEED, make_sampler, measure_kl
+from benchmarks.shared.model_pairs import Pair, load_questions, make_pair
 from benchmarks.shared.results import RESULTS, finished, machine, write
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
@@ -118,7 +119,7 @@ def train(setting: Setting, pair: Pair, data: Path, steps: int) -> dict[str, Any
     )
     asked = questions(setting.task, data, tokenizer, HELD_OUT + steps * PROMPTS)
     held_out, training = asked[:HELD_OUT], asked[HELD_OUT:]
-    references = answers(teacher, tokenizer, held_out, on_policy.HELD_OUT_SEED)
+    references = answers(teacher, tokenizer, held_out, HELD_OUT_SEED)
     measured = {"held_out": held_out, "references": references}
     if setting.method == BEFORE:
         return {"curve": [{"step": 0} | measure(student, teacher, tokenizer, **measured)]}
@@ -150,7 +151,7 @@ def train(setting: Setting, pair: Pair, data: Path, steps: int) -> dict[str, Any
 def questions(task: str, data: Path, tokenizer: Any, count: int) -> list[Prompt]:
     """Return `count` prompts, the same ones for each run: questions of GSM8K, or instructions."""
     if task == "GSM8K":
-        return prompts(data, tokenizer, count)
+        return load_questions(data, tokenizer, count)
     requests = [request.format(subject) for request in REQUESTS for subject in SUBJECTS]
     random.Random(0).shuffle(requests)
     texts = [
@@ -164,7 +165,7 @@ def questions(task: str, data: Path, tokenizer: Any, count: int) -> list[Prompt]
 def answers(model: Any, tokenizer: Any, asked: Sequence[Prompt], seed: int) -> list[Rollout]:
     """Return one answer that the model samples to each prompt, in batches of 16."""
     found: list[Rollout] = []
-    rollouts = on_policy.rollouts_of(model, tokenizer, on_policy.Way(None), TOKENS)
+    rollouts = make_sampler(model, tokenizer, TOKENS)
     for first in range(0, len(asked), 16):
         part = asked[first : first + 16]
         (sampled,) = rollouts.generate(part, range(first, first + len(part)), seed=seed)
@@ -186,7 +187,9 @@ def loss_of(
     """
     seed = setting.seed * 10_000 + step
     if setting.method == "on-policy":
-        rollouts = on_policy.rollouts_of(student.eval(), tokenizer, OWN_ANSWERS, TOKENS)
+        rollouts = make_sampler(
+            student, tokenizer, TOKENS, top_k=OWN_ANSWERS.k, draws=OWN_ANSWERS.draws
+        )
         (learned,) = rollouts.generate(chosen, range(len(chosen)), seed=seed)
         return on_policy.loss_of(OWN_ANSWERS, student.train(), teacher, learned), learned
     learned = answers(teacher, tokenizer, chosen, seed)
@@ -207,7 +210,7 @@ def measure(
 ) -> dict[str, float]:
     """Return KL(student||teacher) on own answers, and the rest on those of the teacher, in nats."""
     found = offline.measure(student, teacher, texts(references))
-    own = on_policy.measure(student, teacher, tokenizer, held_out, TOKENS)
+    own = measure_kl(student, teacher, tokenizer, held_out, TOKENS)
     return {"kl_own": own, "kl_teacher": found["kl"], "perplexity": found["perplexity"]}
 
 

@@ -40,9 +40,9 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draws.training import measure
 from benchmarks.rollouts.ahead import served
-from benchmarks.shared.model_pairs import LONGEST_PROMPT, Pair, make_pair, prompts
+from benchmarks.shared.evaluation import measure_kl
+from benchmarks.shared.model_pairs import LONGEST_PROMPT, Pair, load_questions, make_pair
 from benchmarks.shared.process_memory import peak_of_children
 from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
@@ -116,8 +116,8 @@ def train(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         for model in (pair.teacher, path)
     )
-    held_out = prompts(options.data, tokenizer, HELD_OUT)
-    kl = measure(student, teacher, tokenizer, held_out, TOKENS)
+    held_out = load_questions(options.data, tokenizer, HELD_OUT)
+    kl = measure_kl(student, teacher, tokenizer, held_out, TOKENS)
     return {
         "seconds": statistics.median(steps[SKIPPED:]),
         "kl": kl,
@@ -156,7 +156,7 @@ def environment(threads: int) -> dict[str, str]:
 
 def questions(data: Path, tokenizer: Any, steps: int) -> list[str]:
     """Return the questions to train on; the first HELD_OUT are for the measurement."""
-    found = prompts(data, tokenizer, HELD_OUT + steps * QUESTIONS)[HELD_OUT:]
+    found = load_questions(data, tokenizer, HELD_OUT + steps * QUESTIONS)[HELD_OUT:]
     return [tokenizer.decode(one.ids) for one in found]
 
 

@@ -12,14 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offline.material import (
-    JOBS,
-    ROOT,
-    as_options,
-    capture,
-    environment,
-    files_of,
-)
+from benchmarks.offline.material import capture, files_of
+from benchmarks.shared.programs import JOBS, ROOT, one_thread_environment, set_options
 from clients.config.file import load_job
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import trainer_command
@@ -54,7 +48,7 @@ def killed_captures(
 def _killed(settings: Mapping[str, str], store: Path, files: int, kills: int) -> list[int]:
     """Run attempts of one job; kill each shortly after its store reaches the next chosen file."""
     chosen = [*settings.items(), ("method.store", str(store))]
-    job = load_job(JOBS / "gsm8k_capture.toml", as_options(dict(chosen))[1::2])
+    job = load_job(JOBS / "gsm8k_capture.toml", set_options(dict(chosen))[1::2])
     run = RunDirectory.create(store.with_name("killed-run"), job.config)
     moments = random.Random(0)
     at = []
@@ -67,7 +61,7 @@ def _killed(settings: Mapping[str, str], store: Path, files: int, kills: int) ->
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env=environment(),
+                env=one_thread_environment(),
                 start_new_session=True,
             )
         try:

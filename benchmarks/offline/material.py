@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.shared.programs import JOBS, run_program, set_options
 from clients.store.dataset import LogitDataset
 from clients.store.manifest import read_manifest
 from student_trainer.tools.pretrain import main as pretrain
 
-ROOT = Path(__file__).parents[2]
-JOBS = ROOT / "deploy" / "jobs"
 COLUMNS = ("question", "answer")
 SEPARATOR = "\n"
 
@@ -56,25 +53,6 @@ class Material:
     held_out: Path
     teacher: Path
     student: Path
-
-
-def run(command: Sequence[str], log: Path) -> None:
-    """Run a program to its end on one thread. Raises RuntimeError with the end of its log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
-        done = subprocess.run(command, stdout=out, stderr=out, cwd=ROOT, env=environment())
-    if done.returncode:
-        words = log.read_text(errors="replace").splitlines()[-15:]
-        raise RuntimeError("\n".join([f"{' '.join(command)} failed:", *words]))
-
-
-def environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
 
 
 def make_material(data: Path, work: Path, sizes: Sizes) -> Material:
@@ -128,13 +106,9 @@ def capture(settings: Mapping[str, str], store: Path) -> Path:
     """Run `distill capture` to its end and return the path of the complete store."""
     runs = store.with_name(f"{store.name}-runs")
     command = [sys.executable, "-m", "clients", "capture", str(JOBS / "gsm8k_capture.toml")]
-    command += ["--store", str(store), "--runs", str(runs), *as_options(settings)]
-    run(command, store.with_name(f"{store.name}.log"))
+    command += ["--store", str(store), "--runs", str(runs), *set_options(settings)]
+    run_program(command, store.with_name(f"{store.name}.log"))
     return store
-
-
-def as_options(settings: Mapping[str, str]) -> list[str]:
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
 def described(store: Path) -> dict[str, float]:

@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.offline.material import (
-    JOBS,
-    Material,
-    Sizes,
-    as_options,
-    capture_settings,
-)
+from benchmarks.offline.material import Material, Sizes, capture_settings
 from benchmarks.offline.training import job_settings, ways
+from benchmarks.shared.programs import JOBS, set_options
 from clients.config.capture import CaptureJob
 from clients.config.file import load_job
 from clients.config.offline import OfflineJob
@@ -68,7 +63,7 @@ def step_times(
     settings = job_settings(material, stores, sizes, way, seed=0)
     settings |= {"max_steps": str(sizes.timed_steps), "eval.every": "100000"}
     settings |= {"checkpoint.every": "100000", "train.warmup_steps": "0", "eval.prompts": "1"}
-    config = load_job(JOBS / "gsm8k_offline.toml", as_options(settings)[1::2]).config
+    config = load_job(JOBS / "gsm8k_offline.toml", set_options(settings)[1::2]).config
     assert isinstance(config, OfflineJob)
     sources = {"store": StoredSteps, "memory": InMemorySteps}
     found: dict[str, list[float]] = {name: [] for name in sources}
@@ -99,7 +94,7 @@ def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any
     lines = material.train.read_text().splitlines(keepends=True)
     part.write_text("".join(lines[: sizes.timed_records]))
     settings = capture_settings(material, part, sizes, sizes.top_k, sizes.tail_samples)
-    job = load_job(JOBS / "gsm8k_capture.toml", as_options(settings)[1::2]).config
+    job = load_job(JOBS / "gsm8k_capture.toml", set_options(settings)[1::2]).config
     assert isinstance(job, CaptureJob)
     engine, ask = load_engine(job.teacher), QuerySettings.from_job(job)
     tokenizer = load_tokenizer(StudentConfig(model=str(material.teacher)))

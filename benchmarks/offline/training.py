@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.offline.material import JOBS, Material, Sizes, as_options, run
+from benchmarks.offline.material import Material, Sizes
+from benchmarks.shared.programs import JOBS, run_program, set_options
 from clients.config.file import load_job
 from clients.config.tables.common import StudentConfig
 from clients.runs.directory import RunDirectory
@@ -154,10 +155,10 @@ def _curve(
         options = [f"{key}={value}" for key, value in settings.items()]
         made = RunDirectory.create(home / "run", load_job(job, options).config)
         program = ["-m", "benchmarks.offline.reference", way.reference, str(material.teacher)]
-        run([sys.executable, *program, str(made.path), "--attempt", "1"], log)
+        run_program([sys.executable, *program, str(made.path), "--attempt", "1"], log)
     else:
         command = [sys.executable, "-m", "clients", "run", str(job), "--runs", str(home)]
-        run([*command, *as_options(settings)], log)
+        run_program([*command, *set_options(settings)], log)
     (path,) = home.iterdir()
     steps = sorted((path / "checkpoints").glob("step-*"))
     return {str(int(step.name.removeprefix("step-"))): examine(step / "model") for step in steps}

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offline.material import ROOT, environment
 from benchmarks.rl.material import Material, Warm
 from benchmarks.shared.process_memory import peak_of
+from benchmarks.shared.programs import ROOT, one_thread_environment
 from clients.config.kinds import kind_of
 from clients.runs.directory import RunDirectory
 
@@ -143,7 +143,9 @@ def _train(run: Path, log: Path) -> int:
     command = [sys.executable, "-m", "student_trainer", str(run), "--attempt", "1"]
     peak = 0
     with log.open("wb") as out:
-        trainer = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment())
+        trainer = subprocess.Popen(
+            command, stdout=out, stderr=out, cwd=ROOT, env=one_thread_environment()
+        )
         while trainer.poll() is None:
             # VmHWM is a running maximum, so the last reading is the peak.
             peak = peak_of(trainer.pid) or peak

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draws.training import hidden, logits, measure
 from benchmarks.rollouts.lag_picture import draw
-from benchmarks.shared.model_pairs import Pair, make_pair, prompts
+from benchmarks.shared.evaluation import compute_logits, hidden_states, measure_kl
+from benchmarks.shared.model_pairs import Pair, load_questions, make_pair
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.losses import Rows, fused_linear_loss, mismatch, rows_from_logits, topk_kl
 from student_trainer.rollouts.hf import HuggingFaceRollouts
@@ -102,7 +102,7 @@ def train(run: Run, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
         AutoModelForCausalLM.from_pretrained(pair.student, dtype=torch.float32) for _ in range(2)
     )
     optimizer = torch.optim.AdamW(student.parameters(), lr=run.learning_rate, weight_decay=0.0)
-    asked = prompts(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
+    asked = load_questions(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
     held_out, training = asked[: sizes.held_out], asked[sizes.held_out :]
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(run.seed))
     rollouts = HuggingFaceRollouts(
@@ -130,7 +130,7 @@ def train(run: Run, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
         optimizer.step()
         for name, values in figures.items():
             values.append(float(ratios[name][0] / ratios[name][1]))
-    after = measure(student.eval(), teacher, tokenizer, held_out, sizes.tokens)
+    after = measure_kl(student.eval(), teacher, tokenizer, held_out, sizes.tokens)
     means = {name: statistics.mean(values) for name, values in figures.items()}
     return {"after": after, **means}
 
@@ -140,7 +140,7 @@ def _loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean loss of all sampled tokens, and how far away the sampler was."""
     with torch.no_grad():
-        theirs = logits(teacher, hidden(teacher, answers))
+        theirs = compute_logits(teacher, hidden_states(teacher, answers))
     tokens = torch.cat([one.completion for one in answers])
     head = torch.cat([one.head_ids for one in answers]).long()
     draws = TailDraws.joined([one.draws for one in answers if one.draws is not None])
@@ -157,7 +157,9 @@ def _loss(
         )  # fmt: skip
 
     weight = student.get_output_embeddings().weight
-    out = fused_linear_loss(hidden(student, answers), weight, head, tokens, of_rows, sample_ids=ids)
+    out = fused_linear_loss(
+        hidden_states(student, answers), weight, head, tokens, of_rows, sample_ids=ids
+    )
     sampled = torch.cat([one.token_logprobs for one in answers])
     return out.loss_sum / len(tokens), mismatch(out.rows.token_logprobs, sampled)
 

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.offline.material import as_options, run
 from benchmarks.search.material import Material, Sizes, make_material
 from benchmarks.search.picture import draw
+from benchmarks.shared.programs import run_program, set_options
 from clients.config.file import load_job
 from clients.config.rl import RLJob
 from clients.config.tables.common import StudentConfig
@@ -94,10 +94,10 @@ def measured(work: Path, *, quick: bool) -> dict[str, Any]:
         **(QUICK_JOB if quick else {}),
     }
     command = [sys.executable, "-m", "clients", "run", str(JOB), "--runs", str(work / "runs")]
-    run([*command, *as_options(settings)], work / "run.log")
+    run_program([*command, *set_options(settings)], work / "run.log")
     trained = time.monotonic()
     (made,) = (work / "runs").iterdir()
-    job = load_job(JOB, as_options(settings)[1::2]).config
+    job = load_job(JOB, set_options(settings)[1::2]).config
     assert isinstance(job, RLJob)
     lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
     return {

@@ -56,7 +56,7 @@ def make_pair(name: PairName, work: Path, data: Path) -> Pair:
     return pair
 
 
-def prompts(data: Path, tokenizer: Any, count: int) -> list[Prompt]:
+def load_questions(data: Path, tokenizer: Any, count: int) -> list[Prompt]:
     """Return the first `count` questions of GSM8K that have at most LONGEST_PROMPT tokens."""
     found: list[Prompt] = []
     for line in data.read_text().splitlines():
