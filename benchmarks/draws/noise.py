@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draws.page import write_page
+from benchmarks.draws.page import write_draws_page
 from benchmarks.shared.evaluation import compute_logits, hidden_states
 from benchmarks.shared.model_pairs import load_questions, make_pair, row_bytes
 from student_trainer.losses import Direction, Rows, Tail, topk_kl
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     result = {"positions": len(real), "vocabulary": len(real[0].log_p), **found}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {options.out}")
-    print(write_page(result, options.page))
+    print(write_draws_page(result, options.page))
 
 
 def positions(teacher: Path, student: Path, data: Path, count: int) -> list[Position]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.draws.picture import draw_curves, draw_noise
+from benchmarks.draws.picture import draw_final_kl, draw_noise
+from benchmarks.shared.pages import format_table, write_page
 
 TRAINING = Path("benchmarks/results/draw_training.json")
 SPEED = Path("benchmarks/results/draw_speed.json")
@@ -72,12 +73,10 @@ Made by `python -m benchmarks.draws.speed --repetitions 21` with 151,936 ids on 
 threads. The two sides alternate; the ratio is the median of the ratios of neighbours, with the
 lowest and the highest.
 
-| what | seconds | ratio |
-|---|---|---|
-{lines}
+{table}
 """
 
-LEARNED = """
+TRAINED = """
 ## Training: the {name} pair
 
 Made by `python -m benchmarks.draws.training --data train.jsonl {options}`: {steps} on-policy steps
@@ -93,161 +92,173 @@ seeds.{missing}
 """
 
 
-def write_page(noise: dict[str, Any], page: Path) -> str:
+def write_draws_page(noise: dict[str, Any], page: Path) -> str:
     """Write the page and its pictures, and return a message."""
     training = json.loads(TRAINING.read_text()) if TRAINING.exists() else {}
-    page.write_text(
-        PAGE.format(
-            vocabulary=noise["vocabulary"],
-            positions=noise["positions"],
-            noise=_noise(noise["pair"]),
-            splits=_splits(noise["pair"]),
-            independent=_independent(noise["pair"]),
-            toy=_noise(noise["toy"]),
-            cost=_cost(json.loads(SPEED.read_text())) if SPEED.exists() else "",
-            training="\n".join(_training(*one) for one in training.items()),
-        ).rstrip()
-        + "\n"
+    text = PAGE.format(
+        vocabulary=noise["vocabulary"],
+        positions=noise["positions"],
+        noise=_format_noise(noise["pair"]),
+        splits=_format_splits(noise["pair"]),
+        independent=_format_independent_draws(noise["pair"]),
+        toy=_format_noise(noise["toy"]),
+        cost=_format_cost(json.loads(SPEED.read_text())) if SPEED.exists() else "",
+        training="\n".join(_format_training(name, result) for name, result in training.items()),
     )
-    drawn = draw_noise(noise["pair"], page.with_suffix(".png"))
+    messages = [write_page(page, text), draw_noise(noise["pair"], page.with_suffix(".png"))]
     for name, result in training.items():
-        drawn += "\n" + draw_curves(result, page.with_name(f"draws-training-{name}.png"))
-    return f"wrote {page}\n{drawn}"
+        messages.append(draw_final_kl(result, page.with_name(f"draws-training-{name}.png")))
+    return "\n".join(messages)
 
 
-def _noise(rows: Sequence[dict[str, Any]]) -> str:
-    lines = []
-    for direction, sampled in (("reverse", "bucket+draws"), ("forward", "bucket+teacher_samples")):
-        lines += [
-            f"{direction.capitalize()} KL, bias / sd:",
-            "",
-            "| ids a row | tail mass | "
-            + " | ".join(f"`{tail}`" for tail in (*TAILS, sampled))
-            + " |",
-            "|---" * (len(TAILS) + 3) + "|",
+def _format_noise(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of bias and sd by tail mode and number of ids, for each direction."""
+    parts = []
+    for direction, drawn_tail in (
+        ("reverse", "bucket+draws"),
+        ("forward", "bucket+teacher_samples"),
+    ):
+        header = ["ids a row", "tail mass", *(f"`{tail}`" for tail in (*TAILS, drawn_tail))]
+        direction_rows = [
+            row for row in rows if row["direction"] == direction and row["stratified"]
         ]
-        mine = [row for row in rows if row["direction"] == direction and row["stratified"]]
-        budgets = sorted({row["k"] for row in mine if row["tail"] == "none"})
-        for budget in budgets:
-            single = {row["tail"]: row for row in mine if row["k"] == budget and not row["draws"]}
-            best = _best(rows, direction, sampled, budget)
-            cells = [f"{single[tail]['bias']:.2f} / {single[tail]['sd']:.2f}" for tail in TAILS]
-            cells.append(f"0 / **{best['sd']:.3f}** ({best['k']} + {best['draws']})")
+        table_rows = []
+        for budget in sorted({row["k"] for row in direction_rows if row["tail"] == "none"}):
+            by_tail = {
+                row["tail"]: row
+                for row in direction_rows
+                if row["k"] == budget and not row["draws"]
+            }
+            best = min(
+                _select_splits(direction_rows, drawn_tail, budget, least_draws=1),
+                key=lambda row: float(row["sd"]),
+            )
             mass = next(row["tail_mass"] for row in rows if row["k"] == budget and row["tail_mass"])
-            lines.append(f"| {budget} | {mass:.3f} | " + " | ".join(cells) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+            table_rows.append(
+                [
+                    str(budget),
+                    f"{mass:.3f}",
+                    *(f"{by_tail[tail]['bias']:.2f} / {by_tail[tail]['sd']:.2f}" for tail in TAILS),
+                    f"0 / **{best['sd']:.3f}** ({best['k']} + {best['draws']})",
+                ]
+            )
+        table = format_table(header, table_rows)
+        parts.append(f"{direction.capitalize()} KL, bias / sd:\n\n{table}")
+    return "\n\n".join(parts)
 
 
-def _best(rows: Sequence[dict[str, Any]], direction: str, tail: str, budget: int) -> dict[str, Any]:
-    mine = [
+def _select_splits(
+    rows: Sequence[dict[str, Any]], tail: str, budget: int, least_draws: int = 0
+) -> list[dict[str, Any]]:
+    """Return the rows of stratified draws whose k and M make `budget` ids together."""
+    return [
         row
         for row in rows
-        if (row["direction"], row["tail"]) == (direction, tail)
+        if row["tail"] == tail
         and row["stratified"]
         and row["k"] + row["draws"] == budget
-        and row["draws"]
+        and row["draws"] >= least_draws
     ]
-    return min(mine, key=lambda row: float(row["sd"]))
 
 
-def _splits(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| ids a row | bytes a token | k + M: sd |", "|---|---|---|"]
-    budgets = sorted({row["k"] for row in rows if row["tail"] == "none"})
-    for budget in budgets:
-        mine = sorted(
-            (
-                row
-                for row in rows
-                if row["tail"] == "bucket+draws"
-                and row["stratified"]
-                and row["k"] + row["draws"] == budget
-            ),
-            key=lambda row: float(row["sd"]),
+def _format_splits(rows: Sequence[dict[str, Any]]) -> str:
+    table_rows = []
+    for budget in sorted({row["k"] for row in rows if row["tail"] == "none"}):
+        splits = sorted(
+            _select_splits(rows, "bucket+draws", budget), key=lambda row: float(row["sd"])
         )
-        size = mine[0]["bytes"]
-        cells = ", ".join(f"{row['k']} + {row['draws']}: {row['sd']:.3f}" for row in mine[:4])
-        lines.append(f"| {budget} | {size:.0f} | {cells} |")
-    return "\n".join(lines)
+        best_splits = ", ".join(
+            f"{row['k']} + {row['draws']}: {row['sd']:.3f}" for row in splits[:4]
+        )
+        table_rows.append([str(budget), f"{splits[0]['bytes']:.0f}", best_splits])
+    return format_table(["ids a row", "bytes a token", "k + M: sd"], table_rows)
 
 
-def _independent(rows: Sequence[dict[str, Any]]) -> str:
-    counts = (1, 4, 16, 64)
-    lines = ["| k | tail mass | the sampled token | " + " | ".join(f"M = {m}" for m in counts)]
-    lines[0] += " |"
-    lines.append("|---" * (len(counts) + 3) + "|")
-    reverse = [row for row in rows if row["direction"] == "reverse"]
-    found = {
+def _format_independent_draws(rows: Sequence[dict[str, Any]]) -> str:
+    draw_counts = (1, 4, 16, 64)
+    reverse_rows = [row for row in rows if row["direction"] == "reverse"]
+    deviations = {
         (row["k"], row["draws"], row["stratified"]): row["sd"]
-        for row in reverse
+        for row in reverse_rows
         if row["tail"] == "bucket+draws"
     }
+    table_rows = []
     for k in (8, 64, 512):
-        coin = next(row for row in reverse if row["tail"] == "bucket+sampled" and row["k"] == k)
-        cells = [f"{found[k, m, False]:.2f} ({found[k, m, True]:.3f})" for m in counts]
-        mass = coin["tail_mass"]
-        lines.append(f"| {k} | {mass:.3f} | {coin['sd']:.2f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cost(result: dict[str, Any]) -> str:
-    lines = [
-        f"| {name} | {of['seconds']:.2f} | {of['ratio']:.2f} ({of['lowest']:.2f} to "
-        f"{of['highest']:.2f}) |"
-        for name, of in result.items()
-        if isinstance(of, dict)
-    ]
-    return COST.format(threads=result["threads"], lines="\n".join(lines))
-
-
-def _training(name: str, result: dict[str, Any]) -> str:
-    last, first = str(result["steps"]), "0"
-    ends_of: dict[str, list[float]] = {}
-    for run in result["runs"]:
-        ends_of.setdefault(run["way"], []).append(run["kl"][last])
-    ways = sorted(ends_of, key=lambda way: statistics.mean(ends_of[way]))
-    seeds = sorted({run["seed"] for run in result["runs"]})
-    by = {(run["way"], run["seed"]): run for run in result["runs"]}
-    middle = str(result["steps"] // 2)
-    lines = [
-        f"| loss | ids | bytes | KL, step {middle} | KL, step {last} | to exact |",
-        "|---|---|---|---|---|---|",
-    ]
-    for way in ways:
-        runs = [by[way, seed] for seed in seeds if (way, seed) in by]
-        ends, halves = ([run["kl"][step] for run in runs] for step in (last, middle))
-        gaps = [
-            by[way, seed]["kl"][last] - by["exact", seed]["kl"][last]
-            for seed in seeds
-            if (way, seed) in by and ("exact", seed) in by
-        ]
-        gap = "" if way == "exact" else _with_error(gaps)
-        ids, size = runs[0]["ids"], runs[0]["bytes"]
-        lines.append(
-            f"| {way} | {ids} | {size} | {statistics.mean(halves):.3f} "
-            f"| {statistics.mean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) | {gap} |"
+        sampled_row = next(
+            row for row in reverse_rows if row["tail"] == "bucket+sampled" and row["k"] == k
         )
-    before = statistics.mean(run["kl"][first] for run in result["runs"])
-    options = f"--pair {name} --seeds {len(seeds)}"
-    return LEARNED.format(
-        **{name: result[name] for name in ("steps", "prompts", "tokens", "held_out")},
+        cells = [
+            f"{deviations[k, m, False]:.2f} ({deviations[k, m, True]:.3f})" for m in draw_counts
+        ]
+        mass = sampled_row["tail_mass"]
+        table_rows.append([str(k), f"{mass:.3f}", f"{sampled_row['sd']:.2f}", *cells])
+    header = ["k", "tail mass", "the sampled token", *(f"M = {m}" for m in draw_counts)]
+    return format_table(header, table_rows)
+
+
+def _format_cost(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            f"{timing['seconds']:.2f}",
+            f"{timing['ratio']:.2f} ({timing['lowest']:.2f} to {timing['highest']:.2f})",
+        ]
+        for name, timing in result.items()
+        if isinstance(timing, dict)
+    ]
+    table = format_table(["what", "seconds", "ratio"], rows)
+    return COST.format(threads=result["threads"], table=table)
+
+
+def _format_training(name: str, result: dict[str, Any]) -> str:
+    """Return the section of a pair of models: the held-out KL of each loss."""
+    last_step, middle_step = str(result["steps"]), str(result["steps"] // 2)
+    runs = {(run["way"], run["seed"]): run for run in result["runs"]}
+    final_kls: dict[str, list[float]] = {}
+    for run in result["runs"]:
+        final_kls.setdefault(run["way"], []).append(run["kl"][last_step])
+    losses = sorted(final_kls, key=lambda loss: statistics.mean(final_kls[loss]))
+    seeds = sorted({run["seed"] for run in result["runs"]})
+    rows = []
+    for loss in losses:
+        loss_runs = [runs[loss, seed] for seed in seeds if (loss, seed) in runs]
+        finals, halves = (
+            [run["kl"][step] for run in loss_runs] for step in (last_step, middle_step)
+        )
+        differences = [
+            run["kl"][last_step] - runs["exact", run["seed"]]["kl"][last_step]
+            for run in loss_runs
+            if ("exact", run["seed"]) in runs
+        ]
+        rows.append(
+            [
+                loss,
+                str(loss_runs[0]["ids"]),
+                str(loss_runs[0]["bytes"]),
+                f"{statistics.mean(halves):.3f}",
+                f"{statistics.mean(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})",
+                "" if loss == "exact" else _format_mean_and_error(differences),
+            ]
+        )
+    header = ["loss", "ids", "bytes", f"KL, step {middle_step}", f"KL, step {last_step}"]
+    return TRAINED.format(
+        **{key: result[key] for key in ("steps", "prompts", "tokens", "held_out")},
         learning_rate=result["learning_rate"],
         name=name,
         seeds=len(seeds),
-        before=before,
-        options=options,
-        missing=_missing(by, ways, seeds),
-        table="\n".join(lines),
+        before=statistics.mean(run["kl"]["0"] for run in result["runs"]),
+        options=f"--pair {name} --seeds {len(seeds)}",
+        missing=_describe_missing_runs(len(losses) * len(seeds) - len(runs)),
+        table=format_table([*header, "to exact"], rows),
     )
 
 
-def _missing(by: Mapping[tuple[str, int], Any], ways: Sequence[str], seeds: Sequence[int]) -> str:
-    missing = len(ways) * len(seeds) - len(by)
-    return f" {missing} runs of this table are not made yet." if missing else ""
+def _describe_missing_runs(count: int) -> str:
+    return f" {count} runs of this table are not made yet." if count else ""
 
 
-def _with_error(gaps: Sequence[float]) -> str:
-    mean = statistics.mean(gaps)
-    if len(gaps) < 2:
+def _format_mean_and_error(differences: Sequence[float]) -> str:
+    mean = statistics.mean(differences)
+    if len(differences) < 2:
         return f"{mean:+.3f}"
-    return f"{mean:+.3f} +- {statistics.stdev(gaps) / len(gaps) ** 0.5:.3f}"
+    return f"{mean:+.3f} +- {statistics.stdev(differences) / len(differences) ** 0.5:.3f}"

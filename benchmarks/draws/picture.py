@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loss.estimator_picture import COLORS
+from benchmarks.shared.pictures import (
+    BLACK,
+    DARK_GREY,
+    TAIL_COLORS,
+    add_color_legend,
+    draw_figure,
+    style_axis,
+)
 
 PANELS = (("bias", "bias / |gradient|"), ("sd", "standard deviation / |gradient|"))
 LOWEST_BIAS = 1e-9
@@ -15,43 +22,37 @@ LOWEST_BIAS = 1e-9
 
 def draw_noise(rows: Sequence[dict[str, Any]], path: Path) -> str:
     """Draw bias and sd against the bytes of a row; return a message."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: install the bench extra"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    tails = [tail for tail in TAIL_COLORS if any(row["tail"] == tail for row in rows)]
 
-    tails = [tail for tail in COLORS if any(row["tail"] == tail for row in rows)]
-    with plt.rc_context({"font.size": 12, "axes.titlesize": 13}):
-        figure, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained", sharex=True)
-        for line, direction in zip(axes, ("reverse", "forward"), strict=True):
-            mine = [row for row in rows if row["direction"] == direction and row["stratified"]]
-            for axis, (name, title) in zip(line, PANELS, strict=True):
+    def plot(figure: Any, axes: Any) -> None:
+        for axes_row, direction in zip(axes, ("reverse", "forward"), strict=True):
+            plotted_rows = [
+                row for row in rows if row["direction"] == direction and row["stratified"]
+            ]
+            for axis, (metric, title) in zip(axes_row, PANELS, strict=True):
                 for tail in tails:
-                    points = _points(mine, tail, name)
+                    points = _select_points(plotted_rows, tail, metric)
                     if points:
-                        axis.plot(*zip(*points, strict=True), "o-", color=COLORS[tail], lw=2)
+                        axis.plot(*zip(*points, strict=True), "o-", color=TAIL_COLORS[tail], lw=2)
                 axis.set_xscale("log")
                 axis.set_yscale("log")
                 axis.set_title(f"{direction} KL: {title}", loc="left")
-                axis.grid(True, color="#e8eaed")
-                axis.spines[["top", "right"]].set_visible(False)
-            line[0].text(
+                style_axis(axis)
+            axes_row[0].text(
                 0.02, 0.03, "a mode that is not drawn here has no bias",
-                transform=line[0].transAxes, color="#5f6368",
+                transform=axes_row[0].transAxes, color=DARK_GREY,
             )  # fmt: skip
         for axis in axes[1]:
             axis.set_xlabel("bytes a token, request and answer")
-        handles = [plt.Line2D([], [], color=COLORS[tail], marker="o") for tail in tails]
-        figure.legend(handles, tails, loc="outside lower center", ncols=4, frameon=False)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    return f"wrote {path}"
+        add_color_legend(figure, {tail: TAIL_COLORS[tail] for tail in tails}, columns=4)
+
+    return draw_figure(path, plot, rows=2, columns=2, size=(13, 9), sharex=True)
 
 
-def _points(rows: Sequence[dict[str, Any]], tail: str, name: str) -> list[tuple[float, float]]:
-    """Return (bytes, value): of each number of ids, the split with the lowest sd."""
+def _select_points(
+    rows: Sequence[dict[str, Any]], tail: str, metric: str
+) -> list[tuple[float, float]]:
+    """Return (bytes, metric): of each number of ids, the split with the lowest sd."""
     budgets = {row["k"] for row in rows if row["tail"] == "none"}
     best: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -60,35 +61,31 @@ def _points(rows: Sequence[dict[str, Any]], tail: str, name: str) -> list[tuple[
             continue
         if ids not in best or row["sd"] < best[ids]["sd"]:
             best[ids] = row
-    points = [(row["bytes"], row[name]) for _, row in sorted(best.items())]
+    points = [(row["bytes"], row[metric]) for _, row in sorted(best.items())]
     return [point for point in points if point[1] > LOWEST_BIAS]
 
 
-def draw_curves(result: dict[str, Any], path: Path) -> str:
+def draw_final_kl(result: dict[str, Any], path: Path) -> str:
     """Draw the held-out KL after the last step: a point per seed and a line at the mean."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: install the bench extra"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    last_step = str(result["steps"])
+    losses = list(dict.fromkeys(run["way"] for run in result["runs"]))
+    final_kls = {
+        loss: [run["kl"][last_step] for run in result["runs"] if run["way"] == loss]
+        for loss in losses
+    }
+    losses.sort(key=lambda loss: statistics.mean(final_kls[loss]), reverse=True)
 
-    last = str(result["steps"])
-    ways = list(dict.fromkeys(run["way"] for run in result["runs"]))
-    ends = {way: [run["kl"][last] for run in result["runs"] if run["way"] == way] for way in ways}
-    ways.sort(key=lambda way: statistics.mean(ends[way]), reverse=True)
-    with plt.rc_context({"font.size": 12, "axes.titlesize": 13}):
-        figure, axis = plt.subplots(figsize=(10, 5), layout="constrained")
-        for place, way in enumerate(ways):
-            color = COLORS.get(way.split(",")[0], "#202124")
-            axis.plot(ends[way], [place] * len(ends[way]), "o", color=color, alpha=0.6)
-            mean = statistics.mean(ends[way])
-            axis.plot([mean, mean], [place - 0.3, place + 0.3], color=color, lw=3)
-        axis.axvline(statistics.mean(ends["exact"]), color="#202124", lw=0.8, ls=":")
-        axis.set_yticks(range(len(ways)), ways)
-        axis.set_xlabel(f"exact KL(student||teacher) per token after {last} steps, held out")
-        axis.xaxis.grid(True, color="#e8eaed")
-        axis.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    return f"wrote {path}"
+    def plot(_: Any, axes: Any) -> None:
+        axis = axes[0][0]
+        for position, loss in enumerate(losses):
+            color = TAIL_COLORS.get(loss.split(",")[0], BLACK)
+            kls = final_kls[loss]
+            axis.plot(kls, [position] * len(kls), "o", color=color, alpha=0.6)
+            mean = statistics.mean(kls)
+            axis.plot([mean, mean], [position - 0.3, position + 0.3], color=color, lw=3)
+        axis.axvline(statistics.mean(final_kls["exact"]), color=BLACK, lw=0.8, ls=":")
+        axis.set_yticks(range(len(losses)), losses)
+        axis.set_xlabel(f"exact KL(student||teacher) per token after {last_step} steps, held out")
+        style_axis(axis, grid="x")
+
+    return draw_figure(path, plot, size=(10, 5))

@@ -22,7 +22,7 @@ def own_answers(docs: Path) -> Section | None:
     if not found:
         return None
     runs, steps = found["runs"], found["steps"]
-    pictures.real_methods(runs, docs / "evidence-real-methods.png")
+    pictures.draw_real_methods(runs, docs / "evidence-real-methods.png")
     effects = [
         *differences(runs, "kl_own", "{task}, equal teacher tokens: {other} above on-policy"),
         *differences(

@@ -79,7 +79,7 @@ def gradients(docs: Path) -> Section | None:
     found = read("evidence_gradients")
     if not found:
         return None
-    pictures.gradients(found, docs / "evidence-gradients.png")
+    pictures.draw_gradients(found, docs / "evidence-gradients.png")
     groups = [one for one in found["groups"] if one["student"] != "before"]
     effects = []
     for direction in ("reverse", "forward"):
@@ -159,7 +159,7 @@ def offline_k(docs: Path) -> Section | None:
     if not found or len({run["way"] for run in found["runs"]}) < 3:
         return None
     runs = found["runs"]
-    pictures.offline(runs, docs / "evidence-offline.png")
+    pictures.draw_offline(runs, docs / "evidence-offline.png")
     effects = [
         Effect(
             f"`{tail}` ends above `bucket+teacher_samples`, k = {k}",

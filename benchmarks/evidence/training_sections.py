@@ -17,7 +17,7 @@ def anchors(docs: Path) -> Section | None:
     if not found:
         return None
     runs = found["runs"]
-    pictures.anchors(runs, docs / "evidence-anchors.png")
+    pictures.draw_anchors(runs, docs / "evidence-anchors.png")
     effects = []
     for task in TASKS:
         for rate in sorted({run["rate"] for run in runs if run["task"] == task}):
@@ -103,7 +103,7 @@ def methods(docs: Path) -> Section | None:
     if not found:
         return None
     runs = [run | {"end": run["curve"][-1]["accuracy"]} for run in found["runs"]]
-    pictures.methods(runs, docs / "evidence-methods.png")
+    pictures.draw_methods(runs, docs / "evidence-methods.png")
     effects = []
     for rate in sorted({run["rate"] for run in runs}):
         for sums in (500, None):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.loss.estimator_picture import draw
+from benchmarks.shared.pages import format_table, write_page
 from student_trainer.losses import Direction, Tail, exact_kl, rows_from_logits, topk_kl
 
 SIZES = (1, 8, 32, 128)
@@ -63,10 +64,13 @@ by at most {head_mass_distance:.0e} of |grad KL|.
 
 ## Figures
 
-| direction | k | student's tail mass | `tail` | value bias | gradient bias | gradient sd |
-|---|---|---|---|---|---|---|
 {table}
 """
+
+COLUMNS = (
+    *("direction", "k", "student's tail mass", "`tail`"),
+    *("value bias", "gradient bias", "gradient sd"),
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,8 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     result = {"vocabulary": options.vocabulary, "rows": rows}
     for path, text in ((options.out, json.dumps(result, indent=1)), (options.page, page(result))):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text if text.endswith("\n") else text + "\n")
-        print(f"wrote {path}")
+        print(write_page(path, text))
     print(draw(rows, TAILS, options.page.with_suffix(".png")))
 
 
@@ -166,29 +169,31 @@ def page(result: dict[str, Any]) -> str:
     name = "bias_from_head_mass_gradient"
     return PAGE.format(
         vocabulary=result["vocabulary"],
-        published=_spreads(rows, "bucket+sampled", "published"),
-        sampled=_spreads(rows, "sampled", "bucket+sampled"),
-        draws=_spreads(rows, "bucket+draws", "bucket+sampled"),
-        teacher_samples=_spreads(rows, "bucket+teacher_samples", "bucket+sampled"),
+        published=_format_sd_ratios(rows, "bucket+sampled", "published"),
+        sampled=_format_sd_ratios(rows, "sampled", "bucket+sampled"),
+        draws=_format_sd_ratios(rows, "bucket+draws", "bucket+sampled"),
+        teacher_samples=_format_sd_ratios(rows, "bucket+teacher_samples", "bucket+sampled"),
         head_mass_distance=max(row[name] for row in rows if name in row),
-        table="\n".join(_line(row) for row in rows),
+        table=format_table(COLUMNS, map(_format_cells, rows)),
     )
 
 
-def _spreads(rows: Sequence[dict[str, Any]], tail: Tail, other: Tail) -> str:
-    """The range of one mode's spread over the other's."""
-    of = {(row["direction"], row["k"], row["tail"]): row["gradient_sd"] for row in rows}
-    ratios = [of[key] / of[*key[:2], other] for key in of if key[2] == tail]
+def _format_sd_ratios(rows: Sequence[dict[str, Any]], tail: Tail, baseline: Tail) -> str:
+    """Return the range of the gradient sd of a tail mode over that of another."""
+    sds = {(row["direction"], row["k"], row["tail"]): row["gradient_sd"] for row in rows}
+    ratios = [sds[key] / sds[*key[:2], baseline] for key in sds if key[2] == tail]
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def _line(row: dict[str, Any]) -> str:
+def _format_cells(row: dict[str, Any]) -> list[str]:
     figures = [row[name] for name in ("value_bias", "gradient_bias", "gradient_sd")]
-    shown = " | ".join("0" if value < 1e-12 else f"{value:.2f}" for value in figures)
-    return (
-        f"| {row['direction']} | {row['k']} | {row['student_tail_mass']:.2f} "
-        f"| `{row['tail']}` | {shown} |"
-    )
+    return [
+        row["direction"],
+        str(row["k"]),
+        f"{row['student_tail_mass']:.2f}",
+        f"`{row['tail']}`",
+        *("0" if figure < 1e-12 else f"{figure:.2f}" for figure in figures),
+    ]
 
 
 if __name__ == "__main__":

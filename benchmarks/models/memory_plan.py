@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.shared.pages import format_table
 from benchmarks.shared.process_memory import printed_by_group, resident_before, resident_peak
 from clients.config.tables.common import StudentConfig, TrainConfig
 from clients.data.model_shape import ModelShape
@@ -134,22 +135,24 @@ def row(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> s
     return f"{name:42s} {', '.join(parts)}"
 
 
-def table(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
     """Return the table of docs/training.md: the range of relative errors by kind of case."""
     kinds: dict[str, list[Mapping[str, Mapping[str, int]]]] = {}
-    for name, one in found.items():
-        _, dtype, processes, _, _, *rest = name.split()
-        adverb = "es" if processes != "1" else ""
-        kind = ", ".join([dtype, f"{processes} process{adverb}", *rest])
-        kinds.setdefault(kind, []).append(one)
-    lines = ["| student | cases | update | sampling |", "|---|---|---|---|"]
-    for kind, ones in kinds.items():
+    for label, bytes_by_source in results.items():
+        _, dtype, processes, _, _, *features = label.split()
+        plural = "es" if processes != "1" else ""
+        kind = ", ".join([dtype, f"{processes} process{plural}", *features])
+        kinds.setdefault(kind, []).append(bytes_by_source)
+    rows = []
+    for kind, cases_of_kind in kinds.items():
         ranges = []
         for stage in ("update", "sampling"):
-            errors = [one["planned"][stage] / one["measured"][stage] - 1 for one in ones]
+            errors = [
+                case["planned"][stage] / case["measured"][stage] - 1 for case in cases_of_kind
+            ]
             ranges.append(f"{min(errors):+.0%} to {max(errors):+.0%}")
-        lines.append(f"| {kind} | {len(ones)} | {' | '.join(ranges)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([kind, str(len(cases_of_kind)), *ranges])
+    return format_table(["student", "cases", "update", "sampling"], rows) + "\n"
 
 
 def plan(load: Load) -> dict[str, int]:

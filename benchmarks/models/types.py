@@ -17,7 +17,6 @@ import multiprocessing
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.models.tiny_configs import VOCAB, tiny
+from benchmarks.shared.pages import format_table, write_page
 from clients.config.tables.common import StudentConfig
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError
@@ -47,6 +47,20 @@ TOKENS, START, TOP_K = 12, 4, 8
 # Of rows in nats, and of gradients relative to their norm: the rounding of float32.
 ROWS_WITHIN, GRADIENTS_WITHIN = 1e-4, 1e-4
 WORKS, SLOW = "works", "works, with all logits in memory"
+PAGE = """\
+# Models
+
+The {total} types of causal language models of transformers {version},
+each as a tiny model with random weights, made and checked by
+`python -m benchmarks.models.types`. Teacher: rows of the hf engine against `log_softmax` of the
+model's own logits, within {rows_within:g} nats. Student: the gradient of the fused operator against
+that through the model's own logits, within {gradients_within:g} of its norm; or, where the head is
+no scaled or capped linear layer, a finite gradient through all logits.
+
+{shares}
+
+{types}
+"""
 
 
 @dataclass
@@ -77,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
         found.append(in_its_own_process(name))
         print(json.dumps(asdict(found[-1])), flush=True)
     if not options.only:
-        options.out.write_text(page(found))
+        write_page(options.out, page(found))
 
 
 def in_its_own_process(name: str) -> Outcome:
@@ -211,42 +225,38 @@ def reason_of(error: Exception) -> str:
     return re.split(r"[.!] (?=[A-Z])| for this kind of", words)[0][:160].rstrip(".")
 
 
-def page(found: list[Outcome]) -> str:
+def page(outcomes: list[Outcome]) -> str:
     """Return docs/models.md."""
-    return "\n".join(_lines(found)) + "\n"
-
-
-def _lines(found: list[Outcome]) -> Iterator[str]:
-    teachers = sum(one.teacher == WORKS for one in found)
-    fused = sum(one.student == WORKS for one in found)
-    slow = sum(one.student == SLOW for one in found)
-    both = sum(one.teacher == WORKS and one.student == WORKS for one in found)
-    total = len(found)
-    yield "# Models"
-    yield ""
-    yield f"The {total} types of causal language models of transformers {transformers.__version__},"
-    yield "each as a tiny model with random weights, made and checked by"
-    yield "`python -m benchmarks.models.types`. Teacher: rows of the hf engine against"
-    yield f"`log_softmax` of the model's own logits, within {ROWS_WITHIN:g} nats."
-    yield "Student: the gradient of the fused operator against that through the model's own"
-    yield f"logits, within {GRADIENTS_WITHIN:g} of its norm; or, where the head is no scaled or"
-    yield "capped linear layer, a finite gradient through all logits."
-    yield ""
-    yield "| | types | share |"
-    yield "|---|---|---|"
-    for label, count in (
-        ("teacher", teachers),
-        ("student, fused", fused),
-        ("student, with all logits in memory", slow),
-        ("teacher and fused student", both),
-    ):
-        yield f"| {label} | {count} of {total} | {100 * count / total:.0f}% |"
-    yield ""
-    yield "| type | head | teacher | student |"
-    yield "|---|---|---|---|"
-    for one in sorted(found, key=lambda one: one.type):
-        cells = (cell.replace("|", "/") for cell in (one.teacher, one.student))
-        yield f"| `{one.type}` | {one.head or 'plain'} | {' | '.join(cells)} |"
+    total = len(outcomes)
+    counts = {
+        "teacher": sum(outcome.teacher == WORKS for outcome in outcomes),
+        "student, fused": sum(outcome.student == WORKS for outcome in outcomes),
+        "student, with all logits in memory": sum(outcome.student == SLOW for outcome in outcomes),
+        "teacher and fused student": sum(
+            outcome.teacher == WORKS and outcome.student == WORKS for outcome in outcomes
+        ),
+    }
+    shares = [
+        [label, f"{count} of {total}", f"{100 * count / total:.0f}%"]
+        for label, count in counts.items()
+    ]
+    types = [
+        [
+            f"`{outcome.type}`",
+            outcome.head or "plain",
+            outcome.teacher.replace("|", "/"),
+            outcome.student.replace("|", "/"),
+        ]
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.type)
+    ]
+    return PAGE.format(
+        total=total,
+        version=transformers.__version__,
+        rows_within=ROWS_WITHIN,
+        gradients_within=GRADIENTS_WITHIN,
+        shares=format_table(["", "types", "share"], shares),
+        types=format_table(["type", "head", "teacher", "student"], types),
+    )
 
 
 if __name__ == "__main__":

@@ -6,66 +6,59 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.pictures import unadorned
+from benchmarks.shared.pictures import BLACK, BLUE, GREY, RED, YELLOW, draw_figure, style_axis
 
 # In the order of `training.ways`.
-COLORS = ("#9aa0a6", "#d93025", "#f9ab00", "#1a73e8", "#12b5cb", "#202124")
+COLORS = (GREY, RED, YELLOW, BLUE, "#12b5cb", BLACK)
 
 
 def draw(result: dict[str, Any], path: Path) -> str:
     """Draw the picture and return a message. Without matplotlib, nothing is drawn."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: install the bench extra"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
+    methods = result["learned"]["ways"]
 
-    lines = result["learned"]["ways"]
-    with plt.rc_context({"font.size": 12, "axes.titlesize": 13}):
-        figure, (left, right) = plt.subplots(
-            1, 2, figsize=(14, 5.6), layout="constrained", width_ratios=(1.15, 1)
-        )
-        for way, color in zip(lines, COLORS, strict=False):
-            _curve(left, way, color)
-        left.set(xlabel="step", yscale="log")
-        left.set_title("held-out KL(teacher||student), nats a token", loc="left")
-        left.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
-        left.yaxis.set_major_formatter("{x:g}")
-        left.yaxis.set_minor_formatter("")
-        left.legend(frameon=False, fontsize=11)
-        _ends(right, lines)
-        for axis in (left, right):
-            unadorned(axis)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    return f"wrote {path}"
+    def plot(_: Any, axes: Any) -> None:
+        from matplotlib.ticker import LogLocator
+
+        curve_axis, final_axis = axes[0]
+        for method, color in zip(methods, COLORS, strict=False):
+            _draw_curve(curve_axis, method, color)
+        curve_axis.set(xlabel="step", yscale="log")
+        curve_axis.set_title("held-out KL(teacher||student), nats a token", loc="left")
+        curve_axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+        curve_axis.yaxis.set_major_formatter("{x:g}")
+        curve_axis.yaxis.set_minor_formatter("")
+        curve_axis.legend(frameon=False, fontsize=11)
+        _draw_final_values(final_axis, methods)
+        for axis in axes[0]:
+            style_axis(axis)
+
+    return draw_figure(path, plot, columns=2, size=(14, 5.6), width_ratios=(1.15, 1))
 
 
-def _curve(axis: Any, way: dict[str, Any], color: str) -> None:
+def _draw_curve(axis: Any, method: dict[str, Any], color: str) -> None:
     """Draw the mean over seeds, with a band from the minimum to the maximum."""
-    steps = [int(step) for step in way["curve"]]
-    values = list(way["curve"].values())
-    style = "--" if way["reference"] else "-"
-    means = [statistics.mean(of) for of in values]
+    steps = [int(step) for step in method["curve"]]
+    seed_values = list(method["curve"].values())
+    style = "--" if method["reference"] else "-"
+    means = [statistics.mean(values) for values in seed_values]
     axis.plot(steps, means, style, color=color, linewidth=2, marker="o", markersize=4,
-              label=way["name"])  # fmt: skip
-    axis.fill_between(steps, [min(of) for of in values], [max(of) for of in values],
+              label=method["name"])  # fmt: skip
+    axis.fill_between(steps, list(map(min, seed_values)), list(map(max, seed_values)),
                       color=color, alpha=0.2, linewidth=0)  # fmt: skip
 
 
-def _ends(axis: Any, lines: list[dict[str, Any]]) -> None:
+def _draw_final_values(axis: Any, methods: list[dict[str, Any]]) -> None:
     """Draw one dot per seed, and write the mean."""
-    for place, (way, color) in enumerate(zip(lines, COLORS, strict=False)):
-        values = way["kl"]["seeds"]
-        axis.plot(values, [place] * len(values), "o", color=color, markersize=8, alpha=0.7)
+    for position, (method, color) in enumerate(zip(methods, COLORS, strict=False)):
+        values = method["kl"]["seeds"]
+        axis.plot(values, [position] * len(values), "o", color=color, markersize=8, alpha=0.7)
         axis.annotate(
-            f"{way['kl']['mean']:.3f}", (way["kl"]["mean"], place), (0, 9),
+            f"{method['kl']['mean']:.3f}", (method["kl"]["mean"], position), (0, 9),
             textcoords="offset points", ha="center", color=color, fontweight="bold",
         )  # fmt: skip
-    axis.set_yticks(range(len(lines)), [way["name"].replace(", ", ",\n", 1) for way in lines])
-    axis.set_ylim(len(lines) - 0.4, -0.6)
+    labels = [method["name"].replace(", ", ",\n", 1) for method in methods]
+    axis.set_yticks(range(len(methods)), labels)
+    axis.set_ylim(len(methods) - 0.4, -0.6)
     axis.margins(x=0.12)
     axis.set_title("after the last step, each seed", loc="left")
     axis.set_xlabel("held-out KL, nats a token")

@@ -6,84 +6,73 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.pictures import unadorned
+from benchmarks.shared.pictures import BLACK, BLUE, GREEN, RED, YELLOW, draw_figure, style_axis
 
 # By the first words of an arm's name.
 COLORS = {
-    "no KL": "#202124",
-    "fixed anchor, bucket+sampled": "#d93025",
-    "EMA anchor, bucket+sampled": "#1a73e8",
-    "EMA anchor, published": "#f9ab00",
-    "EMA anchor, k3": "#188038",
+    "no KL": BLACK,
+    "fixed anchor, bucket+sampled": RED,
+    "EMA anchor, bucket+sampled": BLUE,
+    "EMA anchor, published": YELLOW,
+    "EMA anchor, k3": GREEN,
 }
 
 
 def draw(result: dict[str, Any], path: Path) -> str:
     """Draw the picture and return a message. Without matplotlib, nothing is drawn."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: install the bench extra"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    summaries, betas = result["summaries"], result["sizes"]["betas"]
 
-    lines, betas = result["summaries"], result["sizes"]["betas"]
-    with plt.rc_context({"font.size": 12, "axes.titlesize": 13}):
-        figure, panels = plt.subplots(
-            1, len(betas) + 1, figsize=(6 * len(betas) + 7, 5.8), layout="constrained",
-            squeeze=False,
-        )  # fmt: skip
-        for axis, beta in zip(panels[0], betas, strict=False):
-            _curves(axis, lines, f"beta {beta:g}")
-            if axis is not panels[0][0]:
-                axis.sharey(panels[0][0])
-        _ends(panels[0][-1], lines)
-        for axis in panels[0]:
-            unadorned(axis)
-        figure.savefig(path, dpi=100)
-        plt.close(figure)
-    return f"wrote {path}"
+    def plot(_: Any, axes: Any) -> None:
+        for axis, beta in zip(axes[0], betas, strict=False):
+            _draw_curves(axis, summaries, f"beta {beta:g}")
+            if axis is not axes[0][0]:
+                axis.sharey(axes[0][0])
+        _draw_final_values(axes[0][-1], summaries)
+        for axis in axes[0]:
+            style_axis(axis)
+
+    return draw_figure(path, plot, columns=len(betas) + 1, size=(6 * len(betas) + 7, 5.8))
 
 
-def _kind(line: dict[str, Any]) -> str:
-    name: str = line["name"]
+def _arm_label(summary: dict[str, Any]) -> str:
+    name: str = summary["name"]
     return name.partition(", beta")[0]
 
 
-def _curves(axis: Any, lines: list[dict[str, Any]], beta: str) -> None:
+def _draw_curves(axis: Any, summaries: list[dict[str, Any]], beta: str) -> None:
     """Draw the mean over seeds with its 95% confidence interval."""
-    for line in lines:
-        if not line["name"].endswith(beta) and line["name"] != "no KL":
+    for summary in summaries:
+        if not summary["name"].endswith(beta) and summary["name"] != "no KL":
             continue
-        steps = [int(step) for step in line["curve"]]
-        means = [mean for mean, _ in line["curve"].values()]
-        halves = [half if math.isfinite(half) else 0 for _, half in line["curve"].values()]
-        color = COLORS[_kind(line)]
+        steps = [int(step) for step in summary["curve"]]
+        means = [mean for mean, _ in summary["curve"].values()]
+        half_widths = [half if math.isfinite(half) else 0 for _, half in summary["curve"].values()]
+        color = COLORS[_arm_label(summary)]
         axis.plot(steps, means, color=color, linewidth=2, marker="o", markersize=4,
-                  label=_kind(line))  # fmt: skip
-        low = [mean - half for mean, half in zip(means, halves, strict=True)]
-        high = [mean + half for mean, half in zip(means, halves, strict=True)]
+                  label=_arm_label(summary))  # fmt: skip
+        low = [mean - half for mean, half in zip(means, half_widths, strict=True)]
+        high = [mean + half for mean, half in zip(means, half_widths, strict=True)]
         axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
     axis.set_title(f"held-out accuracy, {beta}", loc="left")
     axis.set_xlabel("step")
     axis.legend(frameon=False, fontsize=11, loc="best")
 
 
-def _ends(axis: Any, lines: list[dict[str, Any]]) -> None:
+def _draw_final_values(axis: Any, summaries: list[dict[str, Any]]) -> None:
     """Draw one dot per seed, and the mean with its confidence interval."""
-    for place, line in enumerate(lines):
-        color, (mean, half) = COLORS[_kind(line)], line["held_out"]
-        finals = line["finals"]
-        axis.plot(finals, [place] * len(finals), "o", color=color, markersize=6, alpha=0.5)
-        axis.errorbar(mean, place, xerr=half if math.isfinite(half) else 0, color=color,
+    for position, summary in enumerate(summaries):
+        color, (mean, half) = COLORS[_arm_label(summary)], summary["held_out"]
+        finals = summary["finals"]
+        axis.plot(finals, [position] * len(finals), "o", color=color, markersize=6, alpha=0.5)
+        axis.errorbar(mean, position, xerr=half if math.isfinite(half) else 0, color=color,
                       capsize=4, linewidth=2)  # fmt: skip
-        axis.annotate(f"{mean:.3f}", (mean, place), (0, 8), textcoords="offset points",
+        axis.annotate(f"{mean:.3f}", (mean, position), (0, 8), textcoords="offset points",
                       ha="center", color=color, fontweight="bold", fontsize=11)  # fmt: skip
-    labels = [line["name"].replace(", bucket", ",\nbucket").replace(" anchor, p", " anchor,\np")
-              for line in lines]  # fmt: skip
-    axis.set_yticks(range(len(lines)), [label.replace(" anchor, k", " anchor,\nk")
-                                        for label in labels], fontsize=10)  # fmt: skip
-    axis.set_ylim(len(lines) - 0.4, -0.7)
+    labels = [summary["name"] for summary in summaries]
+    for start in (", bucket", " anchor, p", " anchor, k"):
+        labels = [label.replace(start, start.replace(", ", ",\n")) for label in labels]
+    axis.set_yticks(range(len(summaries)), labels, fontsize=10)
+    axis.set_ylim(len(summaries) - 0.4, -0.7)
     axis.margins(x=0.1)
     axis.set_title("after the last step", loc="left")
     axis.set_xlabel("held-out accuracy")

@@ -6,53 +6,38 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.pictures import unadorned
+from benchmarks.shared.pictures import BLUE, RED, add_color_legend, draw_figure, style_axis
 
-WAYS = ((True, "with p / mu, as in a job", "#1a73e8"), (False, "without", "#d93025"))
+# Weighted or not, label, color.
+WEIGHTINGS = ((True, "with p / mu, as in a job", BLUE), (False, "without", RED))
 
 
 def draw(result: dict[str, Any], path: Path) -> str:
     """Draw a panel for each learning rate and return a message."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: install the bench extra"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rates = sorted({run["learning_rate"] for run in result["runs"]})
-    with plt.rc_context({"font.size": 12, "axes.titlesize": 13}):
-        figure, axes = plt.subplots(
-            1, len(rates), figsize=(5 * len(rates), 4.5), layout="constrained", squeeze=False,
-            sharey=True,
-        )  # fmt: skip
+
+    def plot(figure: Any, axes: Any) -> None:
         for axis, rate in zip(axes[0], rates, strict=True):
-            _panel(axis, [run for run in result["runs"] if run["learning_rate"] == rate])
+            _draw_panel(axis, [run for run in result["runs"] if run["learning_rate"] == rate])
             axis.set_title(f"learning rate {rate:g}", loc="left")
             axis.set_xlabel("lag in steps")
         axes[0][0].set_ylabel(f"exact KL held out, after {result['steps']} steps")
-        handles = [plt.Line2D([], [], color=color, marker="o") for _, _, color in WAYS]
-        figure.legend(
-            handles, [name for _, name, _ in WAYS],
-            loc="outside lower center", ncols=len(WAYS), frameon=False,
-        )  # fmt: skip
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    return f"wrote {path}"
+        add_color_legend(figure, {label: color for _, label, color in WEIGHTINGS})
+
+    return draw_figure(path, plot, columns=len(rates), size=(5 * len(rates), 4.5), sharey=True)
 
 
-def _panel(axis: Any, runs: list[dict[str, Any]]) -> None:
+def _draw_panel(axis: Any, runs: list[dict[str, Any]]) -> None:
     """Draw a point per run, and a line through the means; lags are at equal distances."""
     lags = sorted({run["lag"] for run in runs})
-    for weighted, _, color in WAYS:
-        ends = [
-            [run["after"] for run in runs if (run["lag"], run["weighted"]) == (lag, weighted)]
-            for lag in lags
-        ]
+    for weighted, _, color in WEIGHTINGS:
         shift = -0.06 if weighted else 0.06
-        for place, of_lag in enumerate(ends):
-            axis.plot([place + shift] * len(of_lag), of_lag, "o", color=color, alpha=0.5, ms=5)
-        means = [(place + shift, statistics.mean(of)) for place, of in enumerate(ends) if of]
+        means = []
+        for position, lag in enumerate(lags):
+            kls = [run["after"] for run in runs if (run["lag"], run["weighted"]) == (lag, weighted)]
+            axis.plot([position + shift] * len(kls), kls, "o", color=color, alpha=0.5, ms=5)
+            if kls:
+                means.append((position + shift, statistics.mean(kls)))
         axis.plot(*zip(*means, strict=True), color=color, lw=2)
     axis.set_xticks(range(len(lags)), lags)
-    unadorned(axis)
+    style_axis(axis)

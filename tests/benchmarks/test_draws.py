@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.draws.noise import Estimator, exact_gradient, measure, measure_all, parts, toy
-from benchmarks.draws.page import write_page
+from benchmarks.draws.page import write_draws_page
 from student_trainer.losses import Direction, Tail, rows_from_logits, topk_kl
 from student_trainer.rollouts.tail_draws import draw_tail
 
@@ -92,7 +92,7 @@ def test_the_page_has_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     unbiased = [row["bias"] for row in rows if row["tail"] in ("bucket+draws", "bucket+sampled")]
     assert max(unbiased) < 1e-12
     page = tmp_path / "draws.md"
-    write_page({"vocabulary": 1000, "positions": 1, "pair": rows, "toy": rows}, page)
+    write_draws_page({"vocabulary": 1000, "positions": 1, "pair": rows, "toy": rows}, page)
     text = page.read_text()
     assert text.count("| 16 | ") >= 3
     assert page.with_suffix(".png").stat().st_size > 10_000
