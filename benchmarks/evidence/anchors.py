@@ -35,7 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.rl.material import VOCABULARY, Material
 from benchmarks.rl.runs import Arm, summary, train_once
 from benchmarks.shared.programs import one_thread_environment
-from benchmarks.shared.results import RESULTS, finished, machine, write
+from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.prompts import Prompt
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.tools.pretrain import main as pretrain
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
         (chosen,) = [one for one in settings if one.key == json.loads(options.one)]
         print(json.dumps(run(options.work, materials[chosen.task], chosen, options.steps)))
         return
-    result = finished(options.out, {"machine": machine(), "steps": options.steps})
+    result = load_results(options.out, {"machine": describe_machine(), "steps": options.steps})
     missing = [one for one in settings if not any(r | one.key == r for r in result["runs"])]
 
     def add(one: Setting) -> None:
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         found = json.loads(done.stdout.splitlines()[-1])
-        write(options.out, result, one.key | found)
+        add_run(options.out, result, one.key | found)
         print(one.key, {name: found[name] for name in ("pass@1", "pass@8", "answers")}, flush=True)
 
     with ThreadPoolExecutor(options.processes) as pool:

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.draws.noise import Estimator, Position, exact_gradient, measure
 from benchmarks.shared.evaluation import compute_logits, hidden_states
 from benchmarks.shared.model_pairs import load_questions, make_pair
-from benchmarks.shared.results import RESULTS, dumped, machine
+from benchmarks.shared.results import RESULTS, describe_machine, format_json
 from student_trainer.losses import Direction
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 
@@ -67,8 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
         of = places(pair.teacher, student, options.data, options.answers)
         groups += [{"student": name, **group} for group in summary(of)]
         print(f"{name}: {len(of)} positions", flush=True)
-    found = {"machine": machine(), "draws": DRAWS, "groups": groups}
-    options.out.write_text(dumped(found))
+    found = {"machine": describe_machine(), "draws": DRAWS, "groups": groups}
+    options.out.write_text(format_json(found))
 
 
 def places(teacher: Path, student: Path, data: Path, answers: int) -> list[Place]:

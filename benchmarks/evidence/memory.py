@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.evidence.trl_training import QUESTIONS, TOKENS, run_trl, train_here
 from benchmarks.shared.model_pairs import LONGEST_PROMPT, Pair, make_pair
-from benchmarks.shared.process_memory import anonymous, peak_of_children
-from benchmarks.shared.results import RESULTS, finished, machine, write
+from benchmarks.shared.process_memory import anonymous_bytes, track_peak_of_children
+from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.recomputation import recompute_activations
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"
     pair = make_pair("real", options.work, options.data)
-    result = finished(options.out, {"machine": machine(), "steps": options.steps})
+    result = load_results(options.out, {"machine": describe_machine(), "steps": options.steps})
     for name in (PROFILE, *options.runs):
         if any(run["run"] == name for run in result["runs"]):
             continue
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
             found = (
                 profile(pair) if name == PROFILE else measured(name, pair, options, Path(folder))
             )
-        write(options.out, result, {"run": name, **found})
+        add_run(options.out, result, {"run": name, **found})
         print(name, found, flush=True)
 
 
@@ -93,7 +93,7 @@ def measured(name: str, pair: Pair, options: argparse.Namespace, folder: Path) -
         return "checkpoint" if checkpoints.exists() else "learning"
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with peak_of_children(stage=stage) as peak:
+    with track_peak_of_children(stage=stage) as peak:
         if program == "TRL":
             run_trl(options, folder / "trl", 0, **changes)
         else:
@@ -125,7 +125,7 @@ def libraries() -> int:
     """Return the bytes of this process, pages of files apart, with what a trainer imports."""
     import student_trainer.assembly  # noqa: F401
 
-    return anonymous()
+    return anonymous_bytes()
 
 
 def saved(student: str) -> int:

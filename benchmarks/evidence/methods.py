@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.rl.runs import train_once
 from benchmarks.rollouts.ahead import served
 from benchmarks.shared.programs import run_program
-from benchmarks.shared.results import RESULTS, finished, machine, write
+from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from clients.cli.demos.demo import MAKE_DATA, MAKE_STUDENT, MAKE_TEACHER, fill_directories
 
 STEPS, SEQUENCES, ANSWERS, TOKENS = 300, 64, 8, 4
@@ -74,8 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     model = AutoModelForCausalLM.from_pretrained(work / "student")
     weights = sum(one.numel() for one in model.parameters())
-    result = finished(
-        options.out, {"machine": machine(), "steps": options.steps, "weights": weights}
+    result = load_results(
+        options.out, {"machine": describe_machine(), "steps": options.steps, "weights": weights}
     )
     missing = [one for one in settings if not any(r | vars(one) == r for r in result["runs"])]
     serve = ["teacher_service", "--model", str(work / "teacher"), "--no-cache"]
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
             _, records, _ = train_once(work / "runs" / name, job(work, one, address, options.steps))
             shutil.rmtree(work / "runs" / name)
             run = vars(one) | {"curve": curve(records, one.method, weights)}
-            write(options.out, result, run)
+            add_run(options.out, result, run)
             print(vars(one), run["curve"][-1], flush=True)
 
         with ThreadPoolExecutor(options.processes) as pool:

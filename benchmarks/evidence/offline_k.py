@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.shared.evaluation import compute_logits
 from benchmarks.shared.model_pairs import Pair, make_pair
 from benchmarks.shared.programs import one_thread_environment
-from benchmarks.shared.results import RESULTS, finished, machine, write
+from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.losses import (
     Rows,
     Tail,
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         way, seed = options.one
         print(json.dumps(train(WAYS[way], seed, pair, options.data, options.steps)))
         return
-    result = finished(options.out, {"machine": machine(), "steps": options.steps})
+    result = load_results(options.out, {"machine": describe_machine(), "steps": options.steps})
     keys = [(seed, way) for seed in range(options.seeds) for way in range(len(WAYS))]
 
     def add(seed: int, way: int) -> None:
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         run = key | json.loads(done.stdout.splitlines()[-1])
-        write(options.out, result, run)
+        add_run(options.out, result, run)
         print(run, flush=True)
 
     with ThreadPoolExecutor(options.processes) as pool:

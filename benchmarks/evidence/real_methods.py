@@ -40,7 +40,7 @@ from benchmarks.draws import training as on_policy
 from benchmarks.evidence import offline_k as offline
 from benchmarks.shared.evaluation import HELD_OUT_SEED, make_sampler, measure_kl
 from benchmarks.shared.model_pairs import Pair, load_questions, make_pair
-from benchmarks.shared.results import RESULTS, finished, machine, write
+from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     disable_progress_bar()
     pair = make_pair("real", options.work, options.data)
-    result = finished(options.out, {"machine": machine(), "steps": options.steps})
+    result = load_results(options.out, {"machine": describe_machine(), "steps": options.steps})
     settings = [Setting(task, 0.0, BEFORE, 0) for task in TASKS]
     settings += [
         Setting(task, rate, method, seed)
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         if any(run | vars(one) == run for run in result["runs"]):
             continue
         found = train(one, pair, options.data, options.steps)
-        write(options.out, result, vars(one) | found)
+        add_run(options.out, result, vars(one) | found)
         print(vars(one), found["curve"][-1], flush=True)
 
 

@@ -29,7 +29,7 @@ import psutil
 from benchmarks.rollouts.ahead import served
 from benchmarks.shared.intervals import mean_and_interval
 from benchmarks.shared.model_pairs import make_pair
-from benchmarks.shared.results import RESULTS, dumped, machine
+from benchmarks.shared.results import RESULTS, describe_machine, format_json
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError
@@ -68,9 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
         for process in children.values():
             assert process.stdin is not None
             process.stdin.close()
-    result = {"machine": machine(), "threads": THREADS}
+    result = {"machine": describe_machine(), "threads": THREADS}
     rounds_of = [{"way": way, **one} for way, measured in found.items() for one in measured]
-    options.out.write_text(dumped({**result, "rounds": rounds_of}))
+    options.out.write_text(format_json({**result, "rounds": rounds_of}))
     show(found)
 
 

@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.rollouts.ahead import served
 from benchmarks.shared.evaluation import measure_kl
 from benchmarks.shared.model_pairs import LONGEST_PROMPT, Pair, load_questions, make_pair
-from benchmarks.shared.process_memory import peak_of_children
+from benchmarks.shared.process_memory import track_peak_of_children
 from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
 
@@ -106,7 +106,7 @@ def train(
     """Train one student; return seconds (the median step), all seconds of steps, peak_bytes of all
     processes together, peak_processes (those of each, see `Peak`), and the KL.
     """
-    with peak_of_children() as peak:
+    with track_peak_of_children() as peak:
         if way == "TRL":
             path, steps = run_trl(options, folder / "trl", seed)
         else:

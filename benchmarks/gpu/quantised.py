@@ -21,7 +21,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.benchmark import machine, options_of, write
+from benchmarks.gpu.benchmark import describe_device, parse_options, write_results
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import ScoringEngine
@@ -35,8 +35,8 @@ COLUMNS = ("median", "rms", "largest", "rounding", "unquantised")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = options_of(arguments, __doc__)
-    result = {"machine": machine(options.device), "rows": []}
+    options = parse_options(arguments, __doc__)
+    result = {"machine": describe_device(options.device), "rows": []}
     print(f"{'Q1 format':<40}" + "".join(f"{name:>12}" for name in COLUMNS))
     for name in QUICK if options.quick else FORMATS:
         for experts in (False, True):
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
                     row["refused"] = error.message.rpartition(f"{folder}/")[2]
             result["rows"].append(row)
             show(row)
-    write(result, options, "gpu-quantised")
+    write_results(result, options, "gpu-quantised")
 
 
 def measured(folder: Path, name: str, *, experts: bool = False) -> dict[str, float]:

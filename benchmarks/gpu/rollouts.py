@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gpu.benchmark import machine, options_of, write
+from benchmarks.gpu.benchmark import describe_device, parse_options, write_results
 from benchmarks.gpu.pushes import PushChannel, backends
 from benchmarks.models.vllm_engine import save_tokenizer
 from benchmarks.rollouts import ahead as rollouts_ahead
@@ -123,11 +123,11 @@ QUICK = Sizes(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = options_of(arguments, __doc__)
+    options = parse_options(arguments, __doc__)
     sizes = QUICK if options.quick else FULL
     if options.device == "cpu":
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    found: dict[str, Any] = {"machine": machine(options.device), "pushes": []}
+    found: dict[str, Any] = {"machine": describe_device(options.device), "pushes": []}
     for name, shape in sizes.models.items():
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
             torch.cuda.empty_cache()
     found["steps"] = steps(sizes, options.device)
     show(found)
-    write(found, options, "gpu-rollouts")
+    write_results(found, options, "gpu-rollouts")
 
 
 class Pair:

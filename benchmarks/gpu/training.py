@@ -30,7 +30,7 @@ import torch.distributed
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gpu.benchmark import machine, options_of, write
+from benchmarks.gpu.benchmark import describe_device, parse_options, write_results
 from clients.config.tables.common import StudentConfig, TrainConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
@@ -94,14 +94,14 @@ QUICK = Sizes(200, 24, 8, 4, 48, 1, {"tiny": (32, 2, 2, 64)})
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = options_of(arguments, __doc__)
+    options = parse_options(arguments, __doc__)
     sizes = QUICK if options.quick else FULL
-    found: dict[str, Any] = {"machine": machine(options.device), "cases": []}
+    found: dict[str, Any] = {"machine": describe_device(options.device), "cases": []}
     for case in cases(sizes):
         row = {**asdict(case), **measured(case, sizes, options.device)}
         found["cases"].append(row)
         print(json.dumps(row), flush=True)
-    write(found, options, "gpu-training")
+    write_results(found, options, "gpu-training")
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:

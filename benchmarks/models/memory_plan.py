@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.shared.pages import format_table
-from benchmarks.shared.process_memory import printed_by_group, resident_before, resident_peak
+from benchmarks.shared.process_memory import resident_before, resident_peak, run_group
 from clients.config.tables.common import StudentConfig, TrainConfig
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import (
@@ -118,7 +118,7 @@ def main() -> None:
     found = {}
     for processes in sorted({case.load.processes for case in wanted}):
         inside = ["--only", options.only, "--processes", str(processes)]
-        for line in printed_by_group(processes, "benchmarks.models.memory_plan", inside):
+        for line in run_group(processes, "benchmarks.models.memory_plan", inside):
             name, measured = json.loads(line)
             planned = plan(next(case.load for case in wanted if case.label == name))
             found[name] = {"planned": planned, "measured": measured}

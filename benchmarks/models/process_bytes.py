@@ -25,7 +25,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.shared.process_memory import printed_by_group, resident_before, resident_peak
+from benchmarks.shared.process_memory import resident_before, resident_peak, run_group
 from clients.config.tables.common import LoraConfig, StudentConfig, TrainConfig
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import Load
@@ -150,7 +150,7 @@ def group(
     """Run one group, and return the bytes of its first process."""
     inside = ["--inside", "--shardings", sharding, "--lora", str(lora)]
     inside += ["--layers", str(options.layers), "--widths", str(width)]
-    printed = list(printed_by_group(processes, "benchmarks.models.process_bytes", inside))
+    printed = list(run_group(processes, "benchmarks.models.process_bytes", inside))
     found: dict[str, Any] = json.loads(printed[-1])
     return found
 

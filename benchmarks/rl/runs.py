@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rl.material import Material, Warm
-from benchmarks.shared.process_memory import peak_of
+from benchmarks.shared.process_memory import peak_bytes_of
 from benchmarks.shared.programs import ROOT, one_thread_environment
 from clients.config.kinds import kind_of
 from clients.runs.directory import RunDirectory
@@ -148,7 +148,7 @@ def _train(run: Path, log: Path) -> int:
         )
         while trainer.poll() is None:
             # VmHWM is a running maximum, so the last reading is the peak.
-            peak = peak_of(trainer.pid) or peak
+            peak = peak_bytes_of(trainer.pid) or peak
             time.sleep(0.2)
     if trainer.returncode:
         words = log.read_text(errors="replace").splitlines()[-15:]

@@ -36,7 +36,7 @@ class CudaMeter:
         for _ in range(self._warm_up):
             clear()
             work()
-        found = []
+        milliseconds = []
         for _ in range(self._repetitions):
             clear()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -45,8 +45,8 @@ class CudaMeter:
             work()
             end.record()
             end.synchronize()
-            found.append(start.elapsed_time(end))
-        return found
+            milliseconds.append(start.elapsed_time(end))
+        return milliseconds
 
     def peak_bytes(self, work: Work) -> int | None:
         torch.cuda.synchronize()
@@ -72,7 +72,11 @@ class CpuMeter:
 
 
 def measure(
-    meter: Meter, work: Work, *, clear: Work = lambda: None, left: Callable[[], int] = lambda: 0
+    meter: Meter,
+    work: Work,
+    *,
+    clear: Work = lambda: None,
+    count_remaining_bytes: Callable[[], int] = lambda: 0,
 ) -> dict[str, Any]:
     """Measure `work`; return {ms, spread, peak_mib}, or {failed: reason} if it raises.
 
@@ -84,7 +88,7 @@ def measure(
         times = meter.milliseconds(work, clear)
         clear()
         peak = meter.peak_bytes(work)
-        behind = left()
+        remaining_bytes = count_remaining_bytes()
     except torch.OutOfMemoryError:
         reason = "out of memory"
     except RuntimeError as error:  # for example from a peer's kernels; keep measuring the others
@@ -94,7 +98,7 @@ def measure(
         return {
             "ms": statistics.median(times),
             "spread": max(times) / min(times),
-            "peak_mib": None if peak is None else (peak - behind) / MIB,
+            "peak_mib": None if peak is None else (peak - remaining_bytes) / MIB,
         }
     # Outside the handlers, because a caught exception keeps tensors alive.
     clear()

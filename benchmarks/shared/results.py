@@ -13,36 +13,36 @@ from typing import Any
 import torch
 
 RESULTS = Path("benchmarks/results")
-_writing = Lock()
+_write_lock = Lock()
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Return processor, number of cores and version of torch."""
     return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
-def finished(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+def load_results(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return {settings, "runs"} as written so far; runs of other settings are left out."""
-    held = json.loads(path.read_text()) if path.exists() else {}
-    same = {name: held.get(name) for name in settings} == dict(settings)
-    return {**settings, "runs": held["runs"] if same else []}
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    same_settings = {name: stored.get(name) for name in settings} == dict(settings)
+    return {**settings, "runs": stored["runs"] if same_settings else []}
 
 
-def write(path: Path, result: dict[str, Any], run: dict[str, Any]) -> None:
+def add_run(path: Path, result: dict[str, Any], run: dict[str, Any]) -> None:
     """Add a run to the results and write them; threads may call it at once."""
-    with _writing:
+    with _write_lock:
         result["runs"].append(run)
         partial = path.with_suffix(".part")
-        partial.write_text(dumped(result))
+        partial.write_text(format_json(result))
         partial.rename(path)
 
 
-def dumped(result: Mapping[str, Any]) -> str:
+def format_json(result: Mapping[str, Any]) -> str:
     """Return the results as JSON with a line for each element of a list."""
     fields = []
     for name, value in result.items():
         text = json.dumps(value)
         if isinstance(value, list):
-            text = "[\n" + ",\n".join(f"  {json.dumps(one)}" for one in value) + "\n ]"
+            text = "[\n" + ",\n".join(f"  {json.dumps(element)}" for element in value) + "\n ]"
         fields.append(f' "{name}": {text}')
     return "{\n" + ",\n".join(fields) + "\n}\n"

@@ -21,8 +21,8 @@ from benchmarks.evidence.gradients import renormalised_gradient
 from benchmarks.evidence.memory import saved_bytes
 from benchmarks.evidence.offline_k import Text, Way, loss_of, tail_samples
 from benchmarks.evidence.real_sections import differences
-from benchmarks.shared.process_memory import peak_of_children
-from benchmarks.shared.results import finished, write
+from benchmarks.shared.process_memory import track_peak_of_children
+from benchmarks.shared.results import add_run, load_results
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses import Direction
@@ -80,10 +80,10 @@ def test_runs_are_paired_by_seed() -> None:
 
 def test_results_of_other_settings_are_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    result = finished(path, {"steps": 2})
-    write(path, result, {"seed": 0})
-    assert finished(path, {"steps": 2})["runs"] == [{"seed": 0}]
-    assert finished(path, {"steps": 3})["runs"] == []
+    result = load_results(path, {"steps": 2})
+    add_run(path, result, {"seed": 0})
+    assert load_results(path, {"steps": 2})["runs"] == [{"seed": 0}]
+    assert load_results(path, {"steps": 3})["runs"] == []
 
 
 def test_the_losses_meet_the_exact_one_when_the_head_holds_all() -> None:
@@ -185,7 +185,7 @@ def test_the_peak_of_children_is_noted_for_each_stage() -> None:
             text=True,
             bufsize=1,
         ) as child,
-        peak_of_children(0.01, lambda: stages[-1] if stages else "start") as peak,
+        track_peak_of_children(0.01, lambda: stages[-1] if stages else "start") as peak,
     ):
         assert child.stdin is not None
         assert child.stdout is not None

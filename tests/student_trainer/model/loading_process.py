@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.shared.process_memory import anonymous
+from benchmarks.shared.process_memory import anonymous_bytes
 from clients.config.tables.common import StudentConfig
 from student_trainer.model.loading import load_model
 from student_trainer.model.student import Student
@@ -39,12 +39,12 @@ class Peak(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.bytes, self.ended = anonymous(), threading.Event()
+        self.bytes, self.ended = anonymous_bytes(), threading.Event()
         self.start()
 
     def run(self) -> None:
         while not self.ended.wait(0.002):
-            self.bytes = max(self.bytes, anonymous())
+            self.bytes = max(self.bytes, anonymous_bytes())
 
 
 def load(path: str, accelerator: Accelerator) -> Replicated | Sharded:
@@ -56,7 +56,7 @@ def load(path: str, accelerator: Accelerator) -> Replicated | Sharded:
 def main(small: str, large: str) -> None:
     accelerator = Accelerator(cpu=True)
     load(small, accelerator)  # what libraries need in any case
-    before, peak = anonymous(), Peak()
+    before, peak = anonymous_bytes(), Peak()
     student = load(large, accelerator)
     peak.ended.set()
     peak.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.shared.process_memory import peak_of
+from benchmarks.shared.process_memory import peak_bytes_of
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.rpc.transport import MAX_MESSAGE_BYTES
@@ -31,7 +31,7 @@ def test_the_peak_stays_where_it_is(start_teacher: StartTeacher) -> None:
     with TeacherClient(teacher.address) as client:
         for _ in range(6):
             rows = client.submit(query).result(300)
-            peaks.append(peak_of(teacher.process.pid))
+            peaks.append(peak_bytes_of(teacher.process.pid))
             assert len(rows) == TOKENS
             for name in ("head_logprobs", "token_logprobs", "tail_logmass"):
                 row_column, expected_column = getattr(rows, name), getattr(expected, name)
