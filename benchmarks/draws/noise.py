@@ -73,44 +73,53 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=Path("docs/draws.md"))
     options = parser.parse_args(arguments)
     pair = make_pair("real", options.work, options.data)
-    real = positions(pair.teacher, options.student or pair.student, options.data, options.positions)
-    found = {name: measure_all(of) for name, of in (("pair", real), ("toy", toy()))}
-    result = {"positions": len(real), "vocabulary": len(real[0].log_p), **found}
+    real = sample_positions(
+        pair.teacher, options.student or pair.student, options.data, options.positions
+    )
+    measurements = {
+        name: measure_all(pair_positions)
+        for name, pair_positions in (("pair", real), ("toy", make_toy_positions()))
+    }
+    result = {"positions": len(real), "vocabulary": len(real[0].log_p), **measurements}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {options.out}")
     print(write_draws_page(result, options.page))
 
 
-def positions(teacher: Path, student: Path, data: Path, count: int) -> list[Position]:
+def sample_positions(teacher: Path, student: Path, data: Path, count: int) -> list[Position]:
     """Return `count` positions of answers that the student samples, 16 of an answer."""
     tokenizer = AutoTokenizer.from_pretrained(teacher)
-    models = [AutoModelForCausalLM.from_pretrained(one).eval() for one in (student, teacher)]
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (student, teacher)]
     rollouts = HuggingFaceRollouts(
         models[0], tokenizer, top_k=1, temperature=1.0, max_new_tokens=64, batch_tokens=1 << 20
     )
-    asked = load_questions(data, tokenizer, count // 16)
-    (answers,) = rollouts.generate(asked, range(len(asked)), seed=0)
+    questions = load_questions(data, tokenizer, count // 16)
+    (answers,) = rollouts.generate(questions, range(len(questions)), seed=0)
     with torch.no_grad():
-        ours, theirs = (compute_logits(model, hidden_states(model, answers)) for model in models)
-    every = torch.linspace(0, len(ours) - 1, count).long()
+        student_logits, teacher_logits = (
+            compute_logits(model, hidden_states(model, answers)) for model in models
+        )
+    indices = torch.linspace(0, len(student_logits) - 1, count).long()
     return [
         Position(p.double().log_softmax(0), q.double().log_softmax(0))
-        for p, q in zip(ours[every], theirs[every], strict=True)
+        for p, q in zip(student_logits[indices], teacher_logits[indices], strict=True)
     ]
 
 
-def toy(vocabulary: int = 1000, count: int = 16) -> list[Position]:
+def make_toy_positions(vocabulary: int = 1000, count: int = 16) -> list[Position]:
     """Return random positions: student logits of standard deviation 3, a teacher near it."""
-    found = []
+    toy_positions = []
     for seed in range(count):
         generator = torch.Generator().manual_seed(seed)
         student = torch.randn(vocabulary, dtype=torch.float64, generator=generator) * 3
         noise = torch.randn(vocabulary, dtype=torch.float64, generator=generator)
-        found.append(Position(student.log_softmax(0), (student + 0.8 * noise).log_softmax(0)))
-    return found
+        toy_positions.append(
+            Position(student.log_softmax(0), (student + 0.8 * noise).log_softmax(0))
+        )
+    return toy_positions
 
 
-def estimators(vocabulary: int) -> Iterator[Estimator]:
+def list_estimators(vocabulary: int) -> Iterator[Estimator]:
     """Yield every estimator, with k + M ids a row for each budget."""
     single: tuple[Tail, ...] = ("none", "bucket", "published", "sampled", "bucket+sampled")
     for direction in DIRECTIONS:
@@ -130,33 +139,33 @@ def estimators(vocabulary: int) -> Iterator[Estimator]:
             yield Estimator("reverse", "bucket+draws", k, draws)
 
 
-def measure_all(of: Sequence[Position]) -> list[dict[str, Any]]:
+def measure_all(positions: Sequence[Position]) -> list[dict[str, Any]]:
     """Return bias and standard deviation of each estimator, over the gradient's norm.
 
     Both are root mean squares over the positions, divided by that of the exact gradient.
     """
-    found: dict[Estimator, list[tuple[float, float]]] = {}
+    measurements: dict[Estimator, list[tuple[float, float]]] = {}
     sizes: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
     tails: dict[int, float] = {}
-    for number, position in enumerate(of):
+    for number, position in enumerate(positions):
         for direction in DIRECTIONS:
             sizes[direction] += float(exact_gradient(position, direction).square().sum())
-        for one in estimators(len(position.log_p)):
-            found.setdefault(one, []).append(measure(position, one))
-            if one.direction == "reverse" and one.tail == "none":
-                mass = 1 - float(position.log_p.exp().topk(one.k).values.sum())
-                tails[one.k] = tails.get(one.k, 0.0) + mass / len(of)
+        for estimator in list_estimators(len(position.log_p)):
+            measurements.setdefault(estimator, []).append(measure(position, estimator))
+            if estimator.direction == "reverse" and estimator.tail == "none":
+                mass = 1 - float(position.log_p.exp().topk(estimator.k).values.sum())
+                tails[estimator.k] = tails.get(estimator.k, 0.0) + mass / len(positions)
         if number % 16 == 15:
-            print(f"{number + 1} of {len(of)} positions", flush=True)
+            print(f"{number + 1} of {len(positions)} positions", flush=True)
     return [
         {
-            **asdict(one),
-            "bytes": one.bytes,
-            "tail_mass": tails.get(one.k),
-            "bias": (sum(bias for bias, _ in pairs) / sizes[one.direction]) ** 0.5,
-            "sd": (sum(variance for _, variance in pairs) / sizes[one.direction]) ** 0.5,
+            **asdict(estimator),
+            "bytes": estimator.bytes,
+            "tail_mass": tails.get(estimator.k),
+            "bias": (sum(bias for bias, _ in pairs) / sizes[estimator.direction]) ** 0.5,
+            "sd": (sum(variance for _, variance in pairs) / sizes[estimator.direction]) ** 0.5,
         }
-        for one, pairs in found.items()
+        for estimator, pairs in measurements.items()
     ]
 
 
@@ -169,29 +178,31 @@ def exact_gradient(position: Position, direction: Direction) -> Tensor:
     return p * (gap - (p * gap).sum())
 
 
-def measure(position: Position, one: Estimator) -> tuple[float, float]:
+def measure(position: Position, estimator: Estimator) -> tuple[float, float]:
     """Return |bias|^2 and the variance (the mean |gradient - mean|^2) of one estimator."""
-    order = position.log_p if one.direction == "reverse" else position.log_q
-    head = order.topk(one.k).indices
+    order = position.log_p if estimator.direction == "reverse" else position.log_q
+    head = order.topk(estimator.k).indices
     tail = torch.ones(len(order), dtype=torch.bool).index_fill_(0, head, False)
-    mean = fixed_gradient(position, head, one)
+    mean = fixed_gradient(position, head, estimator)
     variance = 0.0
-    if one.tail not in ("none", "bucket"):
-        chance, factor, base = parts(position, tail, one)
+    if estimator.tail not in ("none", "bucket"):
+        chance, factor, base = draw_terms(position, tail, estimator)
         share = chance * factor
         mean = mean + share - share.sum() * base
-        if one.tail == "bucket+draws" and one.stratified and one.draws > 1:
-            variance = stratified_variance(chance, factor, base, one.draws)
+        if estimator.tail == "bucket+draws" and estimator.stratified and estimator.draws > 1:
+            variance = stratified_variance(chance, factor, base, estimator.draws)
         else:
             squares = 1 - 2 * base + base.square().sum()
             expected = share - share.sum() * base
-            each = (share * factor * squares).sum() - expected.square().sum()
-            variance = float(each) / max(one.draws, 1)
-    bias = mean - exact_gradient(position, one.direction)
+            draw_variance = (share * factor * squares).sum() - expected.square().sum()
+            variance = float(draw_variance) / max(estimator.draws, 1)
+    bias = mean - exact_gradient(position, estimator.direction)
     return float(bias.square().sum()), variance
 
 
-def parts(position: Position, tail: Tensor, one: Estimator) -> tuple[Tensor, Tensor, Tensor]:
+def draw_terms(
+    position: Position, tail: Tensor, estimator: Estimator
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return chance [V], factor c [V] and base b [V]: z has the term c(z) (e_z - b).
 
     `tail` [V] bool: the ids outside the head. The terms follow from the table in `topk_kl`.
@@ -202,7 +213,7 @@ def parts(position: Position, tail: Tensor, one: Estimator) -> tuple[Tensor, Ten
     log_ratio = position.log_p - position.log_q
     within = log_ratio - p_tail.log() + q_tail.log()
     w = (-log_ratio).exp()
-    match one.tail, one.direction:
+    match estimator.tail, estimator.direction:
         case "bucket+sampled", "reverse":
             return p, tail * within, p
         case "bucket+draws", "reverse":
@@ -219,7 +230,7 @@ def parts(position: Position, tail: Tensor, one: Estimator) -> tuple[Tensor, Ten
             return p, tail * (1 - w), p
         case "bucket+teacher_samples", "forward":
             return q_within, tail * -q_tail, p_within
-    raise AssertionError(one)
+    raise AssertionError(estimator)
 
 
 def stratified_variance(chance: Tensor, factor: Tensor, base: Tensor, draws: int) -> float:
@@ -252,20 +263,20 @@ def stratified_variance(chance: Tensor, factor: Tensor, base: Tensor, draws: int
     return float((norm * edges.diff()).sum() - mean.square().sum())
 
 
-def fixed_gradient(position: Position, head: Tensor, one: Estimator) -> Tensor:
+def fixed_gradient(position: Position, head: Tensor, estimator: Estimator) -> Tensor:
     """Return the gradient [V] of the part without samples: the head, and the bucket if any."""
     leaf = position.log_p.clone().requires_grad_()
     log_p = leaf.log_softmax(0)
-    rows = [_rows(of, head) for of in (log_p, position.log_q)]
-    mode: Tail = "bucket" if one.tail.startswith("bucket") else "none"
+    rows = [_head_rows(logprobs, head) for logprobs in (log_p, position.log_q)]
+    mode: Tail = "bucket" if estimator.tail.startswith("bucket") else "none"
     token_in_head = torch.ones(1, dtype=torch.bool)
-    value = topk_kl(rows[0], rows[1], token_in_head, direction=one.direction, tail=mode)
+    value = topk_kl(rows[0], rows[1], token_in_head, direction=estimator.direction, tail=mode)
     return cast(Tensor, torch.autograd.grad(value.sum(), leaf)[0])
 
 
-def _rows(logprobs: Tensor, head: Tensor) -> Rows:
-    rest = logprobs.index_fill(0, head, -torch.inf)
-    return Rows(logprobs[head][None], rest.logsumexp(0)[None], logprobs[:1])
+def _head_rows(logprobs: Tensor, head: Tensor) -> Rows:
+    tail_logprobs = logprobs.index_fill(0, head, -torch.inf)
+    return Rows(logprobs[head][None], tail_logprobs.logsumexp(0)[None], logprobs[:1])
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/draw_speed.json"))
     options = parser.parse_args(arguments)
-    loss = compared(fused(options.rows, 64, 0), fused(options.rows, 8, 16), options.repetitions)
-    decode = compared(*sampling(options.layers), options.repetitions)
+    loss = compare(fused(options.rows, 64, 0), fused(options.rows, 8, 16), options.repetitions)
+    decode = compare(*sampling(options.layers), options.repetitions)
     result = {
         "threads": torch.get_num_threads(),
         "fused loss: k = 8, M = 16 against k = 64, M = 0": loss,
@@ -43,26 +43,27 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(result, indent=1))
 
 
-def compared(
-    base: Callable[[], Any], other: Callable[[], Any], repetitions: int
+def compare(
+    base: Callable[[], Any], alternative: Callable[[], Any], repetitions: int
 ) -> dict[str, float]:
-    """Return the median seconds of `base`, and median, lowest and highest ratio of other to it."""
-    seconds, ratios = [], []
-    base(), other()
+    """Return the median seconds of `base`, and the ratio of `alternative`: median and range."""
+    base_seconds: list[float] = []
+    ratios = []
+    base(), alternative()
     for number in range(repetitions):
-        pair = [base, other] if number % 2 else [other, base]
-        taken = {run: _timed(run) for run in pair}
-        seconds.append(taken[base])
-        ratios.append(taken[other] / taken[base])
+        pair = [base, alternative] if number % 2 else [alternative, base]
+        seconds = {run: _time_run(run) for run in pair}
+        base_seconds.append(seconds[base])
+        ratios.append(seconds[alternative] / seconds[base])
     return {
-        "seconds": statistics.median(seconds),
+        "seconds": statistics.median(base_seconds),
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
     }
 
 
-def _timed(run: Callable[[], Any]) -> float:
+def _time_run(run: Callable[[], Any]) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began

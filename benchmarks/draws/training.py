@@ -42,7 +42,7 @@ from student_trainer.losses import (
 
 
 @dataclass(frozen=True)
-class Way:
+class TailLoss:
     """A loss: a tail mode with k head ids and M draws; tail None is the exact KL of all logits."""
 
     tail: Tail | None
@@ -66,17 +66,17 @@ class Way:
         return round(row_bytes(self.k, self.draws, head_by_student=True))
 
 
-WAYS = (
-    Way(None),
-    Way("bucket+sampled", 64),
-    Way("bucket+draws", 8, 16),
-    Way("published", 64),
-    Way("none", 64),
-    Way("bucket", 64),
-    Way("bucket+sampled", 512),
-    Way("bucket+draws", 8, 8),
-    Way("bucket+draws", 32, 16),
-    Way("bucket+draws", 16, 48),
+LOSSES = (
+    TailLoss(None),
+    TailLoss("bucket+sampled", 64),
+    TailLoss("bucket+draws", 8, 16),
+    TailLoss("published", 64),
+    TailLoss("none", 64),
+    TailLoss("bucket", 64),
+    TailLoss("bucket+sampled", 512),
+    TailLoss("bucket+draws", 8, 8),
+    TailLoss("bucket+draws", 32, 16),
+    TailLoss("bucket+draws", 16, 48),
 )
 DECISIVE = 4
 
@@ -111,59 +111,81 @@ def main(arguments: list[str] | None = None) -> None:
     pair = make_pair(options.pair, options.work, options.data)
     sizes = SIZES[cast(PairName, options.pair)]
     if options.one:
-        way, seed = options.one
-        found = train(WAYS[way], seed, pair, options.data, sizes)
-        print(json.dumps({"way": WAYS[way].name, "seed": seed, **found}))
+        loss_number, seed = options.one
+        metrics = train_once(LOSSES[loss_number], seed, pair, options.data, sizes)
+        print(json.dumps({"way": LOSSES[loss_number].name, "seed": seed, **metrics}))
         return
     command = [sys.executable, "-m", "benchmarks.draws.training", *(arguments or sys.argv[1:])]
-    results = Results(options.out, options.pair, sizes)
+    results = RunResults(options.out, options.pair, sizes)
     # The losses that decide first, with all seeds: a run of the real pair takes minutes.
-    numbers = range(len(WAYS))
+    numbers = range(len(LOSSES))
     parts = numbers[:DECISIVE], numbers[DECISIVE:]
-    runs = [(way, seed) for part in parts for seed in range(options.seeds) for way in part]
-    missing = [(way, seed) for way, seed in runs if not results.has(WAYS[way].name, seed)]
+    runs = [
+        (loss_number, seed)
+        for part in parts
+        for seed in range(options.seeds)
+        for loss_number in part
+    ]
+    missing = [
+        (loss_number, seed)
+        for loss_number, seed in runs
+        if not results.has(LOSSES[loss_number].name, seed)
+    ]
     with ThreadPoolExecutor(options.processes) as pool:
-        list(pool.map(lambda one: results.add(_run(command, *one)), missing))
+        list(pool.map(lambda run: results.add(_run_in_process(command, *run)), missing))
 
 
-class Results:
+class RunResults:
     """The file of results. Each run is added as soon as it ends, so that a restart goes on."""
 
     def __init__(self, path: Path, pair: str, sizes: Sizes) -> None:
         self._path, self._pair, self._lock = path, pair, Lock()
-        everything = json.loads(path.read_text()) if path.exists() else {}
-        self._here = everything.get(pair, {})
-        if {name: self._here.get(name) for name in vars(sizes)} != vars(sizes):
-            self._here = {**vars(sizes), "runs": []}
+        stored_pairs = json.loads(path.read_text()) if path.exists() else {}
+        self._pair_results = stored_pairs.get(pair, {})
+        if {name: self._pair_results.get(name) for name in vars(sizes)} != vars(sizes):
+            self._pair_results = {**vars(sizes), "runs": []}
 
-    def has(self, way: str, seed: int) -> bool:
-        return any((run["way"], run["seed"]) == (way, seed) for run in self._here["runs"])
+    def has(self, loss_name: str, seed: int) -> bool:
+        return any(
+            (run["way"], run["seed"]) == (loss_name, seed) for run in self._pair_results["runs"]
+        )
 
     def add(self, run: dict[str, Any] | None) -> None:
         if run is None:
             return
         with self._lock:
-            self._here["runs"].append(run)
-            self._here["runs"].sort(key=lambda one: (one["seed"], one["way"]))
-            everything = json.loads(self._path.read_text()) if self._path.exists() else {}
+            self._pair_results["runs"].append(run)
+            self._pair_results["runs"].sort(
+                key=lambda added_run: (added_run["seed"], added_run["way"])
+            )
+            stored_pairs = json.loads(self._path.read_text()) if self._path.exists() else {}
             partial = self._path.with_suffix(".part")
-            partial.write_text(json.dumps(everything | {self._pair: self._here}, indent=1) + "\n")
+            partial.write_text(
+                json.dumps(stored_pairs | {self._pair: self._pair_results}, indent=1) + "\n"
+            )
             partial.rename(self._path)
         print(f"{run['way']}, seed {run['seed']}: KL {run['kl']}", flush=True)
 
 
-def _run(command: list[str], way: int, seed: int) -> dict[str, Any] | None:
+def _run_in_process(command: list[str], loss_number: int, seed: int) -> dict[str, Any] | None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, "--one", str(way), str(seed)], env=environment, capture_output=True, text=True
+    process = subprocess.run(
+        [*command, "--one", str(loss_number), str(seed)],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    if done.returncode:
-        print(f"{WAYS[way].name}, seed {seed} failed:\n{done.stderr[-2000:]}", flush=True)
+    if process.returncode:
+        print(
+            f"{LOSSES[loss_number].name}, seed {seed} failed:\n{process.stderr[-2000:]}", flush=True
+        )
         return None
-    return cast(dict[str, Any], json.loads(done.stdout.splitlines()[-1]))
+    return cast(dict[str, Any], json.loads(process.stdout.splitlines()[-1]))
 
 
-def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
+def train_once(
+    tail_loss: TailLoss, seed: int, pair: Pair, data: Path, sizes: Sizes
+) -> dict[str, Any]:
     """Train once and return {"kl": {step: exact KL}, "seconds", "ids", "bytes"}."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
@@ -172,19 +194,21 @@ def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str
     optimizer = torch.optim.AdamW(
         student.parameters(), lr=sizes.learning_rate, weight_decay=0.0, fused=True
     )
-    asked = load_questions(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
-    held_out, training = asked[: sizes.held_out], asked[sizes.held_out :]
+    questions = load_questions(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
+    held_out, training = questions[: sizes.held_out], questions[sizes.held_out :]
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
     kl = {0: measure_kl(student, teacher, tokenizer, held_out, sizes.tokens)}
     began, measuring = time.monotonic(), 0.0
     for step in range(1, sizes.steps + 1):
         first = (step - 1) * sizes.prompts
         numbers = range(first, first + sizes.prompts)
-        chosen = [training[order[number]] for number in numbers]
-        sampler = make_sampler(student, tokenizer, sizes.tokens, top_k=way.k or 1, draws=way.draws)
-        (answers,) = sampler.generate(chosen, numbers, seed=seed)
+        step_questions = [training[order[number]] for number in numbers]
+        sampler = make_sampler(
+            student, tokenizer, sizes.tokens, top_k=tail_loss.k or 1, draws=tail_loss.draws
+        )
+        (answers,) = sampler.generate(step_questions, numbers, seed=seed)
         student.train()
-        loss = loss_of(way, student, teacher, answers)
+        loss = mean_loss(tail_loss, student, teacher, answers)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -193,7 +217,7 @@ def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str
             paused = time.monotonic()
             kl[step] = measure_kl(student, teacher, tokenizer, held_out, sizes.tokens)
             measuring += time.monotonic() - paused
-    if way.tail is None and seed == 0:
+    if tail_loss.tail is None and seed == 0:
         trained = pair.student.with_name(pair.student.name.replace("student", "trained"))
         student.save_pretrained(trained)
         tokenizer.save_pretrained(trained)
@@ -202,36 +226,38 @@ def train(way: Way, seed: int, pair: Pair, data: Path, sizes: Sizes) -> dict[str
     return {
         "kl": kl,
         "seconds": seconds,
-        "ids": way.ids(vocabulary),
-        "bytes": way.bytes(vocabulary),
+        "ids": tail_loss.ids(vocabulary),
+        "bytes": tail_loss.bytes(vocabulary),
     }
 
 
-def loss_of(way: Way, student: Any, teacher: Any, answers: Sequence[Rollout]) -> Tensor:
+def mean_loss(
+    tail_loss: TailLoss, student: Any, teacher: Any, answers: Sequence[Rollout]
+) -> Tensor:
     """Return the mean of the loss over all sampled tokens."""
     states, weight = hidden_states(student, answers), student.get_output_embeddings().weight
     with torch.no_grad():
-        theirs = compute_logits(teacher, hidden_states(teacher, answers))
-    tokens = torch.cat([one.completion for one in answers])
-    if way.tail is None:
-        ours = compute_logits(student, states)
-        return cast(Tensor, exact_kl(ours, theirs, direction="reverse").mean())
-    head = torch.cat([one.head_ids for one in answers]).long()
+        teacher_logits = compute_logits(teacher, hidden_states(teacher, answers))
+    tokens = torch.cat([answer.completion for answer in answers])
+    if tail_loss.tail is None:
+        student_logits = compute_logits(student, states)
+        return cast(Tensor, exact_kl(student_logits, teacher_logits, direction="reverse").mean())
+    head = torch.cat([answer.head_ids for answer in answers]).long()
     draws = None
-    if way.draws:
-        draws = TailDraws.joined([one.draws for one in answers if one.draws is not None])
+    if tail_loss.draws:
+        draws = TailDraws.joined([answer.draws for answer in answers if answer.draws is not None])
     ids = None if draws is None else draws.ids.long()
-    teacher_rows = rows_from_logits(theirs, head, tokens, sample_ids=ids)
-    in_head, tail = (head == tokens[:, None]).any(1), way.tail
+    teacher_rows = rows_from_logits(teacher_logits, head, tokens, sample_ids=ids)
+    in_head, tail = (head == tokens[:, None]).any(1), tail_loss.tail
 
-    def of_rows(rows: Rows, index: slice) -> Tensor:
+    def compute_loss(rows: Rows, index: slice) -> Tensor:
         return topk_kl(
             rows, teacher_rows[index], in_head[index], direction="reverse", tail=tail,
             draw_logprobs=None if draws is None else draws.logprobs[index],
         )  # fmt: skip
 
-    out = fused_linear_loss(states, weight, head, tokens, of_rows, sample_ids=ids)
-    return out.loss_sum / len(tokens)
+    output = fused_linear_loss(states, weight, head, tokens, compute_loss, sample_ids=ids)
+    return output.loss_sum / len(tokens)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ STEPS, PROMPTS, TOKENS, HELD_OUT = 16, 4, 24, 16
 TASKS = ("GSM8K", "instructions")
 METHODS = ("on-policy", "offline", "sft")
 BEFORE = "before"
-OWN_ANSWERS, TEXTS = on_policy.Way("bucket+draws", 16, 48), "bucket+teacher_samples"
+OWN_ANSWERS, TEXTS = on_policy.TailLoss("bucket+draws", 16, 48), "bucket+teacher_samples"
 OFFLINE, SFT = offline.Way(TEXTS, 8), offline.Way("cross-entropy")
 REQUESTS = (
     "Explain in one sentence what {} is.",
@@ -191,7 +191,7 @@ def loss_of(
             student, tokenizer, TOKENS, top_k=OWN_ANSWERS.k, draws=OWN_ANSWERS.draws
         )
         (learned,) = rollouts.generate(chosen, range(len(chosen)), seed=seed)
-        return on_policy.loss_of(OWN_ANSWERS, student.train(), teacher, learned), learned
+        return on_policy.mean_loss(OWN_ANSWERS, student.train(), teacher, learned), learned
     learned = answers(teacher, tokenizer, chosen, seed)
     way = OFFLINE if setting.method == "offline" else SFT
     return offline.loss_of(way, student.train(), teacher, texts(learned)), learned

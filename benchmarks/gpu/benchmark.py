@@ -46,23 +46,23 @@ QUICK = Sizes((64, 96), (32,), 1000, 8, 32, 64)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = options_of(arguments, __doc__)
+    options = parse_options(arguments, __doc__)
     sizes = QUICK if options.quick else FULL
     meter: Meter = CudaMeter() if options.device == "cuda" else CpuMeter()
     small = make_problem(64, 512, 64, 8, device=options.device, dtype=torch.bfloat16)
     methods, missing = installed(GPU_METHODS, small)
     result = {
-        "machine": machine(options.device),
+        "machine": describe_device(options.device),
         "missing": missing,
-        "loss": loss(meter, methods, sizes, options.device),
-        "scoring": score(meter, sizes, options.device),
-        "selection": selection(meter, sizes, options.device),
+        "loss": measure_loss(meter, methods, sizes, options.device),
+        "scoring": measure_scoring(meter, sizes, options.device),
+        "selection": measure_selection(meter, sizes, options.device),
     }
-    show(result, sizes)
-    write(result, options, "gpu")
+    print_results(result, sizes)
+    write_results(result, options, "gpu")
 
 
-def options_of(arguments: list[str] | None, description: str | None) -> argparse.Namespace:
+def parse_options(arguments: list[str] | None, description: str | None) -> argparse.Namespace:
     """Return the options `device`, `quick` and `out` of a benchmark that needs a CUDA device."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -77,7 +77,7 @@ def options_of(arguments: list[str] | None, description: str | None) -> argparse
     return options
 
 
-def write(result: dict[str, Any], options: argparse.Namespace, name: str) -> None:
+def write_results(result: dict[str, Any], options: argparse.Namespace, name: str) -> None:
     """Write results to `options.out`; by default those of a full run, by name and device."""
     device = re.sub(r"[^a-z0-9]+", "-", result["machine"]["device"].lower()).strip("-")
     out = options.out
@@ -89,24 +89,24 @@ def write(result: dict[str, Any], options: argparse.Namespace, name: str) -> Non
         print(f"\nwrote {out}")
 
 
-def machine(device: str) -> dict[str, Any]:
-    found = {"device": "cpu", "torch": torch.__version__}
+def describe_device(device: str) -> dict[str, Any]:
+    facts = {"device": "cpu", "torch": torch.__version__}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        facts |= {
             "device": properties.name,
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
         }
     for package in ("triton", "liger-kernel"):
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            facts[package] = None
+    return facts
 
 
-def loss(
+def measure_loss(
     meter: Meter, methods: dict[str, Method], sizes: Sizes, device: str
 ) -> list[dict[str, Any]]:
     """G1."""
@@ -117,24 +117,24 @@ def loss(
                 n, sizes.vocab, width, sizes.head, device=device, dtype=torch.bfloat16
             )
             for name, run in methods.items():
-                found = measure(
+                timing = measure(
                     meter,
                     lambda run=run, problem=problem: run(problem),
                     clear=problem.clear,
-                    left=problem.gradient_bytes,
+                    count_remaining_bytes=problem.gradient_bytes,
                 )
-                rows.append({"tokens": n, "width": width, "method": name, **found})
-                _rate(rows[-1], 6 * n * sizes.vocab * width)
+                rows.append({"tokens": n, "width": width, "method": name, **timing})
+                _add_flops(rows[-1], 6 * n * sizes.vocab * width)
     return rows
 
 
-def score(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
+def measure_scoring(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
     """G2."""
-    return [row for n in sizes.tokens for row in _score(meter, sizes, device, n)]
+    return [row for n in sizes.tokens for row in _measure_scoring_of(meter, sizes, device, n)]
 
 
 @torch.no_grad()
-def _score(meter: Meter, sizes: Sizes, device: str, n: int) -> list[dict[str, Any]]:
+def _measure_scoring_of(meter: Meter, sizes: Sizes, device: str, n: int) -> list[dict[str, Any]]:
     """Measure G2."""
     problem = make_problem(
         n, sizes.vocab, sizes.scoring_width, sizes.head, device=device, dtype=torch.bfloat16
@@ -159,12 +159,12 @@ def _score(meter: Meter, sizes: Sizes, device: str, n: int) -> list[dict[str, An
         "product alone": lambda: hidden @ weight.T,
     }.items():
         rows.append({"tokens": n, "method": name, **measure(meter, work)})
-        _rate(rows[-1], 2 * n * sizes.vocab * sizes.scoring_width)
+        _add_flops(rows[-1], 2 * n * sizes.vocab * sizes.scoring_width)
     return rows
 
 
 @torch.no_grad()
-def selection(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
+def measure_selection(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
     """Measure G3 on float32 logits, which is the data type of a teacher's logits."""
     n = sizes.selection_rows
     logits = torch.randn(n, sizes.vocab, device=device)
@@ -174,19 +174,19 @@ def selection(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
         "torch.topk": lambda: logits.topk(sizes.head, dim=1),
         "score_hidden's selection": lambda: top_ids(logits, sizes.head),
     }.items():
-        found = measure(meter, work)
-        if "ms" in found:
-            found["us_per_token"] = 1000 * found["ms"] / n
-        rows.append({"method": name, **found})
+        timing = measure(meter, work)
+        if "ms" in timing:
+            timing["us_per_token"] = 1000 * timing["ms"] / n
+        rows.append({"method": name, **timing})
     return rows
 
 
-def _rate(row: dict[str, Any], operations: int) -> None:
+def _add_flops(row: dict[str, Any], operations: int) -> None:
     if "ms" in row:
         row["tflops"] = operations / row["ms"] / 1e9
 
 
-def show(result: dict[str, Any], sizes: Sizes) -> None:
+def print_results(result: dict[str, Any], sizes: Sizes) -> None:
     print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     print(f"V = {sizes.vocab}, k = {sizes.head}, bf16")
     for name, reason in result["missing"].items():
@@ -194,18 +194,18 @@ def show(result: dict[str, Any], sizes: Sizes) -> None:
     for width in sizes.widths:
         for n in sizes.tokens:
             rows = [r for r in result["loss"] if (r["width"], r["tokens"]) == (width, n)]
-            _table(f"G1 loss, N = {n}, H = {width}", rows, "three products")
+            _print_table(f"G1 loss, N = {n}, H = {width}", rows, "three products")
     for n in sizes.tokens:
         rows = [r for r in result["scoring"] if r["tokens"] == n]
-        _table(f"G2 scoring, N = {n}, H = {sizes.scoring_width}", rows, "product alone")
+        _print_table(f"G2 scoring, N = {n}, H = {sizes.scoring_width}", rows, "product alone")
     rows = result["selection"]
-    _table(f"G3 selection, {sizes.selection_rows} rows", rows, "read once (amax)")
+    _print_table(f"G3 selection, {sizes.selection_rows} rows", rows, "read once (amax)")
     for row in rows:
         if "us_per_token" in row:
             print(f"{row['method']:<50}{row['us_per_token']:>10.3f} us a token")
 
 
-def _table(title: str, rows: list[dict[str, Any]], base: str) -> None:
+def _print_table(title: str, rows: list[dict[str, Any]], base: str) -> None:
     """Print a table; `base` is the row by which the others are divided."""
     print(f"\n{title:<50}{'ms':>10}{'spread':>8}{'x ' + base:>26}{'TF/s':>8}{'peak MiB':>10}")
     (floor,) = (row.get("ms") for row in rows if row["method"] == base)

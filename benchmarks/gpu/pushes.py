@@ -16,7 +16,7 @@ from student_trainer.rollout_client.push.shared_bucket import SharedBucket
 from student_trainer.rollout_client.push.stream import WeightSender, WeightsOffer, WeightSpec
 
 
-def backends(device: str) -> list[Backend]:
+def list_backends(device: str) -> list[Backend]:
     """Return the kinds of groups that this machine can form."""
     if device == "cpu":
         return ["gloo"]

@@ -43,30 +43,37 @@ def main(arguments: list[str] | None = None) -> None:
             row = {"format": name, "experts": experts}
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    row |= measured(Path(folder), name, experts=experts)
+                    row |= measure_format(Path(folder), name, experts=experts)
                 except InvalidInput as error:
                     row["refused"] = error.message.rpartition(f"{folder}/")[2]
             result["rows"].append(row)
-            show(row)
+            print_row(row)
     write_results(result, options, "gpu-quantised")
 
 
-def measured(folder: Path, name: str, *, experts: bool = False) -> dict[str, float]:
+def measure_format(folder: Path, name: str, *, experts: bool = False) -> dict[str, float]:
     """Return the differences of a format, in nats. Raises InvalidInput if vLLM refuses it."""
     form = FORMATS[name]
     plain = save_plain(folder / "plain", experts=experts)
-    quantised, meant = save_quantised(plain, folder, form)
-    exact, rounded = Exact(meant), HfEngine(str(meant), dtype=form.dtype, device="cpu")
+    quantised, dequantised = save_quantised(plain, folder, form)
+    exact, rounded = Exact(dequantised), HfEngine(str(dequantised), dtype=form.dtype, device="cpu")
     for model in (exact.model, rounded._model):
         round_states(model, form)
-    with started(quantised) as engine:
-        ours, before = differences(engine, exact), differences(engine, Exact(plain))
-    rounding = differences(rounded, exact).median
-    return {**vars(ours), "rounding": rounding, "unquantised": before.median}
+    with start_engine(quantised) as engine:
+        engine_differences, unquantised_differences = (
+            largest_differences(engine, exact),
+            largest_differences(engine, Exact(plain)),
+        )
+    rounding = largest_differences(rounded, exact).median
+    return {
+        **vars(engine_differences),
+        "rounding": rounding,
+        "unquantised": unquantised_differences.median,
+    }
 
 
 @contextmanager
-def started(path: Path, **options: Any) -> Iterator[VllmEngine]:
+def start_engine(path: Path, **options: Any) -> Iterator[VllmEngine]:
     engine = VllmEngine(str(path), max_batch_tokens=256, gpu_memory_share=0.3, **options)
     try:
         yield engine
@@ -74,17 +81,19 @@ def started(path: Path, **options: Any) -> Iterator[VllmEngine]:
         engine.close()
 
 
-def differences(engine: ScoringEngine, exact: Exact) -> Differences:
+def largest_differences(engine: ScoringEngine, exact: Exact) -> Differences:
     """Of sequences of several lengths, and at two temperatures: the largest of each number."""
-    asked = queries(VOCAB_SIZE)
-    found = []
-    for query, rows in zip(asked, engine.score(asked), strict=True):
+    score_queries = queries(VOCAB_SIZE)
+    query_differences = []
+    for query, rows in zip(score_queries, engine.score(score_queries), strict=True):
         assert isinstance(rows, RowBlock), rows
-        found.append(exact.differences(query, rows))
-    return Differences(*(max(values) for values in zip(*map(astuple, found), strict=True)))
+        query_differences.append(exact.differences(query, rows))
+    return Differences(
+        *(max(values) for values in zip(*map(astuple, query_differences), strict=True))
+    )
 
 
-def show(row: dict[str, Any]) -> None:
+def print_row(row: dict[str, Any]) -> None:
     name = row["format"] + (", experts" if row["experts"] else "")
     if "refused" in row:
         print(f"{name:<40}  {row['refused']}")

@@ -42,7 +42,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu.benchmark import describe_device, parse_options, write_results
-from benchmarks.gpu.pushes import PushChannel, backends
+from benchmarks.gpu.pushes import PushChannel, list_backends
 from benchmarks.models.vllm_engine import save_tokenizer
 from benchmarks.rollouts import ahead as rollouts_ahead
 from benchmarks.rollouts.peers import generate_tokens, start_vllm, vllm_tokens
@@ -127,27 +127,27 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = QUICK if options.quick else FULL
     if options.device == "cpu":
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    found: dict[str, Any] = {"machine": describe_device(options.device), "pushes": []}
+    result: dict[str, Any] = {"machine": describe_device(options.device), "pushes": []}
     for name, shape in sizes.models.items():
         with (
             tempfile.TemporaryDirectory() as folder,
-            pair(folder, shape, sizes, options.device) as own,
+            start_pair(folder, shape, sizes, options.device) as pair,
         ):
-            found["pushes"].append({"model": name, **pushes(own, sizes)})
-            print(json.dumps(found["pushes"][-1]), flush=True)
-            if len(found["pushes"]) == 1:
-                found["sampling"] = {"model": name, **speeds(own, sizes)}
-                found["log_ratio"] = {"model": name, **log_ratio(own, sizes)}
-                print(json.dumps(found["sampling"]), json.dumps(found["log_ratio"]), flush=True)
+            result["pushes"].append({"model": name, **measure_pushes(pair, sizes)})
+            print(json.dumps(result["pushes"][-1]), flush=True)
+            if len(result["pushes"]) == 1:
+                result["sampling"] = {"model": name, **measure_speeds(pair, sizes)}
+                result["log_ratio"] = {"model": name, **measure_log_ratio(pair, sizes)}
+                print(json.dumps(result["sampling"]), json.dumps(result["log_ratio"]), flush=True)
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    found["steps"] = steps(sizes, options.device)
-    show(found)
-    write_results(found, options, "gpu-rollouts")
+    result["steps"] = measure_steps(sizes, options.device)
+    print_results(result)
+    write_results(result, options, "gpu-rollouts")
 
 
-class Pair:
+class StudentAndEngine:
     """A student of random weights on the device, and an engine that samples with them."""
 
     def __init__(self, folder: Path, shape: Shape, sizes: Sizes, device: str) -> None:
@@ -204,18 +204,18 @@ class Pair:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def sampled(self, order: Order) -> list[SampledTokens]:
+    def sample(self, order: Order) -> list[SampledTokens]:
         """Sample an order with the engine."""
 
         async def collect() -> dict[int, SampledTokens]:
-            return {index: tokens async for index, tokens in self.engine.sample(order)}
+            return {index: answer async for index, answer in self.engine.sample(order)}
 
-        found = self.runner.run(collect())
-        return [found[index] for index in range(len(order.sequences))]
+        answers = self.runner.run(collect())
+        return [answers[index] for index in range(len(order.sequences))]
 
-    def tokens(self, order: Order) -> int:
+    def count_sampled_tokens(self, order: Order) -> int:
         """Sample an order; return the number of tokens."""
-        return sum(len(one.token_ids) for one in self.sampled(order))
+        return sum(len(answer.token_ids) for answer in self.sample(order))
 
     def close(self) -> None:
         self.runner.run(self.engine.close())
@@ -224,30 +224,30 @@ class Pair:
 
 
 @contextmanager
-def pair(folder: str, shape: Shape, sizes: Sizes, device: str) -> Iterator[Pair]:
-    made = Pair(Path(folder), shape, sizes, device)
+def start_pair(folder: str, shape: Shape, sizes: Sizes, device: str) -> Iterator[StudentAndEngine]:
+    pair = StudentAndEngine(Path(folder), shape, sizes, device)
     try:
-        yield made
+        yield pair
     finally:
-        made.close()
+        pair.close()
 
 
-def pushes(own: Pair, sizes: Sizes) -> dict[str, Any]:
+def measure_pushes(pair: StudentAndEngine, sizes: Sizes) -> dict[str, Any]:
     """Write and load the weights a few times; return the median seconds, after a warm-up."""
     seconds: dict[str, list[float]] = {"write": [], "load": [], "least": []}
     channels = [
-        PushChannel(own.snapshots, own.engine, own.runner, backend)
-        for backend in backends(own.device)
+        PushChannel(pair.snapshots, pair.engine, pair.runner, backend)
+        for backend in list_backends(pair.device)
     ]
     for number in range(sizes.pushes + 1):
-        own.snapshots.delete_before(number)
-        own.synchronize()
+        pair.snapshots.delete_before(number)
+        pair.synchronize()
         times = [time.perf_counter()]
-        version = own.snapshots.write(number)
+        version = pair.snapshots.write(number)
         times.append(time.perf_counter())
-        own.runner.run(own.engine.load(version))
+        pair.runner.run(pair.engine.load(version))
         times.append(time.perf_counter())
-        copy_there_and_back(own)
+        copy_there_and_back(pair)
         times.append(time.perf_counter())
         for name, began, ended in zip(seconds, times, times[1:], strict=False):
             seconds[name].append(ended - began)
@@ -257,45 +257,49 @@ def pushes(own: Pair, sizes: Sizes) -> dict[str, Any]:
             seconds.setdefault(channel.name, []).append(time.perf_counter() - began)
     for channel in channels:
         channel.close()
-    medians = {name: statistics.median(of[1:]) for name, of in seconds.items()}
-    memory = str(own.root).startswith("/dev/shm")
-    return {"bytes": own.bytes, "in_memory": memory, **medians}
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    memory = str(pair.root).startswith("/dev/shm")
+    return {"bytes": pair.bytes, "in_memory": memory, **medians}
 
 
-def copy_there_and_back(own: Pair) -> None:
+def copy_there_and_back(pair: StudentAndEngine) -> None:
     """Copy every weight, in bfloat16, from the device to pageable host memory and back."""
-    for weight in own.model.parameters():
-        weight.data.bfloat16().cpu().clone().to(own.device)
-    own.synchronize()
+    for weight in pair.model.parameters():
+        weight.data.bfloat16().cpu().clone().to(pair.device)
+    pair.synchronize()
 
 
-def order_of(own: Pair, sizes: Sizes, top_k: int, draws: int) -> Order:
+def make_order(pair: StudentAndEngine, sizes: Sizes, top_k: int, draws: int) -> Order:
     settings = SamplingSettings(top_k, 1.0, draws, 0, sizes.tokens, 1)
     requests = [
-        SequenceRequest(ids, number, sizes.tokens) for number, ids in enumerate(prompts(sizes))
+        SequenceRequest(ids, number, sizes.tokens) for number, ids in enumerate(make_prompts(sizes))
     ]
-    version: WeightsVersion = own.snapshots.newest
+    version: WeightsVersion = pair.snapshots.newest
     return Order(version, settings, requests)
 
 
-def prompts(sizes: Sizes) -> list[Tensor]:
+def make_prompts(sizes: Sizes) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = (sizes.sequences // GROUP, sizes.prompt)
     return [*torch.randint(sizes.vocab, shape, generator=generator).repeat_interleave(GROUP, 0)]
 
 
-def speeds(own: Pair, sizes: Sizes) -> dict[str, Any]:
+def measure_speeds(pair: StudentAndEngine, sizes: Sizes) -> dict[str, Any]:
     """Return tokens per second by method, medians over the turns, after a warm-up turn."""
-    theirs = start_vllm(own.path, batch_tokens=sizes.batch_tokens, share=sizes.share)
-    narrow = copy.deepcopy(own.model).bfloat16()
-    asked, most = prompts(sizes), sizes.tokens
+    peer_engine = start_vllm(pair.path, batch_tokens=sizes.batch_tokens, share=sizes.share)
+    bfloat16_model = copy.deepcopy(pair.model).bfloat16()
+    sampling_prompts, max_tokens = make_prompts(sizes), sizes.tokens
     methods: dict[str, Callable[[], int]] = {
-        "vLLM's own": lambda: own.runner.run(vllm_tokens(theirs, asked, most)),
-        "transformers' generate": lambda: generate_tokens(narrow, asked, most),
+        "vLLM's own": lambda: pair.runner.run(
+            vllm_tokens(peer_engine, sampling_prompts, max_tokens)
+        ),
+        "transformers' generate": lambda: generate_tokens(
+            bfloat16_model, sampling_prompts, max_tokens
+        ),
     }
     for top_k, draws in RECORDS:
         name = f"{top_k} ids, {draws} draws"
-        methods[name] = partial(own.tokens, order_of(own, sizes, top_k, draws))
+        methods[name] = partial(pair.count_sampled_tokens, make_order(pair, sizes, top_k, draws))
     rates: dict[str, list[float]] = {name: [] for name in methods}
     for turn in range(sizes.turns + 1):
         for name, method in methods.items():
@@ -303,31 +307,31 @@ def speeds(own: Pair, sizes: Sizes) -> dict[str, Any]:
             tokens = method()
             if turn:
                 rates[name].append(tokens / (time.perf_counter() - began))
-    theirs.shutdown(SHUTDOWN_SECONDS)
-    return {name: statistics.median(of) for name, of in rates.items()}
+    peer_engine.shutdown(SHUTDOWN_SECONDS)
+    return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def log_ratio(own: Pair, sizes: Sizes) -> dict[str, float]:
+def measure_log_ratio(pair: StudentAndEngine, sizes: Sizes) -> dict[str, float]:
     """Return sigma and mean of log p - log mu over the tokens that the engine samples."""
-    order = order_of(own, sizes, 0, 0)
-    sampled = own.sampled(order)
+    order = make_order(pair, sizes, 0, 0)
+    answers = pair.sample(order)
     rollouts = [
-        TokenSequence(torch.cat([request.token_ids, got.token_ids]), len(request.token_ids))
-        for request, got in zip(order.sequences, sampled, strict=True)
+        TokenSequence(torch.cat([request.token_ids, answer.token_ids]), len(request.token_ids))
+        for request, answer in zip(order.sequences, answers, strict=True)
     ]
-    student = own.student
+    student = pair.student
     current = run_passes_over_rollouts(
         student,
         rollouts,
         lambda batch: student.rows(batch, 1.0)[1].token_logprobs.float().cpu(),
         tokens_per_micro_batch=16_384,
     )
-    recorded = torch.cat([got.token_logprobs for got in sampled])
+    recorded = torch.cat([answer.token_logprobs for answer in answers])
     ratio = torch.cat(current).double() - recorded.double()
     return {"sigma": float(ratio.std()), "mean": float(ratio.mean()), "tokens": len(ratio)}
 
 
-def steps(sizes: Sizes, device: str) -> dict[str, dict[str, float]]:
+def measure_steps(sizes: Sizes, device: str) -> dict[str, dict[str, float]]:
     """Return the median seconds of a step of whole jobs, and of its stages, by layout."""
     job = dict(sizes.job)
     layouts: dict[str, dict[str, Any]] = {
@@ -336,7 +340,7 @@ def steps(sizes: Sizes, device: str) -> dict[str, dict[str, float]]:
     }
     if device == "cuda" and torch.cuda.device_count() > 1:
         layouts["one step ahead, on another GPU"] = {"engine": "vllm", "lag": 1, "gpus": 1}
-    found = {}
+    stages_by_layout = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         rollouts_ahead.save_material(root, layers=job.pop("layers"), hidden=job.pop("hidden"))
@@ -345,37 +349,38 @@ def steps(sizes: Sizes, device: str) -> dict[str, dict[str, float]]:
             for number, (name, rollouts) in enumerate(layouts.items()):
                 path = root / f"job-{number}"
                 lines = rollouts_ahead.run(path, address, rollouts=rollouts, threads=1, **job)
-                found[name] = rollouts_ahead.stages(lines[1 + skipped :])
-                print(json.dumps({name: found[name]}), flush=True)
-    return found
+                stages_by_layout[name] = rollouts_ahead.stages(lines[1 + skipped :])
+                print(json.dumps({name: stages_by_layout[name]}), flush=True)
+    return stages_by_layout
 
 
-def show(found: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     """Print each line beside what it must be on a GPU."""
-    speed = {name: of for name, of in found["sampling"].items() if name != "model"}
-    own, peer = speed["vLLM's own"], speed["transformers' generate"]
-    print(f"\nR1 {found['sampling']['model']}, tokens/s")
+    speed = {name: rate for name, rate in result["sampling"].items() if name != "model"}
+    vllm_rate, generate_rate = speed["vLLM's own"], speed["transformers' generate"]
+    print(f"\nR1 {result['sampling']['model']}, tokens/s")
     for name, rate in speed.items():
         print(
-            f"  {name:<28}{rate:>12.0f}{rate / own:>8.2f} x vLLM's own"
-            f"{rate / peer:>8.1f} x generate"
+            f"  {name:<28}{rate:>12.0f}{rate / vllm_rate:>8.2f} x vLLM's own"
+            f"{rate / generate_rate:>8.1f} x generate"
         )
     print("  must be, with 64 ids: >= 0.9 x vLLM's own, >= 10 x generate")
     print("\nR2 push, seconds (by CUDA IPC it must be <= 0.1 of 1.5B and <= 0.35 of 8B)")
-    for row in found["pushes"]:
-        place = "in memory" if row["in_memory"] else "on disk"
-        pushed = "".join(
+    for row in result["pushes"]:
+        location = "in memory" if row["in_memory"] else "on disk"
+        push_seconds = "".join(
             f", {name} {row[name]:.2f}" for name in ("ipc", "broadcast") if name in row
         )
         print(
-            f"  {row['model']:<6}{row['bytes'] / 1e9:>8.2f} GB {place}: write {row['write']:.2f},"
-            f" load {row['load']:.2f}, there and back {row['least']:.2f}" + "".join(pushed)
+            f"  {row['model']:<6}{row['bytes'] / 1e9:>8.2f} GB {location}:"
+            f" write {row['write']:.2f}, load {row['load']:.2f}, there and back {row['least']:.2f}"
+            + "".join(push_seconds)
         )
     print("\nR3 seconds a step")
-    for name, stages in found["steps"].items():
+    for name, stages in result["steps"].items():
         parts = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())
         print(f"  {name:<42}{parts}")
-    ratio = found["log_ratio"]
+    ratio = result["log_ratio"]
     print(
         f"\nR4 sigma of log p - log mu: {ratio['sigma']:.4f} nats a token (must be <= 0.035),"
         f" mean {ratio['mean']:+.5f}, {ratio['tokens']} tokens"

@@ -96,12 +96,12 @@ QUICK = Sizes(200, 24, 8, 4, 48, 1, {"tiny": (32, 2, 2, 64)})
 def main(arguments: list[str] | None = None) -> None:
     options = parse_options(arguments, __doc__)
     sizes = QUICK if options.quick else FULL
-    found: dict[str, Any] = {"machine": describe_device(options.device), "cases": []}
+    result: dict[str, Any] = {"machine": describe_device(options.device), "cases": []}
     for case in cases(sizes):
-        row = {**asdict(case), **measured(case, sizes, options.device)}
-        found["cases"].append(row)
+        row = {**asdict(case), **measure_case(case, sizes, options.device)}
+        result["cases"].append(row)
         print(json.dumps(row), flush=True)
-    write_results(found, options, "gpu-training")
+    write_results(result, options, "gpu-training")
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
@@ -117,14 +117,14 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 yield Case(model, method, recompute)
 
 
-def measured(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
+def measure_case(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
     """Return tokens per second, MFU and memory of a case; {failed: reason} if it does not run."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
-    run = trl_updates if case.method == "TRL SFTTrainer" else our_updates
+    run = time_trl_updates if case.method == "TRL SFTTrainer" else time_our_updates
     try:
         seconds, operations = run(case, sizes, device)
     except torch.OutOfMemoryError:
@@ -145,7 +145,7 @@ def measured(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
     return row
 
 
-def random_model(case: Case, sizes: Sizes, device: str) -> Any:
+def make_random_model(case: Case, sizes: Sizes, device: str) -> Any:
     width, layers, heads, intermediate = sizes.models[case.model]
     config = Qwen3Config(
         vocab_size=sizes.vocab,
@@ -162,32 +162,32 @@ def random_model(case: Case, sizes: Sizes, device: str) -> Any:
         return Qwen3ForCausalLM(config)
 
 
-def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:
+def time_our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:
     """Run the trainer's update; return the seconds of each, and the operations of one."""
     if case.cpu_offload:
         accelerator = make_accelerator(timedelta(minutes=10), cpu_offload=True)
     else:
         accelerator = Accelerator(cpu=device == "cpu")
-    model = random_model(case, sizes, "cpu" if case.cpu_offload else device).train()
+    model = make_random_model(case, sizes, "cpu" if case.cpu_offload else device).train()
     recompute_activations(model, case.recompute)
     sharding = "fsdp2" if case.cpu_offload else "none"
-    made = Student(model, bf16=True)
-    student = distribute(accelerator, made, sharding, cpu_offload=case.cpu_offload)
+    local_student = Student(model, bf16=True)
+    student = distribute(accelerator, local_student, sharding, cpu_offload=case.cpu_offload)
     student.choose_attention(StudentConfig(model=case.model))
     layout = student.trained.layout
     if case.compile:
         compile_layers(student.trained)
-    optimizer = optimizer_of(case, model)
+    optimizer = make_case_optimizer(case, model)
     scored: list[ScoredSequence] = []
     objective: Objective
     if case.method == "Top-k KL":
         objective = DistillationObjective("reverse", "bucket+draws", 1.0)
-        scored = [rollout(sizes, number) for number in range(sizes.sequences)]
+        scored = [make_rollout(sizes, number) for number in range(sizes.sequences)]
     else:
         objective = CrossEntropyObjective()
-        scored = [example(sizes, number) for number in range(sizes.sequences)]
+        scored = [make_example(sizes, number) for number in range(sizes.sequences)]
     groups = micro_batches(scored, sizes.micro_batch, layout)
-    rows = sum(item.sequence.learned for item in scored)
+    rows = sum(scored_sequence.sequence.learned for scored_sequence in scored)
 
     def update() -> None:
         for group in groups:
@@ -200,21 +200,24 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
         optimizer.zero_grad()
 
     flops = LearningFlops(student.trained)
-    operations = sum(flops.count_sequence(sizes.length, item.sequence.learned) for item in scored)
-    seconds = timed(update, sizes.updates, device)
+    operations = sum(
+        flops.count_sequence(sizes.length, scored_sequence.sequence.learned)
+        for scored_sequence in scored
+    )
+    seconds = time_updates(update, sizes.updates, device)
     if case.cpu_offload:
         torch.distributed.destroy_process_group()
     return seconds, operations
 
 
-def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
+def make_case_optimizer(case: Case, model: Any) -> torch.optim.Optimizer:
     if case.optimizer == "foreach":
         return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
     settings = TrainConfig.model_validate({"optimizer": case.optimizer, "learning_rate": 1e-5})
     return make_optimizer(settings, model)
 
 
-def trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:
+def time_trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:
     """Run TRL's SFTTrainer; return the seconds of each update, and the operations of one."""
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -228,13 +231,15 @@ def trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
         eos_token="<1>",
         pad_token="<2>",
     )
-    model = random_model(case, sizes, device)
+    model = make_random_model(case, sizes, device)
     student = Student(model)
-    lines = max(1, sizes.micro_batch // sizes.length)
-    texts = [tokens(sizes, number).tolist() for number in range(sizes.sequences)]
-    marks = [0] * sizes.prompt + [1] * (sizes.length - sizes.prompt)
-    data = Dataset.from_dict({"input_ids": texts, "completion_mask": [marks] * len(texts)})
-    at: list[float] = []
+    sequences_per_batch = max(1, sizes.micro_batch // sizes.length)
+    texts = [random_tokens(sizes, number).tolist() for number in range(sizes.sequences)]
+    completion_mask = [0] * sizes.prompt + [1] * (sizes.length - sizes.prompt)
+    data = Dataset.from_dict(
+        {"input_ids": texts, "completion_mask": [completion_mask] * len(texts)}
+    )
+    times: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         """Notes the time after each optimizer update."""
@@ -242,13 +247,13 @@ def trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
         def on_step_end(self, *_: Any, **__: Any) -> None:
             if device == "cuda":
                 torch.cuda.synchronize()
-            at.append(time.perf_counter())
+            times.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as directory:
         settings = SFTConfig(
             output_dir=directory,
-            per_device_train_batch_size=lines,
-            gradient_accumulation_steps=-(-sizes.sequences // lines),
+            per_device_train_batch_size=sequences_per_batch,
+            gradient_accumulation_steps=-(-sizes.sequences // sequences_per_batch),
             max_steps=sizes.updates + 2,
             learning_rate=1e-5,
             bf16=True,
@@ -269,34 +274,34 @@ def trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
         )
         trainer.train()
     flops = LearningFlops(student)
-    one = flops.count_sequence(sizes.length, sizes.length - sizes.prompt)
-    return [b - a for a, b in pairwise(at[1:])], one * sizes.sequences
+    sequence_flops = flops.count_sequence(sizes.length, sizes.length - sizes.prompt)
+    return [b - a for a, b in pairwise(times[1:])], sequence_flops * sizes.sequences
 
 
-def timed(update: Callable[[], None], repetitions: int, device: str) -> list[float]:
+def time_updates(update: Callable[[], None], repetitions: int, device: str) -> list[float]:
     update()  # a warm-up
-    found = []
+    seconds = []
     for _ in range(repetitions):
         started = time.perf_counter()
         update()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-    return found
+        seconds.append(time.perf_counter() - started)
+    return seconds
 
 
-def tokens(sizes: Sizes, number: int) -> torch.Tensor:
+def random_tokens(sizes: Sizes, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randint(3, sizes.vocab, (sizes.length,), generator=generator)
 
 
-def example(sizes: Sizes, number: int) -> ScoredSequence:
-    sequence = TokenSequence(tokens(sizes, number), sizes.prompt)
+def make_example(sizes: Sizes, number: int) -> ScoredSequence:
+    sequence = TokenSequence(random_tokens(sizes, number), sizes.prompt)
     none = np.zeros((sequence.learned, 0), np.int32)
     return ScoredSequence(sequence, placeholder_rows(none))
 
 
-def rollout(sizes: Sizes, number: int) -> ScoredSequence:
+def make_rollout(sizes: Sizes, number: int) -> ScoredSequence:
     """An answer with random head ids, draws and rows: times do not depend on the values."""
     generator, learned = np.random.default_rng(number), sizes.length - sizes.prompt
     ids = np.stack(
@@ -304,7 +309,7 @@ def rollout(sizes: Sizes, number: int) -> ScoredSequence:
     )
     draws = TailDraws(torch.from_numpy(ids[:, HEAD:]).int(), torch.full((learned, DRAWS), -4.0))
     text = Rollout(
-        tokens(sizes, number),
+        random_tokens(sizes, number),
         sizes.prompt,
         torch.from_numpy(ids[:, :HEAD]).int(),
         torch.full((learned,), -2.0),

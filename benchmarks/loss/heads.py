@@ -131,7 +131,7 @@ def on_cuda(sizes: Sizes) -> dict[str, dict[str, dict[str, float]]]:
                 meter,
                 lambda work=work, name=name: work(p, name),
                 clear=p.clear,
-                left=p.gradient_bytes,
+                count_remaining_bytes=p.gradient_bytes,
             )
             found.setdefault(side, {})[name] = {"seconds": row["ms"] / 1000, "mib": row["peak_mib"]}
     return found

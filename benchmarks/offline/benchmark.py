@@ -25,19 +25,20 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.offline.kills import killed_captures
+from benchmarks.offline.kills import compare_killed_capture
 from benchmarks.offline.material import (
     Material,
     Sizes,
     capture,
     capture_settings,
-    described,
+    describe_store,
     make_material,
 )
 from benchmarks.offline.page import page, targets
 from benchmarks.offline.picture import draw
-from benchmarks.offline.speed import capture_rates, step_times
-from benchmarks.offline.training import learn_all, ways
+from benchmarks.offline.speed import compare_capture_rates, compare_step_times
+from benchmarks.offline.training import train_all, training_methods
+from benchmarks.shared.pages import write_page
 
 FULL = Sizes(
     records=3072,
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     work = (options.work / f"run-{os.getpid()}").absolute()
     work.mkdir()
     try:
-        result = measured(work, material, sizes, kills)
+        result = run_benchmark(work, material, sizes, kills)
     except BaseException:
         print(f"what was made until then, with its logs: {work}")
         raise
@@ -100,31 +101,33 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     options.docs.mkdir(parents=True, exist_ok=True)
     print(draw(result, options.docs / "offline.png"))
-    (options.docs / "offline.md").write_text(page(result))
+    print(write_page(options.docs / "offline.md", page(result)))
     for target in result["targets"]:
         verdict = "met " if target["met"] else "MISS"
         print(f"{verdict} {target['target']}: {target['found']}")
 
 
-def measured(work: Path, material: Material, sizes: Sizes, kills: int) -> dict[str, Any]:
+def run_benchmark(work: Path, material: Material, sizes: Sizes, kills: int) -> dict[str, Any]:
     began = time.monotonic()
     stores = make_stores(work, material, sizes)
-    with ThreadPoolExecutor(1) as aside:
+    with ThreadPoolExecutor(1) as capture_thread:
         settings = capture_settings(
             material, material.train, sizes, sizes.top_k, sizes.tail_samples
         )
-        killed = aside.submit(killed_captures, work / "kills", settings, stores["top"], kills)
-        learned = learn_all(work, material, stores, sizes, parallel=os.cpu_count() or 1)
-        fared = killed.result()
+        kills_future = capture_thread.submit(
+            compare_killed_capture, work / "kills", settings, stores["top"], kills
+        )
+        learned = train_all(work, material, stores, sizes, parallel=os.cpu_count() or 1)
+        kill_result = kills_future.result()
     # Run these alone, because they measure time.
     result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "sizes": asdict(sizes),
         "learned": learned,
-        "kills": fared,
-        "stores": {name: described(path) for name, path in stores.items()},
-        "step": step_times(work, material, stores, sizes),
-        "capture": capture_rates(work / "rates", material, sizes),
+        "kills": kill_result,
+        "stores": {name: describe_store(path) for name, path in stores.items()},
+        "step": compare_step_times(work, material, stores, sizes),
+        "capture": compare_capture_rates(work / "rates", material, sizes),
     }
     result["minutes"] = (time.monotonic() - began) / 60
     result["targets"] = targets(result)
@@ -134,13 +137,13 @@ def measured(work: Path, material: Material, sizes: Sizes, kills: int) -> dict[s
 def make_stores(work: Path, material: Material, sizes: Sizes) -> dict[str, Path]:
     """Capture the training and the held-out records in each layout that a loss needs."""
     layouts = {"top": (sizes.top_k, sizes.tail_samples), "samples": (0, sizes.only_samples)}
-    found = {}
-    for name in dict.fromkeys(way.store for way in ways(sizes)):
+    stores = {}
+    for name in dict.fromkeys(method.store for method in training_methods(sizes)):
         for suffix, data in (("", material.train), (", held out", material.held_out)):
             settings = capture_settings(material, data, sizes, *layouts[name])
             store = work / "stores" / (name + suffix).replace(", ", "-").replace(" ", "-")
-            found[name + suffix] = capture(settings, store)
-    return found
+            stores[name + suffix] = capture(settings, store)
+    return stores
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.plan:
         file, processes = options.plan
-        print(json.dumps(plan(Path(file), options.tokenizer, int(processes))))
+        print(json.dumps(measure_plan(Path(file), options.tokenizer, int(processes))))
         return
     cores = len(os.sched_getaffinity(0))
     runs = []
@@ -45,30 +45,30 @@ def main() -> None:
             (options.records // 10, cores),
             (options.records, cores),
         ):
-            file = write(options.data, Path(folder) / "data.jsonl", count)
+            file = write_records(options.data, Path(folder) / "data.jsonl", count)
             command = [sys.executable, "-m", "benchmarks.offline.capture_plan", "--data", str(file)]
             command += ["--tokenizer", str(options.tokenizer), "--plan", str(file), str(processes)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            run = {"records": count, "processes": processes, **json.loads(done.stdout)}
+            process = subprocess.run(command, capture_output=True, text=True, check=True)
+            run = {"records": count, "processes": processes, **json.loads(process.stdout)}
             runs.append(run)
             print(
                 f"{count:>9,} records, {processes} processes: {run['seconds']:.1f} s, "
                 f"{run['tokens'] / run['seconds']:,.0f} tokens/s, peak {run['peak_mib']:.0f} MiB"
             )
-    faster = times_faster(runs)
+    faster = compute_speedup(runs)
     print(f"{cores} processes are {faster:.2f} times as fast as one: {faster / cores:.2f} a core")
     machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     result = {"machine": machine, "runs": runs, "times_faster": faster, "cores": cores}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def times_faster(runs: list[dict[str, Any]]) -> float:
+def compute_speedup(runs: list[dict[str, Any]]) -> float:
     """Return the tokens per second of the largest plan over those of one process."""
-    one, several = (run["tokens"] / run["seconds"] for run in (runs[1], runs[-1]))
-    return float(several / one)
+    single_rate, parallel_rate = (run["tokens"] / run["seconds"] for run in (runs[1], runs[-1]))
+    return float(parallel_rate / single_rate)
 
 
-def write(data: Path, file: Path, count: int) -> Path:
+def write_records(data: Path, file: Path, count: int) -> Path:
     """Write so many records of `data`, in turn."""
     lines = data.read_text().splitlines(keepends=True)
     with file.open("w") as out:
@@ -77,7 +77,7 @@ def write(data: Path, file: Path, count: int) -> Path:
     return file
 
 
-def plan(file: Path, tokenizer: Path, processes: int) -> dict[str, Any]:
+def measure_plan(file: Path, tokenizer: Path, processes: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from teacher_service.capture.plan import make_plan
@@ -91,10 +91,10 @@ def plan(file: Path, tokenizer: Path, processes: int) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        found = make_plan(reader, Path(folder) / "plan", row_bytes=280, file_bytes=64 << 20)
+        capture_plan = make_plan(reader, Path(folder) / "plan", row_bytes=280, file_bytes=64 << 20)
         seconds = time.perf_counter() - began
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        tokens = len(found.token_ids)
+        tokens = len(capture_plan.token_ids)
     return {
         "seconds": seconds,
         "tokens": tokens,

@@ -60,16 +60,18 @@ def make_material(data: Path, work: Path, sizes: Sizes) -> Material:
     lines = data.read_text().splitlines(keepends=True)[: sizes.records + sizes.held_out]
     if len(lines) < sizes.records + sizes.held_out:
         raise SystemExit(f"{data} has {len(lines)} lines, {sizes.records + sizes.held_out} needed")
-    made_of = [sizes.vocabulary, sizes.max_tokens, sizes.teacher, sizes.student, lines]
-    digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    fingerprint = [sizes.vocabulary, sizes.max_tokens, sizes.teacher, sizes.student, lines]
+    digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
     home = (work / f"models-{digest[:12]}").absolute()
     home.mkdir(parents=True, exist_ok=True)
-    found = Material(*(home / name for name in ("train.jsonl", "held.jsonl", "teacher", "student")))
-    found.train.write_text("".join(lines[: sizes.records]))
-    found.held_out.write_text("".join(lines[sizes.records :]))
-    _pretrain(found.train, found.teacher, "bpe", sizes.teacher, sizes)
-    _pretrain(found.train, found.student, str(found.teacher), sizes.student, sizes)
-    return found
+    material = Material(
+        *(home / name for name in ("train.jsonl", "held.jsonl", "teacher", "student"))
+    )
+    material.train.write_text("".join(lines[: sizes.records]))
+    material.held_out.write_text("".join(lines[sizes.records :]))
+    _pretrain(material.train, material.teacher, "bpe", sizes.teacher, sizes)
+    _pretrain(material.train, material.student, str(material.teacher), sizes.student, sizes)
+    return material
 
 
 def _pretrain(
@@ -111,7 +113,7 @@ def capture(settings: Mapping[str, str], store: Path) -> Path:
     return store
 
 
-def described(store: Path) -> dict[str, float]:
+def describe_store(store: Path) -> dict[str, float]:
     """Return the size of a store, with bytes per row of the codec and of the whole files."""
     data = LogitDataset(store)
     entries = [data.entry(index) for index in range(len(data))]
@@ -125,6 +127,6 @@ def described(store: Path) -> dict[str, float]:
     }
 
 
-def files_of(store: Path) -> int:
+def count_files(store: Path) -> int:
     manifest = read_manifest(store)
     return len(manifest.shards) if manifest else 0

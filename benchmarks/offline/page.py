@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.shared.pages import format_table
+
 PAGE = """\
 # Offline training: measurements
 
@@ -37,8 +39,6 @@ KL(teacher||student) and the perplexity on {held_sequences} records ({held_token
 that no model has seen. Every row has the same student, batches, optimizer and schedule, which the
 benchmark checks in the metrics of the runs. Mean over seeds, minimum to maximum in brackets.
 
-| learns from | held-out KL, nats a token | perplexity |
-|---|---|---|
 {table}
 
 *Cross-entropy only* and *exact KL* are not jobs but references: the trainer with another loss
@@ -50,8 +50,6 @@ both models: the upper limit for rows.
 
 ## Cost of a store
 
-| store | sequences | codec, bytes a row | files, bytes a row |
-|---|---|---|---|
 {stores}
 
 *Codec* counts the encoded rows. *Files* counts all bytes on the disk, with keys, checksums and the
@@ -66,35 +64,37 @@ number of rows.
 
 ## Targets
 
-| target | measured | result |
-|---|---|---|
 {targets}
 """
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets of the benchmark, with the measured values."""
-    found = []
+    """Return the targets of the benchmark, with the measured values."""
+    checked_targets = []
 
-    def aim(target: str, value: str, met: bool) -> None:
-        found.append({"target": target, "found": value, "met": bool(met)})
+    def check(target: str, measured: str, met: bool) -> None:
+        checked_targets.append({"target": target, "found": measured, "met": bool(met)})
 
     kills, step, capture = result["kills"], result["step"], result["capture"]
-    same = "equal" if kills["equal"] else "NOT equal"
-    aim(f"sha256 of every file after {kills['kills']} kills", same, kills["equal"])
-    aim("step from the store over rows in memory, at most 1.03",
-        f"{step['ratio']:.3f}", step["ratio"] <= 1.03)  # fmt: skip
-    aim("capture over the bare engine, at least 0.95",
-        f"{capture['ratio']:.3f}", capture["ratio"] >= 0.95)  # fmt: skip
+    check(
+        f"sha256 of every file after {kills['kills']} kills",
+        "equal" if kills["equal"] else "NOT equal",
+        kills["equal"],
+    )
+    check("step from the store over rows in memory, at most 1.03",
+          f"{step['ratio']:.3f}", step["ratio"] <= 1.03)  # fmt: skip
+    check("capture over the bare engine, at least 0.95",
+          f"{capture['ratio']:.3f}", capture["ratio"] >= 0.95)  # fmt: skip
     if "samples" in result["stores"]:
         size = result["stores"]["samples"]["codec_bytes"]
         only = result["sizes"]["only_samples"]
-        aim(f"codec bytes a row at k = 0 with {only} samples, at most 40",
-            f"{size:.1f}", size <= 40)  # fmt: skip
-    return found
+        check(f"codec bytes a row at k = 0 with {only} samples, at most 40",
+              f"{size:.1f}", size <= 40)  # fmt: skip
+    return checked_targets
 
 
 def page(result: dict[str, Any]) -> str:
+    """Return docs/offline.md."""
     sizes, learned, stores = result["sizes"], result["learned"], result["stores"]
     top = stores["top"]
     return PAGE.format(
@@ -106,61 +106,67 @@ def page(result: dict[str, Any]) -> str:
         tokens_per_row=top["tokens"] / top["rows"],
         held_sequences=learned["held_out"]["sequences"],
         held_tokens=learned["held_out"]["tokens"],
-        table=_table(learned),
-        reading=_reading(result),
-        stores="\n".join(_store(name, sizes, one) for name, one in stores.items()),
-        times=_times(result),
+        table=_format_methods(learned),
+        reading=_format_shares(result),
+        stores=_format_stores(stores, sizes),
+        times=_format_times(result),
         kills=result["kills"]["kills"],
-        killed=_killed(result),
-        targets="\n".join(
-            f"| {one['target']} | {one['found']} | {'met' if one['met'] else 'not met'} |"
-            for one in result["targets"]
+        killed=_format_kills(result),
+        targets=format_table(
+            ["target", "measured", "result"],
+            [
+                [target["target"], target["found"], "met" if target["met"] else "not met"]
+                for target in result["targets"]
+            ],
         ),
     )
 
 
-def _table(learned: dict[str, Any]) -> str:
+def _format_methods(learned: dict[str, Any]) -> str:
     before, teacher = learned["before"], learned["teacher"]
-    lines = [f"| (the student before) | {before['kl']:.3f} | {before['perplexity']:.1f} |"]
-    for way in learned["ways"]:
+    rows = [["(the student before)", f"{before['kl']:.3f}", f"{before['perplexity']:.1f}"]]
+    for method in learned["ways"]:
         cells = [
-            f"{way[name]['mean']:{form}} ({min(way[name]['seeds']):{form}} to"
-            f" {max(way[name]['seeds']):{form}})"
+            f"{method[name]['mean']:{form}} ({min(method[name]['seeds']):{form}} to"
+            f" {max(method[name]['seeds']):{form}})"
             for name, form in (("kl", ".3f"), ("perplexity", ".1f"))
         ]
-        lines.append(f"| {way['name']} | {cells[0]} | {cells[1]} |")
-    return "\n".join([*lines, f"| (the teacher) | 0 | {teacher['perplexity']:.1f} |"])
+        rows.append([method["name"], *cells])
+    rows.append(["(the teacher)", "0", f"{teacher['perplexity']:.1f}"])
+    return format_table(["learns from", "held-out KL, nats a token", "perplexity"], rows)
 
 
-def _reading(result: dict[str, Any]) -> str:
+def _format_shares(result: dict[str, Any]) -> str:
     """Return the share of the KL gap from the initial student to the exact loss, by tail mode."""
     learned = result["learned"]
     start, ceiling = learned["before"]["kl"], learned["ways"][-1]["kl"]["mean"]
-    parts = [
-        f"- {way['name']}: {(start - way['kl']['mean']) / (start - ceiling):.0%}"
-        for way in learned["ways"][:-1]
+    shares = [
+        f"- {method['name']}: {(start - method['kl']['mean']) / (start - ceiling):.0%}"
+        for method in learned["ways"][:-1]
     ]
-    return "\n".join(
-        [
-            "Share of the way from the student's first KL to the KL of the exact loss:",
-            "",
-            *parts,
-        ]
-    )
+    title = "Share of the way from the student's first KL to the KL of the exact loss:"
+    return "\n".join([title, "", *shares])
 
 
-def _store(name: str, sizes: dict[str, Any], one: dict[str, float]) -> str:
-    k, m = (sizes["top_k"], sizes["tail_samples"])
-    if name.startswith("samples"):
-        k, m = 0, sizes["only_samples"]
-    held = ", held out" if name.endswith("held out") else ""
-    return (
-        f"| k = {k}, M = {m}{held} | {one['sequences']:,} | {one['codec_bytes']:.1f}"
-        f" | {one['file_bytes']:.1f} |"
-    )
+def _format_stores(stores: dict[str, dict[str, float]], sizes: dict[str, Any]) -> str:
+    rows = []
+    for name, store in stores.items():
+        k, m = (sizes["top_k"], sizes["tail_samples"])
+        if name.startswith("samples"):
+            k, m = 0, sizes["only_samples"]
+        suffix = ", held out" if name.endswith("held out") else ""
+        rows.append(
+            [
+                f"k = {k}, M = {m}{suffix}",
+                f"{store['sequences']:,}",
+                f"{store['codec_bytes']:.1f}",
+                f"{store['file_bytes']:.1f}",
+            ]
+        )
+    return format_table(["store", "sequences", "codec, bytes a row", "files, bytes a row"], rows)
 
 
-def _times(result: dict[str, Any]) -> str:
+def _format_times(result: dict[str, Any]) -> str:
     step, capture = result["step"], result["capture"]
     return (
         f"A step of the trainer takes {step['ratio']:.3f} times as long as with all rows in memory"
@@ -172,7 +178,7 @@ def _times(result: dict[str, Any]) -> str:
     )
 
 
-def _killed(result: dict[str, Any]) -> str:
+def _format_kills(result: dict[str, Any]) -> str:
     kills = result["kills"]
     outcome = "the same sha256 as" if kills["equal"] else "NOT the same sha256 as"
     return (

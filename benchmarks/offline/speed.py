@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.offline.material import Material, Sizes, capture_settings
-from benchmarks.offline.training import job_settings, ways
+from benchmarks.offline.training import job_settings, training_methods
 from benchmarks.shared.programs import JOBS, set_options
 from clients.config.capture import CaptureJob
 from clients.config.file import load_job
@@ -52,42 +52,46 @@ class InMemorySteps(StoredSteps):
         return self._ready[step]
 
 
-def step_times(
+def compare_step_times(
     work: Path, material: Material, stores: dict[str, Path], sizes: Sizes
 ) -> dict[str, Any]:
     """Return the seconds of a step with rows from the store and from memory, and their ratio.
 
     The ratio is the median over pairs of the same step in consecutive runs.
     """
-    way = next(way for way in ways(sizes) if way.tail == "bucket+teacher_samples")
-    settings = job_settings(material, stores, sizes, way, seed=0)
+    method = next(
+        method for method in training_methods(sizes) if method.tail == "bucket+teacher_samples"
+    )
+    settings = job_settings(material, stores, sizes, method, seed=0)
     settings |= {"max_steps": str(sizes.timed_steps), "eval.every": "100000"}
     settings |= {"checkpoint.every": "100000", "train.warmup_steps": "0", "eval.prompts": "1"}
     config = load_job(JOBS / "gsm8k_offline.toml", set_options(settings)[1::2]).config
     assert isinstance(config, OfflineJob)
     sources = {"store": StoredSteps, "memory": InMemorySteps}
-    found: dict[str, list[float]] = {name: [] for name in sources}
+    seconds_by_source: dict[str, list[float]] = {name: [] for name in sources}
     for repetition in range(sizes.repetitions):
         for name, kind in sources.items():
             with mock.patch.object(offline, "StoredSteps", kind):
-                found[name] += _steps_of(work / "steps" / f"{name}-{repetition}", config)
-    pairs = zip(found["store"], found["memory"], strict=True)
+                seconds_by_source[name] += _time_steps(
+                    work / "steps" / f"{name}-{repetition}", config
+                )
+    pairs = zip(seconds_by_source["store"], seconds_by_source["memory"], strict=True)
     ratios = [stored / memory for stored, memory in pairs]
-    seconds = {name: statistics.median(values) for name, values in found.items()}
+    seconds = {name: statistics.median(values) for name, values in seconds_by_source.items()}
     return {**seconds, "ratio": statistics.median(ratios), "pairs": len(ratios)}
 
 
-def _steps_of(path: Path, config: OfflineJob) -> list[float]:
+def _time_steps(path: Path, config: OfflineJob) -> list[float]:
     """Return the seconds of each step of a run, without the first one, which warms up."""
     run = RunDirectory.create(path, config)
-    progress = _progress(run, config.max_steps)
+    progress = _make_progress(run, config.max_steps)
     verdict = assemble(config, run, {}, open_stores(config), progress, 1, None).train()
     assert verdict == "succeeded"
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return [record["time/step"] for record in records if "time/step" in record][1:]
 
 
-def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
+def compare_capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
     """Return rows per second of a capture and of its engine alone, on the same batches."""
     work.mkdir(parents=True, exist_ok=True)
     part = work / "timed.jsonl"
@@ -102,36 +106,38 @@ def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any
     plan = make_plan(
         reader, work / "plan", row_bytes=ask.row_bytes, file_bytes=job.method.shard_bytes
     )
-    most = job.teacher.max_batch_tokens
-    found: dict[str, list[float]] = {"capture": [], "engine": []}
+    max_tokens = job.teacher.max_batch_tokens
+    rates_by_work: dict[str, list[float]] = {"capture": [], "engine": []}
     for repetition in range(sizes.repetitions + 1):  # the first round warms up
         home = work / "captures" / str(repetition)
-        works: dict[str, Callable[[], None]] = {
-            "engine": lambda: _score(engine, ask, plan, most),
-            "capture": lambda home=home: _capture(engine, ask, plan, most, job, home),
+        functions: dict[str, Callable[[], None]] = {
+            "engine": lambda: _score_plan(engine, ask, plan, max_tokens),
+            "capture": lambda home=home: _capture_plan(engine, ask, plan, max_tokens, job, home),
         }
-        for name, one in works.items():
+        for name, function in functions.items():
             began = time.perf_counter()
-            one()
-            found[name].append(plan.rows / (time.perf_counter() - began))
-    pairs = zip(found["capture"][1:], found["engine"][1:], strict=True)
-    ratios = [ours / bare for ours, bare in pairs]
-    rates = {name: statistics.median(values[1:]) for name, values in found.items()}
+            function()
+            rates_by_work[name].append(plan.rows / (time.perf_counter() - began))
+    pairs = zip(rates_by_work["capture"][1:], rates_by_work["engine"][1:], strict=True)
+    ratios = [capture_rate / engine_rate for capture_rate, engine_rate in pairs]
+    rates = {name: statistics.median(values[1:]) for name, values in rates_by_work.items()}
     return {**rates, "ratio": statistics.median(ratios), "ratios": ratios, "rows": plan.rows}
 
 
-def _score(engine: ScoringEngine, ask: QuerySettings, plan: CapturePlan, most: int) -> None:
+def _score_plan(
+    engine: ScoringEngine, ask: QuerySettings, plan: CapturePlan, max_tokens: int
+) -> None:
     for number in range(len(plan.files) - 1):
         sequences = [plan[index] for index in plan.file(number)]
-        for batch in batches([len(one.token_ids) for one in sequences], most):
+        for batch in batches([len(sequence.token_ids) for sequence in sequences], max_tokens):
             engine.score([ask.build_query(sequences[index]) for index in batch])
 
 
-def _capture(
+def _capture_plan(
     engine: ScoringEngine,
     ask: QuerySettings,
     plan: CapturePlan,
-    most: int,
+    max_tokens: int,
     job: CaptureJob,
     home: Path,
 ) -> None:
@@ -140,12 +146,12 @@ def _capture(
     counts = [len(plan.file(number)) for number in files]
     with StoreWriter(home / "store", {}, counts) as writer:
         metrics = MetricsLog(run, attempt=1, last_step=None)
-        progress = _progress(run, sum(counts))
+        progress = _make_progress(run, sum(counts))
         recorder = Recorder(progress, metrics, lambda: writer.bytes, step=0)
-        source = EngineSource(engine, plan, ask, most)
+        source = EngineSource(engine, plan, ask, max_tokens)
         assert fill(writer, source, plan, files, recorder, ask.encode) == "succeeded"
         metrics.close()
 
 
-def _progress(run: RunDirectory, steps: int) -> Progress:
+def _make_progress(run: RunDirectory, steps: int) -> Progress:
     return Progress(run, attempt=1, max_steps=steps, main=True, terminated=lambda: False)

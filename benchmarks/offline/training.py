@@ -31,7 +31,7 @@ from student_trainer.model.loading import load_model
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingMethod:
     """One training method: a `tail` mode of a job on `store`, or a `reference` loss.
 
     With a reference loss, the store provides the sequences only.
@@ -43,17 +43,21 @@ class Way:
     reference: str = ""
 
 
-def ways(sizes: Sizes) -> list[Way]:
-    k, m, only = sizes.top_k, sizes.tail_samples, sizes.only_samples
-    found = [
-        Way("cross-entropy only", "top", reference="cross-entropy"),
-        Way(f"none (truncated KL), k = {k}", "top", "none"),
-        Way(f"bucket, k = {k}", "top", "bucket"),
-        Way(f"bucket+teacher_samples, k = {k}, M = {m}", "top", "bucket+teacher_samples"),
-        Way(f"bucket+teacher_samples, k = 0, M = {only}", "samples", "bucket+teacher_samples"),
-        Way("exact KL, all logits", "top", reference="exact"),
+def training_methods(sizes: Sizes) -> list[TrainingMethod]:
+    k, m, samples = sizes.top_k, sizes.tail_samples, sizes.only_samples
+    methods = [
+        TrainingMethod("cross-entropy only", "top", reference="cross-entropy"),
+        TrainingMethod(f"none (truncated KL), k = {k}", "top", "none"),
+        TrainingMethod(f"bucket, k = {k}", "top", "bucket"),
+        TrainingMethod(
+            f"bucket+teacher_samples, k = {k}, M = {m}", "top", "bucket+teacher_samples"
+        ),
+        TrainingMethod(
+            f"bucket+teacher_samples, k = 0, M = {samples}", "samples", "bucket+teacher_samples"
+        ),
+        TrainingMethod("exact KL, all logits", "top", reference="exact"),
     ]
-    return [found[3], found[-1]] if sizes.brief else found
+    return [methods[3], methods[-1]] if sizes.brief else methods
 
 
 class Examiner:
@@ -77,41 +81,59 @@ class Examiner:
         """Return {kl, perplexity} of a student: KL in nats per token."""
         student = load_model(StudentConfig(model=str(model))).eval()
         kl = log_prob = 0.0
-        for at in range(0, len(self._texts), 8):
-            texts = self._texts[at : at + 8]
+        for first in range(0, len(self._texts), 8):
+            texts = self._texts[first : first + 8]
             # Padding at the end does not change the outputs of a causal model before it.
             ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in texts], batch_first=True)
-            ours, theirs = (_rows(model, ids, texts) for model in (student, self._teacher))
+            student_logits, teacher_logits = (
+                _answer_logits(model, ids, texts) for model in (student, self._teacher)
+            )
             tokens = torch.cat([ids[start:] for ids, start in texts])
-            kl += float(exact_kl(ours, theirs, direction="forward").double().sum())
-            found = ours.log_softmax(1).gather(1, tokens[:, None])
-            log_prob += float(found.double().sum())
+            kl += float(
+                exact_kl(student_logits, teacher_logits, direction="forward").double().sum()
+            )
+            token_logprobs = student_logits.log_softmax(1).gather(1, tokens[:, None])
+            log_prob += float(token_logprobs.double().sum())
         return {"kl": kl / self.tokens, "perplexity": math.exp(-log_prob / self.tokens)}
 
 
-def _rows(model: Any, ids: Tensor, texts: Sequence[tuple[Tensor, int]]) -> Tensor:
+def _answer_logits(model: Any, ids: Tensor, texts: Sequence[tuple[Tensor, int]]) -> Tensor:
     logits = model(input_ids=ids, use_cache=False).logits
     return torch.cat(
-        [of[start - 1 : len(text) - 1] for of, (text, start) in zip(logits, texts, strict=True)]
+        [
+            sequence_logits[start - 1 : len(text) - 1]
+            for sequence_logits, (text, start) in zip(logits, texts, strict=True)
+        ]
     )
 
 
-def learn_all(
+def train_all(
     work: Path, material: Material, stores: dict[str, Path], sizes: Sizes, parallel: int
 ) -> dict[str, Any]:
     """Train with every method and seed, and return the evaluations. No teacher service is used."""
     examine = Examiner(material.teacher, LogitDataset(stores["top, held out"]))
     before = {"0": examine(material.student)}
-    runs = [(way, seed) for seed in range(sizes.seeds) for way in ways(sizes)]
+    runs = [(method, seed) for seed in range(sizes.seeds) for method in training_methods(sizes)]
     with ThreadPoolExecutor(parallel) as pool:
         curves = list(
-            pool.map(lambda one: _curve(work, material, stores, sizes, examine, *one), runs)
+            pool.map(
+                lambda run_method: _train_and_evaluate(
+                    work, material, stores, sizes, examine, *run_method
+                ),
+                runs,
+            )
         )
     _require_same_batches(work, sizes)
-    found = []
-    for way in ways(sizes):
-        mine = [before | curve for (one, _), curve in zip(runs, curves, strict=True) if one == way]
-        found.append({"name": way.name, "reference": bool(way.reference), **_summary(mine)})
+    summaries = []
+    for method in training_methods(sizes):
+        method_curves = [
+            before | curve
+            for (run_method, _), curve in zip(runs, curves, strict=True)
+            if run_method == method
+        ]
+        summaries.append(
+            {"name": method.name, "reference": bool(method.reference), **_summarize(method_curves)}
+        )
     return {
         "held_out": {
             "sequences": len(LogitDataset(stores["top, held out"])),
@@ -119,11 +141,11 @@ def learn_all(
         },
         "teacher": examine(material.teacher),
         "before": before["0"],
-        "ways": found,
+        "ways": summaries,
     }
 
 
-def _summary(curves: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+def _summarize(curves: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     steps = list(curves[0])
     last = steps[-1]
     return {
@@ -138,24 +160,24 @@ def _summary(curves: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def _curve(
+def _train_and_evaluate(
     work: Path,
     material: Material,
     stores: dict[str, Path],
     sizes: Sizes,
     examine: Examiner,
-    way: Way,
+    method: TrainingMethod,
     seed: int,
 ) -> dict[str, dict[str, float]]:
     """Return {step: {kl, perplexity}} of one run."""
-    home = _home(work, sizes, way, seed)
-    settings = job_settings(material, stores, sizes, way, seed)
+    home = _run_directory(work, sizes, method, seed)
+    settings = job_settings(material, stores, sizes, method, seed)
     job, log = JOBS / "gsm8k_offline.toml", home.with_suffix(".log")
-    if way.reference:
+    if method.reference:
         options = [f"{key}={value}" for key, value in settings.items()]
-        made = RunDirectory.create(home / "run", load_job(job, options).config)
-        program = ["-m", "benchmarks.offline.reference", way.reference, str(material.teacher)]
-        run_program([sys.executable, *program, str(made.path), "--attempt", "1"], log)
+        run_directory = RunDirectory.create(home / "run", load_job(job, options).config)
+        program = ["-m", "benchmarks.offline.reference", method.reference, str(material.teacher)]
+        run_program([sys.executable, *program, str(run_directory.path), "--attempt", "1"], log)
     else:
         command = [sys.executable, "-m", "clients", "run", str(job), "--runs", str(home)]
         run_program([*command, *set_options(settings)], log)
@@ -165,16 +187,16 @@ def _curve(
 
 
 def job_settings(
-    material: Material, stores: dict[str, Path], sizes: Sizes, way: Way, seed: int
+    material: Material, stores: dict[str, Path], sizes: Sizes, method: TrainingMethod, seed: int
 ) -> dict[str, str]:
     """Return the settings of a training job that override the shipped job file."""
     return {
         "student.model": str(material.student),
         "student.gradient_checkpointing": "false",
-        "data.path": str(stores[way.store]),
-        "data.eval_path": str(stores[f"{way.store}, held out"]),
+        "data.path": str(stores[method.store]),
+        "data.eval_path": str(stores[f"{method.store}, held out"]),
         # Ignored by a reference loss.
-        "method.tail": way.tail or "bucket",
+        "method.tail": method.tail or "bucket",
         "seed": str(seed),
         "max_steps": str(sizes.steps),
         "train.learning_rate": "3e-3",
@@ -188,19 +210,25 @@ def job_settings(
     }
 
 
-def _home(work: Path, sizes: Sizes, way: Way, seed: int) -> Path:
-    return work / "learned" / f"{ways(sizes).index(way)}-seed-{seed}"
+def _run_directory(work: Path, sizes: Sizes, method: TrainingMethod, seed: int) -> Path:
+    return work / "learned" / f"{training_methods(sizes).index(method)}-seed-{seed}"
 
 
 def _require_same_batches(work: Path, sizes: Sizes) -> None:
     """Check that, for each seed, all methods had the same initial student and batches."""
     for seed in range(sizes.seeds):
-        seen = []
-        for way in ways(sizes):
-            (path,) = _home(work, sizes, way, seed).iterdir()
+        first_losses_and_tokens = []
+        for method in training_methods(sizes):
+            (path,) = _run_directory(work, sizes, method, seed).iterdir()
             records = [
                 json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()
             ]
             steps = [record for record in records if "loss" in record]
-            seen.append([steps[0]["cross_entropy"], *(record["tokens"] for record in steps)])
-        np.testing.assert_allclose(seen, [seen[0]] * len(seen), rtol=1e-4)
+            first_losses_and_tokens.append(
+                [steps[0]["cross_entropy"], *(record["tokens"] for record in steps)]
+            )
+        np.testing.assert_allclose(
+            first_losses_and_tokens,
+            [first_losses_and_tokens[0]] * len(first_losses_and_tokens),
+            rtol=1e-4,
+        )

@@ -27,6 +27,7 @@ from benchmarks.rl.material import Material, Warm, make_material
 from benchmarks.rl.page import page, summaries
 from benchmarks.rl.picture import draw
 from benchmarks.rl.runs import HEAD, Sizes, all_runs
+from benchmarks.shared.pages import write_page
 
 # Task and optimizer are those of `distill demo-rl`; a better initial model learns faster.
 FULL = Sizes(
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     options.docs.mkdir(parents=True, exist_ok=True)
     print(draw(result, options.docs / "rl.png"))
-    (options.docs / "rl.md").write_text(page(result))
+    print(write_page(options.docs / "rl.md", page(result)))
 
 
 def _home(work: Path, sizes: Sizes) -> Path:

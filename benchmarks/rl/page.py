@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from benchmarks.shared.intervals import mean_and_interval
+from benchmarks.shared.pages import format_table
 
 PAGE = """\
 # Reinforcement learning: measurements
@@ -49,8 +50,6 @@ effect.
 
 Mean over seeds, and its 95% interval (Student's t):
 
-| configuration | held out | sampled | entropy | head | KL to the anchor | seconds | memory, MiB |
-|---|---|---|---|---|---|---|---|
 {table}
 
 Before any reward: {before:.3f} held out.
@@ -60,8 +59,6 @@ Before any reward: {before:.3f} held out.
 Paired differences of the held-out accuracy by seed, in percentage points. A difference whose
 interval contains 0 was not shown. Of so many comparisons, one in twenty is shown by chance.
 
-| comparison | points | 95% interval | result |
-|---|---|---|---|
 {differences}
 
 ## Cost of an anchor
@@ -78,16 +75,22 @@ step:
 """
 
 
+ARM_COLUMNS = (
+    *("configuration", "held out", "sampled", "entropy", "head"),
+    *("KL to the anchor", "seconds", "memory, MiB"),
+)
+
+
 def summaries(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one summary per arm over its seeds, in the order of the runs."""
     names = list(dict.fromkeys(run["name"] for run in runs))
-    return [_summary(name, [run for run in runs if run["name"] == name]) for name in names]
+    return [_summarize(name, [run for run in runs if run["name"] == name]) for name in names]
 
 
-def _summary(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _summarize(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     steps = list(runs[0]["curve"])
     finals = [run["curve"][steps[-1]] for run in runs]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "name": name,
         "finals": finals,
         "held_out": mean_and_interval(finals),
@@ -96,82 +99,85 @@ def _summary(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
     for key in ("entropy", "head_mass", "first_head_mass", "kl_anchor"):
         values = [run[key] for run in runs if run[key] is not None]
-        found[key] = statistics.mean(values) if values else None
+        summary[key] = statistics.mean(values) if values else None
     for key in ("step_seconds", "peak_bytes"):
-        found[key] = statistics.median(run[key] for run in runs)
-    return found
+        summary[key] = statistics.median(run[key] for run in runs)
+    return summary
 
 
 def page(result: dict[str, Any]) -> str:
-    sizes, lines, cost = result["sizes"], result["summaries"], result["cost"]
-    mass = next((line["first_head_mass"] for line in lines if line["first_head_mass"]), None)
+    """Return docs/rl.md."""
+    sizes, arms, cost = result["sizes"], result["summaries"], result["cost"]
+    first_mass = next((arm["first_head_mass"] for arm in arms if arm["first_head_mass"]), None)
     layers, width = sizes["timed_model"]
     return PAGE.format(
         **sizes | {"layers": sizes["warm"]["layers"], "width": sizes["warm"]["width"]},
         machine=result["machine"],
         head=result["head"],
-        first_mass=_cell(mass),
-        table="\n".join(_line(line) for line in lines),
-        before=next(iter(lines[0]["curve"].values()))[0],
-        differences="\n".join(_difference(*pair) for pair in compared(lines)),
+        first_mass=_format_number(first_mass),
+        table=format_table(ARM_COLUMNS, map(_format_arm, arms)),
+        before=next(iter(arms[0]["curve"].values()))[0],
+        differences=format_table(
+            ["comparison", "points", "95% interval", "result"],
+            [_format_difference(arm, baseline) for arm, baseline in compared(arms)],
+        ),
         pairs=len(cost["ratios"]),
         timed_layers=layers,
         timed_width=width,
         weights=cost["weight_bytes"] / 2**20,
         ratio=cost["ratio"],
-        ratios=_span(cost["ratios"], "{:.3f}"),
+        ratios=_format_range(cost["ratios"], "{:.3f}"),
         more=statistics.median(cost["more_bytes"]) / 2**20,
-        mores=_span([more / 2**20 for more in cost["more_bytes"]], "{:.0f}"),
+        mores=_format_range([more / 2**20 for more in cost["more_bytes"]], "{:.0f}"),
         more_over=cost["more_over_weights"],
     )
 
 
-def compared(lines: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def compared(arms: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the pairs of arms that the benchmark compares: (arm, baseline)."""
-    by_name = {line["name"]: line for line in lines}
-    found = []
-    for name in by_name:
+    arm_by_name = {arm["name"]: arm for arm in arms}
+    pairs = []
+    for name in arm_by_name:
         kind, _, beta = name.partition(", ")
-        ours = f"EMA anchor, bucket+sampled, {beta.rpartition(', ')[2]}"
+        default_name = f"EMA anchor, bucket+sampled, {beta.rpartition(', ')[2]}"
         if name == "no KL":
             continue
         if "bucket+sampled" in name:
-            found.append((name, "no KL"))
-        if kind == "EMA anchor" and name == ours:
-            found.append((name, name.replace("EMA", "fixed")))
+            pairs.append((name, "no KL"))
+        if kind == "EMA anchor" and name == default_name:
+            pairs.append((name, name.replace("EMA", "fixed")))
         elif kind == "EMA anchor":
-            found.append((ours, name))
-    return [(by_name[one], by_name[other]) for one, other in found]
+            pairs.append((default_name, name))
+    return [(arm_by_name[arm], arm_by_name[baseline]) for arm, baseline in pairs]
 
 
-def _line(line: dict[str, Any]) -> str:
-    cells = [
-        line["name"],
-        *(_interval(line[key]) for key in ("held_out", "sampled")),
-        *(_cell(line[key]) for key in ("entropy", "head_mass")),
-        _cell(line["kl_anchor"], "{:.4f}"),
-        f"{line['step_seconds']:.3f}",
-        f"{line['peak_bytes'] / 2**20:.0f}",
+def _format_arm(arm: dict[str, Any]) -> list[str]:
+    return [
+        arm["name"],
+        *(_format_interval(arm[key]) for key in ("held_out", "sampled")),
+        *(_format_number(arm[key]) for key in ("entropy", "head_mass")),
+        _format_number(arm["kl_anchor"], "{:.4f}"),
+        f"{arm['step_seconds']:.3f}",
+        f"{arm['peak_bytes'] / 2**20:.0f}",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
-def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    apart = [100 * (a - b) for a, b in zip(one["finals"], other["finals"], strict=True)]
-    mean, half = mean_and_interval(apart)
+def _format_difference(arm: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+    differences = [100 * (a - b) for a, b in zip(arm["finals"], baseline["finals"], strict=True)]
+    mean, half = mean_and_interval(differences)
     verdict = "not shown" if abs(mean) <= half else "better" if mean > 0 else "worse"
-    where = f"{mean - half:+.1f} to {mean + half:+.1f}" if math.isfinite(half) else "one seed"
-    return f"| {one['name']} against {other['name']} | {mean:+.1f} | {where} | {verdict} |"
+    interval = f"{mean - half:+.1f} to {mean + half:+.1f}" if math.isfinite(half) else "one seed"
+    return [f"{arm['name']} against {baseline['name']}", f"{mean:+.1f}", interval, verdict]
 
 
-def _interval(value: tuple[float, float]) -> str:
-    mean, half = value
+def _format_interval(mean_and_half_width: tuple[float, float]) -> str:
+    mean, half = mean_and_half_width
     return f"{mean:.3f} +- {half:.3f}" if math.isfinite(half) else f"{mean:.3f}"
 
 
-def _cell(value: float | None, form: str = "{:.3f}") -> str:
-    return "-" if value is None else form.format(value)
+def _format_number(number: float | None, form: str = "{:.3f}") -> str:
+    return "-" if number is None else form.format(number)
 
 
-def _span(values: list[float], form: str) -> str:
+def _format_range(values: list[float], form: str) -> str:
     return f"{form.format(min(values))} to {form.format(max(values))}"

@@ -56,39 +56,43 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "vocabulary": VOCAB,
         "codec": {
-            str(k): codec(head_of(rows, k), repetitions=2 if options.quick else 5) for k in HEADS
+            str(k): measure_codec(head_of(rows, k), repetitions=2 if options.quick else 5)
+            for k in HEADS
         },
         "bytes": {str(k): message_bytes(head_of(rows, k)) for k in HEADS},
-        "stream": streams(scale),
+        "stream": measure_streams(scale),
     }
     result["targets"] = targets(result)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
-def codec(rows: RowBlock, repetitions: int) -> dict[str, dict[str, float]]:
+def measure_codec(rows: RowBlock, repetitions: int) -> dict[str, dict[str, float]]:
     """Return bytes per token, and CPU microseconds per token for encoding and decoding."""
     block = rows.slice(0, CODEC_ROWS)
-    held = {name: wire.hold(block) for name, wire in FORMATS.items()}
-    sent = {name: wire.encode(held[name]) for name, wire in FORMATS.items()}
+    server_data = {name: wire.hold(block) for name, wire in FORMATS.items()}
+    payloads = {name: wire.encode(server_data[name]) for name, wire in FORMATS.items()}
     for name, wire in FORMATS.items():
-        require_equal(name, block, wire.decode(sent[name]))
+        require_equal(name, block, wire.decode(payloads[name]))
     times: dict[str, dict[str, list[float]]] = {name: {"enc": [], "dec": []} for name in FORMATS}
     for _ in range(repetitions):
         for name, wire in FORMATS.items():
-            times[name]["enc"].append(seconds(lambda w=wire, n=name: w.encode(held[n])))
-            times[name]["dec"].append(seconds(lambda w=wire, n=name: w.decode(sent[n])))
+            times[name]["enc"].append(time_run(lambda w=wire, n=name: w.encode(server_data[n])))
+            times[name]["dec"].append(time_run(lambda w=wire, n=name: w.decode(payloads[n])))
     return {
         name: {
-            "bytes": len(sent[name]) / len(block),
-            **{end: min(found) * 1e6 / len(block) for end, found in times[name].items()},
+            "bytes": len(payloads[name]) / len(block),
+            **{
+                end: min(seconds_per_run) * 1e6 / len(block)
+                for end, seconds_per_run in times[name].items()
+            },
         }
         for name in FORMATS
     }
 
 
-def seconds(run: Callable[[], object]) -> float:
+def time_run(run: Callable[[], object]) -> float:
     """Return the CPU time of one run, averaged over enough runs to take 20 ms."""
     started, count = time.process_time(), 0
     while (spent := time.process_time() - started) < 0.02:
@@ -109,43 +113,45 @@ def require_equal(name: str, block: RowBlock, decoded: Any) -> None:
 
 def message_bytes(rows: RowBlock) -> dict[str, float]:
     """Return the bytes per token of whole messages, including all fields of the message."""
-    found = {}
+    bytes_by_case = {}
     for tokens in (64, 512):
         block = rows.slice(0, tokens)
-        own = RowBlock(None, block.head_logprobs, block.tail_logmass, block.token_logprobs)
-        for whose, sent in (("teacher's ids", block), ("student's ids", own)):
+        student_rows = RowBlock(None, block.head_logprobs, block.tail_logmass, block.token_logprobs)
+        for owner, rows_sent in (("teacher's ids", block), ("student's ids", student_rows)):
             chunk = teacher_pb2.ScoreChunk(
                 request_id="123456",
                 first_position=1024,
                 count=tokens,
-                payload=encode_rows(sent),
+                payload=encode_rows(rows_sent),
                 last=True,
                 scoring_digest=1 << 63,
             )
-            found[f"{whose}, {tokens} a message"] = chunk.ByteSize() / tokens
-    return found
+            bytes_by_case[f"{owner}, {tokens} a message"] = chunk.ByteSize() / tokens
+    return bytes_by_case
 
 
-def streams(scale: float) -> dict[str, dict[str, float]]:
+def measure_streams(scale: float) -> dict[str, dict[str, float]]:
     """Return tokens per second and CPU time of both ends, by server and tokens per message."""
-    found = {}
-    with server("grpc", str(HEAD)) as (port, process):
+    rates = {}
+    with start_server("grpc", str(HEAD)) as (port, process):
         for tokens in MESSAGES:
             count = max(8, int(scale * 1_500_000 / tokens))
-            found[f"ours, {tokens}"] = measured(process, tokens, count, grpc_round(port))
+            rates[f"ours, {tokens}"] = measure_rounds(process, tokens, count, grpc_round(port))
     for name in HTTP:
-        with server("http", str(HEAD), name) as (port, process):
+        with start_server("http", str(HEAD), name) as (port, process):
             for tokens in MESSAGES[:2] if name == "vLLM JSON" else MESSAGES:
                 share = 0.06 if "base64 of" in name or "SGLang" in name else 0.008
                 count = max(2, int(scale * share * 1_500_000 / max(tokens, 256) / 4)) * 4
                 for clients in (1, 4):
                     title = f"{name}, {clients} at once, {tokens}"
-                    found[title] = measured(process, tokens, count, http_round(port, name, clients))
-    return found
+                    rates[title] = measure_rounds(
+                        process, tokens, count, http_round(port, name, clients)
+                    )
+    return rates
 
 
 @contextmanager
-def server(*arguments: str) -> Iterator[tuple[int, psutil.Process]]:
+def start_server(*arguments: str) -> Iterator[tuple[int, psutil.Process]]:
     command = [sys.executable, "-m", "benchmarks.wire.servers", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -163,7 +169,9 @@ def grpc_round(port: int) -> Round:
         # All different, because the service scores concurrent equal queries only once.
         ids = np.random.default_rng(0).integers(0, VOCAB, (count, tokens + 1), dtype=np.int32)
         with TeacherClient(f"127.0.0.1:{port}") as client:
-            pending = deque(client.submit(ScoreQuery(one, 1, top_k=HEAD)) for one in ids)
+            pending = deque(
+                client.submit(ScoreQuery(sequence_ids, 1, top_k=HEAD)) for sequence_ids in ids
+            )
             while pending:
                 assert len(pending.popleft().result()) == tokens
 
@@ -183,30 +191,38 @@ def http_round(port: int, name: str, clients: int) -> Round:
 
     def run(tokens: int, count: int) -> None:
         with ThreadPoolExecutor(clients) as threads:
-            for done in [threads.submit(client, tokens, count // clients) for _ in range(clients)]:
-                done.result()
+            for client_future in [
+                threads.submit(client, tokens, count // clients) for _ in range(clients)
+            ]:
+                client_future.result()
 
     return run
 
 
-def measured(process: psutil.Process, tokens: int, count: int, run: Round) -> dict[str, float]:
+def measure_rounds(
+    process: psutil.Process, tokens: int, count: int, run: Round
+) -> dict[str, float]:
     """Return the median of three rounds after one warm-up round."""
     run(tokens, max(4, count // 32 * 4))
-    found = []
+    measurements = []
     for _ in range(3):
-        ours, theirs, started = time.process_time(), cpu(process), time.monotonic()
+        client_start, server_start, started = (
+            time.process_time(),
+            cpu_seconds(process),
+            time.monotonic(),
+        )
         run(tokens, count)
         wall = time.monotonic() - started
-        done = tokens * count
-        ends = (cpu(process) - theirs, time.process_time() - ours)
-        found.append((done / wall, *(end * 1e6 / done for end in ends)))
+        token_count = tokens * count
+        ends = (cpu_seconds(process) - server_start, time.process_time() - client_start)
+        measurements.append((token_count / wall, *(end * 1e6 / token_count for end in ends)))
     rate, server_cpu, client_cpu = (
-        statistics.median(column) for column in zip(*found, strict=True)
+        statistics.median(column) for column in zip(*measurements, strict=True)
     )
     return {"tokens_per_second": rate, "server_us": server_cpu, "client_us": client_cpu}
 
 
-def cpu(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -214,31 +230,31 @@ def cpu(process: psutil.Process) -> float:
 def targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the targets of the benchmark with the measured values."""
     stream = result["stream"]
-    ours = stream["ours, 512"]
+    own_stream = stream["ours, 512"]
 
-    def times(name: str) -> float:
+    def connection_ratio(name: str) -> float:
         row = stream[f"{name}, 1 at once, 512"]
-        return float(ours["tokens_per_second"] / row["tokens_per_second"])
+        return float(own_stream["tokens_per_second"] / row["tokens_per_second"])
 
-    def codec_times(name: str) -> float:
+    def codec_ratio(name: str) -> float:
         ends = {n: row["enc"] + row["dec"] for n, row in result["codec"][str(HEAD)].items()}
         return float(ends[name] / ends["ours"])
 
-    most = {
+    max_bytes = {
         str(k): max(v for n, v in result["bytes"][str(k)].items() if "teacher" in n) for k in HEADS
     }
     both_ends = max(
         stream[f"ours, {n}"]["server_us"] + stream[f"ours, {n}"]["client_us"] for n in (512, 4096)
     )
-    found = [
-        ("bytes a token, k = 64", most["64"], "<=", 284),
-        ("bytes a token, k = 32", most["32"], "<=", 148),
+    checked_targets = [
+        ("bytes a token, k = 64", max_bytes["64"], "<=", 284),
+        ("bytes a token, k = 32", max_bytes["32"], "<=", 148),
         ("CPU us a token, both ends, >= 512 a message", both_ends, "<=", 1.5),
-        ("tokens a second through a stream", ours["tokens_per_second"], ">=", 0.7e6),
+        ("tokens a second through a stream", own_stream["tokens_per_second"], ">=", 0.7e6),
         *(
-            (f"times {name}, {what}", of(name), ">=", aim)
+            (f"times {name}, {part}", ratio(name), ">=", aim)
             for name, aim in (("SGLang flat base64", 10), ("TRL base64", 50), ("vLLM JSON", 300))
-            for what, of in (("codec", codec_times), ("connection", times))
+            for part, ratio in (("codec", codec_ratio), ("connection", connection_ratio))
         ),
     ]
     return {
@@ -247,11 +263,11 @@ def targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "aim": f"{sign} {aim:g}",
             "met": value <= aim if sign == "<=" else value >= aim,
         }
-        for name, value, sign, aim in found
+        for name, value, sign, aim in checked_targets
     }
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"V = {result['vocabulary']}; {result['machine']}")
     for k in HEADS:
         print(f"\ncodec, k = {k:<17}{'B/token':>9}{'enc us':>9}{'dec us':>9}{'of ours':>9}")

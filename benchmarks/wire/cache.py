@@ -62,25 +62,25 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "vocabulary": VOCAB,
-        "stores": stores(rows, sequences, repetitions),
-        "precision": precision(rows),
+        "stores": measure_stores(rows, sequences, repetitions),
+        "precision": measure_precision(rows),
     }
     result["targets"] = targets(result)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
 def head_of(rows: RowBlock, k: int) -> RowBlock:
     """Return the rows reduced to the k likeliest ids; the mass of the other ids joins the tail."""
     assert rows.head_ids is not None
-    rest = np.logaddexp.reduce(rows.head_logprobs[:, k:], axis=1, initial=-np.inf)
-    tail = np.logaddexp(rows.tail_logmass, rest).astype(np.float32)
+    outside_logmass = np.logaddexp.reduce(rows.head_logprobs[:, k:], axis=1, initial=-np.inf)
+    tail = np.logaddexp(rows.tail_logmass, outside_logmass).astype(np.float32)
     return RowBlock(rows.head_ids[:, :k], rows.head_logprobs[:, :k], tail, rows.token_logprobs)
 
 
 @contextmanager
-def opened() -> Iterator[dict[str, Store]]:
+def open_stores() -> Iterator[dict[str, Store]]:
     loop = asyncio.new_event_loop()
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as port:
         path = Path(folder)
@@ -104,11 +104,11 @@ def opened() -> Iterator[dict[str, Store]]:
     loop.close()
 
 
-def stores(rows: RowBlock, sequences: int, repetitions: int) -> dict[str, dict[str, float]]:
+def measure_stores(rows: RowBlock, sequences: int, repetitions: int) -> dict[str, dict[str, float]]:
     """Measure bytes per token, and tokens per second written and read in random order, by store."""
-    parts = [rows.slice(at, at + LENGTH) for at in range(0, len(rows), LENGTH)]
-    found: dict[str, dict[str, float]] = {}
-    with opened() as all_stores:
+    parts = [rows.slice(first, first + LENGTH) for first in range(0, len(rows), LENGTH)]
+    results: dict[str, dict[str, float]] = {}
+    with open_stores() as all_stores:
         blocks: dict[str, list[RowBlock]] = {}
         for name, store in all_stores.items():
             k = RECOMMENDED.k if "DistillKit" in name else HEAD
@@ -119,9 +119,9 @@ def stores(rows: RowBlock, sequences: int, repetitions: int) -> dict[str, dict[s
             size = store.write(blocks[name])
             seconds = time.perf_counter() - began
             tokens = LENGTH * count
-            found[name] = {"bytes": size / tokens, "write": tokens / seconds}
-            for at in range(0, count, BATCH):
-                numbers = range(at, min(at + BATCH, count))
+            results[name] = {"bytes": size / tokens, "write": tokens / seconds}
+            for first in range(0, count, BATCH):
+                numbers = range(first, min(first + BATCH, count))
                 require_equal(name, [blocks[name][i] for i in numbers], store.read(numbers))
         rates: dict[str, list[float]] = {name: [] for name in all_stores}
         random = np.random.default_rng(0)
@@ -129,40 +129,40 @@ def stores(rows: RowBlock, sequences: int, repetitions: int) -> dict[str, dict[s
             for name, store in all_stores.items():
                 order = random.permutation(len(blocks[name])).tolist()
                 began = time.perf_counter()
-                for at in range(0, len(order), BATCH):
-                    store.read(order[at : at + BATCH])
+                for first in range(0, len(order), BATCH):
+                    store.read(order[first : first + BATCH])
                 rates[name].append(LENGTH * len(order) / (time.perf_counter() - began))
     for name, found_rates in rates.items():
-        found[name] |= {
+        results[name] |= {
             "read": statistics.median(found_rates),
             "spread": max(found_rates) / min(found_rates),
         }
-    return found
+    return results
 
 
-def require_equal(name: str, blocks: list[RowBlock], read: list[Arrays]) -> None:
+def require_equal(name: str, blocks: list[RowBlock], stored_arrays: list[Arrays]) -> None:
     """Check that a store lost nothing: equal ids, log-probs to f16 (except DistillKit's)."""
-    for block, (ids, logprobs) in zip(blocks, read, strict=True):
+    for block, (ids, logprobs) in zip(blocks, stored_arrays, strict=True):
         np.testing.assert_array_equal(ids, block.head_ids, err_msg=name)
         if "DistillKit" not in name:
             np.testing.assert_allclose(logprobs, block.head_logprobs, rtol=1e-3, err_msg=name)
 
 
-def precision(rows: RowBlock) -> dict[str, dict[str, float]]:
+def measure_precision(rows: RowBlock) -> dict[str, dict[str, float]]:
     """Measure each encoding of the head: bytes per token, error of the KL, and time to decode.
 
     The error is |sum_i p_i (log p_i - log p'_i)| in nats, averaged over rows: the error of a
     forward KL over the head, with p the model's probabilities and p' the decoded ones.
     """
-    found = {}
+    results = {}
     for name, layout in (("DistillKit, k = 128", RECOMMENDED), ("DistillKit, k = 50", BUDGET)):
-        found[name] = of_layout(layout, rows.slice(0, LENGTH))
+        results[name] = measure_layout(layout, rows.slice(0, LENGTH))
     for k in (32, 50, 64, 128):
-        found[f"ours, zstd, k = {k}"] = of_codec(head_of(rows.slice(0, LENGTH), k))
-    return found
+        results[f"ours, zstd, k = {k}"] = measure_codec(head_of(rows.slice(0, LENGTH), k))
+    return results
 
 
-def of_layout(layout: Layout, rows: RowBlock) -> dict[str, float]:
+def measure_layout(layout: Layout, rows: RowBlock) -> dict[str, float]:
     block = head_of(rows, layout.k)
     assert block.head_ids is not None
     values, packed = compress(layout, block.head_ids, block.head_logprobs)
@@ -170,16 +170,16 @@ def of_layout(layout: Layout, rows: RowBlock) -> dict[str, float]:
     return {
         "bytes": values.shape[1] + packed.shape[1],
         "error": head_error(block.head_logprobs, decoded),
-        "decode_us": microseconds(lambda: decompress(layout, values, packed)),
+        "decode_us": decode_microseconds(lambda: decompress(layout, values, packed)),
     }
 
 
-def of_codec(block: RowBlock) -> dict[str, float]:
+def measure_codec(block: RowBlock) -> dict[str, float]:
     data = compress_rows(encode_rows(block))
     return {
         "bytes": len(data) / len(block),
         "error": head_error(block.head_logprobs, decode_rows(data).head_logprobs),
-        "decode_us": microseconds(lambda: decode_rows(data)),
+        "decode_us": decode_microseconds(lambda: decode_rows(data)),
     }
 
 
@@ -188,7 +188,7 @@ def head_error(logprobs: Any, decoded: Any) -> float:
     return float(np.abs((np.exp(exact) * (exact - decoded)).sum(axis=1)).mean())
 
 
-def microseconds(run: Any, repetitions: int = 7) -> float:
+def decode_microseconds(run: Any, repetitions: int = 7) -> float:
     """Return the CPU time per token in microseconds, the minimum of several runs."""
     times = []
     for _ in range(repetitions):
@@ -200,38 +200,44 @@ def microseconds(run: Any, repetitions: int = 7) -> float:
 
 def targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the targets of the benchmark with the measured values."""
-    read = {name: store["read"] for name, store in result["stores"].items()}
-    size = {name: store["bytes"] for name, store in result["stores"].items()}
+    read_rates = {name: store["read"] for name, store in result["stores"].items()}
+    sizes = {name: store["bytes"] for name, store in result["stores"].items()}
     precision = result["precision"]
-    peer, mine = precision["DistillKit, k = 128"], precision["ours, zstd, k = 128"]
-    slow = read["datasets, nested lists"]
+    peer_codec, own_codec = precision["DistillKit, k = 128"], precision["ours, zstd, k = 128"]
+    slow = read_rates["datasets, nested lists"]
     aims = {
-        "Arrow, tokens a second, at least 4 M": (read[OURS], read[OURS] >= 4e6),
-        "Redis, tokens a second, at least 2 M": (read["ours, Redis"], read["ours, Redis"] >= 2e6),
-        "Arrow over datasets, at least 100": (read[OURS] / slow, read[OURS] / slow >= 100),
+        "Arrow, tokens a second, at least 4 M": (read_rates[OURS], read_rates[OURS] >= 4e6),
+        "Redis, tokens a second, at least 2 M": (
+            read_rates["ours, Redis"],
+            read_rates["ours, Redis"] >= 2e6,
+        ),
+        "Arrow over datasets, at least 100": (
+            read_rates[OURS] / slow,
+            read_rates[OURS] / slow >= 100,
+        ),
         "Arrow over memmap, at least 0.25": (
-            read[OURS] / read["bound: numpy.memmap"],
-            read[OURS] / read["bound: numpy.memmap"] >= 0.25,
+            read_rates[OURS] / read_rates["bound: numpy.memmap"],
+            read_rates[OURS] / read_rates["bound: numpy.memmap"] >= 0.25,
         ),
-        "bytes a token, at most 284": (size[OURS], size[OURS] <= 284),
+        "bytes a token, at most 284": (sizes[OURS], sizes[OURS] <= 284),
         "bytes a token with zstd, at most 200": (
-            size["ours, Arrow, zstd"],
-            size["ours, Arrow, zstd"] <= 200,
+            sizes["ours, Arrow, zstd"],
+            sizes["ours, Arrow, zstd"] <= 200,
         ),
-        "error of f16, at most 1e-4 nats": (mine["error"], mine["error"] <= 1e-4),
+        "error of f16, at most 1e-4 nats": (own_codec["error"], own_codec["error"] <= 1e-4),
         "DistillKit's error over ours, at no more bytes": (
-            peer["error"] / mine["error"],
-            peer["error"] > mine["error"] and mine["bytes"] <= peer["bytes"],
+            peer_codec["error"] / own_codec["error"],
+            peer_codec["error"] > own_codec["error"] and own_codec["bytes"] <= peer_codec["bytes"],
         ),
         "Arrow over DistillKit's layout in datasets, at least 100": (
-            read[OURS] / read["DistillKit's layout, datasets"],
-            read[OURS] / read["DistillKit's layout, datasets"] >= 100,
+            read_rates[OURS] / read_rates["DistillKit's layout, datasets"],
+            read_rates[OURS] / read_rates["DistillKit's layout, datasets"] >= 100,
         ),
     }
     return {name: {"found": value, "met": bool(met)} for name, (value, met) in aims.items()}
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"V = {result['vocabulary']}, k = {HEAD}; {result['machine']}\n")
     print(f"{'store':<32}{'B/token':>9}{'write M/s':>11}{'read M/s':>10}{'spread':>8}")
     for name, store in result["stores"].items():

@@ -50,7 +50,7 @@ class ArrowStore:
             for number, block in enumerate(blocks):
                 rows = encode_rows(block)
                 rows = compress_rows(rows) if self._zstd else rows
-                entries.append(StoredRows(key_of(number), b"", 1, rows))
+                entries.append(StoredRows(make_key(number), b"", 1, rows))
                 if sum(len(entry.rows) for entry in entries) > SHARD_BYTES:
                     store.append(entries)
                     entries = []
@@ -59,12 +59,12 @@ class ArrowStore:
         return sum(self._store.sizes)
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
-        found = []
+        stored_arrays = []
         for number in numbers:
-            rows = self._store.get(key_of(number))
+            rows = self._store.get(make_key(number))
             assert rows is not None
-            found.append(arrays(decode_rows(rows)))
-        return found
+            stored_arrays.append(arrays_of_rows(decode_rows(rows)))
+        return stored_arrays
 
 
 class RedisStore:
@@ -76,15 +76,15 @@ class RedisStore:
         self._tier = RedisTier(RedisAddress(f"redis://{address}/0"), ttl_seconds=3600, zstd=zstd)
 
     def write(self, blocks: Sequence[RowBlock]) -> int:
-        self._most = max_encoded_bytes(len(blocks[0]), blocks[0].k)
+        self._max_bytes = max_encoded_bytes(len(blocks[0]), blocks[0].k)
         rows = [encode_rows(block) for block in blocks]
         self._loop.run_until_complete(self._write(rows))
         assert self._tier.counts.errors == 0
-        return sum(len(compress_rows(one)) if self._zstd else len(one) for one in rows)
+        return sum(len(compress_rows(payload)) if self._zstd else len(payload) for payload in rows)
 
     async def _write(self, rows: Sequence[bytes]) -> None:
-        for number, one in enumerate(rows):
-            self._tier.put(StoredRows(self._key(number), b"", 1, one))
+        for number, payload in enumerate(rows):
+            self._tier.put(StoredRows(self._key(number), b"", 1, payload))
             if number % BATCH == BATCH - 1 or number == len(rows) - 1:
                 await self._tier.wait_until_written()
 
@@ -92,12 +92,12 @@ class RedisStore:
         return self._loop.run_until_complete(self._read(numbers))
 
     async def _read(self, numbers: Sequence[int]) -> list[Arrays]:
-        lookups = (self._tier.get(self._key(number), self._most) for number in numbers)
-        found = await asyncio.gather(*lookups)
-        return [arrays(decode_rows(rows)) for rows in found if rows is not None]
+        lookups = (self._tier.get(self._key(number), self._max_bytes) for number in numbers)
+        payloads = await asyncio.gather(*lookups)
+        return [arrays_of_rows(decode_rows(rows)) for rows in payloads if rows is not None]
 
     def _key(self, number: int) -> bytes:
-        return key_of(number + (1 << 20) * self._zstd)
+        return make_key(number + (1 << 20) * self._zstd)
 
     def close(self) -> None:
         self._loop.run_until_complete(self._tier.close())
@@ -111,14 +111,14 @@ class RedisBound:
 
     def write(self, blocks: Sequence[RowBlock]) -> int:
         self._shape = blocks[0].head_logprobs.shape
-        values = [plain(block) for block in blocks]
+        values = [to_raw_bytes(block) for block in blocks]
         for number, value in enumerate(values):
             self._client.set(f"plain:{number}", value)
         return sum(map(len, values))
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
         values = self._client.mget([f"plain:{number}" for number in numbers])
-        return [unplain(value, self._shape) for value in values]
+        return [from_raw_bytes(value, self._shape) for value in values]
 
     def close(self) -> None:
         self._client.close()
@@ -132,14 +132,14 @@ class MemmapBound:
 
     def write(self, blocks: Sequence[RowBlock]) -> int:
         self._shape = blocks[0].head_logprobs.shape
-        self._path.write_bytes(b"".join(plain(block) for block in blocks))
+        self._path.write_bytes(b"".join(to_raw_bytes(block) for block in blocks))
         self._size = self._path.stat().st_size // len(blocks)
         self._map = np.memmap(self._path, np.uint8, "r")
         return self._path.stat().st_size
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
         values = (self._map[self._size * n : self._size * (n + 1)].tobytes() for n in numbers)
-        return [unplain(value, self._shape) for value in values]
+        return [from_raw_bytes(value, self._shape) for value in values]
 
 
 class SafetensorsStore:
@@ -151,7 +151,7 @@ class SafetensorsStore:
     def write(self, blocks: Sequence[RowBlock]) -> int:
         tensors = {}
         for number, block in enumerate(blocks):
-            tensors[f"ids.{number}"], tensors[f"logprobs.{number}"] = half(block)
+            tensors[f"ids.{number}"], tensors[f"logprobs.{number}"] = half_precision_arrays(block)
         save_file(tensors, self._path)
         self._file = safe_open(self._path, "numpy")
         return self._path.stat().st_size
@@ -176,7 +176,7 @@ class ParquetStore:
             for block in blocks:
                 columns = [
                     pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), k)
-                    for part in half(block)
+                    for part in half_precision_arrays(block)
                 ]
                 writer.write_table(pa.table(columns, schema=schema))
         self._file = pq.ParquetFile(self._path)
@@ -184,15 +184,15 @@ class ParquetStore:
         return self._path.stat().st_size
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
-        found = []
+        stored_arrays = []
         for number in numbers:
             table = self._file.read_row_group(number)
             ids, logprobs = (
                 column.combine_chunks().flatten().to_numpy().reshape(-1, self._k)
                 for column in table.columns
             )
-            found.append((ids, logprobs))
-        return found
+            stored_arrays.append((ids, logprobs))
+        return stored_arrays
 
 
 class DatasetsStore:
@@ -202,13 +202,13 @@ class DatasetsStore:
         self._path = path
 
     def write(self, blocks: Sequence[RowBlock]) -> int:
-        pairs = [half(block) for block in blocks]
+        pairs = [half_precision_arrays(block) for block in blocks]
         columns = {
             "ids": [ids.tolist() for ids, _ in pairs],
             "logprobs": [logprobs.tolist() for _, logprobs in pairs],
         }
         inner = {"ids": datasets.Value("int32"), "logprobs": datasets.Value("float16")}
-        self._data, size = saved(self._path, columns, inner)
+        self._data, size = save_data_set(self._path, columns, inner)
         return size
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
@@ -237,19 +237,19 @@ class DistillKitStore:
             "bytepacked_indices": [packed.tolist() for _, packed in pairs],
         }
         inner = dict.fromkeys(columns, datasets.Value("uint8"))
-        self._data, size = saved(self._path, columns, inner)
+        self._data, size = save_data_set(self._path, columns, inner)
         return size
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
-        found = []
+        stored_arrays = []
         for number in numbers:
             row = self._data[number]
             values, packed = (np.array(row[name], np.uint8) for name in row)
-            found.append(decompress(RECOMMENDED, values, packed))
-        return found
+            stored_arrays.append(decompress(RECOMMENDED, values, packed))
+        return stored_arrays
 
 
-def saved(
+def save_data_set(
     path: Path, columns: dict[str, list[Any]], inner: dict[str, datasets.Value]
 ) -> tuple[datasets.Dataset, int]:
     """Write the table, map it again, and return it with its size in bytes."""
@@ -259,25 +259,25 @@ def saved(
     return datasets.load_from_disk(path), sum(f.stat().st_size for f in path.glob("*.arrow"))
 
 
-def key_of(number: int) -> bytes:
+def make_key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def arrays(block: RowBlock) -> Arrays:
+def arrays_of_rows(block: RowBlock) -> Arrays:
     assert block.head_ids is not None
     return block.head_ids, block.head_logprobs
 
 
-def half(block: RowBlock) -> Arrays:
-    ids, logprobs = arrays(block)
+def half_precision_arrays(block: RowBlock) -> Arrays:
+    ids, logprobs = arrays_of_rows(block)
     return np.ascontiguousarray(ids), logprobs.astype(np.float16)
 
 
-def plain(block: RowBlock) -> bytes:
-    return b"".join(part.tobytes() for part in half(block))
+def to_raw_bytes(block: RowBlock) -> bytes:
+    return b"".join(part.tobytes() for part in half_precision_arrays(block))
 
 
-def unplain(value: bytes, shape: tuple[int, ...]) -> Arrays:
+def from_raw_bytes(value: bytes, shape: tuple[int, ...]) -> Arrays:
     count = shape[0] * shape[1]
     ids = np.frombuffer(value, np.int32, count).reshape(shape)
     return ids, np.frombuffer(value, np.float16, count, 4 * count).reshape(shape)

@@ -67,9 +67,9 @@ class Completion(pydantic.BaseModel):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-def vllm_json(held: list[dict[int, Logprob]]) -> bytes:
+def vllm_json(candidates: list[dict[int, Logprob]]) -> bytes:
     """{token id: {logprob, rank, decoded_token}}, as `JSONResponse(response.model_dump())` does."""
-    response = Completion(prompt_logprobs=held)
+    response = Completion(prompt_logprobs=candidates)
     return json.dumps(response.model_dump(), separators=(",", ":")).encode()
 
 
@@ -80,10 +80,10 @@ def vllm_arrays(data: bytes) -> tuple[Any, Any]:
     return ids, logprobs
 
 
-def trl_json(held: list[dict[int, Logprob]]) -> bytes:
+def trl_json(candidates: list[dict[int, Logprob]]) -> bytes:
     """TRL's `response_format="json"`: nested lists by rank."""
     ids, logprobs = [], []
-    for row in held:
+    for row in candidates:
         ordered = sorted(row.items(), key=lambda pair: pair[1].rank)
         ids.append([token for token, _ in ordered])
         logprobs.append([None if math.isnan(i.logprob) else i.logprob for _, i in ordered])
@@ -91,18 +91,18 @@ def trl_json(held: list[dict[int, Logprob]]) -> bytes:
 
 
 def trl_json_lists(data: bytes) -> Any:
-    found = json.loads(data)
-    return found["logprobs"], found["logprob_token_ids"]
+    response = json.loads(data)
+    return response["logprobs"], response["logprob_token_ids"]
 
 
-def trl_base64(held: list[dict[int, Logprob]]) -> bytes:
+def trl_base64(candidates: list[dict[int, Logprob]]) -> bytes:
     """TRL's `response_format="binary"` (1.2): padded arrays, filled one candidate at a time."""
-    k = len(held[0])
-    logprobs = np.full((1, len(held), k), float("-inf"), np.float32)
-    ids = np.zeros((1, len(held), k), np.int32)
-    actual = np.full((1, len(held), 1), float("-inf"), np.float32)
-    actual_ids = np.zeros((1, len(held), 1), np.int32)
-    for t, row in enumerate(held):
+    k = len(candidates[0])
+    logprobs = np.full((1, len(candidates), k), float("-inf"), np.float32)
+    ids = np.zeros((1, len(candidates), k), np.int32)
+    actual = np.full((1, len(candidates), 1), float("-inf"), np.float32)
+    actual_ids = np.zeros((1, len(candidates), 1), np.int32)
+    for t, row in enumerate(candidates):
         token = next(iter(row))
         if not math.isnan(row[token].logprob):
             actual[0, t, 0] = row[token].logprob
@@ -118,31 +118,33 @@ def trl_base64(held: list[dict[int, Logprob]]) -> bytes:
             "token_ids_b64": _base64(ids),
             "actual_logprobs_b64": _base64(actual),
             "actual_token_ids_b64": _base64(actual_ids),
-            "shape": [1, len(held), k],
-            "completion_lengths": [len(held)],
+            "shape": [1, len(candidates), k],
+            "completion_lengths": [len(candidates)],
         }
     )
 
 
 def trl_base64_lists(data: bytes) -> Any:
-    found = json.loads(data)
-    shape = found["shape"]
-    one = [shape[0], shape[1], 1]
+    response = json.loads(data)
+    shape = response["shape"]
+    token_shape = [shape[0], shape[1], 1]
     return [
-        np.frombuffer(base64.b64decode(found[name]), dtype).reshape(of)[0].tolist()
-        for name, dtype, of in (
+        np.frombuffer(base64.b64decode(response[name]), dtype).reshape(array_shape)[0].tolist()
+        for name, dtype, array_shape in (
             ("logprobs_b64", np.float32, shape),
             ("token_ids_b64", np.int32, shape),
-            ("actual_logprobs_b64", np.float32, one),
-            ("actual_token_ids_b64", np.int32, one),
+            ("actual_logprobs_b64", np.float32, token_shape),
+            ("actual_token_ids_b64", np.int32, token_shape),
         )
     ]
 
 
-def sglang_base64(held: tuple[list[list[float]], list[list[int]]]) -> bytes:
+def sglang_base64(candidates: tuple[list[list[float]], list[list[int]]]) -> bytes:
     """SGLang's `return_flat_raw_top_logprobs_b64`: flat arrays made from its nested lists."""
     return flat_base64(
-        RowBlock(np.asarray(held[1], np.int32), np.asarray(held[0], np.float32), _NONE, _NONE)
+        RowBlock(
+            np.asarray(candidates[1], np.int32), np.asarray(candidates[0], np.float32), _NONE, _NONE
+        )
     )
 
 
@@ -161,10 +163,10 @@ def flat_base64(block: RowBlock) -> bytes:
 
 
 def flat_base64_arrays(data: bytes) -> tuple[Any, Any]:
-    found = json.loads(data)
-    shape = found["input_top_logprobs_shape"]
-    values = base64.b64decode(found["input_top_logprobs_val_flat_b64"])
-    ids = base64.b64decode(found["input_top_logprobs_idx_flat_b64"])
+    response = json.loads(data)
+    shape = response["input_top_logprobs_shape"]
+    values = base64.b64decode(response["input_top_logprobs_val_flat_b64"])
+    ids = base64.b64decode(response["input_top_logprobs_idx_flat_b64"])
     return np.frombuffer(ids, np.int32).reshape(shape), np.frombuffer(values, "f4").reshape(shape)
 
 
@@ -191,12 +193,12 @@ def _base64(array: Any) -> str:
 
 def _repeated() -> Any:
     field = descriptor_pb2.FieldDescriptorProto
-    one, many = field.LABEL_OPTIONAL, field.LABEL_REPEATED
+    optional, repeated = field.LABEL_OPTIONAL, field.LABEL_REPEATED
     file = descriptor_pb2.FileDescriptorProto(name="benchmark.proto", syntax="proto3")
     message = file.message_type.add(name="RepeatedRows")
-    message.field.add(name="ids", number=1, type=field.TYPE_UINT32, label=many)
-    message.field.add(name="logprobs", number=2, type=field.TYPE_FLOAT, label=many)
-    message.field.add(name="k", number=3, type=field.TYPE_UINT32, label=one)
+    message.field.add(name="ids", number=1, type=field.TYPE_UINT32, label=repeated)
+    message.field.add(name="logprobs", number=2, type=field.TYPE_FLOAT, label=repeated)
+    message.field.add(name="k", number=3, type=field.TYPE_UINT32, label=optional)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("RepeatedRows"))
@@ -206,8 +208,8 @@ _REPEATED = _repeated()
 _NONE = np.empty(0, np.float32)
 
 FORMATS = {
-    found.name: found
-    for found in (
+    wire_format.name: wire_format
+    for wire_format in (
         Format("ours", rows_as_they_are, encode_rows, decode_rows),
         Format("protobuf repeated", rows_as_they_are, repeated_fields, repeated_arrays),
         Format("base64 of arrays", rows_as_they_are, flat_base64, flat_base64_arrays),

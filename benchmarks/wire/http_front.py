@@ -64,11 +64,11 @@ def main() -> None:
         asyncio.run(serve_rows(options.serve))
         return
     count = 8 if options.quick else 80
-    found = {str(k): doors(k, count) for k in HEADS}
+    results = {str(k): measure_protocols(k, count) for k in HEADS}
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    result = {"machine": machine, "vocabulary": VOCAB, "tokens": TOKENS, "k": found}
+    result = {"machine": machine, "vocabulary": VOCAB, "tokens": TOKENS, "k": results}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
 async def serve_rows(k: int) -> None:
@@ -104,7 +104,7 @@ async def serve_rows(k: int) -> None:
 
 
 @contextmanager
-def server(k: int) -> Iterator[tuple[int, int, psutil.Process]]:
+def start_server(k: int) -> Iterator[tuple[int, int, psutil.Process]]:
     """Yield the ports for gRPC and HTTP, and the process."""
     command = [sys.executable, "-m", "benchmarks.wire.http_front", "--serve", str(k)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -116,37 +116,40 @@ def server(k: int) -> Iterator[tuple[int, int, psutil.Process]]:
             process.terminate()
 
 
-def doors(k: int, count: int) -> dict[str, dict[str, float]]:
+def measure_protocols(k: int, count: int) -> dict[str, dict[str, float]]:
     """Return the figures of each door for `count` sequences with k head ids a token."""
-    with server(k) as (grpc_port, http_port, process):
+    with start_server(k) as (grpc_port, http_port, process):
         connection = http.client.HTTPConnection("127.0.0.1", http_port)
-        found = {
+        results = {
             "gRPC": {
-                **measured(process, over_grpc(grpc_port, k), count),
+                **measure_rounds(process, score_over_grpc(grpc_port, k), count),
                 **grpc_bytes(grpc_port, k),
             }
         }
         for name, ask in (
-            ("/v1/completions", completions(connection, k)),
-            ("/generate", generate(connection, k)),
+            ("/v1/completions", ask_completions(connection, k)),
+            ("/generate", ask_generate(connection, k)),
         ):
-            size = ask(sequences(1, seed=9)[0])
-            run = over_http(ask)
-            found[name] = {**measured(process, run, count), "bytes": size / TOKENS}
+            size = ask(random_sequences(1, seed=9)[0])
+            run = score_over_http(ask)
+            results[name] = {**measure_rounds(process, run, count), "bytes": size / TOKENS}
         connection.close()
-    return found
+    return results
 
 
-def sequences(count: int, seed: int) -> list[list[int]]:
+def random_sequences(count: int, seed: int) -> list[list[int]]:
     shape = (count, TOKENS + 1)
     ids: list[list[int]] = np.random.default_rng(seed).integers(0, VOCAB, shape).tolist()
     return ids
 
 
-def over_grpc(port: int, k: int) -> Callable[[list[list[int]]], None]:
-    def run(asked: list[list[int]]) -> None:
+def score_over_grpc(port: int, k: int) -> Callable[[list[list[int]]], None]:
+    def run(sequences_to_score: list[list[int]]) -> None:
         with TeacherClient(f"127.0.0.1:{port}") as client:
-            queries = [ScoreQuery(np.array(one, np.int32), 1, top_k=k) for one in asked]
+            queries = [
+                ScoreQuery(np.array(sequence, np.int32), 1, top_k=k)
+                for sequence in sequences_to_score
+            ]
             pending = deque(client.submit(query) for query in queries)
             while pending:
                 assert len(pending.popleft().result()) == TOKENS
@@ -156,7 +159,7 @@ def over_grpc(port: int, k: int) -> Callable[[list[list[int]]], None]:
 
 def grpc_bytes(port: int, k: int) -> dict[str, float]:
     """Return the bytes of request and answer, a token."""
-    query = ScoreQuery(np.array(sequences(1, seed=9)[0], np.int32), 1, top_k=k)
+    query = ScoreQuery(np.array(random_sequences(1, seed=9)[0], np.int32), 1, top_k=k)
     request = request_of(query, "1")
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         chunks = list(teacher_pb2_grpc.TeacherStub(channel).Score(iter([request])))
@@ -164,13 +167,13 @@ def grpc_bytes(port: int, k: int) -> dict[str, float]:
     return {"bytes": size / TOKENS}
 
 
-def completions(connection: http.client.HTTPConnection, k: int) -> Ask:
+def ask_completions(connection: http.client.HTTPConnection, k: int) -> Ask:
     """Ask /v1/completions and parse the answer as TRL does; return the bytes of both messages."""
     from trl.generation.vllm_client import VLLMClient
 
     def ask(ids: list[int]) -> int:
         fields = {"prompt": [ids], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
-        body, answer = posted(connection, "/v1/completions", fields)
+        body, answer = post(connection, "/v1/completions", fields)
         (choice,) = json.loads(answer)["choices"]
         rows = VLLMClient._format_sequence_logprobs(choice, ids, 1, k)
         assert len(rows["logprobs"]) == TOKENS
@@ -179,7 +182,7 @@ def completions(connection: http.client.HTTPConnection, k: int) -> Ask:
     return ask
 
 
-def generate(connection: http.client.HTTPConnection, k: int) -> Ask:
+def ask_generate(connection: http.client.HTTPConnection, k: int) -> Ask:
     def ask(ids: list[int]) -> int:
         fields = {
             "input_ids": ids,
@@ -188,14 +191,14 @@ def generate(connection: http.client.HTTPConnection, k: int) -> Ask:
             "logprob_start_len": 0,
             "top_logprobs_num": k,
         }
-        body, answer = posted(connection, "/generate", fields)
+        body, answer = post(connection, "/generate", fields)
         assert len(json.loads(answer)["meta_info"]["input_top_logprobs"]) == TOKENS + 1
         return len(body) + len(answer)
 
     return ask
 
 
-def posted(
+def post(
     connection: http.client.HTTPConnection, path: str, fields: dict[str, Any]
 ) -> tuple[bytes, bytes]:
     body = json.dumps(fields).encode()
@@ -203,42 +206,46 @@ def posted(
     return body, connection.getresponse().read()
 
 
-def over_http(ask: Ask) -> Callable[[list[list[int]]], None]:
-    def run(asked: list[list[int]]) -> None:
-        for one in asked:
-            ask(one)
+def score_over_http(ask: Ask) -> Callable[[list[list[int]]], None]:
+    def run(sequences_to_score: list[list[int]]) -> None:
+        for sequence in sequences_to_score:
+            ask(sequence)
 
     return run
 
 
-def measured(
+def measure_rounds(
     process: psutil.Process, run: Callable[[list[list[int]]], None], count: int
 ) -> dict[str, float]:
     """Return the median of three rounds after one warm-up round."""
-    run(sequences(4, seed=8))
-    found = []
+    run(random_sequences(4, seed=8))
+    measurements = []
     for seed in range(3):
-        asked = sequences(count, seed)
-        ours, theirs, started = time.process_time(), cpu(process), time.monotonic()
-        run(asked)
-        wall, done = time.monotonic() - started, TOKENS * count
-        ends = (cpu(process) - theirs, time.process_time() - ours)
-        found.append((done / wall, *(end * 1e6 / done for end in ends)))
+        sequences_to_score = random_sequences(count, seed)
+        client_start, server_start, started = (
+            time.process_time(),
+            cpu_seconds(process),
+            time.monotonic(),
+        )
+        run(sequences_to_score)
+        wall, token_count = time.monotonic() - started, TOKENS * count
+        ends = (cpu_seconds(process) - server_start, time.process_time() - client_start)
+        measurements.append((token_count / wall, *(end * 1e6 / token_count for end in ends)))
     names = ("tokens_per_second", "server_us", "client_us")
-    medians = map(statistics.median, zip(*found, strict=True))
+    medians = map(statistics.median, zip(*measurements, strict=True))
     return dict(zip(names, medians, strict=True))
 
 
-def cpu(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"V = {result['vocabulary']}, {result['tokens']} tokens; {result['machine']}")
     print(f"{'':<24}{'B/token':>9}{'server us':>11}{'client us':>11}{'tok/s':>10}")
-    for k, found in result["k"].items():
-        for name, row in found.items():
+    for k, rows in result["k"].items():
+        for name, row in rows.items():
             print(
                 f"{f'{name}, k = {k}':<24}{row['bytes']:>9.0f}{row['server_us']:>11.2f}"
                 f"{row['client_us']:>11.2f}{row['tokens_per_second']:>10.0f}"

@@ -20,7 +20,7 @@ def rows(n: int, k: int) -> RowBlock:
 
 def test_every_store_gives_back_what_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LENGTH", 32)
-    with cache.opened() as stores:
+    with cache.open_stores() as stores:
         for name, store in stores.items():
             k = RECOMMENDED.k if "DistillKit" in name else 64
             block = cache.head_of(rows(64, 128), k)

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.draws.noise import Estimator, exact_gradient, measure, measure_all, parts, toy
+from benchmarks.draws.noise import (
+    Estimator,
+    draw_terms,
+    exact_gradient,
+    make_toy_positions,
+    measure,
+    measure_all,
+)
 from benchmarks.draws.page import write_draws_page
 from student_trainer.losses import Direction, Tail, rows_from_logits, topk_kl
 from student_trainer.rollouts.tail_draws import draw_tail
@@ -30,7 +37,7 @@ SAMPLED: list[tuple[Direction, Tail]] = [
 def test_the_closed_forms_are_sums_over_every_outcome(
     direction: Direction, tail: Tail, k: int
 ) -> None:
-    (position,) = toy(VOCABULARY, 1)
+    (position,) = make_toy_positions(VOCABULARY, 1)
     order = position.log_p if direction == "reverse" else position.log_q
     head = order.topk(k).indices
     drawer = position.log_q if tail == "bucket+teacher_samples" else position.log_p
@@ -55,7 +62,7 @@ def test_the_closed_forms_are_sums_over_every_outcome(
 
 
 def test_stratified_draws_vary_less() -> None:
-    (position,) = toy(VOCABULARY, 1)
+    (position,) = make_toy_positions(VOCABULARY, 1)
     spread = {
         (draws, stratified): measure(
             position, Estimator("reverse", "bucket+draws", 4, draws, stratified=stratified)
@@ -70,14 +77,14 @@ def test_stratified_draws_vary_less() -> None:
 @pytest.mark.parametrize("draws", [2, 5, 16])
 def test_the_variance_of_stratified_draws_is_that_of_the_sampler(draws: int) -> None:
     """Against 20,001 values of the random number of a row, each drawn by the real sampler."""
-    (position,) = toy(VOCABULARY, 1)
+    (position,) = make_toy_positions(VOCABULARY, 1)
     head = position.log_p.topk(4).indices
     levels = (torch.arange(20_001, dtype=torch.float64) + 0.5) / 20_001
     weights = position.log_p.exp().repeat(len(levels), 1)
     ids = draw_tail(weights, head.expand(len(levels), -1), levels, draws).ids.long()
     tail = torch.ones(VOCABULARY, dtype=torch.bool).index_fill_(0, head, False)
     one = Estimator("reverse", "bucket+draws", 4, draws)
-    chance, factor, base = parts(position, tail, one)
+    chance, factor, base = draw_terms(position, tail, one)
     vectors = torch.zeros(len(levels), VOCABULARY, dtype=torch.float64)
     vectors.scatter_add_(1, ids, factor[ids] / draws)
     vectors -= vectors.sum(1, keepdim=True) * base
@@ -88,7 +95,7 @@ def test_the_variance_of_stratified_draws_is_that_of_the_sampler(draws: int) -> 
 
 def test_the_page_has_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.draws.page.TRAINING", tmp_path / "none.json")
-    rows = measure_all(toy(1000, 1))
+    rows = measure_all(make_toy_positions(1000, 1))
     unbiased = [row["bias"] for row in rows if row["tail"] in ("bucket+draws", "bucket+sampled")]
     assert max(unbiased) < 1e-12
     page = tmp_path / "draws.md"

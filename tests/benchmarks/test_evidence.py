@@ -108,7 +108,7 @@ def test_fine_tuning_and_offline_learn_from_the_same_answers_of_the_teacher(
 ) -> None:
     teacher, student = (tiny.model(seed=seed, spread=0.2).float() for seed in (0, 1))
     # Fewer ids than those of the benchmark: the tiny models have 13.
-    monkeypatch.setattr(real_methods, "OWN_ANSWERS", on_policy.Way("bucket+draws", 4, 4))
+    monkeypatch.setattr(real_methods, "OWN_ANSWERS", on_policy.TailLoss("bucket+draws", 4, 4))
     monkeypatch.setattr(real_methods, "OFFLINE", Way("bucket+teacher_samples", 4))
     asked = [tiny.prompt(1, 2, 3), tiny.prompt(4, 5)]
     found = {

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.offline import benchmark as offline
-from benchmarks.offline.kills import digests
+from benchmarks.offline.kills import hash_files
 from benchmarks.offline.page import targets
 from benchmarks.offline.training import Examiner
 from clients.store.dataset import LogitDataset
@@ -94,10 +94,10 @@ def stored(path: Path, teacher: Any, texts: list[small_store.Text]) -> Path:
 def test_digests_see_every_byte_but_the_lock(tmp_path: Path) -> None:
     for name in ("00000000.arrow", "manifest.json", "lock"):
         (tmp_path / name).write_bytes(b"some")
-    before = digests(tmp_path)
+    before = hash_files(tmp_path)
     assert list(before) == ["00000000.arrow", "manifest.json"]
     (tmp_path / "manifest.json").write_bytes(b"same")
-    assert digests(tmp_path) != before
+    assert hash_files(tmp_path) != before
 
 
 def test_what_is_missed_is_said() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.gpu.quantised import differences, main, measured, started
+from benchmarks.gpu.quantised import largest_differences, main, measure_format, start_engine
 from protos.errors import InvalidInput
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm import VllmEngine
@@ -58,10 +58,10 @@ def test_a_quantised_body(name: str, tmp_path: Path) -> None:
     """As near to float64 as transformers is, which rounds the states to the same dtype."""
     if REFUSED.get(name):
         with pytest.raises(InvalidInput, match=REFUSED[name]) as caught:
-            measured(tmp_path, name)
+            measure_format(tmp_path, name)
         assert caught.value.field == "--model"
         return
-    measures = measured(tmp_path, name)
+    measures = measure_format(tmp_path, name)
     assert_near(measures)
     if FORMATS[name].rounded is None:  # rounding them changes more than 8 bits for a weight
         assert measures["unquantised"] > 2 * measures["median"]
@@ -70,7 +70,7 @@ def test_a_quantised_body(name: str, tmp_path: Path) -> None:
 @needs_amx
 def test_experts_in_fp8(tmp_path: Path) -> None:
     """As Qwen3-235B-A22B-FP8 is: experts and attention quantised, the router not."""
-    assert_near(measured(tmp_path, IN_BLOCKS, experts=True))
+    assert_near(measure_format(tmp_path, IN_BLOCKS, experts=True))
 
 
 @pytest.mark.parametrize("name", ["AWQ", "compressed-tensors W4A16"])
@@ -79,7 +79,7 @@ def test_experts_in_4_bits_are_refused_on_a_cpu(name: str, tmp_path: Path) -> No
     # Without AVX-512, the layers of its attention are refused first.
     reason = NEEDS_AVX512 or "rounds the inputs of experts|No WNA16 MoE"
     with pytest.raises(InvalidInput, match=reason) as caught:
-        measured(tmp_path, name, experts=True)
+        measure_format(tmp_path, name, experts=True)
     assert caught.value.field == "--model"
 
 
@@ -89,9 +89,9 @@ def test_a_quantised_head(name: str, tmp_path: Path) -> None:
     plain = save_plain(tmp_path / "plain")
     chosen = "lm_head.weight".__eq__
     quantised, meant = save_quantised(plain, tmp_path, head_format(name), chosen)
-    with started(quantised) as engine:
-        assert differences(engine, Exact(meant)).largest < 1e-4
-        assert differences(engine, Exact(plain)).largest > 1e-2
+    with start_engine(quantised) as engine:
+        assert largest_differences(engine, Exact(meant)).largest < 1e-4
+        assert largest_differences(engine, Exact(plain)).largest > 1e-2
 
 
 @needs_amx
@@ -104,8 +104,8 @@ def test_fp8_in_body_and_head(tmp_path: Path) -> None:
         return name.endswith(("_proj.weight", "lm_head.weight"))
 
     quantised, meant = save_quantised(plain, tmp_path, form, chosen)
-    with started(quantised) as engine:
-        assert differences(engine, Exact(meant)).median < 0.1
+    with start_engine(quantised) as engine:
+        assert largest_differences(engine, Exact(meant)).median < 0.1
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_the_hf_engine(name: str, tmp_path: Path) -> None:
     exact, rounded = Exact(meant), HfEngine(str(meant), dtype=form.dtype, device="cpu")
     for model in (exact.model, rounded._model):
         round_states(model, form)
-    hf_median = differences(HfEngine(str(quantised), device="cpu"), exact).median
-    assert hf_median < 1.5 * differences(rounded, exact).median
+    ours = largest_differences(HfEngine(str(quantised), device="cpu"), exact).median
+    assert ours < 1.5 * largest_differences(rounded, exact).median
 
 
 def test_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
