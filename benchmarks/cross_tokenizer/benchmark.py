@@ -3,9 +3,9 @@
     python -m benchmarks.cross_tokenizer --data train.jsonl [--seeds 3] [--quick]
 
 SmolLM2-135M teaches a small student with a BPE tokenizer of its own; `material.py`
-makes the pair, `losses.py` says what each loss is. Every way has the same student,
+makes the pair, `losses.py` says what each loss is. Every loss has the same student,
 questions, number of steps and answers a step, AdamW, and the same two learning rates: the better
-one of seed 0, by the metric that the way minimises, is used for the other seeds. Each run is added
+one of seed 0, by the metric that the loss minimises, is used for the other seeds. Each run is added
 to benchmarks/results/cross_tokenizer.json when it ends; an interrupted benchmark goes on where it
 stopped. At the end it prints the table of docs/pairs.md and draws docs/cross_tokenizer.png. Takes
 about half an hour on one core.
@@ -34,10 +34,10 @@ from torch import Tensor
 
 from benchmarks.cross_tokenizer.losses import (
     OnPolicy,
-    encoded,
-    logprobs,
-    rows_of,
+    encode_stored_answer,
+    rows_of_table,
     stored_loss,
+    student_logprobs,
     uld_loss,
 )
 from benchmarks.cross_tokenizer.material import (
@@ -45,21 +45,20 @@ from benchmarks.cross_tokenizer.material import (
     Material,
     Sizes,
     make_material,
-    prompts,
-    rollouts,
+    make_prompts,
 )
 from benchmarks.cross_tokenizer.page import draw, table
+from benchmarks.shared.evaluation import HELD_OUT_SEED, make_sampler
 from student_trainer.data.aligned import make_aligned_batch
 from student_trainer.teachers.other_tokenizer_store import Match
 
 RATES = (3e-4, 1e-3)
-HELD_OUT_SEED = 10_000
 
 Kind = Literal["word", "gold", "even gold", "stored", "cross-entropy", "uld"]
 
 
 @dataclass(frozen=True)
-class Way:
+class TokenizerLoss:
     """A loss. match, cross_entropy: of the kind "stored", as in a job."""
 
     name: str
@@ -74,20 +73,20 @@ class Way:
 
     @property
     def metric(self) -> str:
-        """The metric that the way minimises."""
+        """The metric that the loss minimises."""
         return "cost" if self.samples else "bits"
 
 
-WAYS = (
-    Way("on-policy, words", "word"),
-    Way("GOLD, on-policy", "gold"),
-    Way("GOLD, on-policy, weights 1 and 1", "even gold"),
-    Way("offline, rows", "stored"),
-    Way("offline, chunks (ALM)", "stored", "chunk"),
-    Way("offline, words (ALM)", "stored", "word"),
-    Way("offline, chunks + cross-entropy", "stored", "chunk", 1.0),
-    Way("cross-entropy of the teacher's text", "cross-entropy"),
-    Way("ULD", "uld"),
+LOSSES = (
+    TokenizerLoss("on-policy, words", "word"),
+    TokenizerLoss("GOLD, on-policy", "gold"),
+    TokenizerLoss("GOLD, on-policy, weights 1 and 1", "even gold"),
+    TokenizerLoss("offline, rows", "stored"),
+    TokenizerLoss("offline, chunks (ALM)", "stored", "chunk"),
+    TokenizerLoss("offline, words (ALM)", "stored", "word"),
+    TokenizerLoss("offline, chunks + cross-entropy", "stored", "chunk", 1.0),
+    TokenizerLoss("cross-entropy of the teacher's text", "cross-entropy"),
+    TokenizerLoss("ULD", "uld"),
 )
 
 
@@ -104,78 +103,84 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     sizes = QUICK if options.quick else Sizes()
     material = make_material(options.data, options.work, options.models, sizes)
-    results = Results(options.out, sizes)
-    teaching = Teaching(material)
+    results = LossResults(options.out, sizes)
+    teaching = StudentTraining(material)
     if results.before is None:
         results.begin(teaching.measure(material.fresh_student()))
-    # The offline ways first: their runs take seconds.
-    for ways in ([way for way in WAYS if not way.samples], [way for way in WAYS if way.samples]):
-        for way, rate in product(ways, RATES):
-            results.run(teaching, way, rate, 0)
-        for seed, way in product(range(1, 1 if options.quick else options.seeds), ways):
-            results.run(teaching, way, results.better_rate(way), seed)
-    found = json.loads(options.out.read_text())
-    chosen = [(way.name, results.better_rate(way)) for way in WAYS]
-    print(table(found, chosen))
-    print(draw(found, chosen, options.docs / "cross_tokenizer.png"))
+    # The offline losses first: their runs take seconds.
+    for losses in (
+        [loss for loss in LOSSES if not loss.samples],
+        [loss for loss in LOSSES if loss.samples],
+    ):
+        for loss, rate in product(losses, RATES):
+            results.run(teaching, loss, rate, 0)
+        for seed, loss in product(range(1, 1 if options.quick else options.seeds), losses):
+            results.run(teaching, loss, results.better_rate(loss), seed)
+    result = json.loads(options.out.read_text())
+    chosen_rates = [(loss.name, results.better_rate(loss)) for loss in LOSSES]
+    print(table(result, chosen_rates))
+    print(draw(result, chosen_rates, options.docs / "cross_tokenizer.png"))
 
 
-class Results:
+class LossResults:
     """The file of results. Each run is added as soon as it ends, so that a restart goes on."""
 
     def __init__(self, path: Path, sizes: Sizes) -> None:
         self._path = path
-        self._found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        if self._found.get("sizes") != vars(sizes):
-            self._found = {"sizes": vars(sizes), "runs": []}
+        self._result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if self._result.get("sizes") != vars(sizes):
+            self._result = {"sizes": vars(sizes), "runs": []}
 
     @property
     def before(self) -> dict[str, float] | None:
         """The metrics of the student before any training."""
-        return self._found.get("before")
+        return self._result.get("before")
 
     def begin(self, before: dict[str, float]) -> None:
-        self._found["before"] = before
+        self._result["before"] = before
         self._write()
 
-    def run(self, teaching: Teaching, way: Way, rate: float, seed: int) -> None:
+    def run(self, teaching: StudentTraining, loss: TokenizerLoss, rate: float, seed: int) -> None:
         """Train once, unless the file has this run."""
-        if self._of(way, rate, seed):
+        if self._runs_of(loss, rate, seed):
             return
-        found = teaching.train(way, rate, seed)
-        self._found["runs"].append({"way": way.name, "rate": rate, "seed": seed, **found})
+        metrics = teaching.train(loss, rate, seed)
+        self._result["runs"].append({"way": loss.name, "rate": rate, "seed": seed, **metrics})
         self._write()
-        print(f"{way.name}, {rate:g}, seed {seed}: {found}", flush=True)
+        print(f"{loss.name}, {rate:g}, seed {seed}: {metrics}", flush=True)
 
-    def better_rate(self, way: Way) -> float:
+    def better_rate(self, loss: TokenizerLoss) -> float:
         """Return the learning rate with the lower metric of seed 0."""
-        return min(RATES, key=lambda rate: self._of(way, rate, 0)[0][way.metric])
+        return min(RATES, key=lambda rate: self._runs_of(loss, rate, 0)[0][loss.metric])
 
-    def _of(self, way: Way, rate: float, seed: int) -> list[dict[str, Any]]:
-        key = (way.name, rate, seed)
-        return [one for one in self._found["runs"] if (one["way"], one["rate"], one["seed"]) == key]
+    def _runs_of(self, loss: TokenizerLoss, rate: float, seed: int) -> list[dict[str, Any]]:
+        key = (loss.name, rate, seed)
+        return [
+            run for run in self._result["runs"] if (run["way"], run["rate"], run["seed"]) == key
+        ]
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".part")
-        partial.write_text(json.dumps(self._found, indent=1) + "\n")
+        partial.write_text(json.dumps(self._result, indent=1) + "\n")
         partial.rename(self._path)
 
 
-class Teaching:
+class StudentTraining:
     """Trains students and measures them."""
 
     def __init__(self, material: Material) -> None:
         self._material = material
         self._on_policy = OnPolicy(material)
-        self._asked = prompts(material.student_words, material.questions)
+        self._questions = make_prompts(material.student_words, material.questions)
         numbers = range(len(material.questions))
         matches: tuple[Match, ...] = ("row", "chunk", "word")
-        self._encoded = {
-            match: [encoded(material, number, match) for number in numbers] for match in matches
+        self._stored_answers = {
+            match: [encode_stored_answer(material, number, match) for number in numbers]
+            for match in matches
         }
 
-    def train(self, way: Way, rate: float, seed: int) -> dict[str, float]:
+    def train(self, loss: TokenizerLoss, rate: float, seed: int) -> dict[str, float]:
         """Return the metrics after the last step, and the seconds of the steps."""
         torch.manual_seed(seed)
         material, sizes = self._material, self._material.sizes
@@ -189,9 +194,9 @@ class Teaching:
                 sizes.held_out + order[place % len(order)]
                 for place in range(first, first + sizes.batch)
             ]
-            loss = self._loss(way, student, numbers, seed * sizes.steps + step)
+            loss_value = self._loss(loss, student, numbers, seed * sizes.steps + step)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss_value.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
             optimizer.step()
         seconds = time.monotonic() - began
@@ -202,36 +207,38 @@ class Teaching:
         """Return both metrics on the held-out questions; the random numbers are always the same."""
         material = self._material
         numbers = range(material.sizes.held_out)
-        scored = [self._encoded["chunk"][number] for number in numbers]
+        scored = [self._stored_answers["chunk"][number] for number in numbers]
         batch = make_aligned_batch(scored, torch.device("cpu"), "padded")
-        own = rows_of(logprobs(student.eval(), batch), batch).token_logprobs
+        token_logprobs = rows_of_table(
+            student_logprobs(student.eval(), batch), batch
+        ).token_logprobs
         lengths = material.reads_teacher.writer.lengths
         size = sum(int(lengths[material.stored[number].ids.numpy()].sum()) for number in numbers)
-        written = self._written(student, numbers, HELD_OUT_SEED)
+        answers = self._sample_answers(student, numbers, HELD_OUT_SEED)
         return {
-            "bits": -float(own.double().sum()) / math.log(2) / size,
-            "cost": self._on_policy.string_cost(student, written, numbers),
+            "bits": -float(token_logprobs.double().sum()) / math.log(2) / size,
+            "cost": self._on_policy.string_cost(student, answers, numbers),
         }
 
-    def _loss(self, way: Way, student: Any, numbers: Sequence[int], seed: int) -> Tensor:
-        if way.samples:
-            written = self._written(student, numbers, seed)
-            if way.kind == "word":
-                return self._on_policy.word(student, written, numbers)
-            even = way.kind == "even gold"
-            return self._on_policy.gold(student, written, numbers, even=even)
-        scored = [self._encoded[way.match][number] for number in numbers]
-        if way.kind == "uld":
+    def _loss(self, loss: TokenizerLoss, student: Any, numbers: Sequence[int], seed: int) -> Tensor:
+        if loss.samples:
+            answers = self._sample_answers(student, numbers, seed)
+            if loss.kind == "word":
+                return self._on_policy.word(student, answers, numbers)
+            even = loss.kind == "even gold"
+            return self._on_policy.gold(student, answers, numbers, even=even)
+        scored = [self._stored_answers[loss.match][number] for number in numbers]
+        if loss.kind == "uld":
             return uld_loss(student, scored, [self._material.stored[number] for number in numbers])
-        match = way.match if way.kind == "stored" else None
-        return stored_loss(student, scored, match, way.cross_entropy)
+        match = loss.match if loss.kind == "stored" else None
+        return stored_loss(student, scored, match, loss.cross_entropy)
 
-    def _written(self, student: Any, numbers: Sequence[int], seed: int) -> list[Any]:
-        asked = [self._asked[number] for number in numbers]
+    def _sample_answers(self, student: Any, numbers: Sequence[int], seed: int) -> list[Any]:
+        prompts = [self._questions[number] for number in numbers]
         material = self._material
-        sampler = rollouts(student, material.student_words, material.sizes.tokens)
-        (written,) = sampler.generate(asked, list(numbers), seed=seed)
-        return written
+        sampler = make_sampler(student, material.student_words, material.sizes.tokens)
+        (answers,) = sampler.generate(prompts, list(numbers), seed=seed)
+        return answers
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cross_tokenizer.material import Material, Stored, prompts
+from benchmarks.cross_tokenizer.material import Material, Stored, make_prompts
 from benchmarks.shared.evaluation import compute_logits, hidden_states
 from clients.alignment.alignment import Alignment
 from protos.rows.codec import RowBlock
@@ -42,33 +42,33 @@ ULD_WEIGHT = 1.5
 SMALLEST = 1e-8  # of the probabilities whose logarithm GOLD takes
 
 
-def encoded(material: Material, number: int, match: Match) -> ScoredSequence:
+def encode_stored_answer(material: Material, number: int, match: Match) -> ScoredSequence:
     """Return a stored answer in the student's tokens, with the rows of an offline job."""
     stored = material.stored[number]
-    written = stored.ids.numpy().astype(np.int32)
-    found = material.reads_teacher.align(written, has_end=stored.ended)
-    assert found is not None, "no tokenizer here normalizes"
+    teacher_ids = stored.ids.numpy().astype(np.int32)
+    alignment = material.reads_teacher.align(teacher_ids, has_end=stored.ended)
+    assert alignment is not None, "no tokenizer here normalizes"
     if match == "row":
-        rows = mapped_rows(found, written, stored.rows, material.token_map)
+        rows = mapped_rows(alignment, teacher_ids, stored.rows, material.token_map)
     else:
-        rows = unit_rows(found, stored.rows.token_logprobs, match)
-    (asked,) = prompts(material.student_words, [material.questions[number]])
-    ids = np.concatenate([asked.ids, found.reader_ids]).astype(np.int64)
-    return ScoredSequence(TokenSequence(torch.from_numpy(ids), len(asked.ids)), rows)
+        rows = unit_rows(alignment, stored.rows.token_logprobs, match)
+    (prompt,) = make_prompts(material.student_words, [material.questions[number]])
+    ids = np.concatenate([prompt.ids, alignment.reader_ids]).astype(np.int64)
+    return ScoredSequence(TokenSequence(torch.from_numpy(ids), len(prompt.ids)), rows)
 
 
-def logprobs(student: Any, batch: AlignedBatch) -> Tensor:
+def student_logprobs(student: Any, batch: AlignedBatch) -> Tensor:
     """Return the student's log-probs of every id, [N, V]; V is small here."""
     states = student.base_model(**batch.inputs, use_cache=False).last_hidden_state
-    found: Tensor = compute_logits(student, batch.select(states)).log_softmax(1)
-    return found
+    logprobs: Tensor = compute_logits(student, batch.select(states)).log_softmax(1)
+    return logprobs
 
 
-def rows_of(table: Tensor, batch: AlignedBatch) -> Rows:
-    own = table.gather(1, batch.token_ids[:, None])[:, 0]
+def rows_of_table(table: Tensor, batch: AlignedBatch) -> Rows:
+    token_logprobs = table.gather(1, batch.token_ids[:, None])[:, 0]
     ids = batch.sample_ids
     samples = None if ids is None else table.gather(1, ids)
-    return Rows(table[:, :0], torch.zeros_like(own), own, samples)
+    return Rows(table[:, :0], torch.zeros_like(token_logprobs), token_logprobs, samples)
 
 
 def stored_loss(
@@ -76,7 +76,7 @@ def stored_loss(
 ) -> Tensor:
     """Return the mean over tokens of the loss of an offline job; None: the cross-entropy."""
     batch = make_aligned_batch(scored, torch.device("cpu"), "padded")
-    rows = rows_of(logprobs(student, batch), batch)
+    rows = rows_of_table(student_logprobs(student, batch), batch)
     if match is None:
         return -rows.token_logprobs.mean()
     objective = StoredAnswersObjective(match != "row", 1.0, cross_entropy)
@@ -85,15 +85,21 @@ def stored_loss(
 
 def uld_loss(student: Any, scored: Sequence[ScoredSequence], answers: Sequence[Stored]) -> Tensor:
     batch = make_aligned_batch(scored, torch.device("cpu"), "padded")
-    table = logprobs(student, batch)
-    parts = table.exp().sort(1, descending=True).values.split([len(one.rows) for one in scored])
+    table = student_logprobs(student, batch)
+    parts = (
+        table.exp()
+        .sort(1, descending=True)
+        .values.split([len(sequence.rows) for sequence in scored])
+    )
     distances = []
-    for ours, stored in zip(parts, answers, strict=True):
-        both = min(len(ours), len(stored.likeliest))
-        distance = (ours[:both] - stored.likeliest[:both, : ours.shape[1]].float()).abs()
-        distances.append(distance.sum() / both)
-    own = rows_of(table, batch).token_logprobs
-    return -own.mean() + ULD_WEIGHT * torch.stack(distances).mean()
+    for probabilities, stored in zip(parts, answers, strict=True):
+        length = min(len(probabilities), len(stored.likeliest))
+        distance = (
+            probabilities[:length] - stored.likeliest[:length, : probabilities.shape[1]].float()
+        ).abs()
+        distances.append(distance.sum() / length)
+    token_logprobs = rows_of_table(table, batch).token_logprobs
+    return -token_logprobs.mean() + ULD_WEIGHT * torch.stack(distances).mean()
 
 
 class OnPolicy:
@@ -101,45 +107,56 @@ class OnPolicy:
 
     def __init__(self, material: Material) -> None:
         self._teacher = material.teacher
-        self._asked = prompts(material.teacher_words, material.questions)
+        self._prompts = make_prompts(material.teacher_words, material.questions)
         self._aligner = material.reads_student
-        ours, theirs = material.student_words.get_vocab(), material.teacher_words.get_vocab()
-        same = sorted(ours.keys() & theirs.keys())
-        self._ours = torch.tensor([ours[token] for token in same])
-        self._theirs = torch.tensor([theirs[token] for token in same])
-        self._share = len(same) / len(theirs)
-        self._other_ours = _others(len(ours), self._ours)
-        self._other_theirs = _others(material.teacher.config.vocab_size, self._theirs)
+        student_vocabulary, teacher_vocabulary = (
+            material.student_words.get_vocab(),
+            material.teacher_words.get_vocab(),
+        )
+        shared_tokens = sorted(student_vocabulary.keys() & teacher_vocabulary.keys())
+        self._student_ids = torch.tensor([student_vocabulary[token] for token in shared_tokens])
+        self._teacher_ids = torch.tensor([teacher_vocabulary[token] for token in shared_tokens])
+        self._matched_share = len(shared_tokens) / len(teacher_vocabulary)
+        self._other_student_ids = _unmatched_ids(len(student_vocabulary), self._student_ids)
+        self._other_teacher_ids = _unmatched_ids(
+            material.teacher.config.vocab_size, self._teacher_ids
+        )
 
     @torch.no_grad()
     def read(
         self, written: Sequence[Rollout], numbers: Sequence[int]
     ) -> tuple[list[Rollout], list[Alignment], list[Tensor]]:
         """Return the answers that can be aligned, and the teacher's log-probs [T, V] of each."""
-        found = [self._align(one) for one in written]
-        kept = [
-            (one, alignment, self._asked[number])
-            for one, alignment, number in zip(written, found, numbers, strict=True)
+        alignments = [self._align(answer) for answer in written]
+        aligned = [
+            (answer, alignment, self._prompts[number])
+            for answer, alignment, number in zip(written, alignments, numbers, strict=True)
             if alignment is not None and len(alignment.reader_ids)
         ]
-        read = []
-        for _, alignment, asked in kept:
-            ids = np.concatenate([asked.ids, alignment.reader_ids]).astype(np.int64)
-            read.append(TokenSequence(torch.from_numpy(ids), len(asked.ids)))
-        states: Any = read  # they are all that `hidden` needs of rollouts
+        sequences = []
+        for _, alignment, prompt in aligned:
+            ids = np.concatenate([prompt.ids, alignment.reader_ids]).astype(np.int64)
+            sequences.append(TokenSequence(torch.from_numpy(ids), len(prompt.ids)))
+        states: Any = sequences  # they are all that `hidden` needs of rollouts
         table = compute_logits(self._teacher, hidden_states(self._teacher, states)).log_softmax(1)
-        parts = table.split([sequence.learned for sequence in read])
-        return [one for one, _, _ in kept], [of for _, of, _ in kept], list(parts)
+        parts = table.split([sequence.learned for sequence in sequences])
+        return (
+            [answer for answer, _, _ in aligned],
+            [alignment for _, alignment, _ in aligned],
+            list(parts),
+        )
 
     def word(self, student: Any, written: Sequence[Rollout], numbers: Sequence[int]) -> Tensor:
         """Return the mean over tokens of the loss of an on-policy job."""
         answers, alignments, tables = self.read(written, numbers)
         scored = [
-            ScoredSequence(one, aligned_rows(one, found, None, _block(found, table)))
-            for one, found, table in zip(answers, alignments, tables, strict=True)
+            ScoredSequence(
+                answer, aligned_rows(answer, alignment, None, _teacher_rows(alignment, table))
+            )
+            for answer, alignment, table in zip(answers, alignments, tables, strict=True)
         ]
         batch = make_aligned_batch(scored, torch.device("cpu"), "padded")
-        rows = rows_of(logprobs(student, batch), batch)
+        rows = rows_of_table(student_logprobs(student, batch), batch)
         loss = CrossTokenizerObjective("word", 1.0).loss(batch)
         return loss(rows, slice(0, len(batch))).mean()
 
@@ -148,19 +165,28 @@ class OnPolicy:
     ) -> Tensor:
         """Return GOLD's loss, the mean over answers. `even`: both weights are 1."""
         answers, alignments, tables = self.read(written, numbers)
-        ours = compute_logits(student, hidden_states(student, answers)).log_softmax(1)
-        parts = ours.split([len(one.completion) for one in answers])
-        weights = (1.0, 1.0) if even else (self._share, 1 - self._share)
+        logprobs = compute_logits(student, hidden_states(student, answers)).log_softmax(1)
+        parts = logprobs.split([len(answer.completion) for answer in answers])
+        weights = (1.0, 1.0) if even else (self._matched_share, 1 - self._matched_share)
         losses = []
-        for one, found, mine, theirs in zip(answers, alignments, parts, tables, strict=True):
-            chunks = _text_chunks(found, ended=not one.truncated)
+        for answer, alignment, student_table, teacher_table in zip(
+            answers, alignments, parts, tables, strict=True
+        ):
+            chunks = _text_chunks(alignment, ended=not answer.truncated)
             if not len(chunks):
                 continue
-            p = _merged(mine, one.completion, found.chunk, chunks)
-            q = _merged(theirs, torch.from_numpy(found.reader_ids), found.reader_chunk, chunks)
-            matched = _jsd(p[:, self._ours], q[:, self._theirs])
-            other = _sorted_distance(p[:, self._other_ours], q[:, self._other_theirs])
-            losses.append((weights[0] * matched + weights[1] * other) / len(chunks))
+            p = _merge_chunks(student_table, answer.completion, alignment.chunk, chunks)
+            q = _merge_chunks(
+                teacher_table,
+                torch.from_numpy(alignment.reader_ids),
+                alignment.reader_chunk,
+                chunks,
+            )
+            matched = _generalised_jsd(p[:, self._student_ids], q[:, self._teacher_ids])
+            unmatched = _sorted_distance(
+                p[:, self._other_student_ids], q[:, self._other_teacher_ids]
+            )
+            losses.append((weights[0] * matched + weights[1] * unmatched) / len(chunks))
         return torch.stack(losses).mean()
 
     def string_cost(
@@ -169,57 +195,61 @@ class OnPolicy:
         """Return the sum of log p - log q over the settled bytes of answers, per byte, in nats."""
         answers, alignments, tables = self.read(written, numbers)
         cost = size = 0.0
-        for one, found, table in zip(answers, alignments, tables, strict=True):
-            ours = found.read & found.settled
-            cost += float(one.token_logprobs.numpy()[ours].sum())
-            cost -= float(_block(found, table).token_logprobs[found.reader_settled].sum())
-            size += float(self._aligner.writer.lengths[one.completion.numpy()[ours]].sum())
+        for answer, alignment, table in zip(answers, alignments, tables, strict=True):
+            settled = alignment.read & alignment.settled
+            cost += float(answer.token_logprobs.numpy()[settled].sum())
+            cost -= float(
+                _teacher_rows(alignment, table).token_logprobs[alignment.reader_settled].sum()
+            )
+            size += float(self._aligner.writer.lengths[answer.completion.numpy()[settled]].sum())
         return cost / size
 
-    def _align(self, one: Rollout) -> Alignment | None:
+    def _align(self, answer: Rollout) -> Alignment | None:
         return self._aligner.align(
-            one.completion.numpy().astype(np.int32), has_end=not one.truncated
+            answer.completion.numpy().astype(np.int32), has_end=not answer.truncated
         )
 
 
-def _block(found: Alignment, table: Tensor) -> RowBlock:
-    ids = torch.from_numpy(found.reader_ids.astype(np.int64))[:, None]
-    own = table.gather(1, ids)[:, 0].numpy()
-    none = np.zeros((len(own), 1))
-    return RowBlock(none.astype(np.int32), none.astype(np.float32), none[:, 0], own)
+def _teacher_rows(alignment: Alignment, table: Tensor) -> RowBlock:
+    ids = torch.from_numpy(alignment.reader_ids.astype(np.int64))[:, None]
+    token_logprobs = table.gather(1, ids)[:, 0].numpy()
+    empty = np.zeros((len(token_logprobs), 1))
+    return RowBlock(empty.astype(np.int32), empty.astype(np.float32), empty[:, 0], token_logprobs)
 
 
-def _others(count: int, ids: Tensor) -> Tensor:
-    left = torch.ones(count, dtype=torch.bool)
-    left[ids] = False
-    return left.nonzero()[:, 0]
+def _unmatched_ids(count: int, ids: Tensor) -> Tensor:
+    is_unmatched = torch.ones(count, dtype=torch.bool)
+    is_unmatched[ids] = False
+    return is_unmatched.nonzero()[:, 0]
 
 
-def _text_chunks(found: Alignment, *, ended: bool) -> np.ndarray:
+def _text_chunks(alignment: Alignment, *, ended: bool) -> np.ndarray:
     """Return the numbers of the chunks that both have, without that of the end."""
-    both: np.ndarray = np.intersect1d(found.chunk[found.read], found.reader_chunk)
-    return both[:-1] if ended and not found.stopped else both
+    shared_chunks: np.ndarray = np.intersect1d(
+        alignment.chunk[alignment.read], alignment.reader_chunk
+    )
+    return shared_chunks[:-1] if ended and not alignment.stopped else shared_chunks
 
 
-def _merged(table: Tensor, ids: Tensor, chunk: np.ndarray, chunks: np.ndarray) -> Tensor:
+def _merge_chunks(table: Tensor, ids: Tensor, chunk: np.ndarray, chunks: np.ndarray) -> Tensor:
     """Return the distribution [C, V] of the last token of each chunk, times those before it."""
-    own = table.gather(1, ids.long()[:, None])[:, 0]
+    token_logprobs = table.gather(1, ids.long()[:, None])[:, 0]
     last = torch.from_numpy(np.searchsorted(chunk, chunks, side="right") - 1)
     first = torch.from_numpy(np.searchsorted(chunk, chunks))
-    sums = torch.cat([own.new_zeros(1), own.cumsum(0)])
+    sums = torch.cat([token_logprobs.new_zeros(1), token_logprobs.cumsum(0)])
     return (table[last] + (sums[last] - sums[first])[:, None]).exp()
 
 
-def _jsd(p: Tensor, q: Tensor) -> Tensor:
+def _generalised_jsd(p: Tensor, q: Tensor) -> Tensor:
     """Return the sum of the generalised JSD of matched ids, beta = 0.5."""
-    log_p, log_q = (of.clamp(min=SMALLEST).log() for of in (p, q))
+    log_p, log_q = (probabilities.clamp(min=SMALLEST).log() for probabilities in (p, q))
     middle = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).log()
-    both = log_p.exp() * (log_p - middle) + log_q.exp() * (log_q - middle)
-    return 0.5 * both.sum()
+    divergences = log_p.exp() * (log_p - middle) + log_q.exp() * (log_q - middle)
+    return 0.5 * divergences.sum()
 
 
 def _sorted_distance(p: Tensor, q: Tensor) -> Tensor:
     """Return the sum of |p - q| of sorted probabilities; q beyond p's number has no gradient."""
     width = min(p.shape[1], q.shape[1])
-    ours, theirs = p.sort(1, descending=True).values, q.topk(width, 1).values
-    return (ours[:, :width] - theirs).abs().sum() + ours[:, width:].abs().sum()
+    sorted_p, sorted_q = p.sort(1, descending=True).values, q.topk(width, 1).values
+    return (sorted_p[:, :width] - sorted_q).abs().sum() + sorted_p[:, width:].abs().sum()

@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shared.evaluation import compute_logits, hidden_states
+from benchmarks.shared.evaluation import compute_logits, hidden_states, make_sampler
 from benchmarks.shared.model_pairs import LONGEST_PROMPT, make_pair
 from clients.alignment.alignment import Aligner
 from protos.rows.codec import RowBlock
 from student_trainer.data.prompts import Prompt
-from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.teachers.other_tokenizer_store import TokenMap
 from student_trainer.teachers.tokenizer_pair import to_byte_tokenizer
 from student_trainer.tools.pretrain import main as pretrain
@@ -97,8 +96,8 @@ class Material:
     @cached_property
     def reads_student(self) -> Aligner:
         """Aligns what the student writes with the teacher's tokens."""
-        ours, theirs = self._bytes()
-        return Aligner(ours, theirs, self.teacher_words.eos_token_id)
+        student_bytes, teacher_bytes = self._bytes()
+        return Aligner(student_bytes, teacher_bytes, self.teacher_words.eos_token_id)
 
     @cached_property
     def token_map(self) -> TokenMap:
@@ -108,8 +107,8 @@ class Material:
     @cached_property
     def reads_teacher(self) -> Aligner:
         """Aligns what the teacher has written with the student's tokens."""
-        ours, theirs = self._bytes()
-        return Aligner(theirs, ours, self.student_words.eos_token_id)
+        student_bytes, teacher_bytes = self._bytes()
+        return Aligner(teacher_bytes, student_bytes, self.student_words.eos_token_id)
 
     def _bytes(self) -> tuple[Any, Any]:
         return (
@@ -129,44 +128,37 @@ def make_material(data: Path, work: Path, models: Path, sizes: Sizes) -> Materia
     lines = data.read_text().splitlines(keepends=True)
     student = work / f"student-{sizes.width}-{sizes.begun}"
     if not student.exists():
-        _begin(lines[POOL:], work, student, sizes)
+        _pretrain_student(lines[POOL:], work, student, sizes)
     teacher_words = AutoTokenizer.from_pretrained(teacher)
-    made = Material(
+    material = Material(
         AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval(),
         teacher_words,
         student,
         AutoTokenizer.from_pretrained(student),
-        _questions(lines[:POOL], teacher_words, sizes.held_out + sizes.questions),
+        _select_questions(lines[:POOL], teacher_words, sizes.held_out + sizes.questions),
         [],
         sizes,
     )
-    answers = work / f"answers-{len(made.questions)}-{sizes.tokens}.pt"
+    answers = work / f"answers-{len(material.questions)}-{sizes.tokens}.pt"
     if not answers.exists():
         partial = answers.with_suffix(".part")
-        torch.save([vars(one) for one in _answers(made)], partial)
+        torch.save([vars(answer) for answer in _sample_answers(material)], partial)
         partial.rename(answers)
-    stored = [Stored(**one) for one in torch.load(answers)]
-    return Material(**vars(made) | {"stored": stored})
+    stored = [Stored(**answer) for answer in torch.load(answers)]
+    return Material(**vars(material) | {"stored": stored})
 
 
-def prompts(words: Any, questions: Sequence[str]) -> list[Prompt]:
+def make_prompts(words: Any, questions: Sequence[str]) -> list[Prompt]:
     """Return questions as prompts in the tokens of one side."""
     texts = [f"{question}\n" for question in questions]
-    return [Prompt(_ids(words, text), "") for text in texts]
+    return [Prompt(_encode(words, text), "") for text in texts]
 
 
-def rollouts(model: Any, words: Any, tokens: int) -> HuggingFaceRollouts:
-    """Return the sampler of a model, at temperature 1."""
-    return HuggingFaceRollouts(
-        model.eval(), words, top_k=1, temperature=1.0, max_new_tokens=tokens, batch_tokens=1 << 20
-    )
-
-
-def _ids(words: Any, text: str) -> NDArray[np.int32]:
+def _encode(words: Any, text: str) -> NDArray[np.int32]:
     return np.array(words(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-def _begin(lines: Sequence[str], work: Path, out: Path, sizes: Sizes) -> None:
+def _pretrain_student(lines: Sequence[str], work: Path, out: Path, sizes: Sizes) -> None:
     texts, partial = work / "begin.jsonl", out.with_name(out.name + ".part")
     texts.write_text("".join(lines))
     columns = ["--columns", "question", "answer", "--separator", "\n"]
@@ -182,33 +174,39 @@ def _begin(lines: Sequence[str], work: Path, out: Path, sizes: Sizes) -> None:
     partial.rename(out)
 
 
-def _questions(lines: Sequence[str], words: Any, count: int) -> list[str]:
-    asked = (json.loads(line)["question"] for line in lines)
-    found = [one for one in asked if len(_ids(words, f"{one}\n")) <= LONGEST_PROMPT]
-    if len(found) < count:
-        raise SystemExit(f"the data have {len(found)} short questions, not {count}")
-    return found[:count]
+def _select_questions(lines: Sequence[str], words: Any, count: int) -> list[str]:
+    all_questions = (json.loads(line)["question"] for line in lines)
+    short_questions = [
+        question
+        for question in all_questions
+        if len(_encode(words, f"{question}\n")) <= LONGEST_PROMPT
+    ]
+    if len(short_questions) < count:
+        raise SystemExit(f"the data have {len(short_questions)} short questions, not {count}")
+    return short_questions[:count]
 
 
 @torch.no_grad()
-def _answers(material: Material) -> Iterator[Stored]:
-    asked = prompts(material.teacher_words, material.questions)
-    sampler = rollouts(material.teacher, material.teacher_words, material.sizes.tokens)
+def _sample_answers(material: Material) -> Iterator[Stored]:
+    prompts = make_prompts(material.teacher_words, material.questions)
+    sampler = make_sampler(material.teacher, material.teacher_words, material.sizes.tokens)
     width = len(material.student_words)
-    for first in range(0, len(asked), BATCH):
-        part = asked[first : first + BATCH]
-        (written,) = sampler.generate(part, range(first, first + len(part)), seed=0)
+    for first in range(0, len(prompts), BATCH):
+        part = prompts[first : first + BATCH]
+        (answers,) = sampler.generate(part, range(first, first + len(part)), seed=0)
         table = compute_logits(
-            material.teacher, hidden_states(material.teacher, written)
+            material.teacher, hidden_states(material.teacher, answers)
         ).log_softmax(1)
         top = table.topk(width)
-        counts = [len(one.completion) for one in written]
-        of_answers = zip(written, top.values.split(counts), top.indices.split(counts), strict=True)
-        for one, logprobs, ids in of_answers:
+        counts = [len(answer.completion) for answer in answers]
+        rows_of_answers = zip(
+            answers, top.values.split(counts), top.indices.split(counts), strict=True
+        )
+        for answer, logprobs, ids in rows_of_answers:
             yield Stored(
-                ids=one.completion.clone(),
-                logprobs=one.token_logprobs.clone(),
-                ended=not one.truncated,
+                ids=answer.completion.clone(),
+                logprobs=answer.token_logprobs.clone(),
+                ended=not answer.truncated,
                 head_ids=ids[:, :HEAD].int(),
                 head_logprobs=logprobs[:, :HEAD].half(),
                 likeliest=logprobs.exp().half(),

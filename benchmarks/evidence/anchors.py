@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.rl.material import VOCABULARY, Material
-from benchmarks.rl.runs import Arm, summary, train_once
+from benchmarks.rl.runs import Arm, summarize_metrics, train_once
 from benchmarks.shared.programs import one_thread_environment
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.prompts import Prompt
@@ -60,13 +60,13 @@ class Task:
         """Return different sums, in random order."""
         random_ = random.Random(0)
         if not self.graded:
-            pairs = random_.sample(range(self.below * self.below), count)
-            return [(pair // self.below, pair % self.below) for pair in pairs]
-        found: dict[tuple[int, int], None] = {}
-        while len(found) < count:
+            numbers = random_.sample(range(self.below * self.below), count)
+            return [(number // self.below, number % self.below) for number in numbers]
+        pairs: dict[tuple[int, int], None] = {}
+        while len(pairs) < count:
             digits = [10 ** random_.randint(1, len(str(self.below - 1))) for _ in range(2)]
-            found[random_.randrange(digits[0]), random_.randrange(digits[1])] = None
-        return list(found)
+            pairs[random_.randrange(digits[0]), random_.randrange(digits[1])] = None
+        return list(pairs)
 
 
 GRADED = "sums of 1 to 3 digits"
@@ -120,21 +120,33 @@ def main(arguments: list[str] | None = None) -> None:
         for arm in ARMS
     ]
     if options.one:
-        (chosen,) = [one for one in settings if one.key == json.loads(options.one)]
-        print(json.dumps(run(options.work, materials[chosen.task], chosen, options.steps)))
+        (setting,) = [setting for setting in settings if setting.key == json.loads(options.one)]
+        print(
+            json.dumps(
+                train_and_examine(options.work, materials[setting.task], setting, options.steps)
+            )
+        )
         return
     result = load_results(options.out, {"machine": describe_machine(), "steps": options.steps})
-    missing = [one for one in settings if not any(r | one.key == r for r in result["runs"])]
+    missing = [
+        setting for setting in settings if not any(r | setting.key == r for r in result["runs"])
+    ]
 
-    def add(one: Setting) -> None:
+    def add(setting: Setting) -> None:
         command = [sys.executable, "-m", "benchmarks.evidence.anchors"]
-        command += [*(arguments or sys.argv[1:]), "--one", json.dumps(one.key)]
-        done = subprocess.run(command, env=one_thread_environment(), capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr[-3000:])
-        found = json.loads(done.stdout.splitlines()[-1])
-        add_run(options.out, result, one.key | found)
-        print(one.key, {name: found[name] for name in ("pass@1", "pass@8", "answers")}, flush=True)
+        command += [*(arguments or sys.argv[1:]), "--one", json.dumps(setting.key)]
+        process = subprocess.run(
+            command, env=one_thread_environment(), capture_output=True, text=True
+        )
+        if process.returncode:
+            raise SystemExit(process.stderr[-3000:])
+        metrics = json.loads(process.stdout.splitlines()[-1])
+        add_run(options.out, result, setting.key | metrics)
+        print(
+            setting.key,
+            {name: metrics[name] for name in ("pass@1", "pass@8", "answers")},
+            flush=True,
+        )
 
     with ThreadPoolExecutor(options.processes) as pool:
         list(pool.map(add, missing))
@@ -142,39 +154,41 @@ def main(arguments: list[str] | None = None) -> None:
 
 def make_material(work: Path, task: str) -> Material:
     """Make sums and the pretrained model of a task, once."""
-    of = TASKS[task]
-    home = (work / f"below-{of.below}{'-graded' * of.graded}").absolute()
-    made = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")
-    if made.model.exists():
-        return made
+    sums = TASKS[task]
+    home = (work / f"below-{sums.below}{'-graded' * sums.graded}").absolute()
+    material = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")
+    if material.model.exists():
+        return material
     home.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]}) + "\n"
-        for a, b in of.sums(10_000)
+        for a, b in sums.sums(10_000)
     ]
-    made.held_out.write_text("".join(lines[:1000]))
-    made.train.write_text("".join(lines[1000:]))
-    partial = made.model.with_suffix(".part")
-    words = ["--data", str(made.train), "--loss-on", "last", "--out", str(partial)]
-    words += ["--tokenizer", "bpe", "--vocab-size", str(VOCABULARY), "--layers", "2"]
-    words += ["--width", "64", "--steps", "4000", "--until-loss", str(of.until_loss)]
-    pretrain([*words, "--learning-rate", "3e-3"])
-    partial.rename(made.model)
-    return made
+    material.held_out.write_text("".join(lines[:1000]))
+    material.train.write_text("".join(lines[1000:]))
+    partial = material.model.with_suffix(".part")
+    arguments = ["--data", str(material.train), "--loss-on", "last", "--out", str(partial)]
+    arguments += ["--tokenizer", "bpe", "--vocab-size", str(VOCABULARY), "--layers", "2"]
+    arguments += ["--width", "64", "--steps", "4000", "--until-loss", str(sums.until_loss)]
+    pretrain([*arguments, "--learning-rate", "3e-3"])
+    partial.rename(material.model)
+    return material
 
 
-def run(work: Path, material: Material, setting: Setting, steps: int) -> dict[str, Any]:
+def train_and_examine(
+    work: Path, material: Material, setting: Setting, steps: int
+) -> dict[str, Any]:
     """Train once; return the metrics of the run and the examination of its student."""
     name = "-".join(str(value) for value in setting.key.values())
     home = work / "runs" / name.replace(" ", "-").replace(",", "")
     home.parent.mkdir(parents=True, exist_ok=True)
-    made, records, _ = train_once(home, job(material, setting, steps))
-    found = examine(made.export, material.held_out)
+    run_directory, records, _ = train_once(home, make_job(material, setting, steps))
+    examination = examine(run_directory.export, material.held_out)
     shutil.rmtree(home)
-    return asdict(setting.arm) | summary(records) | found
+    return asdict(setting.arm) | summarize_metrics(records) | examination
 
 
-def job(material: Material, setting: Setting, steps: int) -> dict[str, Any]:
+def make_job(material: Material, setting: Setting, steps: int) -> dict[str, Any]:
     arm = setting.arm
     anchor = {"anchor": {"tau": arm.tau, "update_period": 10}} if arm.beta else {}
     return {
@@ -212,25 +226,27 @@ def examine(model: Path, held_out: Path) -> dict[str, float]:
     rollouts = HuggingFaceRollouts(
         student, tokenizer, top_k=1, temperature=1.0, max_new_tokens=6, batch_tokens=1 << 14
     )
-    asked = [Prompt(one, "") for one in ids for _ in range(SAMPLES)]
+    prompts = [Prompt(prompt_ids, "") for prompt_ids in ids for _ in range(SAMPLES)]
     texts = []
-    for answers in rollouts.generate(asked, range(len(asked)), seed=12345):
-        texts += [tokenizer.decode(one.completion, skip_special_tokens=True) for one in answers]
-    assert len(texts) == len(asked)
-    return passes([texts[i : i + SAMPLES] for i in range(0, len(texts), SAMPLES)], lines)
+    for answers in rollouts.generate(prompts, range(len(prompts)), seed=12345):
+        texts += [
+            tokenizer.decode(answer.completion, skip_special_tokens=True) for answer in answers
+        ]
+    assert len(texts) == len(prompts)
+    return pass_rates([texts[i : i + SAMPLES] for i in range(0, len(texts), SAMPLES)], lines)
 
 
-def passes(texts: Sequence[Sequence[str]], lines: Sequence[dict[str, str]]) -> dict[str, float]:
+def pass_rates(texts: Sequence[Sequence[str]], lines: Sequence[dict[str, str]]) -> dict[str, float]:
     """Return pass@1, pass@8 and different answers, each the mean over prompts."""
-    right = [
-        sum(text.strip() == line["answer"] for text in of)
-        for of, line in zip(texts, lines, strict=True)
+    right_counts = [
+        sum(text.strip() == line["answer"] for text in prompt_texts)
+        for prompt_texts, line in zip(texts, lines, strict=True)
     ]
-    missed = [math.comb(SAMPLES - c, TRIES) / math.comb(SAMPLES, TRIES) for c in right]
+    miss_rates = [math.comb(SAMPLES - c, TRIES) / math.comb(SAMPLES, TRIES) for c in right_counts]
     return {
-        "pass@1": sum(right) / (SAMPLES * len(right)),
-        "pass@8": 1 - sum(missed) / len(missed),
-        "answers": sum(len(set(of)) for of in texts) / len(texts),
+        "pass@1": sum(right_counts) / (SAMPLES * len(right_counts)),
+        "pass@8": 1 - sum(miss_rates) / len(miss_rates),
+        "answers": sum(len(set(prompt_texts)) for prompt_texts in texts) / len(texts),
     }
 
 

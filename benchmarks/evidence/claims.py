@@ -50,8 +50,8 @@ class Effect:
 class Interval(Effect):
     """An effect whose interval was computed by the benchmark: [mean, low, high]."""
 
-    def __init__(self, comparison: str, found: Sequence[float]) -> None:
-        super().__init__(comparison, list(found))
+    def __init__(self, comparison: str, mean_low_high: Sequence[float]) -> None:
+        super().__init__(comparison, list(mean_low_high))
 
     @property
     def verdict(self) -> str:
@@ -64,7 +64,7 @@ class Interval(Effect):
         return f"{self.comparison} | - | {mean} | {low} to {high} | {self.verdict}"
 
 
-def paired(
+def paired_differences(
     runs: Sequence[dict[str, Any]],
     value: str,
     better: dict[str, Any],
@@ -75,13 +75,17 @@ def paired(
 
     `better` and `worse`: the fields that a run of each side has.
     """
-    found = []
+    differences = []
     for run in runs:
         if run | better != run:
             continue
-        other = [one for one in runs if one["seed"] == run["seed"] and one | worse == one]
-        found += [sign * (run[value] - one[value]) for one in other[:1]]
-    return found
+        worse_runs = [
+            worse_run
+            for worse_run in runs
+            if worse_run["seed"] == run["seed"] and worse_run | worse == worse_run
+        ]
+        differences += [sign * (run[value] - worse_run[value]) for worse_run in worse_runs[:1]]
+    return differences
 
 
 def effects_table(effects: Sequence[Effect], unit: str, digits: int = 3) -> str:
@@ -93,16 +97,16 @@ def effects_table(effects: Sequence[Effect], unit: str, digits: int = 3) -> str:
     return "\n".join([head, *rows])
 
 
-def overall(effects: Sequence[Effect]) -> str:
+def overall_verdict(effects: Sequence[Effect]) -> str:
     """Return the verdict of a claim with several comparisons."""
-    found = {effect.verdict for effect in effects if effect.differences}
-    if found in ({"shown"}, {"refuted"}, {"not shown"}):
-        return found.pop()
-    count = {name: sum(effect.verdict == name for effect in effects) for name in sorted(found)}
+    verdicts = {effect.verdict for effect in effects if effect.differences}
+    if verdicts in ({"shown"}, {"refuted"}, {"not shown"}):
+        return verdicts.pop()
+    count = {name: sum(effect.verdict == name for effect in effects) for name in sorted(verdicts)}
     return ", ".join(f"{name} in {number}" for name, number in count.items())
 
 
-def read(name: str) -> Any:
+def load_result(name: str) -> Any:
     """Return the results of a benchmark; None if it was not run."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
@@ -118,4 +122,6 @@ class Section:
     @property
     def line(self) -> str:
         """Return the row of the table of claims."""
-        return f"| {self.claim} | {overall(self.effects)} | `{self.command}` | {self.cost} |"
+        return (
+            f"| {self.claim} | {overall_verdict(self.effects)} | `{self.command}` | {self.cost} |"
+        )

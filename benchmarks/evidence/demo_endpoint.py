@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.evidence.demo_real import examined, split
+from benchmarks.evidence.demo_real import examine_student, split_data
 from benchmarks.shared.model_pairs import Pair, make_pair
 from benchmarks.shared.programs import set_options
 from clients.cli.demos.services import Services
@@ -44,15 +44,15 @@ def main(arguments: list[str] | None = None) -> None:
     shutil.rmtree(options.work, ignore_errors=True)
     logs = options.work / "logs"
     logs.mkdir(parents=True)
-    held_out = split(options.data, pair, options.work, 1)
-    before = examined("before", pair.student, pair, held_out, 0.0)
+    held_out = split_data(options.data, pair, options.work, 1)
+    before = examine_student("before", pair.student, pair, held_out, 0.0)
     print(f"before: {before.kl:.3f} nats a token; see {logs}", flush=True)
     began = time.monotonic()
     with vllm_server(pair.teacher.absolute(), logs / "vllm.log") as url, Services(logs) as services:
         run = trained(services, pair, url, options.work.absolute(), options.steps)
-    after = examined("after", run / "export", pair, held_out, time.monotonic() - began)
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    measured = {line["step"]: line["eval/kl"] for line in found if "eval/kl" in line}
+    after = examine_student("after", run / "export", pair, held_out, time.monotonic() - began)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = {line["step"]: line["eval/kl"] for line in metrics if "eval/kl" in line}
     record = {"steps": options.steps, "kl": [before.kl, after.kl], "eval_kl": measured}
     record["seconds"] = after.seconds
     options.out.write_text(json.dumps(record, indent=1) + "\n")
@@ -64,11 +64,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 def trained(services: Services, pair: Pair, url: str, work: Path, steps: int) -> Path:
     """Start the teacher in front of the server, run the job to its end, return its directory."""
-    serve = ["teacher_service", "--engine", "endpoint", "--model", url, "--port", "0"]
-    serve += ["--tokenizer", str(pair.teacher.absolute()), "--no-cache"]
+    command = ["teacher_service", "--engine", "endpoint", "--model", url, "--port", "0"]
+    command += ["--tokenizer", str(pair.teacher.absolute()), "--no-cache"]
     settings = {
         "student.model": str(pair.student.absolute()),
-        "teacher.address": services.listen("teacher", serve),
+        "teacher.address": services.listen("teacher", command),
         "data.path": str(work / "train.jsonl"),
         "max_steps": str(steps),
     }

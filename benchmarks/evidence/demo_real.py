@@ -43,7 +43,7 @@ QUESTION = "Tom has 3 boxes with 4 pens each. How many pens does he have?"
 
 
 @dataclass(frozen=True)
-class Student:
+class ExaminedStudent:
     """A student, its exact KL to the teacher in nats a token, and its answer to QUESTION."""
 
     name: str
@@ -68,20 +68,20 @@ def main(arguments: list[str] | None = None) -> None:
     shutil.rmtree(options.work, ignore_errors=True)
     (options.work / "logs").mkdir(parents=True)
     captured = 16 if options.quick else CAPTURED
-    texts = split(options.data, pair, options.work, captured)
+    texts = split_data(options.data, pair, options.work, captured)
     quick = QUICK if options.quick else {}
     with Services(options.work / "logs") as services:
-        students = [examined("student before", pair.student, pair, texts, 0.0)]
+        students = [examine_student("student before", pair.student, pair, texts, 0.0)]
         for name, train in (("on-policy", on_policy), ("offline", offline)):
             print(f"{name}: see {options.work / 'logs'}", flush=True)
             start = time.monotonic()
-            made = train(services, pair, options.work.absolute(), quick)
+            export_path = train(services, pair, options.work.absolute(), quick)
             seconds = time.monotonic() - start
-            students.append(examined(name, made, pair, texts, seconds))
+            students.append(examine_student(name, export_path, pair, texts, seconds))
         run = next((options.work / "on-policy").iterdir())
         picture = options.docs / "demo-real.png"
         services.run("plot", ["clients", "plot", str(run), "-o", str(picture)])
-    show(students)
+    print_results(students)
     record = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "seconds": time.monotonic() - began,
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{record['seconds']:.0f} s in all; the curve: {picture}")
 
 
-def split(data: Path, pair: Pair, work: Path, captured: int) -> list[Any]:
+def split_data(data: Path, pair: Pair, work: Path, captured: int) -> list[Any]:
     """Return HELD_OUT prompts of the first POOL questions of `data`.
 
     Writes the others to train.jsonl, and the first `captured` of these to captured.jsonl.
@@ -106,14 +106,14 @@ def split(data: Path, pair: Pair, work: Path, captured: int) -> list[Any]:
 
 def on_policy(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
     """Start a teacher service and train; return the student."""
-    serve = ["teacher_service", "--model", str(pair.teacher), "--port", "0", "--no-cache"]
+    command = ["teacher_service", "--model", str(pair.teacher), "--port", "0", "--no-cache"]
     settings = {
         "student.model": str(pair.student),
-        "teacher.address": services.listen("teacher", serve),
+        "teacher.address": services.listen("teacher", command),
         "data.path": str(work / "train.jsonl"),
         **quick,
     }
-    return trained(services, "on-policy", settings, work)
+    return train_job(services, "on-policy", settings, work)
 
 
 def offline(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
@@ -135,41 +135,41 @@ def offline(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -
         ],
     )
     settings = {"student.model": str(pair.student), "data.path": str(store), **quick}
-    return trained(services, "offline", settings, work)
+    return train_job(services, "offline", settings, work)
 
 
-def trained(services: Services, name: str, settings: dict[str, str], work: Path) -> Path:
+def train_job(services: Services, name: str, settings: dict[str, str], work: Path) -> Path:
     """Run a job to its end with `distill run` and return the directory of its student."""
     job = str(HERE / f"demo_real_{name.replace('-', '_')}.toml")
     runs = work / name
     services.run(name, ["clients", "run", job, "--runs", str(runs), *set_options(settings)])
-    (made,) = runs.iterdir()
-    return made / "export"
+    (run_directory,) = runs.iterdir()
+    return run_directory / "export"
 
 
-def examined(
+def examine_student(
     name: str, model: Path, pair: Pair, held_out: Sequence[Any], seconds: float
-) -> Student:
+) -> ExaminedStudent:
     """Measure the exact KL on the student's own answers, and generate one answer greedily."""
     tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
     teacher, student = (
-        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval()
-        for one in (pair.teacher, model)
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (pair.teacher, model)
     )
     kl = measure_kl(student, teacher, tokenizer, held_out, TOKENS)
-    asked = tokenizer(f"{QUESTION}\n", return_tensors="pt")
-    said = student.generate(**asked, max_new_tokens=40, do_sample=False)
-    answer = tokenizer.decode(said[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-    return Student(name, kl, " ".join(answer.split()), seconds)
+    inputs = tokenizer(f"{QUESTION}\n", return_tensors="pt")
+    tokens = student.generate(**inputs, max_new_tokens=40, do_sample=False)
+    answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return ExaminedStudent(name, kl, " ".join(answer.split()), seconds)
 
 
-def show(students: Sequence[Student]) -> None:
+def print_results(students: Sequence[ExaminedStudent]) -> None:
     print(f"\n{'':<16}{'KL to the teacher':>18}{'seconds':>9}")
-    for one in students:
-        print(f"{one.name:<16}{one.kl:>18.3f}{one.seconds:>9.0f}")
+    for student in students:
+        print(f"{student.name:<16}{student.kl:>18.3f}{student.seconds:>9.0f}")
     print(f"\n{QUESTION}")
-    for one in students:
-        print(f"  {one.name}: {one.answer}")
+    for student in students:
+        print(f"  {student.name}: {student.answer}")
 
 
 if __name__ == "__main__":

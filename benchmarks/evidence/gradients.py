@@ -64,44 +64,46 @@ def main(arguments: list[str] | None = None) -> None:
     pair = make_pair("real", options.work, options.data)
     groups: list[dict[str, Any]] = []
     for name, student in (("before", pair.student), ("after 40 steps", options.trained)):
-        of = places(pair.teacher, student, options.data, options.answers)
-        groups += [{"student": name, **group} for group in summary(of)]
-        print(f"{name}: {len(of)} positions", flush=True)
-    found = {"machine": describe_machine(), "draws": DRAWS, "groups": groups}
-    options.out.write_text(format_json(found))
+        answer_places = sample_places(pair.teacher, student, options.data, options.answers)
+        groups += [{"student": name, **group} for group in summarize_groups(answer_places)]
+        print(f"{name}: {len(answer_places)} positions", flush=True)
+    result = {"machine": describe_machine(), "draws": DRAWS, "groups": groups}
+    options.out.write_text(format_json(result))
 
 
-def places(teacher: Path, student: Path, data: Path, answers: int) -> list[Place]:
+def sample_places(teacher: Path, student: Path, data: Path, answers: int) -> list[Place]:
     """Return every EVERY-th token of the answers that the student samples."""
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     models = [
-        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval()
-        for one in (student, teacher)
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (student, teacher)
     ]
     rollouts = HuggingFaceRollouts(
         models[0], tokenizer, top_k=1, temperature=1.0, max_new_tokens=TOKENS, batch_tokens=1 << 20
     )
-    asked = load_questions(data, tokenizer, answers)
-    (sampled,) = rollouts.generate(asked, range(len(asked)), seed=0)
-    found: list[Place] = []
+    questions = load_questions(data, tokenizer, answers)
+    (sampled,) = rollouts.generate(questions, range(len(questions)), seed=0)
+    answer_places: list[Place] = []
     for number, answer in enumerate(sampled):
         with torch.no_grad():
-            ours, theirs = (
+            student_logits, teacher_logits = (
                 compute_logits(model, hidden_states(model, [answer])) for model in models
             )
-        for token in range(number % EVERY, len(ours), EVERY):
-            p, q = (of[token].double().log_softmax(0) for of in (ours, theirs))
-            found.append(Place(Position(p, q), number, token))
-    return found
+        for token in range(number % EVERY, len(student_logits), EVERY):
+            p, q = (
+                logits[token].double().log_softmax(0) for logits in (student_logits, teacher_logits)
+            )
+            answer_places.append(Place(Position(p, q), number, token))
+    return answer_places
 
 
-def summary(of: Sequence[Place]) -> Iterator[dict[str, Any]]:
+def summarize_groups(answer_places: Sequence[Place]) -> Iterator[dict[str, Any]]:
     """Yield bias and sd of each estimator over all positions, by entropy and by place.
 
     Both are root mean squares over the positions, divided by that of the exact gradient.
     """
-    rows = [row for place in of for row in measured(place)]
-    entropies = np.quantile([place.entropy for place in of], [1 / 3, 2 / 3])
+    rows = [row for place in answer_places for row in measure_place(place)]
+    entropies = np.quantile([place.entropy for place in answer_places], [1 / 3, 2 / 3])
     groups: dict[str, Callable[[dict[str, Any]], bool]] = {
         "all": lambda row: True,
         "lowest third of entropy": lambda row: row["entropy"] <= entropies[0],
@@ -112,37 +114,40 @@ def summary(of: Sequence[Place]) -> Iterator[dict[str, Any]]:
     kinds: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in rows:
         kinds.setdefault((row["direction"], row["tail"], row["k"]), []).append(row)
-    for group, holds in groups.items():
-        for (direction, tail, k), same in kinds.items():
-            kept = [row for row in same if holds(row)]
+    for group, is_in_group in groups.items():
+        for (direction, tail, k), kind_rows in kinds.items():
+            group_rows = [row for row in kind_rows if is_in_group(row)]
             yield {
                 "group": group,
                 "direction": direction,
                 "tail": tail,
                 "k": k,
-                "positions": len(kept),
-                "tail_mass": sum(row["tail_mass"] for row in kept) / len(kept),
-                "bias": ratio(kept, "bias"),
-                "sd": ratio(kept, "variance"),
+                "positions": len(group_rows),
+                "tail_mass": sum(row["tail_mass"] for row in group_rows) / len(group_rows),
+                "bias": ratio_and_interval(group_rows, "bias"),
+                "sd": ratio_and_interval(group_rows, "variance"),
             }
 
 
-def ratio(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+def ratio_and_interval(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
     """Return the root of sum(name) / sum(exact), and its 95% interval over answers (bootstrap)."""
     answers = sorted({row["answer"] for row in rows})
     sums = np.array(
         [
-            [sum(row[of] for row in rows if row["answer"] == answer) for of in (name, "exact")]
+            [
+                sum(row[column] for row in rows if row["answer"] == answer)
+                for column in (name, "exact")
+            ]
             for answer in answers
         ]
     )
-    drawn = np.random.default_rng(0).integers(0, len(answers), (1000, len(answers)))
-    again = sums[drawn].sum(1)
-    low, high = np.quantile(np.sqrt(again[:, 0] / again[:, 1]), [0.025, 0.975])
+    resampled = np.random.default_rng(0).integers(0, len(answers), (1000, len(answers)))
+    resampled_sums = sums[resampled].sum(1)
+    low, high = np.quantile(np.sqrt(resampled_sums[:, 0] / resampled_sums[:, 1]), [0.025, 0.975])
     return [float(np.sqrt(sums[:, 0].sum() / sums[:, 1].sum())), float(low), float(high)]
 
 
-def estimators() -> Iterator[Estimator]:
+def list_estimators() -> Iterator[Estimator]:
     for k in KS:
         for tail in ("none", "bucket", "published", "sampled", "bucket+sampled"):
             yield Estimator("reverse", tail, k)
@@ -151,22 +156,22 @@ def estimators() -> Iterator[Estimator]:
         yield Estimator("forward", "bucket+teacher_samples", k, DRAWS)
 
 
-def measured(place: Place) -> Iterator[dict[str, Any]]:
+def measure_place(place: Place) -> Iterator[dict[str, Any]]:
     """Yield |bias|^2, variance and |exact gradient|^2 of every estimator at one position."""
     position = place.position
     p = position.log_p.exp()
     facts = {"answer": place.answer, "token": place.token, "entropy": place.entropy}
-    sizes = {of: exact_gradient(position, of) for of in ("reverse", "forward")}
+    sizes = {direction: exact_gradient(position, direction) for direction in ("reverse", "forward")}
     mass = p.topk(KS[-1]).values.cumsum(0)
-    for one in estimators():
-        bias, variance = measure(position, one)
-        size = float(sizes[one.direction].square().sum())
+    for estimator in list_estimators():
+        bias, variance = measure(position, estimator)
+        size = float(sizes[estimator.direction].square().sum())
         yield {
             **facts,
-            "direction": one.direction,
-            "tail": one.tail,
-            "k": one.k,
-            "tail_mass": 1 - float(mass[one.k - 1]),
+            "direction": estimator.direction,
+            "tail": estimator.tail,
+            "k": estimator.k,
+            "tail_mass": 1 - float(mass[estimator.k - 1]),
             "bias": bias,
             "variance": variance,
             "exact": size,

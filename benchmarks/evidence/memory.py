@@ -67,24 +67,26 @@ def main(arguments: list[str] | None = None) -> None:
         if any(run["run"] == name for run in result["runs"]):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found = (
-                profile(pair) if name == PROFILE else measured(name, pair, options, Path(folder))
+            measurements = (
+                profile_memory(pair)
+                if name == PROFILE
+                else measure_run(name, pair, options, Path(folder))
             )
-        add_run(options.out, result, {"run": name, **found})
-        print(name, found, flush=True)
+        add_run(options.out, result, {"run": name, **measurements})
+        print(name, measurements, flush=True)
 
 
-def profile(pair: Pair) -> dict[str, int]:
+def profile_memory(pair: Pair) -> dict[str, int]:
     """Return what a trainer's memory is made of: tokens of an update, weights, and bytes."""
     return {
         "tokens": QUESTIONS * (LONGEST_PROMPT + TOKENS),
-        "weights": in_a_process("weights", str(pair.student)),
-        "libraries": in_a_process("libraries"),
-        "saved": in_a_process("saved", str(pair.student)),
+        "weights": run_in_process("weights", str(pair.student)),
+        "libraries": run_in_process("libraries"),
+        "saved": run_in_process("saved", str(pair.student)),
     }
 
 
-def measured(name: str, pair: Pair, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_run(name: str, pair: Pair, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run once; return the peak in bytes, that of each stage, and the CPU seconds."""
     program, changes = RUNS[name]
     checkpoints = folder / "run" / "checkpoints"
@@ -108,9 +110,9 @@ def measured(name: str, pair: Pair, options: argparse.Namespace, folder: Path) -
     }
 
 
-def in_a_process(*words: str) -> int:
+def run_in_process(*name_and_arguments: str) -> int:
     """Return what a function of this file, named by the first word, returns in a new process."""
-    call = f"{words[0]}({', '.join(map(repr, words[1:]))})"
+    call = f"{name_and_arguments[0]}({', '.join(map(repr, name_and_arguments[1:]))})"
     code = f"from benchmarks.evidence.memory import *; print({call})"
     command = [sys.executable, "-c", code]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -118,7 +120,10 @@ def in_a_process(*words: str) -> int:
 
 def weights(student: str) -> int:
     """Return the number of weights of the student."""
-    return sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(student).parameters())
+    return sum(
+        parameter.numel()
+        for parameter in AutoModelForCausalLM.from_pretrained(student).parameters()
+    )
 
 
 def libraries() -> int:
@@ -132,8 +137,8 @@ def saved(student: str) -> int:
     """Return the bytes that the student saves for the backward pass of one update."""
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     recompute_activations(model, False)
-    of = [placeholder(model.config.vocab_size) for _ in range(QUESTIONS)]
-    batch = make_batch(of, torch.device("cpu"))
+    sequences = [placeholder(model.config.vocab_size) for _ in range(QUESTIONS)]
+    batch = make_batch(sequences, torch.device("cpu"))
     return saved_bytes(Student(model, bf16=False), batch)
 
 
@@ -147,15 +152,17 @@ def placeholder(vocabulary: int) -> ScoredSequence:
 
 def saved_bytes(student: Any, batch: Any) -> int:
     """Return the bytes of all storages, but weights, that a forward pass saves for backward."""
-    weights = {one.untyped_storage().data_ptr() for one in student.parameters()}
+    weight_addresses = {
+        parameter.untyped_storage().data_ptr() for parameter in student.parameters()
+    }
     storages: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no address is used twice
+    saved_tensors: list[Tensor] = []  # so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage.data_ptr() not in weight_addresses:
             storages[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
+            saved_tensors.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.rl.runs import train_once
-from benchmarks.rollouts.ahead import served
+from benchmarks.rollouts.ahead import run_service
 from benchmarks.shared.programs import run_program
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from clients.cli.demos.demo import MAKE_DATA, MAKE_STUDENT, MAKE_TEACHER, fill_directories
@@ -73,21 +73,25 @@ def main(arguments: list[str] | None = None) -> None:
         for method in METHODS
     ]
     model = AutoModelForCausalLM.from_pretrained(work / "student")
-    weights = sum(one.numel() for one in model.parameters())
+    weights = sum(parameter.numel() for parameter in model.parameters())
     result = load_results(
         options.out, {"machine": describe_machine(), "steps": options.steps, "weights": weights}
     )
-    missing = [one for one in settings if not any(r | vars(one) == r for r in result["runs"])]
-    serve = ["teacher_service", "--model", str(work / "teacher"), "--no-cache"]
-    with served(serve, work / "teacher.log", threads=1) as address:
+    missing = [
+        setting for setting in settings if not any(r | vars(setting) == r for r in result["runs"])
+    ]
+    command = ["teacher_service", "--model", str(work / "teacher"), "--no-cache"]
+    with run_service(command, work / "teacher.log", threads=1) as address:
 
-        def add(one: Setting) -> None:
-            name = "-".join(str(value) for value in vars(one).values())
-            _, records, _ = train_once(work / "runs" / name, job(work, one, address, options.steps))
+        def add(setting: Setting) -> None:
+            name = "-".join(str(value) for value in vars(setting).values())
+            _, records, _ = train_once(
+                work / "runs" / name, make_job(work, setting, address, options.steps)
+            )
             shutil.rmtree(work / "runs" / name)
-            run = vars(one) | {"curve": curve(records, one.method, weights)}
+            run = vars(setting) | {"curve": make_curve(records, setting.method, weights)}
             add_run(options.out, result, run)
-            print(vars(one), run["curve"][-1], flush=True)
+            print(vars(setting), run["curve"][-1], flush=True)
 
         with ThreadPoolExecutor(options.processes) as pool:
             list(pool.map(add, missing))
@@ -96,12 +100,12 @@ def main(arguments: list[str] | None = None) -> None:
 def make_material(work: Path) -> None:
     """Make the sums, both models, the teacher's answers and stores of their rows, once."""
     (work / "runs").mkdir(parents=True, exist_ok=True)
-    for done, command in (
+    for directory, command in (
         ("data", MAKE_DATA),
         ("teacher", MAKE_TEACHER),
         ("student", MAKE_STUDENT),
     ):
-        if not (work / done).exists():
+        if not (work / directory).exists():
             run_program(
                 [sys.executable, "-m", *fill_directories(command, work)], work / "material.log"
             )
@@ -109,12 +113,12 @@ def make_material(work: Path) -> None:
     for sums in BUDGETS:
         (work / f"train-{sums}.jsonl").write_text("".join(lines[:sums]))
         if not (work / f"rows-{sums}").exists():
-            capture(work, work / f"train-{sums}.jsonl", work / f"rows-{sums}")
+            capture_rows(work, work / f"train-{sums}.jsonl", work / f"rows-{sums}")
     if not (work / "rows-held-out").exists():
-        capture(work, work / "data" / "heldout.jsonl", work / "rows-held-out")
+        capture_rows(work, work / "data" / "heldout.jsonl", work / "rows-held-out")
 
 
-def capture(work: Path, data: Path, store: Path) -> None:
+def capture_rows(work: Path, data: Path, store: Path) -> None:
     """Capture the teacher's rows of the right answers, which are its greedy ones."""
     settings = {
         "teacher": {"model": str(work / "teacher"), "top_k": 8},
@@ -127,7 +131,7 @@ def capture(work: Path, data: Path, store: Path) -> None:
     run_program([*command, "--runs", str(work / "captures")], work / "material.log")
 
 
-def job(work: Path, setting: Setting, teacher: str, steps: int) -> dict[str, Any]:
+def make_job(work: Path, setting: Setting, teacher: str, steps: int) -> dict[str, Any]:
     prompts = str(work / f"train-{setting.sums}.jsonl")
     data = {"path": prompts, "eval_path": str(work / "data" / "heldout.jsonl")}
     shared = {
@@ -167,14 +171,16 @@ def job(work: Path, setting: Setting, teacher: str, steps: int) -> dict[str, Any
     raise AssertionError(setting)
 
 
-def curve(records: list[dict[str, float]], method: str, weights: int) -> list[dict[str, float]]:
+def make_curve(
+    records: list[dict[str, float]], method: str, weights: int
+) -> list[dict[str, float]]:
     """Return accuracy, FLOPs of the student and tokens of the teacher at every evaluation."""
     sampled = method in ("on-policy", "rl")
-    tokens, found = 0.0, []
+    tokens, points = 0.0, []
     for record in records:
         tokens += record.get("tokens", 0.0)
         if "eval/accuracy" in record:
-            found.append(
+            points.append(
                 {
                     "step": record["step"],
                     "accuracy": record["eval/accuracy"],
@@ -182,7 +188,7 @@ def curve(records: list[dict[str, float]], method: str, weights: int) -> list[di
                     "answer_tokens": tokens,
                 }
             )
-    return found
+    return points
 
 
 if __name__ == "__main__":

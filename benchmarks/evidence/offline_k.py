@@ -46,7 +46,7 @@ SAMPLES = 8
 
 
 @dataclass(frozen=True)
-class Way:
+class OfflineLoss:
     """A loss: a tail mode with k ids, or one of `exact`, `cross-entropy` and `before`."""
 
     loss: str
@@ -57,12 +57,17 @@ class Way:
         return f"{self.loss}, k = {self.k}" if self.k else self.loss
 
 
-LOSSES = ("bucket+teacher_samples", "bucket", "none", "renormalised")
-WAYS = (
-    Way("before"),
-    Way("exact"),
-    *(Way(loss, k) for k in (8, 1, 64) for loss in LOSSES if (loss, k) != ("renormalised", 1)),
-    Way("cross-entropy"),
+TAIL_LOSSES = ("bucket+teacher_samples", "bucket", "none", "renormalised")
+OFFLINE_LOSSES = (
+    OfflineLoss("before"),
+    OfflineLoss("exact"),
+    *(
+        OfflineLoss(loss, k)
+        for k in (8, 1, 64)
+        for loss in TAIL_LOSSES
+        if (loss, k) != ("renormalised", 1)
+    ),
+    OfflineLoss("cross-entropy"),
 )
 
 
@@ -86,47 +91,57 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     pair = make_pair("real", options.work, options.data)
     if options.one:
-        way, seed = options.one
-        print(json.dumps(train(WAYS[way], seed, pair, options.data, options.steps)))
+        loss_number, seed = options.one
+        print(
+            json.dumps(train(OFFLINE_LOSSES[loss_number], seed, pair, options.data, options.steps))
+        )
         return
     result = load_results(options.out, {"machine": describe_machine(), "steps": options.steps})
-    keys = [(seed, way) for seed in range(options.seeds) for way in range(len(WAYS))]
+    keys = [
+        (seed, loss_number)
+        for seed in range(options.seeds)
+        for loss_number in range(len(OFFLINE_LOSSES))
+    ]
 
-    def add(seed: int, way: int) -> None:
-        key = {"way": WAYS[way].name, "seed": seed}
+    def add(seed: int, loss_number: int) -> None:
+        key = {"way": OFFLINE_LOSSES[loss_number].name, "seed": seed}
         if any(run | key == run for run in result["runs"]):
             return
         command = [sys.executable, "-m", "benchmarks.evidence.offline_k"]
-        command += [*(arguments or sys.argv[1:]), "--one", str(way), str(seed)]
-        done = subprocess.run(command, env=one_thread_environment(), capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr[-3000:])
-        run = key | json.loads(done.stdout.splitlines()[-1])
+        command += [*(arguments or sys.argv[1:]), "--one", str(loss_number), str(seed)]
+        process = subprocess.run(
+            command, env=one_thread_environment(), capture_output=True, text=True
+        )
+        if process.returncode:
+            raise SystemExit(process.stderr[-3000:])
+        run = key | json.loads(process.stdout.splitlines()[-1])
         add_run(options.out, result, run)
         print(run, flush=True)
 
     with ThreadPoolExecutor(options.processes) as pool:
-        list(pool.map(lambda one: add(*one), keys))
+        list(pool.map(lambda seed_and_loss: add(*seed_and_loss), keys))
 
 
-def train(way: Way, seed: int, pair: Pair, data: Path, steps: int) -> dict[str, Any]:
+def train(
+    offline_loss: OfflineLoss, seed: int, pair: Pair, data: Path, steps: int
+) -> dict[str, Any]:
     """Train once; return the exact KL and the perplexity held out."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
     teacher, student = (
-        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)
-        for one in (pair.teacher, pair.student)
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (pair.teacher, pair.student)
     )
     teacher.eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=RATE, weight_decay=0.0, fused=True)
-    known = texts(data, tokenizer, HELD_OUT + steps * TEXTS)
-    held_out, training = known[:HELD_OUT], known[HELD_OUT:]
+    all_texts = load_texts(data, tokenizer, HELD_OUT + steps * TEXTS)
+    held_out, training = all_texts[:HELD_OUT], all_texts[HELD_OUT:]
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
     began = time.monotonic()
-    for step in range(0 if way.loss == "before" else steps):
-        chosen = [training[order[step * TEXTS + number]] for number in range(TEXTS)]
+    for step in range(0 if offline_loss.loss == "before" else steps):
+        step_texts = [training[order[step * TEXTS + number]] for number in range(TEXTS)]
         student.train()
-        loss = loss_of(way, student, teacher, chosen)
+        loss = mean_loss(offline_loss, student, teacher, step_texts)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -135,61 +150,78 @@ def train(way: Way, seed: int, pair: Pair, data: Path, steps: int) -> dict[str, 
     return measure(student.eval(), teacher, held_out) | {"seconds": seconds}
 
 
-def texts(data: Path, tokenizer: Any, count: int) -> list[Text]:
+def load_texts(data: Path, tokenizer: Any, count: int) -> list[Text]:
     """Return the first `count` questions with their answers of at most LONGEST tokens together."""
-    found: list[Text] = []
+    short_texts: list[Text] = []
     for line in data.read_text().splitlines():
         record = json.loads(line)
         start = len(tokenizer(f"{record['question']}\n")["input_ids"])
         ids = tokenizer(f"{record['question']}\n{record['answer']}")["input_ids"]
         if len(ids) <= LONGEST:
-            found.append(Text(torch.tensor(ids), start))
-        if len(found) == count:
-            return found
-    raise SystemExit(f"{data} has {len(found)} texts of {LONGEST} tokens, not {count}")
+            short_texts.append(Text(torch.tensor(ids), start))
+        if len(short_texts) == count:
+            return short_texts
+    raise SystemExit(f"{data} has {len(short_texts)} texts of {LONGEST} tokens, not {count}")
 
 
-def states(model: Any, of: Sequence[Text]) -> Tensor:
+def answer_states(model: Any, texts: Sequence[Text]) -> Tensor:
     """Return the states [N, H] from which the tokens of all answers are predicted."""
     # Padding at the end does not change the outputs of a causal model before it.
-    ids = torch.nn.utils.rnn.pad_sequence([one.ids for one in of], batch_first=True)
-    found = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.cat([found[row, one.start - 1 : len(one.ids) - 1] for row, one in enumerate(of)])
+    ids = torch.nn.utils.rnn.pad_sequence([text.ids for text in texts], batch_first=True)
+    padded_states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.cat(
+        [padded_states[row, text.start - 1 : len(text.ids) - 1] for row, text in enumerate(texts)]
+    )
 
 
-def loss_of(way: Way, student: Any, teacher: Any, of: Sequence[Text]) -> Tensor:
+def mean_loss(
+    offline_loss: OfflineLoss, student: Any, teacher: Any, texts: Sequence[Text]
+) -> Tensor:
     """Return the mean of the loss over all tokens of the answers."""
-    ours = states(student, of)
-    tokens = torch.cat([one.ids[one.start :] for one in of])
-    if way.loss == "cross-entropy":
-        return torch.nn.functional.cross_entropy(compute_logits(student, ours), tokens)
+    student_states = answer_states(student, texts)
+    tokens = torch.cat([text.ids[text.start :] for text in texts])
+    if offline_loss.loss == "cross-entropy":
+        return torch.nn.functional.cross_entropy(compute_logits(student, student_states), tokens)
     with torch.no_grad():
-        theirs = compute_logits(teacher, states(teacher, of))
-    if way.loss == "exact":
-        kl = exact_kl(compute_logits(student, ours), theirs, direction="forward")
+        teacher_logits = compute_logits(teacher, answer_states(teacher, texts))
+    if offline_loss.loss == "exact":
+        kl = exact_kl(compute_logits(student, student_states), teacher_logits, direction="forward")
         return cast(Tensor, kl.mean())
-    head = theirs.topk(way.k).indices
-    samples = tail_samples(theirs, head) if way.loss == "bucket+teacher_samples" else None
-    rows = rows_from_logits(theirs, head, tokens, sample_ids=samples)
+    head = teacher_logits.topk(offline_loss.k).indices
+    samples = (
+        draw_tail_samples(teacher_logits, head)
+        if offline_loss.loss == "bucket+teacher_samples"
+        else None
+    )
+    rows = rows_from_logits(teacher_logits, head, tokens, sample_ids=samples)
     in_head = (head == tokens[:, None]).any(1)
 
-    def of_rows(mine: Rows, index: Any) -> Tensor:
-        if way.loss == "renormalised":
-            p, q = mine.head_logprobs.log_softmax(1), rows[index].head_logprobs.log_softmax(1)
+    def compute_loss(student_rows: Rows, index: Any) -> Tensor:
+        if offline_loss.loss == "renormalised":
+            p, q = (
+                student_rows.head_logprobs.log_softmax(1),
+                rows[index].head_logprobs.log_softmax(1),
+            )
             return (q.exp() * (q - p)).sum(1)
         return topk_kl(
-            mine, rows[index], in_head[index], direction="forward", tail=cast(Tail, way.loss)
+            student_rows,
+            rows[index],
+            in_head[index],
+            direction="forward",
+            tail=cast(Tail, offline_loss.loss),
         )
 
     weight = student.get_output_embeddings().weight
-    out = fused_linear_loss(ours, weight, head, tokens, of_rows, sample_ids=samples)
-    return out.loss_sum / len(tokens)
+    output = fused_linear_loss(
+        student_states, weight, head, tokens, compute_loss, sample_ids=samples
+    )
+    return output.loss_sum / len(tokens)
 
 
-def tail_samples(theirs: Tensor, head: Tensor) -> Tensor:
+def draw_tail_samples(teacher_logits: Tensor, head: Tensor) -> Tensor:
     """Return SAMPLES ids [N, M] that the teacher with logits [N, V] draws outside the head."""
-    rest = theirs.scatter(1, head, -torch.inf).softmax(1)
-    return torch.multinomial(rest, SAMPLES, replacement=True)
+    tail_probabilities = teacher_logits.scatter(1, head, -torch.inf).softmax(1)
+    return torch.multinomial(tail_probabilities, SAMPLES, replacement=True)
 
 
 @torch.no_grad()
@@ -198,10 +230,12 @@ def measure(student: Any, teacher: Any, held_out: Sequence[Text]) -> dict[str, f
     kl = loss = count = 0.0
     for first in range(0, len(held_out), 8):
         part = held_out[first : first + 8]
-        ours, theirs = (compute_logits(model, states(model, part)) for model in (student, teacher))
-        tokens = torch.cat([one.ids[one.start :] for one in part])
-        kl += float(exact_kl(ours, theirs, direction="forward").double().sum())
-        loss += float(torch.nn.functional.cross_entropy(ours, tokens, reduction="sum"))
+        student_logits, teacher_logits = (
+            compute_logits(model, answer_states(model, part)) for model in (student, teacher)
+        )
+        tokens = torch.cat([text.ids[text.start :] for text in part])
+        kl += float(exact_kl(student_logits, teacher_logits, direction="forward").double().sum())
+        loss += float(torch.nn.functional.cross_entropy(student_logits, tokens, reduction="sum"))
         count += len(tokens)
     return {"kl": kl / count, "perplexity": math.exp(loss / count)}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.evidence import real_sections as real
 from benchmarks.evidence import tail_sections as tails
 from benchmarks.evidence import training_sections as training
-from benchmarks.evidence.claims import read
+from benchmarks.evidence.claims import load_result
 
 DRAWS = "`make bench-draws DATA=train.jsonl`"
 HEAD = """\
@@ -60,17 +60,21 @@ def main(arguments: list[str] | None = None) -> None:
     summary = "\n".join(section.line for section in sections)
     bodies = [section.text for section in sections]
     page = "\n".join(
-        [HEAD.format(summary=summary), *bodies, FIGURES.format(demo_real=demo_real(), draws=DRAWS)]
+        [
+            HEAD.format(summary=summary),
+            *bodies,
+            FIGURES.format(demo_real=format_demo_real(), draws=DRAWS),
+        ]
     )
     (options.docs / "evidence.md").write_text(page)
     print(summary)
 
 
-def demo_real() -> str:
-    found = read("demo_real")
-    kl = {one["name"]: one["kl"] for one in found["students"]}
+def format_demo_real() -> str:
+    result = load_result("demo_real")
+    kl = {student["name"]: student["kl"] for student in result["students"]}
     return (
-        f"| SmolLM2-135M teaches its cut on GSM8K, {found['seconds'] / 60:.0f} minutes in all | "
+        f"| SmolLM2-135M teaches its cut on GSM8K, {result['seconds'] / 60:.0f} minutes in all | "
         f"exact KL {kl['student before']:.2f} -> {kl['on-policy']:.2f} on-policy, "
         f"{kl['offline']:.2f} offline | `make demo-real DATA=train.jsonl` |"
     )

@@ -49,7 +49,7 @@ TASKS = ("GSM8K", "instructions")
 METHODS = ("on-policy", "offline", "sft")
 BEFORE = "before"
 OWN_ANSWERS, TEXTS = on_policy.TailLoss("bucket+draws", 16, 48), "bucket+teacher_samples"
-OFFLINE, SFT = offline.Way(TEXTS, 8), offline.Way("cross-entropy")
+OFFLINE, SFT = offline.OfflineLoss(TEXTS, 8), offline.OfflineLoss("cross-entropy")
 REQUESTS = (
     "Explain in one sentence what {} is.",
     "Why is {} useful?",
@@ -98,12 +98,12 @@ def main(arguments: list[str] | None = None) -> None:
         for task in TASKS
         for method in METHODS
     ]
-    for one in settings:
-        if any(run | vars(one) == run for run in result["runs"]):
+    for setting in settings:
+        if any(run | vars(setting) == run for run in result["runs"]):
             continue
-        found = train(one, pair, options.data, options.steps)
-        add_run(options.out, result, vars(one) | found)
-        print(vars(one), found["curve"][-1], flush=True)
+        measurements = train(setting, pair, options.data, options.steps)
+        add_run(options.out, result, vars(setting) | measurements)
+        print(vars(setting), measurements["curve"][-1], flush=True)
 
 
 def train(setting: Setting, pair: Pair, data: Path, steps: int) -> dict[str, Any]:
@@ -114,12 +114,12 @@ def train(setting: Setting, pair: Pair, data: Path, steps: int) -> dict[str, Any
     torch.manual_seed(setting.seed)
     tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
     teacher, student = (
-        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval()
-        for one in (pair.teacher, pair.student)
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (pair.teacher, pair.student)
     )
-    asked = questions(setting.task, data, tokenizer, HELD_OUT + steps * PROMPTS)
-    held_out, training = asked[:HELD_OUT], asked[HELD_OUT:]
-    references = answers(teacher, tokenizer, held_out, HELD_OUT_SEED)
+    prompts = make_prompts(setting.task, data, tokenizer, HELD_OUT + steps * PROMPTS)
+    held_out, training = prompts[:HELD_OUT], prompts[HELD_OUT:]
+    references = sample_answers(teacher, tokenizer, held_out, HELD_OUT_SEED)
     measured = {"held_out": held_out, "references": references}
     if setting.method == BEFORE:
         return {"curve": [{"step": 0} | measure(student, teacher, tokenizer, **measured)]}
@@ -127,28 +127,30 @@ def train(setting: Setting, pair: Pair, data: Path, steps: int) -> dict[str, Any
     optimizer = torch.optim.AdamW(
         student.parameters(), lr=setting.rate, weight_decay=0.0, fused=True
     )
-    weights = sum(one.numel() for one in student.parameters())
-    a_token = (8 if setting.method == "on-policy" else 6) * weights
+    weights = sum(parameter.numel() for parameter in student.parameters())
+    flops_per_token = (8 if setting.method == "on-policy" else 6) * weights
     curve, flops, teacher_tokens = [], 0, 0
     began, measuring = time.monotonic(), 0.0
     for step in range(1, steps + 1):
-        chosen = [training[at] for at in order[(step - 1) * PROMPTS : step * PROMPTS]]
-        loss, learned = loss_of(setting, step, student, teacher, tokenizer, chosen)
+        step_prompts = [training[number] for number in order[(step - 1) * PROMPTS : step * PROMPTS]]
+        loss, learned = mean_loss(setting, step, student, teacher, tokenizer, step_prompts)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
-        flops += a_token * sum(len(one.token_ids) for one in learned)
-        teacher_tokens += sum(len(one.completion) for one in learned)
+        flops += flops_per_token * sum(len(answer.token_ids) for answer in learned)
+        teacher_tokens += sum(len(answer.completion) for answer in learned)
         if step == steps or (step == steps * 3 // 4 and setting.method == "on-policy"):
             paused = time.monotonic()
-            found = measure(student.eval(), teacher, tokenizer, **measured)
-            curve.append({"step": step, "flops": flops, "teacher_tokens": teacher_tokens} | found)
+            measurements = measure(student.eval(), teacher, tokenizer, **measured)
+            curve.append(
+                {"step": step, "flops": flops, "teacher_tokens": teacher_tokens} | measurements
+            )
             measuring += time.monotonic() - paused
     return {"seconds": time.monotonic() - began - measuring, "curve": curve}
 
 
-def questions(task: str, data: Path, tokenizer: Any, count: int) -> list[Prompt]:
+def make_prompts(task: str, data: Path, tokenizer: Any, count: int) -> list[Prompt]:
     """Return `count` prompts, the same ones for each run: questions of GSM8K, or instructions."""
     if task == "GSM8K":
         return load_questions(data, tokenizer, count)
@@ -162,24 +164,26 @@ def questions(task: str, data: Path, tokenizer: Any, count: int) -> list[Prompt]
     return [Prompt(np.array(tokenizer(text)["input_ids"], dtype=np.int32), "") for text in texts]
 
 
-def answers(model: Any, tokenizer: Any, asked: Sequence[Prompt], seed: int) -> list[Rollout]:
+def sample_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], seed: int
+) -> list[Rollout]:
     """Return one answer that the model samples to each prompt, in batches of 16."""
-    found: list[Rollout] = []
+    sampled_answers: list[Rollout] = []
     rollouts = make_sampler(model, tokenizer, TOKENS)
-    for first in range(0, len(asked), 16):
-        part = asked[first : first + 16]
-        (sampled,) = rollouts.generate(part, range(first, first + len(part)), seed=seed)
-        found += sampled
-    return found
+    for first in range(0, len(prompts), 16):
+        batch = prompts[first : first + 16]
+        (sampled,) = rollouts.generate(batch, range(first, first + len(batch)), seed=seed)
+        sampled_answers += sampled
+    return sampled_answers
 
 
-def loss_of(
+def mean_loss(
     setting: Setting,
     step: int,
     student: Any,
     teacher: Any,
     tokenizer: Any,
-    chosen: Sequence[Prompt],
+    prompts: Sequence[Prompt],
 ) -> tuple[Tensor, Sequence[Rollout]]:
     """Return the mean loss of the tokens of one answer to each prompt, and the answers.
 
@@ -190,15 +194,15 @@ def loss_of(
         rollouts = make_sampler(
             student, tokenizer, TOKENS, top_k=OWN_ANSWERS.k, draws=OWN_ANSWERS.draws
         )
-        (learned,) = rollouts.generate(chosen, range(len(chosen)), seed=seed)
-        return on_policy.mean_loss(OWN_ANSWERS, student.train(), teacher, learned), learned
-    learned = answers(teacher, tokenizer, chosen, seed)
-    way = OFFLINE if setting.method == "offline" else SFT
-    return offline.loss_of(way, student.train(), teacher, texts(learned)), learned
+        (answers,) = rollouts.generate(prompts, range(len(prompts)), seed=seed)
+        return on_policy.mean_loss(OWN_ANSWERS, student.train(), teacher, answers), answers
+    answers = sample_answers(teacher, tokenizer, prompts, seed)
+    offline_loss = OFFLINE if setting.method == "offline" else SFT
+    return offline.mean_loss(offline_loss, student.train(), teacher, to_texts(answers)), answers
 
 
-def texts(of: Sequence[Rollout]) -> list[offline.Text]:
-    return [offline.Text(one.token_ids.long(), one.start) for one in of]
+def to_texts(answers: Sequence[Rollout]) -> list[offline.Text]:
+    return [offline.Text(answer.token_ids.long(), answer.start) for answer in answers]
 
 
 def measure(
@@ -209,9 +213,13 @@ def measure(
     references: Sequence[Rollout],
 ) -> dict[str, float]:
     """Return KL(student||teacher) on own answers, and the rest on those of the teacher, in nats."""
-    found = offline.measure(student, teacher, texts(references))
-    own = measure_kl(student, teacher, tokenizer, held_out, TOKENS)
-    return {"kl_own": own, "kl_teacher": found["kl"], "perplexity": found["perplexity"]}
+    on_teacher_answers = offline.measure(student, teacher, to_texts(references))
+    own_kl = measure_kl(student, teacher, tokenizer, held_out, TOKENS)
+    return {
+        "kl_own": own_kl,
+        "kl_teacher": on_teacher_answers["kl"],
+        "perplexity": on_teacher_answers["perplexity"],
+    }
 
 
 if __name__ == "__main__":

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence import pictures
-from benchmarks.evidence.claims import Effect, Section, effects_table, paired, read
+from benchmarks.evidence.claims import (
+    Effect,
+    Section,
+    effects_table,
+    load_result,
+    paired_differences,
+)
 from benchmarks.evidence.memory import PROFILE, RUNS
 from benchmarks.evidence.real_methods import BEFORE, METHODS, TASKS
 
@@ -18,14 +24,14 @@ COST = "2 minutes of a core a run"
 
 def own_answers(docs: Path) -> Section | None:
     """On the student's own answers, at equal teacher tokens and at equal FLOPs of the student."""
-    found = read("evidence_real_methods")
-    if not found:
+    result = load_result("evidence_real_methods")
+    if not result:
         return None
-    runs, steps = found["runs"], found["steps"]
+    runs, steps = result["runs"], result["steps"]
     pictures.draw_real_methods(runs, docs / "evidence-real-methods.png")
     effects = [
-        *differences(runs, "kl_own", "{task}, equal teacher tokens: {other} above on-policy"),
-        *differences(
+        *compare_methods(runs, "kl_own", "{task}, equal teacher tokens: {other} above on-policy"),
+        *compare_methods(
             runs, "kl_own", "{task}, equal student FLOPs: {other} above on-policy", point=0
         ),
     ]
@@ -46,7 +52,7 @@ tokens; at equal FLOPs of the student, which also samples, on-policy distillatio
 
 Means over seeds, in nats a token:
 
-{means_table(runs)}
+{format_means(runs)}
 
 There is no run with rewards: neither model gets a question of GSM8K right in 24 tokens, so that
 every reward would be 0, and an instruction has no right answer.
@@ -57,19 +63,19 @@ every reward would be 0, and an instruction has no right answer.
 
 def teacher_answers(_: Path) -> Section | None:
     """On answers of the teacher, which fine-tuning and offline distillation learn from."""
-    found = read("evidence_real_methods")
-    if not found:
+    result = load_result("evidence_real_methods")
+    if not result:
         return None
     effects = [
-        *differences(
-            found["runs"], "kl_teacher", "{task}, equal teacher tokens: {other} above on-policy"
+        *compare_methods(
+            result["runs"], "kl_teacher", "{task}, equal teacher tokens: {other} above on-policy"
         ),
-        *differences(
-            found["runs"],
+        *compare_methods(
+            result["runs"],
             "kl_teacher",
             "{task}, equal teacher tokens: sft above offline",
             better="offline",
-            others=("sft",),
+            baselines=("sft",),
         ),
     ]
     text = f"""\
@@ -87,30 +93,32 @@ writes.
     return Section(claim, effects, text, COMMAND, COST)
 
 
-def differences(
+def compare_methods(
     runs: Sequence[dict[str, Any]],
     value: str,
     comparison: str,
     *,
     better: str = "on-policy",
-    others: Sequence[str] = ("offline", "sft"),
+    baselines: Sequence[str] = ("offline", "sft"),
     point: int = -1,
 ) -> list[Effect]:
     """Return the end of `others` minus a point of the curve of `better`, for each task."""
     effects = []
     for task in TASKS:
-        here = [
+        task_runs = [
             run | {"value": run["curve"][point if run["method"] == better else -1][value]}
             for run in runs
             if run["task"] == task and run["method"] != BEFORE
         ]
-        for other in others:
-            found = paired(here, "value", {"method": other}, {"method": better})
-            effects.append(Effect(comparison.format(task=task, other=other), found))
+        for baseline in baselines:
+            paired_values = paired_differences(
+                task_runs, "value", {"method": baseline}, {"method": better}
+            )
+            effects.append(Effect(comparison.format(task=task, other=baseline), paired_values))
     return effects
 
 
-def means_table(runs: Sequence[dict[str, Any]]) -> str:
+def format_means(runs: Sequence[dict[str, Any]]) -> str:
     """Return a table of both KL and the perplexity of every method."""
     rows = [
         "| task | method | seeds | steps | KL(student\\|\\|teacher), own answers "
@@ -125,10 +133,10 @@ def means_table(runs: Sequence[dict[str, Any]]) -> str:
             ]
             for points in zip(*curves, strict=True):
                 kls = " | ".join(
-                    f"{statistics.mean(one[name] for one in points):.{digits}f}"
+                    f"{statistics.mean(run[name] for run in points):.{digits}f}"
                     for name, digits in (("kl_own", 2), ("kl_teacher", 2), ("perplexity", 0))
                 )
-                flops = statistics.mean(one.get("flops", 0) for one in points) / 1e12
+                flops = statistics.mean(run.get("flops", 0) for run in points) / 1e12
                 rows.append(
                     f"| {task} | {method} | {len(points)} | {points[0]['step']} | {kls} "
                     f"| {flops:.2f} |"
@@ -138,40 +146,40 @@ def means_table(runs: Sequence[dict[str, Any]]) -> str:
 
 def memory(_: Path) -> Section | None:
     """Peak memory beside TRL's, and what it is made of."""
-    found = read("evidence_memory")
-    if not found:
+    result = load_result("evidence_memory")
+    if not result:
         return None
-    runs = {run["run"]: run for run in found["runs"]}
+    runs = {run["run"]: run for run in result["runs"]}
     profile = runs.pop(PROFILE)
-    theirs = runs["TRL"]
+    trl_run = runs["TRL"]
     rows = [
         "| run | peak, GiB | of TRL's | while learning | CPU seconds | trainer | teacher |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, run in sorted(runs.items(), key=lambda one: list(RUNS).index(one[0])):
-        parts = {one["name"]: one["own"] + one["file"] for one in run["processes"]}
+    for name, run in sorted(runs.items(), key=lambda item: list(RUNS).index(item[0])):
+        parts = {item["name"]: item["own"] + item["file"] for item in run["processes"]}
         trainer = next(parts[key] for key in parts if key != "teacher_service")
         teacher = parts.get("teacher_service", 0)
         learning = gib(run["stages"]["learning"])
-        share = run["peak_bytes"] / theirs["peak_bytes"]
+        share = run["peak_bytes"] / trl_run["peak_bytes"]
         rows.append(
             f"| {name} | {gib(run['peak_bytes'])} | {share:.2f} | {learning} "
             f"| {run['cpu_seconds']:.0f} | {gib(trainer)} | {gib(teacher)} |"
         )
     leanest = min(runs.values(), key=lambda run: run["peak_bytes"])
-    engine = next(run for run in read("trl_memory")["runs"] if run["way"] == "vllm")
+    engine = next(run for run in load_result("trl_memory")["runs"] if run["way"] == "vllm")
     effects = [
         Effect(
             f"{leanest['run']}: below 0.7 of TRL's peak",
-            [0.7 - leanest["peak_bytes"] / theirs["peak_bytes"]],
+            [0.7 - leanest["peak_bytes"] / trl_run["peak_bytes"]],
         )
     ]
-    weights = 4 * profile["weights"]
+    weights, steps = 4 * profile["weights"], result["steps"]
     text = f"""\
 ## Memory beside TRL
 
 Peak memory of all processes of a run together, pages that processes share counted once;
-{found["steps"]} steps of the runs above, one run each. The last two columns: trainer and teacher at
+{steps} steps of the runs above, one run each. The last two columns: trainer and teacher at
 the peak. The settings change memory and time, not results: `train.tokens_per_micro_batch = 256`,
 and recomputed activations (`student.gradient_checkpointing`; TRL's default).
 

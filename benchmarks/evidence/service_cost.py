@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.rollouts.ahead import served
+from benchmarks.rollouts.ahead import run_service
 from benchmarks.shared.intervals import mean_and_interval
 from benchmarks.shared.model_pairs import make_pair
 from benchmarks.shared.results import RESULTS, describe_machine, format_json
@@ -53,9 +53,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.way:
         answer_rounds(options.way, teacher, options.data)
         return
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    rounds_by_way: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
-        children = {way: stack.enter_context(child(way, options)) for way in WAYS}
+        children = {way: stack.enter_context(start_child(way, options)) for way in WAYS}
         for turn in range(options.rounds + 1):
             for way, process in children.items():
                 assert process.stdin
@@ -64,17 +64,21 @@ def main(arguments: list[str] | None = None) -> None:
                 process.stdin.flush()
                 measured = json.loads(process.stdout.readline())
                 if turn:  # the first round warms up
-                    found[way].append(measured)
+                    rounds_by_way[way].append(measured)
         for process in children.values():
             assert process.stdin is not None
             process.stdin.close()
     result = {"machine": describe_machine(), "threads": THREADS}
-    rounds_of = [{"way": way, **one} for way, measured in found.items() for one in measured]
+    rounds_of = [
+        {"way": way, **measurement}
+        for way, measured in rounds_by_way.items()
+        for measurement in measured
+    ]
     options.out.write_text(format_json({**result, "rounds": rounds_of}))
-    show(found)
+    print_results(rounds_by_way)
 
 
-def child(way: str, options: argparse.Namespace) -> subprocess.Popen[str]:
+def start_child(way: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.evidence.service_cost", "--way", way]
     command += ["--data", str(options.data), "--work", str(options.work)]
     if way == WAYS[2]:
@@ -84,7 +88,7 @@ def child(way: str, options: argparse.Namespace) -> subprocess.Popen[str]:
 
 def answer_rounds(way: str, teacher: Path, data: Path) -> None:
     """Score all sequences for every line of stdin; print seconds, CPU seconds and tokens."""
-    queries = asked(teacher, data)
+    queries = make_queries(teacher, data)
     if way == WAYS[0]:
         import torch
 
@@ -92,51 +96,54 @@ def answer_rounds(way: str, teacher: Path, data: Path) -> None:
 
         torch.set_num_threads(THREADS)
         engine = HfEngine(str(teacher))
-        rounds(queries, lambda: check(engine.score(queries)))
+        time_rounds(queries, lambda: raise_errors(engine.score(queries)))
         return
-    serve = ["teacher_service", "--model", str(teacher), "--no-cache"]
+    command = ["teacher_service", "--model", str(teacher), "--no-cache"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(serve, Path(folder) / "log", threads=THREADS) as address,
+        run_service(command, Path(folder) / "log", threads=THREADS) as address,
         TeacherClient(address) as client,
     ):
-        rounds(queries, lambda: check(scored(client, queries)))
+        time_rounds(queries, lambda: raise_errors(score_with_service(client, queries)))
 
 
-def scored(client: TeacherClient, queries: Sequence[ScoreQuery]) -> list[Any]:
-    answers = [client.submit(one) for one in queries]
+def score_with_service(client: TeacherClient, queries: Sequence[ScoreQuery]) -> list[Any]:
+    answers = [client.submit(query) for query in queries]
     return [answer.result() for answer in answers]
 
 
-def check(answers: Sequence[Any]) -> None:
+def raise_errors(answers: Sequence[Any]) -> None:
     for answer in answers:
         if isinstance(answer, DistillError):
             raise answer
 
 
-def rounds(queries: Sequence[ScoreQuery], score: Callable[[], None]) -> None:
-    tokens = sum(len(one.token_ids) - one.start for one in queries)
+def time_rounds(queries: Sequence[ScoreQuery], score: Callable[[], None]) -> None:
+    tokens = sum(len(query.token_ids) - query.start for query in queries)
     for _ in sys.stdin:
-        cpu, began = busy(), time.perf_counter()
+        cpu, began = cpu_seconds(), time.perf_counter()
         score()
         seconds = time.perf_counter() - began
-        print(json.dumps({"seconds": seconds, "cpu": busy() - cpu, "tokens": tokens}), flush=True)
+        print(
+            json.dumps({"seconds": seconds, "cpu": cpu_seconds() - cpu, "tokens": tokens}),
+            flush=True,
+        )
 
 
-def busy() -> float:
+def cpu_seconds() -> float:
     """Return the CPU seconds of this process and its children so far."""
-    here = psutil.Process()
-    times = [one.cpu_times() for one in (here, *here.children(recursive=True))]
-    return float(sum(one.user + one.system for one in times))
+    this_process = psutil.Process()
+    times = [child.cpu_times() for child in (this_process, *this_process.children(recursive=True))]
+    return float(sum(child.user + child.system for child in times))
 
 
-def asked(teacher: Path, data: Path) -> list[ScoreQuery]:
+def make_queries(teacher: Path, data: Path) -> list[ScoreQuery]:
     """Return the queries: questions with answers of at most LONGEST tokens, all answers scored."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(teacher)
-    chance = np.random.default_rng(0)
-    found = []
+    rng = np.random.default_rng(0)
+    queries = []
     for line in data.read_text().splitlines():
         record = json.loads(line)
         start = len(tokenizer(f"{record['question']}\n")["input_ids"])
@@ -144,9 +151,9 @@ def asked(teacher: Path, data: Path) -> list[ScoreQuery]:
         if len(ids) > LONGEST:
             continue
         rows, size = len(ids) - start, len(tokenizer)
-        head = np.argsort(chance.random((rows, 512)), axis=1)[:, :HEAD]
-        draws = chance.integers(512, size, (rows, DRAWS))
-        found.append(
+        head = np.argsort(rng.random((rows, 512)), axis=1)[:, :HEAD]
+        draws = rng.integers(512, size, (rows, DRAWS))
+        queries.append(
             ScoreQuery(
                 np.array(ids, np.int32),
                 start,
@@ -154,16 +161,20 @@ def asked(teacher: Path, data: Path) -> list[ScoreQuery]:
                 draw_ids=draws.astype(np.int32),
             )
         )
-        if len(found) == SEQUENCES:
-            return found
-    raise SystemExit(f"{data} has {len(found)} sequences of {LONGEST} tokens, not {SEQUENCES}")
+        if len(queries) == SEQUENCES:
+            return queries
+    raise SystemExit(f"{data} has {len(queries)} sequences of {LONGEST} tokens, not {SEQUENCES}")
 
 
-def show(found: dict[str, list[dict[str, float]]]) -> None:
-    alone = found[WAYS[0]]
-    for way, measured in found.items():
-        speed = statistics.median(one["tokens"] / one["seconds"] for one in measured)
-        cpu = statistics.median(one["cpu"] / one["tokens"] for one in measured)
+def print_results(rounds_by_way: dict[str, list[dict[str, float]]]) -> None:
+    alone = rounds_by_way[WAYS[0]]
+    for way, measured in rounds_by_way.items():
+        speed = statistics.median(
+            measurement["tokens"] / measurement["seconds"] for measurement in measured
+        )
+        cpu = statistics.median(
+            measurement["cpu"] / measurement["tokens"] for measurement in measured
+        )
         ratios = [a["seconds"] / b["seconds"] for a, b in zip(alone, measured, strict=True)]
         mean, half = mean_and_interval(ratios)
         print(f"{way:<16}{speed:>8.0f} tokens/s {1000 * cpu:>7.2f} ms CPU a token", end="")

@@ -8,54 +8,64 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence import pictures
-from benchmarks.evidence.claims import Effect, Interval, Section, effects_table, paired, read
+from benchmarks.evidence.claims import (
+    Effect,
+    Interval,
+    Section,
+    effects_table,
+    load_result,
+    paired_differences,
+)
 
 
 def tail_modes(docs: Path) -> Section:
-    found = read("draw_training")["real"]
-    steps = found["steps"]
+    result = load_result("draw_training")["real"]
+    steps = result["steps"]
     runs = [
         run | {"end": run["kl"][str(steps)], "half": run["kl"][str(steps // 2)]}
-        for run in found["runs"]
+        for run in result["runs"]
     ]
-    ours = {"way": "bucket+draws, k = 16, M = 48"}
-    others = [f"{tail}, k = 64" for tail in ("bucket+sampled", "published", "bucket", "none")]
+    draws_16_48 = {"way": "bucket+draws, k = 16, M = 48"}
+    baselines = [f"{tail}, k = 64" for tail in ("bucket+sampled", "published", "bucket", "none")]
     effects = [
         Effect(
-            f"`{way}` ends above `bucket+draws`, 16 + 48", paired(runs, "end", {"way": way}, ours)
+            f"`{loss}` ends above `bucket+draws`, 16 + 48",
+            paired_differences(runs, "end", {"way": loss}, draws_16_48),
         )
-        for way in others
+        for loss in baselines
     ]
-    near = [
+    near_exact = [
         Effect(
             f"{k} + {m} draws end less than 0.1 above all logits",
             [
-                0.1 - one
-                for one in paired(
+                0.1 - difference
+                for difference in paired_differences(
                     runs, "end", {"way": f"bucket+draws, k = {k}, M = {m}"}, {"way": "exact"}
                 )
             ],
         )
         for k, m in ((16, 48), (8, 16), (8, 8))
     ]
-    halved = [run | {"end": run["half"]} if run | ours == run else run for run in runs]
+    halved = [run | {"end": run["half"]} if run | draws_16_48 == run else run for run in runs]
     sooner = [
         Effect(
-            f"`{way}` ends above `bucket+draws`, 16 + 48, after half the steps",
-            paired(halved, "end", {"way": way}, ours),
+            f"`{loss}` ends above `bucket+draws`, 16 + 48, after half the steps",
+            paired_differences(halved, "end", {"way": loss}, draws_16_48),
         )
-        for way in others
+        for loss in baselines
     ]
-    cost = read("draw_speed")
-    loss, decoding = (one["ratio"] for one in cost.values() if isinstance(one, dict))
+    cost = load_result("draw_speed")
+    loss, decoding = (
+        difference["ratio"] for difference in cost.values() if isinstance(difference, dict)
+    )
     text = f"""\
 ## On-policy: the tail at a real vocabulary
 
-{steps} steps of {found["prompts"]} answers of {found["tokens"]} tokens; the exact held-out
+{steps} steps of {result["prompts"]} answers of {result["tokens"]} tokens; the exact held-out
 KL(student||teacher) at the end, in nats a token. [Tail draws](draws.md) has all losses and the toy
 pair.
 
-{effects_table([*effects, *near], "nats")}
+{effects_table([*effects, *near_exact], "nats")}
 
 Equal steps are equal seconds here: with draws the loss took {loss:.2f} and a decoding step
 {decoding:.2f} times as long as without ([Tail draws](draws.md)). Draws after half the steps of the
@@ -64,7 +74,7 @@ others:
 {effects_table(sooner, "nats")}
 
 There is no downstream accuracy: the student gets no question of GSM8K right, before or after, since
-an answer of {found["tokens"]} tokens ends before its result.
+an answer of {result["tokens"]} tokens ends before its result.
 
 ![Held-out KL of each loss](draws-training-real.png)
 """
@@ -72,30 +82,31 @@ an answer of {found["tokens"]} tokens ends before its result.
     claim = (
         "At 64 ids a row, draws train better than every other tail mode, and nearly as all logits"
     )
-    return Section(claim, [*effects, *near], text, command, "3 minutes a run")
+    return Section(claim, [*effects, *near_exact], text, command, "3 minutes a run")
 
 
 def gradients(docs: Path) -> Section | None:
-    found = read("evidence_gradients")
-    if not found:
+    result = load_result("evidence_gradients")
+    if not result:
         return None
-    pictures.draw_gradients(found, docs / "evidence-gradients.png")
-    groups = [one for one in found["groups"] if one["student"] != "before"]
+    pictures.draw_gradients(result, docs / "evidence-gradients.png")
+    groups = [group for group in result["groups"] if group["student"] != "before"]
     effects = []
     for direction in ("reverse", "forward"):
         for k in (8, 64):
-            (one,) = chosen(groups, "all", direction, "published", k)
-            effects.append(Interval(f"`published`, {direction}, k = {k}: bias", one["bias"]))
+            (group,) = select_groups(groups, "all", direction, "published", k)
+            effects.append(Interval(f"`published`, {direction}, k = {k}: bias", group["bias"]))
     low, high = (
         first_k(groups, f"{third} third of entropy", "renormalised", 0.25)
         for third in ("lowest", "highest")
     )
+    draws = result["draws"]
     text = f"""\
 ## The gradient at real checkpoints
 
 Every eighth token of {groups[0]["positions"] // 8} sampled answers; closed form over
 all 49,152 ids (no sampling error). Bias and standard deviation (sd) of one token's gradient in the
-student's logits, over the exact gradient's norm; draws and teacher samples: M = {found["draws"]}. A
+student's logits, over the exact gradient's norm; draws and teacher samples: M = {draws}. A
 standard deviation averages out over tokens; a bias does not. `bucket+sampled`, `sampled`, draws and
 teacher samples have bias 0 at every k.
 
@@ -107,7 +118,7 @@ teacher samples have bias 0 at every k.
 samples) or the sd (of 8 draws or teacher samples) is at most a quarter, and at most a tenth, of the
 gradient:
 
-{needed(groups)}
+{format_needed_k(groups)}
 
 - A larger k buys little where draws are sent: at the same bytes, ids drawn from the tail lower the
   sd more than head ids do ([Tail draws](draws.md)).
@@ -122,48 +133,48 @@ gradient:
     return Section(claim, effects, text, command, "8 minutes")
 
 
-def chosen(
+def select_groups(
     groups: Sequence[dict[str, Any]], group: str, direction: str, tail: str, k: int
 ) -> list[dict[str, Any]]:
-    wanted = {"group": group, "direction": direction, "tail": tail, "k": k}
-    return [one for one in groups if one | wanted == one]
+    key = {"group": group, "direction": direction, "tail": tail, "k": k}
+    return [candidate for candidate in groups if candidate | key == candidate]
 
 
 def first_k(
     groups: Sequence[dict[str, Any]],
     group: str,
     tail: str,
-    most: float,
+    limit: float,
     direction: str = "reverse",
 ) -> str:
     """Return the smallest k whose bias and sd are at most `most`, as text."""
-    ks = sorted({one["k"] for one in groups})
+    ks = sorted({group["k"] for group in groups})
     for k in ks:
-        (one,) = chosen(groups, group, direction, tail, k)
-        if max(one["bias"][0], one["sd"][0]) <= most:
+        (selected,) = select_groups(groups, group, direction, tail, k)
+        if max(selected["bias"][0], selected["sd"][0]) <= limit:
             return str(k)
     return f"> {ks[-1]}"
 
 
-def needed(groups: Sequence[dict[str, Any]]) -> str:
+def format_needed_k(groups: Sequence[dict[str, Any]]) -> str:
     rows = ["| direction | tail | a quarter | a tenth |", "|---|---|---|---|"]
     for direction, sampled in (("reverse", "bucket+draws"), ("forward", "bucket+teacher_samples")):
         for tail in ("none", "renormalised", "bucket", sampled):
-            at = [first_k(groups, "all", tail, most, direction) for most in (0.25, 0.1)]
-            rows.append(f"| {direction} | `{tail}` | {at[0]} | {at[1]} |")
+            smallest_ks = [first_k(groups, "all", tail, limit, direction) for limit in (0.25, 0.1)]
+            rows.append(f"| {direction} | `{tail}` | {smallest_ks[0]} | {smallest_ks[1]} |")
     return "\n".join(rows)
 
 
 def offline_k(docs: Path) -> Section | None:
-    found = read("evidence_offline_k")
-    if not found or len({run["way"] for run in found["runs"]}) < 3:
+    result = load_result("evidence_offline_k")
+    if not result or len({run["way"] for run in result["runs"]}) < 3:
         return None
-    runs = found["runs"]
+    runs = result["runs"]
     pictures.draw_offline(runs, docs / "evidence-offline.png")
     effects = [
         Effect(
             f"`{tail}` ends above `bucket+teacher_samples`, k = {k}",
-            paired(
+            paired_differences(
                 runs, "kl", {"way": f"{tail}, k = {k}"}, {"way": f"bucket+teacher_samples, k = {k}"}
             ),
         )
@@ -175,8 +186,8 @@ def offline_k(docs: Path) -> Section | None:
         Effect(
             f"`bucket+teacher_samples`, k = {k}, ends less than 0.1 above all logits",
             [
-                0.1 - one
-                for one in paired(
+                0.1 - difference
+                for difference in paired_differences(
                     runs, "kl", {"way": f"bucket+teacher_samples, k = {k}"}, {"way": "exact"}
                 )
             ],
@@ -187,7 +198,7 @@ def offline_k(docs: Path) -> Section | None:
     text = f"""\
 ## Offline: the tail at a real vocabulary
 
-{found["steps"]} steps on reference answers of GSM8K, forward KL, M = 8 tail samples; the exact
+{result["steps"]} steps on reference answers of GSM8K, forward KL, M = 8 tail samples; the exact
 held-out KL(teacher||student) a token, in nats ({before:.2f} before).
 
 ![Held-out KL of each loss](evidence-offline.png)
@@ -200,14 +211,13 @@ held-out KL(teacher||student) a token, in nats ({before:.2f} before).
 
 
 def offline_gap(docs: Path) -> Section:
-    ways = {one["name"]: one["kl"]["seeds"] for one in read("offline")["learned"]["ways"]}
-    before = read("offline")["learned"]["before"]["kl"]
-    exact = ways["exact KL, all logits"]
+    learned = load_result("offline")["learned"]
+    kls = {method["name"]: method["kl"]["seeds"] for method in learned["ways"]}
+    before = learned["before"]["kl"]
+    exact = kls["exact KL, all logits"]
     effects = []
     for name in ("bucket+teacher_samples, k = 8, M = 4", "bucket+teacher_samples, k = 0, M = 12"):
-        shares = [
-            (before - one) / (before - top) for one, top in zip(ways[name], exact, strict=True)
-        ]
+        shares = [(before - kl) / (before - top) for kl, top in zip(kls[name], exact, strict=True)]
         effects.append(Effect(f"`{name}`: share of the gap above 0.97", shares, least=0.97))
     text = f"""\
 ## Offline: the gap to all logits

@@ -9,33 +9,45 @@ from typing import Any
 
 from benchmarks.evidence import pictures
 from benchmarks.evidence.anchors import ARMS, TASKS
-from benchmarks.evidence.claims import Effect, Section, effects_table, paired, read
+from benchmarks.evidence.claims import (
+    Effect,
+    Section,
+    effects_table,
+    load_result,
+    paired_differences,
+)
 
 
 def anchors(docs: Path) -> Section | None:
-    found = read("evidence_anchors")
-    if not found:
+    result = load_result("evidence_anchors")
+    if not result:
         return None
-    runs = found["runs"]
+    runs = result["runs"]
     pictures.draw_anchors(runs, docs / "evidence-anchors.png")
     effects = []
     for task in TASKS:
         for rate in sorted({run["rate"] for run in runs if run["task"] == task}):
-            here = [run for run in runs if (run["task"], run["rate"]) == (task, rate)]
+            case_runs = [run for run in runs if (run["task"], run["rate"]) == (task, rate)]
             for beta in (0.1, 1):
                 ema, fixed = ({"arm": f"{kind} anchor, beta {beta:g}"} for kind in ("EMA", "fixed"))
                 case = f"{task}, rate {rate:g}, beta {beta:g}"
                 none = {"arm": ARMS[0].name}
                 effects += [
-                    Effect(f"{case}: EMA above fixed", paired(here, "pass@1", ema, fixed)),
-                    Effect(f"{case}: EMA above no KL", paired(here, "pass@1", ema, none)),
+                    Effect(
+                        f"{case}: EMA above fixed",
+                        paired_differences(case_runs, "pass@1", ema, fixed),
+                    ),
+                    Effect(
+                        f"{case}: EMA above no KL",
+                        paired_differences(case_runs, "pass@1", ema, none),
+                    ),
                 ]
-    effects = [one for one in effects if len(one.differences) > 1]
+    effects = [effect for effect in effects if len(effect.differences) > 1]
     text = f"""\
 ## Anchors in reinforcement learning
 
 A small model that gets about four of ten sums below 100 right learns from rewards for
-{found["steps"]} steps of 64 sums x 8 answers, two and a half times as long as in
+{result["steps"]} steps of 64 sums x 8 answers, two and a half times as long as in
 [the first comparison](rl.md), which found no difference at a low learning rate. pass@1 and pass@8:
 the chance of a right answer among 1 and 8, of 16 answers at temperature 1 to 200 unseen sums.
 Differences of pass@1:
@@ -49,43 +61,47 @@ no arm learned in these steps. In sums of 1 to 3 digits, each number has 1, 2 or
 often; the student gets 28% right before, and no arm learned much: there, a KL keeps pass@8 above
 that without one. With beta 1 a fixed anchor holds the student back; an EMA anchor follows it.
 
-{arm_table(runs)}
+{format_arms(runs)}
 """
     claim = "In RL, an EMA anchor ends above a fixed one and above none (EMA-PG's claim)"
     command = "python -m benchmarks.evidence.anchors"
     return Section(claim, effects, text, command, "1 minute a run")
 
 
-def arm_table(runs: Sequence[Mapping[str, Any]]) -> str:
+def format_arms(runs: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         "| task | rate | anchor | seeds | pass@1 | pass@8 | answers of 16 that differ | KL |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for task, rate in sorted({(run["task"], run["rate"]) for run in runs}):
         for arm in ARMS:
-            mine = [r for r in runs if (r["task"], r["rate"], r["arm"]) == (task, rate, arm.name)]
-            if not mine:
+            arm_runs = [
+                r for r in runs if (r["task"], r["rate"], r["arm"]) == (task, rate, arm.name)
+            ]
+            if not arm_runs:
                 continue
             means = [
-                statistics.mean(run[name] for run in mine)
+                statistics.mean(run[name] for run in arm_runs)
                 for name in ("pass@1", "pass@8", "answers")
             ]
-            kls = [run["kl_anchor"] for run in mine if run.get("kl_anchor") is not None]
+            kls = [run["kl_anchor"] for run in arm_runs if run.get("kl_anchor") is not None]
             kl = f"{statistics.mean(kls):.3f}" if kls else "-"
             shares = f"{means[0]:.3f} | {means[1]:.3f} | {means[2]:.1f}"
-            rows.append(f"| {task} | {rate:g} | {arm.name} | {len(mine)} | {shares} | {kl} |")
+            rows.append(f"| {task} | {rate:g} | {arm.name} | {len(arm_runs)} | {shares} | {kl} |")
     return "\n".join(rows)
 
 
 def rl_estimators(docs: Path) -> Section:
-    found = {one["name"]: one["finals"] for one in read("rl")["summaries"]}
+    finals_by_arm = {
+        summary["name"]: summary["finals"] for summary in load_result("rl")["summaries"]
+    }
     effects = []
     for beta in (0.001, 0.1):
-        ours = found[f"EMA anchor, bucket+sampled, beta {beta:g}"]
-        for other in ("published", "k3"):
-            theirs = found[f"EMA anchor, {other}, beta {beta:g}"]
-            ends = [a - b for a, b in zip(ours, theirs, strict=True)]
-            effects.append(Effect(f"beta {beta:g}: `bucket+sampled` above `{other}`", ends))
+        default_finals = finals_by_arm[f"EMA anchor, bucket+sampled, beta {beta:g}"]
+        for estimator in ("published", "k3"):
+            baseline_finals = finals_by_arm[f"EMA anchor, {estimator}, beta {beta:g}"]
+            ends = [a - b for a, b in zip(default_finals, baseline_finals, strict=True)]
+            effects.append(Effect(f"beta {beta:g}: `bucket+sampled` above `{estimator}`", ends))
     text = f"""\
 ## The estimator of RL's KL
 
@@ -99,24 +115,26 @@ Held-out accuracy of the runs of [Reinforcement learning: measurements](rl.md), 
 
 
 def methods(docs: Path) -> Section | None:
-    found = read("evidence_methods")
-    if not found:
+    result = load_result("evidence_methods")
+    if not result:
         return None
-    runs = [run | {"end": run["curve"][-1]["accuracy"]} for run in found["runs"]]
+    runs = [run | {"end": run["curve"][-1]["accuracy"]} for run in result["runs"]]
     pictures.draw_methods(runs, docs / "evidence-methods.png")
     effects = []
     for rate in sorted({run["rate"] for run in runs}):
         for sums in (500, None):
-            here = [run for run in runs if (run["rate"], run["sums"]) == (rate, sums)]
+            case_runs = [run for run in runs if (run["rate"], run["sums"]) == (rate, sums)]
             case = f"{sums or '9,000'} sums, rate {rate:g}"
-            for other in ("sft", "offline"):
-                ends = paired(here, "end", {"method": "on-policy"}, {"method": other})
-                effects.append(Effect(f"{case}: on-policy above {other}", ends))
-    effects = [one for one in effects if len(one.differences) > 1]
+            for baseline in ("sft", "offline"):
+                ends = paired_differences(
+                    case_runs, "end", {"method": "on-policy"}, {"method": baseline}
+                )
+                effects.append(Effect(f"{case}: on-policy above {baseline}", ends))
+    effects = [effect for effect in effects if len(effect.differences) > 1]
     text = f"""\
 ## On-policy, offline, fine-tuning, rewards
 
-One student, {found["steps"]} steps of 64 sequences each: fine-tuning on the teacher's answers,
+One student, {result["steps"]} steps of 64 sequences each: fine-tuning on the teacher's answers,
 offline distillation from rows of the same answers, on-policy distillation, rewards. The teacher is
 always right, and answers have at most four tokens. FLOPs of the student: 6 a weight and token, 8
 for a sampled token.
@@ -137,14 +155,15 @@ Lines are medians over seeds, dots the lowest and highest. Differences of the ac
 
 
 def speed(docs: Path) -> Section:
-    runs = read("trl_training")["runs"]
+    runs = load_result("trl_training")["runs"]
     ratios = [
-        theirs["seconds"] / ours["seconds"]
-        for ours in runs
-        for theirs in runs
-        if (ours["way"], theirs["way"]) == ("vllm", "TRL") and ours["seed"] == theirs["seed"]
+        trl_run["seconds"] / own_run["seconds"]
+        for own_run in runs
+        for trl_run in runs
+        if (own_run["way"], trl_run["way"]) == ("vllm", "TRL")
+        and own_run["seed"] == trl_run["seed"]
     ]
-    kls = paired(runs, "kl", {"way": "TRL"}, {"way": "vllm"})
+    kls = paired_differences(runs, "kl", {"way": "TRL"}, {"way": "vllm"})
     effects = [
         Effect("times TRL's speed, above 1.3", ratios, least=1.3),
         Effect("TRL's held-out KL minus ours, above -0.02", kls, least=-0.02),
@@ -163,20 +182,26 @@ Whole runs beside TRL's DistillationTrainer: same models, batch and cores
 
 
 def service(docs: Path) -> Section | None:
-    found = read("evidence_service_cost")
-    if not found:
+    result = load_result("evidence_service_cost")
+    if not result:
         return None
-    ways: dict[str, list[dict[str, Any]]] = {}
-    for one in found["rounds"]:
-        ways.setdefault(one["way"], []).append(one)
-    alone = ways["in the process"]
+    rounds_by_way: dict[str, list[dict[str, Any]]] = {}
+    for measurement in result["rounds"]:
+        rounds_by_way.setdefault(measurement["way"], []).append(measurement)
+    in_process_rounds = rounds_by_way["in the process"]
     rows, effects = ["| teacher | tokens/s (median) | ms of CPU a token |", "|---|---|---|"], []
-    for way, measured in ways.items():
-        speed = statistics.median(one["tokens"] / one["seconds"] for one in measured)
-        cpu = statistics.median(one["cpu"] / one["tokens"] for one in measured)
+    for way, rounds in rounds_by_way.items():
+        speed = statistics.median(
+            measurement["tokens"] / measurement["seconds"] for measurement in rounds
+        )
+        cpu = statistics.median(
+            measurement["cpu"] / measurement["tokens"] for measurement in rounds
+        )
         rows.append(f"| {way} | {speed:.0f} | {1000 * cpu:.2f} |")
         if way != "in the process":
-            ratios = [a["seconds"] / b["seconds"] for a, b in zip(alone, measured, strict=True)]
+            ratios = [
+                a["seconds"] / b["seconds"] for a, b in zip(in_process_rounds, rounds, strict=True)
+            ]
             effects.append(
                 Effect(f"{way}: above 0.95 of the speed in the process", ratios, least=0.95)
             )

@@ -40,7 +40,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.rollouts.ahead import served
+from benchmarks.rollouts.ahead import run_service
 from benchmarks.shared.evaluation import measure_kl
 from benchmarks.shared.model_pairs import LONGEST_PROMPT, Pair, load_questions, make_pair
 from benchmarks.shared.process_memory import track_peak_of_children
@@ -72,21 +72,21 @@ def main(arguments: list[str] | None = None) -> None:
     if options.trl:
         train_with_trl(pair, options)
         return
-    found = read(options.out, options.steps)
+    result = load_stored_result(options.out, options.steps)
     ways = [way for way in options.ways if way != "vllm" or options.vllm]
     for seed in range(options.seeds):
         for way in ways:
-            if any((run["way"], run["seed"]) == (way, seed) for run in found["runs"]):
+            if any((run["way"], run["seed"]) == (way, seed) for run in result["runs"]):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 run = train(way, pair, options, Path(folder), seed)
-            found["runs"].append({"way": way, "seed": seed, **run})
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            result["runs"].append({"way": way, "seed": seed, **run})
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
             print(f"{way}, seed {seed}: {run['seconds']:.2f} s a step, KL {run['kl']:.4f}")
-    show(found["runs"])
+    print_results(result["runs"])
 
 
-def read(path: Path, steps: int) -> dict[str, Any]:
+def load_stored_result(path: Path, steps: int) -> dict[str, Any]:
     """Return the results so far; those of other settings are left out."""
     settings = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores",
@@ -95,9 +95,9 @@ def read(path: Path, steps: int) -> dict[str, Any]:
         "tokens": TOKENS,
         "learning_rate": LEARNING_RATE,
     }
-    held = json.loads(path.read_text()) if path.exists() else {}
-    same = {name: held.get(name) for name in settings} == settings
-    return {**settings, "runs": held["runs"] if same else []}
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    same_settings = {name: stored.get(name) for name in settings} == settings
+    return {**settings, "runs": stored["runs"] if same_settings else []}
 
 
 def train(
@@ -144,20 +144,20 @@ def run_trl(
         str(options.steps),
     ]
     command += ["--seed", str(seed), "--trl", str(path), *["--recompute"] * recompute]
-    done = subprocess.run(command, env=environment(THREADS), capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr[-4000:])
+    process = subprocess.run(command, env=make_environment(THREADS), capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(process.stderr[-4000:])
     return path, json.loads((path / "seconds.json").read_text())
 
 
-def environment(threads: int) -> dict[str, str]:
+def make_environment(threads: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
-def questions(data: Path, tokenizer: Any, steps: int) -> list[str]:
+def load_training_texts(data: Path, tokenizer: Any, steps: int) -> list[str]:
     """Return the questions to train on; the first HELD_OUT are for the measurement."""
-    found = load_questions(data, tokenizer, HELD_OUT + steps * QUESTIONS)[HELD_OUT:]
-    return [tokenizer.decode(one.ids) for one in found]
+    prompts = load_questions(data, tokenizer, HELD_OUT + steps * QUESTIONS)[HELD_OUT:]
+    return [tokenizer.decode(prompt.ids) for prompt in prompts]
 
 
 def train_here(
@@ -173,20 +173,24 @@ def train_here(
     changes: keys of sections of the job, added to those of the benchmark.
     """
     if way == "vllm":
-        serve = ["student_trainer.rollout_service", "--engine", "vllm"]
-        serve += ["--model", str(pair.student)]
-        serve += ["--threads", "1"]
+        command = ["student_trainer.rollout_service", "--engine", "vllm"]
+        command += ["--model", str(pair.student)]
+        command += ["--threads", "1"]
         # As the trainer starts an engine that shares its cores.
         python = ["nice", "-n", "5", str(options.vllm)]
-        with served(serve, folder / "engine.log", threads=1, python=python) as address:
+        with run_service(command, folder / "engine.log", threads=1, python=python) as address:
             rollouts = {"engine": "vllm", "address": address, "lag": 1}
-            return _train_here(pair, options, folder, seed, rollouts, changes or {}, threads=1)
+            return _train_with_rollouts(
+                pair, options, folder, seed, rollouts, changes or {}, threads=1
+            )
     rollouts = {"lag": 1} if way == "ahead" else {}
     # The trainer divides its threads with an engine that it starts.
-    return _train_here(pair, options, folder, seed, rollouts, changes or {}, threads=THREADS)
+    return _train_with_rollouts(
+        pair, options, folder, seed, rollouts, changes or {}, threads=THREADS
+    )
 
 
-def _train_here(
+def _train_with_rollouts(
     pair: Pair,
     options: argparse.Namespace,
     folder: Path,
@@ -197,16 +201,16 @@ def _train_here(
     threads: int,
 ) -> tuple[Path, list[float]]:
     tokenizer = AutoTokenizer.from_pretrained(pair.student)
-    texts = questions(options.data, tokenizer, options.steps)
+    texts = load_training_texts(options.data, tokenizer, options.steps)
     lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
     (folder / "prompts.jsonl").write_text(lines)
-    serve = ["teacher_service", "--model", str(pair.teacher), "--no-cache"]
-    alone = not rollouts
+    command = ["teacher_service", "--model", str(pair.teacher), "--no-cache"]
+    samples_itself = not rollouts
     # The trainer sets the pace: beside an engine, the teacher computes when the trainer does not.
-    python = [sys.executable] if alone else ["nice", "-n", "5", sys.executable]
-    threads_of_teacher = THREADS if alone else 1
+    python = [sys.executable] if samples_itself else ["nice", "-n", "5", sys.executable]
+    threads_of_teacher = THREADS if samples_itself else 1
     log = folder / "teacher.log"
-    with served(serve, log, threads=threads_of_teacher, python=python) as address:
+    with run_service(command, log, threads=threads_of_teacher, python=python) as address:
         settings: dict[str, Any] = {
             "student": {"model": str(pair.student)},
             "teacher": {"address": address},
@@ -223,14 +227,14 @@ def _train_here(
         settings |= {name: settings[name] | keys for name, keys in changes.items()}
         job = OnPolicyJob.model_validate(settings)
         directory = RunDirectory.create(folder / "run", job)
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "student_trainer", str(directory.path), "--attempt", "1"],
-            env=environment(threads),
+            env=make_environment(threads),
             capture_output=True,
             text=True,
         )
-    if done.returncode:
-        raise SystemExit(done.stderr[-4000:])
+    if process.returncode:
+        raise SystemExit(process.stderr[-4000:])
     metrics = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     return directory.export, [line["time/step"] for line in metrics if line.get("time/step")]
 
@@ -251,7 +255,7 @@ def train_with_trl(pair: Pair, options: argparse.Namespace) -> None:
             ends.append(time.monotonic())
 
     tokenizer = AutoTokenizer.from_pretrained(pair.student, padding_side="left")
-    texts = questions(options.data, tokenizer, options.steps)
+    texts = load_training_texts(options.data, tokenizer, options.steps)
     # Gradient checkpointing, TRL's default, would recompute the student: memory is not short here.
     settings = DistillationConfig(
         output_dir=str(out / "trl"),
@@ -288,20 +292,20 @@ def train_with_trl(pair: Pair, options: argparse.Namespace) -> None:
     (out / "seconds.json").write_text(json.dumps(seconds))
 
 
-def show(runs: list[dict[str, Any]]) -> None:
-    theirs = {run["seed"]: run for run in runs if run["way"] == "TRL"}
+def print_results(runs: list[dict[str, Any]]) -> None:
+    trl_runs = {run["seed"]: run for run in runs if run["way"] == "TRL"}
     print(
         f"\n{'':<8} seconds a step   times TRL's speed   peak GiB   exact KL held out (each seed)"
     )
     for way in WAYS:
-        mine = [run for run in runs if run["way"] == way]
-        if not mine:
+        way_runs = [run for run in runs if run["way"] == way]
+        if not way_runs:
             continue
-        seconds = statistics.median(run["seconds"] for run in mine)
-        ratios = [theirs[run["seed"]]["seconds"] / run["seconds"] for run in mine if theirs]
+        seconds = statistics.median(run["seconds"] for run in way_runs)
+        ratios = [trl_runs[run["seed"]]["seconds"] / run["seconds"] for run in way_runs if trl_runs]
         ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
-        kl = ", ".join(f"{run['kl']:.3f}" for run in mine)
-        peaks = [run["peak_bytes"] / (1 << 30) for run in mine if "peak_bytes" in run]
+        kl = ", ".join(f"{run['kl']:.3f}" for run in way_runs)
+        peaks = [run["peak_bytes"] / (1 << 30) for run in way_runs if "peak_bytes" in run]
         peak = f"{statistics.median(peaks):.2f}" if peaks else "-"
         print(f"{way:<8} {seconds:>14.2f}   {ratio:>17}   {peak:>8}   {kl}")
 

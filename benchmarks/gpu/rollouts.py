@@ -45,7 +45,7 @@ from benchmarks.gpu.benchmark import describe_device, parse_options, write_resul
 from benchmarks.gpu.pushes import PushChannel, list_backends
 from benchmarks.models.vllm_engine import save_tokenizer
 from benchmarks.rollouts import ahead as rollouts_ahead
-from benchmarks.rollouts.peers import generate_tokens, start_vllm, vllm_tokens
+from benchmarks.rollouts.peers import sample_with_generate, sample_with_vllm, start_vllm
 from protos.vllm_processes import SHUTDOWN_SECONDS
 from student_trainer.checkpoints.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
 from student_trainer.data.sequence import TokenSequence
@@ -291,9 +291,9 @@ def measure_speeds(pair: StudentAndEngine, sizes: Sizes) -> dict[str, Any]:
     sampling_prompts, max_tokens = make_prompts(sizes), sizes.tokens
     methods: dict[str, Callable[[], int]] = {
         "vLLM's own": lambda: pair.runner.run(
-            vllm_tokens(peer_engine, sampling_prompts, max_tokens)
+            sample_with_vllm(peer_engine, sampling_prompts, max_tokens)
         ),
-        "transformers' generate": lambda: generate_tokens(
+        "transformers' generate": lambda: sample_with_generate(
             bfloat16_model, sampling_prompts, max_tokens
         ),
     }
@@ -345,11 +345,11 @@ def measure_steps(sizes: Sizes, device: str) -> dict[str, dict[str, float]]:
         root = Path(folder)
         rollouts_ahead.save_material(root, layers=job.pop("layers"), hidden=job.pop("hidden"))
         skipped = job.pop("skipped")
-        with rollouts_ahead.teacher(root) as address:
+        with rollouts_ahead.serve_teacher(root) as address:
             for number, (name, rollouts) in enumerate(layouts.items()):
                 path = root / f"job-{number}"
-                lines = rollouts_ahead.run(path, address, rollouts=rollouts, threads=1, **job)
-                stages_by_layout[name] = rollouts_ahead.stages(lines[1 + skipped :])
+                lines = rollouts_ahead.run_job(path, address, rollouts=rollouts, threads=1, **job)
+                stages_by_layout[name] = rollouts_ahead.median_stages(lines[1 + skipped :])
                 print(json.dumps({name: stages_by_layout[name]}), flush=True)
     return stages_by_layout
 

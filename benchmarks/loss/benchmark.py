@@ -66,32 +66,32 @@ def main(arguments: list[str] | None = None) -> None:
         "machine": f"{platform.machine()}, torch {torch.__version__}, 1 thread",
         "sizes": asdict(sizes),
         "missing": missing,
-        "time": times(problem.with_head(sizes.head), methods, sizes.repetitions),
-        "k": k_sweep(problem, sizes.repetitions),
-        "memory": memory(methods, sizes, options.quick),
+        "time": measure_times(problem.with_head(sizes.head), methods, sizes.repetitions),
+        "k": sweep_k(problem, sizes.repetitions),
+        "memory": measure_memory(methods, sizes, options.quick),
     }
     # The fused loss chooses its chunk: 64 MiB of logits, but at least this many rows.
     result["bounds"] = bounds(result, max(64, CPU_CHUNK * sizes.vocab * 4 / MIB))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result, sizes)
+    print_results(result, sizes)
 
 
-def times(
+def measure_times(
     problem: Problem, methods: dict[str, Method], repetitions: int
 ) -> dict[str, dict[str, float]]:
     """Return the CPU seconds of each method: minimum, median, and spread (maximum over minimum)."""
     runs = {name: (lambda run=run: run(problem)) for name, run in methods.items()}
-    return interleaved(runs, problem.clear, repetitions)
+    return time_interleaved(runs, problem.clear, repetitions)
 
 
-def k_sweep(problem: Problem, repetitions: int) -> dict[str, dict[str, float]]:
+def sweep_k(problem: Problem, repetitions: int) -> dict[str, dict[str, float]]:
     """Return the CPU seconds of the fused loss and the error of its gradients, by k."""
     problems = {str(k): problem.with_head(k) for k in HEAD_SIZES}
     runs = {k: (lambda p=p: fused(p)) for k, p in problems.items()}
-    found = interleaved(runs, problem.clear, repetitions)
+    timings = time_interleaved(runs, problem.clear, repetitions)
     small = make_problem(CPU_CHUNK + 32, len(problem.weight), 64, max(HEAD_SIZES))
-    return {k: found[k] | gradient_errors(small.with_head(int(k))) for k in found}
+    return {k: timings[k] | gradient_errors(small.with_head(int(k))) for k in timings}
 
 
 def gradient_errors(p: Problem) -> dict[str, float]:
@@ -106,14 +106,17 @@ def gradient_errors(p: Problem) -> dict[str, float]:
         p.clear()
         run(p)
         errors[name] = max(
-            float((ours.grad.double() - true.grad).norm() / true.grad.norm())
-            for ours, true in ((p.hidden, exact.hidden), (p.weight, exact.weight))
+            float(
+                (parameter.grad.double() - exact_parameter.grad).norm()
+                / exact_parameter.grad.norm()
+            )
+            for parameter, exact_parameter in ((p.hidden, exact.hidden), (p.weight, exact.weight))
         )
     p.clear()
     return errors
 
 
-def interleaved(
+def time_interleaved(
     runs: dict[str, Callable[[], None]], clear: Callable[[], None], repetitions: int
 ) -> dict[str, dict[str, float]]:
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -134,7 +137,7 @@ def interleaved(
     }
 
 
-def memory(methods: dict[str, Method], sizes: Sizes, quick: bool) -> list[dict[str, Any]]:
+def measure_memory(methods: dict[str, Method], sizes: Sizes, quick: bool) -> list[dict[str, Any]]:
     """Return the peak MiB above inputs and gradients by method, and of "fused" for several N.
 
     Each value is the median of three separate processes; `all` lists the three. The kernel can
@@ -144,19 +147,19 @@ def memory(methods: dict[str, Method], sizes: Sizes, quick: bool) -> list[dict[s
     cases = [(name, usual) for name in methods if name != "three products"]
     if quick:
         cases = [("fused", usual)]
-    found = []
+    rows = []
     for name, n in [*cases, ("fused", few), ("fused", many)]:
         command = [sys.executable, "-m", "benchmarks.loss", *(["--quick"] if quick else [])]
         case = ["--memory-of", name, str(n), str(sizes.vocab)]
         peaks = []
         for _ in range(1 if quick else 3):
-            done = subprocess.run([*command, *case], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{name} at N = {n} failed: {done.stderr}")
-            peaks.append(float(done.stdout))
+            process = subprocess.run([*command, *case], capture_output=True, text=True)
+            if process.returncode:
+                raise RuntimeError(f"{name} at N = {n} failed: {process.stderr}")
+            peaks.append(float(process.stdout))
         row = {"method": name, "tokens": n, "mib": statistics.median(peaks), "all": peaks}
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def peak_memory(method: str, n: int, vocab: int, sizes: Sizes) -> float:
@@ -168,7 +171,7 @@ def peak_memory(method: str, n: int, vocab: int, sizes: Sizes) -> float:
     return (resident_peak() - before - problem.gradient_bytes()) / MIB
 
 
-def show(result: dict[str, Any], sizes: Sizes) -> None:
+def print_results(result: dict[str, Any], sizes: Sizes) -> None:
     base = result["time"]["fused"]["seconds"]
     print(
         f"V = {sizes.vocab}, N = {sizes.tokens}, H = {sizes.width}, k = {sizes.head}; "

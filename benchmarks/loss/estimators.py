@@ -80,7 +80,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=Path("docs/estimators.md"))
     options = parser.parse_args(arguments)
     directions: tuple[Direction, ...] = ("reverse", "forward")
-    rows = [row for way in directions for k in SIZES for row in measure(options.vocabulary, k, way)]
+    rows = [
+        row
+        for direction in directions
+        for k in SIZES
+        for row in measure(options.vocabulary, k, direction)
+    ]
     result = {"vocabulary": options.vocabulary, "rows": rows}
     for path, text in ((options.out, json.dumps(result, indent=1)), (options.page, page(result))):
         path.parent.mkdir(parents=True, exist_ok=True)

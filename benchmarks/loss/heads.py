@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.loss.benchmark import interleaved
+from benchmarks.loss.benchmark import time_interleaved
 from benchmarks.loss.methods import unbiased_kl
 from benchmarks.loss.problem import Problem, make_problem
 from benchmarks.shared.meters import CudaMeter, measure
@@ -63,21 +63,21 @@ def logit_map(name: str, vocab: int) -> LogitMap:
 
 def learn(p: Problem, name: str) -> None:
     """The fused loss, forward and backward."""
-    found = logit_map(name, len(p.weight))
+    map_of_logits = logit_map(name, len(p.weight))
     loss = unbiased_kl(p)
     fused_linear_loss(
-        p.hidden, p.weight, p.head_ids, p.token_ids, loss, logit_map=found
+        p.hidden, p.weight, p.head_ids, p.token_ids, loss, logit_map=map_of_logits
     ).loss_sum.backward()
 
 
 @torch.no_grad()
 def score(p: Problem, name: str) -> None:
     """The teacher's head, at the head ids of the problem."""
-    found = logit_map(name, len(p.weight))
+    map_of_logits = logit_map(name, len(p.weight))
     score_hidden(
         p.teacher_hidden.detach(),
-        p.weight.detach()[: found.vocab_size],
-        scale_and_cap=ScaleAndCap(found.scale, found.cap),
+        p.weight.detach()[: map_of_logits.vocab_size],
+        scale_and_cap=ScaleAndCap(map_of_logits.scale, map_of_logits.cap),
         token_ids=p.token_ids,
         top_k=None,
         head_ids=p.head_ids,
@@ -101,30 +101,32 @@ def main(arguments: list[str] | None = None) -> None:
         print(peak_memory(*options.memory_of, sizes))
         return
     machine = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, 1 thread"
-    found = on_cuda(sizes) if cuda else on_cpu(sizes, options.quick)
+    measurements = measure_on_cuda(sizes) if cuda else measure_on_cpu(sizes, options.quick)
     result = {
         "machine": f"{machine}, torch {torch.__version__}",
         "sizes": asdict(sizes),
-        **{side: over_plain(rows) for side, rows in found.items()},
+        **{side: add_ratios(rows) for side, rows in measurements.items()},
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
-def problem_of(sizes: Sizes, **options: Any) -> Problem:
+def make_padded_problem(sizes: Sizes, **options: Any) -> Problem:
     """Return the problem, with all ids below the padding."""
-    made = make_problem(sizes.tokens, sizes.vocab, sizes.width, sizes.head, **options)
-    most = sizes.vocab - PADDING - sizes.head
-    head = made.head_ids.clamp(max=most - 1)
-    head = head + (head == most - 1) * torch.arange(sizes.head, device=head.device)  # distinct
-    return Problem(**{**vars(made), "head_ids": head, "token_ids": made.token_ids.clamp(max=most)})
+    problem = make_problem(sizes.tokens, sizes.vocab, sizes.width, sizes.head, **options)
+    max_id = sizes.vocab - PADDING - sizes.head
+    head = problem.head_ids.clamp(max=max_id - 1)
+    head = head + (head == max_id - 1) * torch.arange(sizes.head, device=head.device)  # distinct
+    return Problem(
+        **{**vars(problem), "head_ids": head, "token_ids": problem.token_ids.clamp(max=max_id)}
+    )
 
 
-def on_cuda(sizes: Sizes) -> dict[str, dict[str, dict[str, float]]]:
-    p = problem_of(sizes, device="cuda", dtype=torch.bfloat16)
+def measure_on_cuda(sizes: Sizes) -> dict[str, dict[str, dict[str, float]]]:
+    p = make_padded_problem(sizes, device="cuda", dtype=torch.bfloat16)
     meter = CudaMeter(repetitions=sizes.repetitions)
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    measurements: dict[str, dict[str, dict[str, float]]] = {}
     for side, work in WORK.items():
         for name in HEADS:
             row = measure(
@@ -133,22 +135,25 @@ def on_cuda(sizes: Sizes) -> dict[str, dict[str, dict[str, float]]]:
                 clear=p.clear,
                 count_remaining_bytes=p.gradient_bytes,
             )
-            found.setdefault(side, {})[name] = {"seconds": row["ms"] / 1000, "mib": row["peak_mib"]}
-    return found
+            measurements.setdefault(side, {})[name] = {
+                "seconds": row["ms"] / 1000,
+                "mib": row["peak_mib"],
+            }
+    return measurements
 
 
-def on_cpu(sizes: Sizes, quick: bool) -> dict[str, dict[str, dict[str, float]]]:
-    p = problem_of(sizes)
-    found: dict[str, dict[str, dict[str, float]]] = {}
+def measure_on_cpu(sizes: Sizes, quick: bool) -> dict[str, dict[str, dict[str, float]]]:
+    p = make_padded_problem(sizes)
+    measurements: dict[str, dict[str, dict[str, float]]] = {}
     for side, work in WORK.items():
         runs = {name: (lambda work=work, name=name: work(p, name)) for name in HEADS}
-        found[side] = interleaved(runs, p.clear, sizes.repetitions)
+        measurements[side] = time_interleaved(runs, p.clear, sizes.repetitions)
         for name in HEADS:
-            found[side][name]["mib"] = 1.0 if quick else memory_of(side, name)
-    return found
+            measurements[side][name]["mib"] = 1.0 if quick else measure_memory(side, name)
+    return measurements
 
 
-def memory_of(side: str, name: str) -> float:
+def measure_memory(side: str, name: str) -> float:
     """Return the least of three fresh processes: the kernel may evict pages of inputs at any time.
 
     Their return then looks like a peak.
@@ -156,23 +161,23 @@ def memory_of(side: str, name: str) -> float:
     command = [sys.executable, "-m", "benchmarks.loss.heads", "--memory-of", side, name]
     peaks = []
     for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{side}, {name} failed: {done.stderr}")
-        peaks.append(float(done.stdout))
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            raise RuntimeError(f"{side}, {name} failed: {process.stderr}")
+        peaks.append(float(process.stdout))
     return min(peaks)
 
 
 def peak_memory(side: str, name: str, sizes: Sizes) -> float:
     """Return the peak MiB above the inputs and the gradients that are left."""
-    WORK[side](problem_of(QUICK), name)  # libraries' own buffers
-    p = problem_of(sizes)
+    WORK[side](make_padded_problem(QUICK), name)  # libraries' own buffers
+    p = make_padded_problem(sizes)
     before = resident_before()
     WORK[side](p, name)
     return (resident_peak() - before - p.gradient_bytes()) / MIB
 
 
-def over_plain(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def add_ratios(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Add the ratios of each head's time and memory to those of the plain head."""
     plain = rows["plain"]
     for row in rows.values():
@@ -181,7 +186,7 @@ def over_plain(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]
     return rows
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"{result['machine']}, {result['sizes']}")
     for side in WORK:
         print(f"\n{side:<20}{'seconds':>9}{'over plain':>12}{'MiB':>9}{'over plain':>12}")

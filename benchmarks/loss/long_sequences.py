@@ -141,11 +141,11 @@ def one_path(path: str, where: Path, config: OnPolicyJob) -> dict[str, float]:
     run = RunDirectory.create(where, config)
     command = [sys.executable, "-m", "benchmarks.loss.long_sequences"]
     command += ["--step", path, str(run.path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the {path} path failed: {done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"the {path} path failed: {process.stderr}")
+    measurements: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
+    return measurements
 
 
 def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:

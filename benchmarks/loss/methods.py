@@ -215,13 +215,13 @@ def installed(
     methods: dict[str, Method], small: Problem
 ) -> tuple[dict[str, Method], dict[str, str]]:
     """Return the methods that can run here, warmed up, and why the others cannot."""
-    here, missing = {}, {}
+    available, missing = {}, {}
     for name, run in methods.items():
         try:
             run(small)
         except Missing as reason:
             missing[name] = str(reason)
         else:
-            here[name] = run
+            available[name] = run
         small.clear()
-    return here, missing
+    return available, missing

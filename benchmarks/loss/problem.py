@@ -50,8 +50,8 @@ class Problem:
     def with_head(self, k: int) -> Problem:
         """Return the same problem with only the k likeliest head ids; their mass joins the tail."""
         rows = self.teacher
-        rest = torch.cat([rows.head_logprobs[:, k:], rows.tail_logmass[:, None]], 1)
-        narrow = Rows(rows.head_logprobs[:, :k], rest.logsumexp(1), rows.token_logprobs)
+        outside_logprobs = torch.cat([rows.head_logprobs[:, k:], rows.tail_logmass[:, None]], 1)
+        narrow = Rows(rows.head_logprobs[:, :k], outside_logprobs.logsumexp(1), rows.token_logprobs)
         ids = self.head_ids[:, :k].contiguous()
         return dataclasses.replace(self, head_ids=ids, teacher=narrow)
 

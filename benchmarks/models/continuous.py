@@ -94,7 +94,7 @@ def main() -> None:
     for part in measure(options.step_tokens, count, light, turns):
         result |= part
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
 def measure(step_tokens: int, count: int, light: int, turns: int) -> Iterator[dict[str, Any]]:
@@ -106,17 +106,20 @@ def measure(step_tokens: int, count: int, light: int, turns: int) -> Iterator[di
         path = save_model(Path(folder), vocab_size=VOCAB, max_length=2 * LONG, **SIZES)
         save_tokenizer(path, VOCAB)
         engine = VllmEngine(str(path), max_batch_tokens=step_tokens)
-        queries = queries_of(count, seed=0)
-        found: dict[str, list[dict[str, float]]] = {}
+        queries = make_queries(count, seed=0)
+        runs: dict[str, list[dict[str, float]]] = {}
         batcher = Batcher(engine, max_batch_tokens=step_tokens)
-        with served(engine, Feeder(engine)) as feeder, served(engine, batcher) as batches:
+        with (
+            serve_teacher(engine, Feeder(engine)) as feeder,
+            serve_teacher(engine, batcher) as batches,
+        ):
             methods: dict[str, Callable[[], float]] = {
-                "bare": lambda: timed(lambda: engine.score(queries)),
+                "bare": lambda: time_work(lambda: engine.score(queries)),
                 **{
-                    f"feeder, {n} clients": lambda n=n: ask(["--clients", feeder, n, count])
+                    f"feeder, {n} clients": lambda n=n: run_clients(["--clients", feeder, n, count])
                     for n in (1, 8, 64)
                 },
-                "batches, 8 clients": lambda: ask(["--clients", batches, 8, count]),
+                "batches, 8 clients": lambda: run_clients(["--clients", batches, 8, count]),
             }
             for turn in range(turns + 1):
                 for name, method in methods.items():
@@ -125,24 +128,27 @@ def measure(step_tokens: int, count: int, light: int, turns: int) -> Iterator[di
                     steps, tokens = (b - a for a, b in zip(steps, engine.steps(), strict=True))
                     run = {"seconds": seconds, "steps": steps, "tokens": tokens}
                     if turn:  # the first turn warms up
-                        found.setdefault(name, []).append(run)
-            yield {"methods": summary(found)}
+                        runs.setdefault(name, []).append(run)
+            yield {"methods": summarize_runs(runs)}
             latency = {
-                "light alone": ask(["--light", feeder, light, "alone"]),
-                "light beside heavy": ask(["--light", feeder, light, "heavy"]),
+                "light alone": run_clients(["--light", feeder, light, "alone"]),
+                "light beside heavy": run_clients(["--light", feeder, light, "heavy"]),
                 # Each query takes seconds.
-                "light beside heavy, batches": ask(["--light", batches, light // 25 + 5, "heavy"]),
+                "light beside heavy, batches": run_clients(
+                    ["--light", batches, light // 25 + 5, "heavy"]
+                ),
             }
             yield {"latency": latency}
         engine.close()
 
 
-def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def summarize_runs(runs_by_method: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Return medians over the turns, and ratios to the bare engine's."""
     rows = {}
-    for name, runs in found.items():
+    for name, runs in runs_by_method.items():
         ratios = [
-            bare["seconds"] / run["seconds"] for bare, run in zip(found["bare"], runs, strict=True)
+            bare["seconds"] / run["seconds"]
+            for bare, run in zip(runs_by_method["bare"], runs, strict=True)
         ]
         rows[name] = {
             "tokens_per_second": statistics.median(r["tokens"] / r["seconds"] for r in runs),
@@ -155,27 +161,27 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return rows
 
 
-def queries_of(count: int, *, seed: int) -> list[ScoreQuery]:
+def make_queries(count: int, *, seed: int) -> list[ScoreQuery]:
     rng = np.random.default_rng(seed)
     lengths = [
         LONG if number % ONE_IN == ONE_IN // 2 else int(rng.choice(GSM8K))
         for number in range(count)
     ]
-    return [ScoreQuery(_tokens(rng, length), 1, top_k=HEAD) for length in lengths]
+    return [ScoreQuery(_random_tokens(rng, length), 1, top_k=HEAD) for length in lengths]
 
 
-def _tokens(rng: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
+def _random_tokens(rng: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
     return rng.integers(0, VOCAB, length).astype(np.int32)
 
 
-def timed(work: Callable[[], object]) -> float:
+def time_work(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 @contextmanager
-def served(engine: VllmEngine, dispatcher: Dispatcher) -> Iterator[str]:
+def serve_teacher(engine: VllmEngine, dispatcher: Dispatcher) -> Iterator[str]:
     """Serve the teacher in a thread, without a cache; yields its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -208,16 +214,16 @@ def served(engine: VllmEngine, dispatcher: Dispatcher) -> Iterator[str]:
         thread.join()
 
 
-def ask(arguments: list[Any]) -> Any:
+def run_clients(arguments: list[Any]) -> Any:
     """Run clients in another process, and return what they print."""
     command = [sys.executable, "-m", "benchmarks.models.continuous", *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def send_all(address: str, clients: int, count: int) -> float:
     """Send the queries by a number of clients at the same time; return the seconds."""
-    queries = queries_of(count, seed=0)
+    queries = make_queries(count, seed=0)
     opened = [TeacherClient(address) for _ in range(clients)]
     for client in opened:
         client.info()
@@ -228,7 +234,7 @@ def send_all(address: str, clients: int, count: int) -> float:
             for future in as_completed(futures):
                 future.result()
 
-        seconds = timed(lambda: list(pool.map(send, range(clients))))
+        seconds = time_work(lambda: list(pool.map(send, range(clients))))
     for client in opened:
         client.close()
     return seconds
@@ -239,34 +245,34 @@ def send_light(address: str, count: int, *, heavy: bool) -> dict[str, float]:
 
     `heavy`: beside a client that always has HEAVY_DEPTH queries in flight.
     """
-    ended = threading.Event()
+    light_finished = threading.Event()
     rng = np.random.default_rng(2)
     seconds = []
-    with TeacherClient(address) as light, TeacherClient(address) as other:
+    with TeacherClient(address) as light_client, TeacherClient(address) as heavy_client:
 
         def load() -> None:
-            flying = [other.submit(query) for query in queries_of(HEAVY_DEPTH, seed=1)]
+            pending = [heavy_client.submit(query) for query in make_queries(HEAVY_DEPTH, seed=1)]
             for seed in range(2, 10**6):
-                for query in queries_of(HEAVY_DEPTH, seed=seed):
-                    flying.pop(0).result()
-                    if ended.is_set():
+                for query in make_queries(HEAVY_DEPTH, seed=seed):
+                    pending.pop(0).result()
+                    if light_finished.is_set():
                         return
-                    flying.append(other.submit(query))
+                    pending.append(heavy_client.submit(query))
 
         thread = threading.Thread(target=load, daemon=True)
         if heavy:
             thread.start()
             time.sleep(2)
         for number in range(count):
-            query = ScoreQuery(_tokens(rng, GSM8K[number % len(GSM8K)]), 1, top_k=HEAD)
-            seconds.append(timed(lambda query=query: light.submit(query).result()))  # type: ignore[misc]
-        ended.set()
+            query = ScoreQuery(_random_tokens(rng, GSM8K[number % len(GSM8K)]), 1, top_k=HEAD)
+            seconds.append(time_work(lambda query=query: light_client.submit(query).result()))  # type: ignore[misc]
+        light_finished.set()
         if heavy:
             thread.join()
     return {"p50": float(np.percentile(seconds, 50)), "p99": float(np.percentile(seconds, 99))}
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"{result['workload']}; {result['machine']}\n")
     print(f"{'':<22} tokens a step   of bare   tokens/s   of bare")
     for name, row in result["methods"].items():
@@ -275,8 +281,8 @@ def show(result: dict[str, Any]) -> None:
             f"   {row['tokens_per_second']:>8.0f}   {row['of_bare_speed']:>7.3f}"
         )
     print("\nseconds of a light client's query, p50 and p99")
-    for name, found in result["latency"].items():
-        print(f"{name:<28} {found['p50']:.3f}  {found['p99']:.3f}")
+    for name, percentiles in result["latency"].items():
+        print(f"{name:<28} {percentiles['p50']:.3f}  {percentiles['p99']:.3f}")
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ class Case:
         sharding += " tensor-parallel" * (load.tensor_parallel > 1)
         sharding += " context-parallel" * (load.context_parallel > 1)
         dtype = "bfloat16" if load.bf16 else "float32"
-        rest = " lora" * bool(load.lora) + " checkpointing" * load.checkpointing
-        return f"{self.model} {dtype} {load.processes} x {load.tokens}{sharding}{rest}"
+        features = " lora" * bool(load.lora) + " checkpointing" * load.checkpointing
+        return f"{self.model} {dtype} {load.processes} x {load.tokens}{sharding}{features}"
 
 
 class Ends:
@@ -106,24 +106,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory_plan.json"))
     parser.add_argument("--processes", type=int, help="measure in this process, one of a group")
     options = parser.parse_args()
-    wanted = [case for case in cases() if options.only in case.label]
+    selected_cases = [case for case in cases() if options.only in case.label]
     if options.processes is not None:
         accelerator = Accelerator()
-        for case in wanted:
+        for case in selected_cases:
             if case.load.processes == options.processes:
                 measured = measure(accelerator, case)
                 if accelerator.is_main_process:
                     print(json.dumps([case.label, measured]), flush=True)
         return
-    found = {}
-    for processes in sorted({case.load.processes for case in wanted}):
+    results = {}
+    for processes in sorted({case.load.processes for case in selected_cases}):
         inside = ["--only", options.only, "--processes", str(processes)]
         for line in run_group(processes, "benchmarks.models.memory_plan", inside):
             name, measured = json.loads(line)
-            planned = plan(next(case.load for case in wanted if case.label == name))
-            found[name] = {"planned": planned, "measured": measured}
+            planned = plan(next(case.load for case in selected_cases if case.label == name))
+            results[name] = {"planned": planned, "measured": measured}
             print(row(name, planned, measured), flush=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def row(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> str:
@@ -157,9 +157,11 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 
 def plan(load: Load) -> dict[str, int]:
     """Return the formula of what `measure` measures."""
-    own = sum(resident_bytes(load).values())
-    update = own + max(sum(of(load).values()) for of in (learning_bytes, optimizer_bytes))
-    return {"update": update, "sampling": own + sum(sampling_bytes(load).values())}
+    held_bytes = sum(resident_bytes(load).values())
+    update = held_bytes + max(
+        sum(stage_bytes(load).values()) for stage_bytes in (learning_bytes, optimizer_bytes)
+    )
+    return {"update": update, "sampling": held_bytes + sum(sampling_bytes(load).values())}
 
 
 def measure(accelerator: Accelerator, case: Case) -> dict[str, int]:
@@ -228,7 +230,7 @@ def model_of(case: Case) -> Any:
     """Return a random student of the load's sizes."""
     config, model = MODELS[case.model]
     load, shape = case.load, case.load.shape
-    made = model(
+    random_model = model(
         config(
             vocab_size=shape.vocabulary,
             hidden_size=shape.hidden,
@@ -241,11 +243,13 @@ def model_of(case: Case) -> Any:
         )
     )
     if load.lora:
-        made = made.to(torch.bfloat16 if load.bf16 else torch.float32)
+        random_model = random_model.to(torch.bfloat16 if load.bf16 else torch.float32)
         rank = {"rank": load.lora, "train_head": load.train_head}
-        add_adapters(made, StudentConfig.model_validate({"model": case.model, "lora": rank}))
-    recompute_activations(made, load.checkpointing)
-    return made
+        add_adapters(
+            random_model, StudentConfig.model_validate({"model": case.model, "lora": rank})
+        )
+    recompute_activations(random_model, load.checkpointing)
+    return random_model
 
 
 def random_batch(load: Load, device: torch.device) -> Any:

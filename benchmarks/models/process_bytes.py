@@ -44,7 +44,7 @@ MICRO_BATCHES = 3
 VOCABULARY = 4096
 
 
-def held(
+def expected_bytes(
     processes: int,
     sharding: str,
     lora: int = 0,
@@ -69,9 +69,12 @@ def held(
         )
         for width in widths
     )
-    more = large.frozen + large.trained - small.frozen - small.trained
+    weights_difference = large.frozen + large.trained - small.frozen - small.trained
     of_small = held_bytes(small)
-    parts = {name: (of - of_small[name]) / more for name, of in held_bytes(large).items()}
+    parts = {
+        name: (large_bytes - of_small[name]) / weights_difference
+        for name, large_bytes in held_bytes(large).items()
+    }
     of_update = parts["weights"] + parts["optimizer"] + parts["DDP buckets"]
     return {
         "weights": parts["weights"],
@@ -106,36 +109,40 @@ def main(arguments: list[str] | None = None) -> None:
         if is_main_process():
             print(json.dumps(figures))
         return
-    found = [
+    results = [
         {
             "processes": processes,
             "sharding": sharding,
             "lora": lora,
-            **growth(options, processes, sharding, lora),
+            **measure_growth(options, processes, sharding, lora),
         }
         for lora in options.lora
         for processes in options.processes
         for sharding in options.shardings
         if processes > 1 or sharding == "none"
     ]
-    for one in found:
+    for result in results:
         print(
-            f"{one['processes']} x {one['sharding']}"
-            + (f", adapters of rank {one['lora']}" if one["lora"] else "")
+            f"{result['processes']} x {result['sharding']}"
+            + (f", adapters of rank {result['lora']}" if result["lora"] else "")
         )
-        formula = held(
-            one["processes"], one["sharding"], one["lora"], options.layers, options.widths
+        formula = expected_bytes(
+            result["processes"], result["sharding"], result["lora"], options.layers, options.widths
         )
-        for stage, (after, peak) in one["stages"].items():
+        for stage, (after, peak) in result["stages"].items():
             print(
                 f"  {stage:14s} held {after:5.2f} (formula {formula[stage]:5.2f})  peak {peak:5.2f}"
             )
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def growth(options: argparse.Namespace, processes: int, sharding: str, lora: int) -> dict[str, Any]:
+def measure_growth(
+    options: argparse.Namespace, processes: int, sharding: str, lora: int
+) -> dict[str, Any]:
     """Return bytes per weight of each stage, from two students of different size."""
-    small, large = (group(options, width, processes, sharding, lora) for width in options.widths)
+    small, large = (
+        measure_group(options, width, processes, sharding, lora) for width in options.widths
+    )
     more = large["weights"] - small["weights"]
     stages = {
         name: [(b - a) / more for a, b in zip(small["stages"][name], of_large, strict=True)]
@@ -144,28 +151,28 @@ def growth(options: argparse.Namespace, processes: int, sharding: str, lora: int
     return {"weights": [small["weights"], large["weights"]], "stages": stages}
 
 
-def group(
+def measure_group(
     options: argparse.Namespace, width: int, processes: int, sharding: str, lora: int
 ) -> dict[str, Any]:
     """Run one group, and return the bytes of its first process."""
     inside = ["--inside", "--shardings", sharding, "--lora", str(lora)]
     inside += ["--layers", str(options.layers), "--widths", str(width)]
     printed = list(run_group(processes, "benchmarks.models.process_bytes", inside))
-    found: dict[str, Any] = json.loads(printed[-1])
-    return found
+    stage_bytes: dict[str, Any] = json.loads(printed[-1])
+    return stage_bytes
 
 
 def measure(layers: int, width: int, sharding: str, lora: int) -> dict[str, Any]:
     """Measure in this process; collective."""
     accelerator = Accelerator()
-    use(accelerator, 1, 64, sharding, lora)  # what torch and gloo need besides
+    run_stages(accelerator, 1, 64, sharding, lora)  # what torch and gloo need besides
     gc.collect()
-    student, stages = use(accelerator, layers, width, sharding, lora, resident_before())
+    student, stages = run_stages(accelerator, layers, width, sharding, lora, resident_before())
     weights = sum(parameter.numel() for parameter in student.trained.parameters())
     return {"weights": weights, "stages": stages}
 
 
-def use(
+def run_stages(
     accelerator: Accelerator, layers: int, width: int, sharding: str, lora: int, before: int = 0
 ) -> tuple[Any, dict[str, tuple[int, int]]]:
     """Update a student twice, score, gather it, make an anchor; return bytes of each stage."""
@@ -185,11 +192,11 @@ def use(
     def stage(name: str, run: Callable[[], Any]) -> Any:
         gc.collect()
         resident_before()
-        found = run()
+        result = run()
         peak = resident_peak()
         gc.collect()
         stages[name] = (resident_before() - before, peak - before)
-        return found
+        return result
 
     student = stage(
         "weights",
@@ -215,7 +222,9 @@ def use(
 
     stage(
         "scored",
-        lambda: run_passes(student, [0], lambda _: batch, lambda one: student.rows(one, 1.0)),
+        lambda: run_passes(
+            student, [0], lambda _: batch, lambda micro_batch: student.rows(micro_batch, 1.0)
+        ),
     )
     stage("gathered", gathered)
     anchor = stage("anchor", lambda: Anchor(student, tau=0.9, update_period=1))

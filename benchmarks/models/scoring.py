@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models.scoring_service import through_the_service
+from benchmarks.models.scoring_service import compare_with_service
 from benchmarks.shared.process_memory import MIB, resident_before, resident_peak
 from teacher_service.head.scoring import score_hidden, select
 from teacher_service.head.vocabulary import WHOLE
@@ -49,23 +49,23 @@ def main() -> None:
         return
     vocab = 8192 if options.quick else VOCAB
     with tempfile.TemporaryDirectory() as folder:
-        service = through_the_service(Path(folder), quick=options.quick)
+        service = compare_with_service(Path(folder), quick=options.quick)
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, 1 thread a process",
         "vocabulary": vocab,
         "head": HEAD,
-        "time": {str(h): times(vocab, h, 2 if options.quick else 7) for h in WIDTHS},
-        "memory": memory(vocab, quick=options.quick),
+        "time": {str(h): measure_times(vocab, h, 2 if options.quick else 7) for h in WIDTHS},
+        "memory": measure_memory(vocab, quick=options.quick),
         "service": service,
     }
-    result["bounds"] = bounds(result)
+    result["bounds"] = check_bounds(result)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
 @torch.inference_mode()
-def times(vocab: int, width: int, repetitions: int) -> dict[str, float]:
+def measure_times(vocab: int, width: int, repetitions: int) -> dict[str, float]:
     """Return the CPU milliseconds per token of each step."""
     torch.manual_seed(0)
     rows = CHUNK_MIB * MIB // (4 * vocab)
@@ -74,41 +74,41 @@ def times(vocab: int, width: int, repetitions: int) -> dict[str, float]:
     logits = hidden @ weight.t()
     copy = logits.clone()
 
-    def plain() -> None:
+    def score_plainly() -> None:
         logprobs = (hidden @ weight.t()).log_softmax(-1)
         logprobs.topk(HEAD, -1)
         logprobs.gather(-1, tokens[:, None])
 
-    def whole() -> None:
+    def score_rows() -> None:
         score_hidden(hidden, weight, token_ids=tokens, top_k=HEAD, head_ids=None, temperature=1.0)
 
     steps: dict[str, Callable[[], object]] = {
         "gemm": lambda: torch.mm(hidden, weight.t(), out=copy),
         "logsumexp": lambda: torch.logsumexp(logits, -1),
         "selection": lambda: list(select(copy, lambda logits: logits, tokens, WHOLE, HEAD, None)),
-        OURS: whole,
-        PLAIN: plain,
+        OURS: score_rows,
+        PLAIN: score_plainly,
     }
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repetitions + 1):  # the first round warms up
         for name, step in steps.items():
             copy.copy_(logits)
             began = time.process_time()
             step()
-            found[name].append(time.process_time() - began)
-    return {name: 1000 * min(values[1:]) / rows for name, values in found.items()}
+            seconds[name].append(time.process_time() - began)
+    return {name: 1000 * min(values[1:]) / rows for name, values in seconds.items()}
 
 
-def memory(vocab: int, *, quick: bool) -> list[dict[str, Any]]:
+def measure_memory(vocab: int, *, quick: bool) -> list[dict[str, Any]]:
     """Measure each method in its own process; the plain one only at the size that fits."""
     few, many = (256, 1024) if quick else (2048, 32768)
-    found = []
+    peaks = []
     for method, tokens in ((OURS, few), (OURS, many), (PLAIN, few)):
         case = ["--memory-of", method, str(tokens), str(vocab), str(HEAD)]
         command = [sys.executable, "-m", "benchmarks.models.scoring", *case]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found.append({"method": method, "tokens": tokens, "mib": float(done.stdout)})
-    return found
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append({"method": method, "tokens": tokens, "mib": float(process.stdout)})
+    return peaks
 
 
 @torch.inference_mode()
@@ -135,14 +135,14 @@ def declared_mib(tokens: int, k: int) -> float:
     return tokens * (12 * k + 8) / MIB + CHUNK_MIB + 4
 
 
-def bounds(result: dict[str, Any]) -> list[dict[str, Any]]:
+def check_bounds(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the claims with the measured values."""
-    found = []
+    claims = []
 
     def claim(name: str, measured: float, limit: float, *, at_most: bool = True) -> None:
         met = measured <= limit if at_most else measured >= limit
-        wanted = f"{'<=' if at_most else '>='} {limit:g}"
-        found.append({"bound": name, "wanted": wanted, "measured": measured, "met": met})
+        requirement = f"{'<=' if at_most else '>='} {limit:g}"
+        claims.append({"bound": name, "wanted": requirement, "measured": measured, "met": met})
 
     for width, row in result["time"].items():
         lse = row["logsumexp"] / row["gemm"]
@@ -152,14 +152,14 @@ def bounds(result: dict[str, Any]) -> list[dict[str, Any]]:
     declared = declared_mib(many["tokens"], result["head"])
     claim("memory at the most tokens over what is declared", many["mib"] / declared, 1.2)
     claim("tokens a second, service over engine", result["service"]["ratio"], 0.95, at_most=False)
-    return found
+    return claims
 
 
 def _share(row: dict[str, float]) -> float:
     return row["selection"] / row["gemm"]
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"{result['machine']}; V = {result['vocabulary']}, k = {result['head']}\n")
     print(f"{'CPU ms a token':24}" + "".join(f"{'H = ' + width:>12}" for width in result["time"]))
     for step in next(iter(result["time"].values())):

@@ -24,7 +24,7 @@ WIDTH, LAYERS, VOCAB = 256, 4, 32_768
 LENGTH, HEAD, BATCH = 512, 64, 8
 
 
-def through_the_service(folder: Path, *, quick: bool) -> dict[str, Any]:
+def compare_with_service(folder: Path, *, quick: bool) -> dict[str, Any]:
     """Return tokens per second of both: medians over repetitions, in turns, same sequences."""
     save_model(folder)
     engine = HfEngine(str(folder))
@@ -38,13 +38,13 @@ def through_the_service(folder: Path, *, quick: bool) -> dict[str, Any]:
         address = teacher.stdout.readline().split()[-1]
         with TeacherClient(address) as client:
             for repetition in range(repetitions + 1):  # the first round warms up
-                asked = sequences(count, repetition)
+                queries = random_queries(count, repetition)
                 began = time.perf_counter()
                 for first in range(0, count, BATCH):
-                    engine.score(asked[first : first + BATCH])
+                    engine.score(queries[first : first + BATCH])
                 seconds["engine"].append(time.perf_counter() - began)
                 began = time.perf_counter()
-                for answer in [client.submit(query) for query in asked]:
+                for answer in [client.submit(query) for query in queries]:
                     answer.result()
                 seconds["service"].append(time.perf_counter() - began)
         teacher.terminate()
@@ -54,13 +54,15 @@ def through_the_service(folder: Path, *, quick: bool) -> dict[str, Any]:
         "model": f"Qwen3 of {LAYERS} layers, H = {WIDTH}, V = {VOCAB}, random weights, float32",
         "tokens": tokens,
         "length": LENGTH,
-        "engine": tokens / statistics.median(alone for alone, _ in pairs),
-        "service": tokens / statistics.median(served for _, served in pairs),
-        "ratio": statistics.median(alone / served for alone, served in pairs),
+        "engine": tokens / statistics.median(engine_seconds for engine_seconds, _ in pairs),
+        "service": tokens / statistics.median(service_seconds for _, service_seconds in pairs),
+        "ratio": statistics.median(
+            engine_seconds / service_seconds for engine_seconds, service_seconds in pairs
+        ),
     }
 
 
-def sequences(count: int, seed: int) -> list[ScoreQuery]:
+def random_queries(count: int, seed: int) -> list[ScoreQuery]:
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (count, LENGTH)).astype(np.int32)
     return [ScoreQuery(row, 1, top_k=HEAD) for row in tokens]
 

@@ -141,10 +141,10 @@ def _values(config_class: Any, model_type: str) -> dict[str, Any]:
     named = default.to_dict()
     layers = next((named[n] for n in ("num_hidden_layers", "n_layer") if named.get(n)), None)
     values: dict[str, Any] = {}
-    same = getattr(config_class, "attribute_map", {})
-    same = same | {name: other for other, name in same.items()}
+    aliases = getattr(config_class, "attribute_map", {})
+    aliases = aliases | {name: alias for alias, name in aliases.items()}
     for name, value in named.items():
-        size = SIZES.get(name, SIZES.get(same.get(name, "")))
+        size = SIZES.get(name, SIZES.get(aliases.get(name, "")))
         if size is not None and (isinstance(value, int) or value is None):
             if value is not None or name in _NEEDED:
                 values[name] = size
@@ -169,7 +169,7 @@ def _values(config_class: Any, model_type: str) -> dict[str, Any]:
     return values
 
 
-def _both_kinds(listed: list[Any]) -> list[Any]:
+def _both_kinds(entries: list[Any]) -> list[Any]:
     """Return LAYERS entries of a list of one entry a layer, with two kinds if it has them."""
-    other = next((one for one in listed if one != listed[0]), listed[0])
-    return [listed[0], *[other] * (LAYERS - 1)]
+    second_kind = next((entry for entry in entries if entry != entries[0]), entries[0])
+    return [entries[0], *[second_kind] * (LAYERS - 1)]

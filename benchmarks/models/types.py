@@ -86,15 +86,15 @@ def main(arguments: list[str] | None = None) -> None:
     logging.disable(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    found = []
+    outcomes = []
     for name in options.only or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        found.append(in_its_own_process(name))
-        print(json.dumps(asdict(found[-1])), flush=True)
+        outcomes.append(examine_in_process(name))
+        print(json.dumps(asdict(outcomes[-1])), flush=True)
     if not options.only:
-        write_page(options.out, page(found))
+        write_page(options.out, page(outcomes))
 
 
-def in_its_own_process(name: str) -> Outcome:
+def examine_in_process(name: str) -> Outcome:
     """Examine a type in a forked process, which may die or hang."""
     fork = multiprocessing.get_context("fork")
     reads, writes = fork.Pipe(duplex=False)
@@ -128,12 +128,12 @@ def examine(name: str) -> Outcome:
         ids = np.random.default_rng(0).integers(5, VOCAB - 5, TOKENS).astype(np.int32)
         try:
             outcome.rows_error = rows_error(path, ids)
-            near = outcome.rows_error < ROWS_WITHIN
-            outcome.teacher = WORKS if near else f"rows are off by {outcome.rows_error:.2g} nats"
+            is_near = outcome.rows_error < ROWS_WITHIN
+            outcome.teacher = WORKS if is_near else f"rows are off by {outcome.rows_error:.2g} nats"
         except Exception as error:
             outcome.teacher = reason_of(error)
         try:
-            learn(path, ids, outcome)
+            compare_gradients(path, ids, outcome)
         except Exception as error:
             outcome.student = reason_of(error)
     return outcome
@@ -172,10 +172,10 @@ def rows_error(path: Path, ids: np.ndarray[Any, Any]) -> float:
     tail = np.log(outside.sum(1))
     token = np.take_along_axis(exact, ids[START:, None], 1)[:, 0]
     pairs = ((rows.head_logprobs, head), (rows.tail_logmass, tail), (rows.token_logprobs, token))
-    return max(float(np.abs(one - other).max()) for one, other in pairs)
+    return max(float(np.abs(logprobs - exact_logprobs).max()) for logprobs, exact_logprobs in pairs)
 
 
-def learn(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -> None:
+def compare_gradients(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -> None:
     """Compare the two gradients of a student, and note the result in `outcome`."""
     student = Student(load_model(StudentConfig(model=str(path), dtype="float32")).train())
     rng = np.random.default_rng(1)
@@ -190,21 +190,29 @@ def learn(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -> None:
     )
     sequence = TokenSequence(torch.from_numpy(ids).long(), START)
     batch = make_batch([ScoredSequence(sequence, rows)], torch.device("cpu"))
-    found = gradients(student, batch)
+    fused_gradients = gradients(student, batch)
     if student._logit_map is None:
-        finite = bool(found) and all(bool(grad.isfinite().all()) for grad in found)
+        finite = bool(fused_gradients) and all(
+            bool(grad.isfinite().all()) for grad in fused_gradients
+        )
         outcome.student = SLOW if finite else "no gradient"
         return
     scale, cap = student._logit_map.scale, student._logit_map.cap
     parts = (f"scale {scale:.4g}" if scale != 1 else "", f"cap {cap:g}" if cap else "")
     outcome.head = " ".join(filter(None, parts))
     student._logit_map = None
-    plain = gradients(student, batch)
-    apart = sum(float((a - b).square().sum()) for a, b in zip(found, plain, strict=True)) ** 0.5
-    size = sum(float(b.square().sum()) for b in plain) ** 0.5
-    outcome.gradient_error = apart / size
-    near = outcome.gradient_error < GRADIENTS_WITHIN
-    outcome.student = WORKS if near else f"the gradient is off by {outcome.gradient_error:.2g}"
+    plain_gradients = gradients(student, batch)
+    distance = (
+        sum(
+            float((a - b).square().sum())
+            for a, b in zip(fused_gradients, plain_gradients, strict=True)
+        )
+        ** 0.5
+    )
+    size = sum(float(b.square().sum()) for b in plain_gradients) ** 0.5
+    outcome.gradient_error = distance / size
+    is_near = outcome.gradient_error < GRADIENTS_WITHIN
+    outcome.student = WORKS if is_near else f"the gradient is off by {outcome.gradient_error:.2g}"
 
 
 def gradients(student: Student, batch: Batch) -> list[torch.Tensor]:
@@ -217,10 +225,10 @@ def gradients(student: Student, batch: Batch) -> list[torch.Tensor]:
 
 def reason_of(error: Exception) -> str:
     """Return the first sentence of an error, without paths."""
-    said = error.message if isinstance(error, DistillError) else str(error)
-    words = " ".join(said.split()) or type(error).__name__
-    here = re.escape(tempfile.gettempdir()) + r"/\w+"
-    words = re.sub(here, "the model", words)
+    message = error.message if isinstance(error, DistillError) else str(error)
+    words = " ".join(message.split()) or type(error).__name__
+    temporary_path = re.escape(tempfile.gettempdir()) + r"/\w+"
+    words = re.sub(temporary_path, "the model", words)
     words = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", words)
     return re.split(r"[.!] (?=[A-Z])| for this kind of", words)[0][:160].rstrip(".")
 

@@ -63,7 +63,7 @@ def main() -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
 def compare(vocab: int, count: int, length: int, turns: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def compare(vocab: int, count: int, length: int, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder), vocab_size=vocab, **SIZES)
         save_tokenizer(path, vocab)
-        methods, close = start(path, ids)
+        methods, close = start_methods(path, ids)
         seconds, answers = take_turns(methods, turns)
         version = close()
     tokens = count * (length - 1)
@@ -88,7 +88,7 @@ def compare(vocab: int, count: int, length: int, turns: int) -> dict[str, Any]:
             }
             for name, times in seconds.items()
         },
-        "same_top_k": same_rows(
+        "same_top_k": compare_rows(
             rows_of_blocks(answers["ours"]), rows_of_flat(answers["prompt_logprobs, flat"])
         ),
     }
@@ -101,10 +101,10 @@ def save_tokenizer(path: Path, vocab: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(path)
 
 
-def start(path: Path, ids: np.ndarray) -> tuple[dict[str, Method], Callable[[], str]]:
+def start_methods(path: Path, ids: np.ndarray) -> tuple[dict[str, Method], Callable[[], str]]:
     """Start every method on the model in `path`; return them and a function that stops them."""
-    ours = VllmEngine(str(path), max_batch_tokens=STEP_TOKENS)
-    outside = VllmProcess(
+    engine = VllmEngine(str(path), max_batch_tokens=STEP_TOKENS)
+    pooling_process = VllmProcess(
         {"model": str(path), "dtype": "float32", "max_num_batched_tokens": STEP_TOKENS}
     )
     weight = load_model(path, dtype="auto").get_output_embeddings().weight.detach()
@@ -113,13 +113,13 @@ def start(path: Path, ids: np.ndarray) -> tuple[dict[str, Method], Callable[[], 
     generate = start_generate(path)
 
     def close() -> str:
-        ours.close()
-        outside.close()
-        return outside.version
+        engine.close()
+        pooling_process.close()
+        return pooling_process.version
 
     methods = {
-        "ours": lambda: ours.score(queries),
-        "head outside the worker": lambda: score_outside(outside, head, queries),
+        "ours": lambda: engine.score(queries),
+        "head outside the worker": lambda: score_outside(pooling_process, head, queries),
         "prompt_logprobs, flat": lambda: generate(ids, flat=True),
         "prompt_logprobs": lambda: generate(ids, flat=False),
     }
@@ -184,41 +184,48 @@ def rows_of_flat(answers: Sequence[Any]) -> Rows:
 
     The actual token, which vLLM lists first at each position, is left out, too.
     """
-    found = []
+    rows = []
     for flat in answers:
         shape = (len(flat.start_indices) - 1, HEAD + 1)
         first = flat.start_indices[1]
         ids = np.array(flat.token_ids[first:]).reshape(shape)[:, 1:]
-        found.append((ids, np.array(flat.logprobs[first:]).reshape(shape)[:, 1:]))
-    return found
+        rows.append((ids, np.array(flat.logprobs[first:]).reshape(shape)[:, 1:]))
+    return rows
 
 
-def same_rows(ours: Rows, theirs: Rows) -> dict[str, float]:
+def compare_rows(rows: Rows, expected_rows: Rows) -> dict[str, float]:
     """Compare two sets of rows.
 
     Returns the share of positions with the same ids in the same order, and the largest difference
     of a log-prob at these positions.
     """
-    same = np.concatenate([(a[0] == b[0]).all(1) for a, b in zip(ours, theirs, strict=True)])
-    apart = np.concatenate([np.abs(a[1] - b[1]).max(1) for a, b in zip(ours, theirs, strict=True)])
-    return {"positions": float(same.mean()), "largest_difference": float(apart[same].max())}
+    is_same = np.concatenate(
+        [(a[0] == b[0]).all(1) for a, b in zip(rows, expected_rows, strict=True)]
+    )
+    differences = np.concatenate(
+        [np.abs(a[1] - b[1]).max(1) for a, b in zip(rows, expected_rows, strict=True)]
+    )
+    return {
+        "positions": float(is_same.mean()),
+        "largest_difference": float(differences[is_same].max()),
+    }
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"{result['workload']}; {result['machine']}")
-    for vocab, found in result["vocabularies"].items():
-        print(f"\nV = {vocab}, vLLM {found['vllm']}")
+    for vocab, results in result["vocabularies"].items():
+        print(f"\nV = {vocab}, vLLM {results['vllm']}")
         print(
             f"{'method':<26}{'tokens/s':>10}{'of prompt_logprobs':>20}{'of flat':>9}{'spread':>8}"
         )
-        for name, row in found["methods"].items():
+        for name, row in results["methods"].items():
             speed, spread = row["tokens_per_second"], row["spread"]
             ratios = f"{row['of_prompt_logprobs']:>20.2f}{row['of_flat']:>9.2f}"
             print(f"{name:<26}{speed:>10.0f}{ratios}{spread:>8.2f}")
-        same = found["same_top_k"]
+        agreement = results["same_top_k"]
         print(
-            f"same top-{HEAD} ids as prompt_logprobs: {same['positions']:.2%} of the positions,"
-            f" largest difference {same['largest_difference']:.1e} nats"
+            f"same top-{HEAD} ids as prompt_logprobs: {agreement['positions']:.2%} of the"
+            f" positions, largest difference {agreement['largest_difference']:.1e} nats"
         )
 
 

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.rl.cost import anchor_cost
+from benchmarks.rl.cost import measure_anchor_cost
 from benchmarks.rl.material import Material, Warm, make_material
 from benchmarks.rl.page import page, summaries
 from benchmarks.rl.picture import draw
-from benchmarks.rl.runs import HEAD, Sizes, all_runs
+from benchmarks.rl.runs import HEAD, Sizes, run_all
 from benchmarks.shared.pages import write_page
 
 # Task and optimizer are those of `distill demo-rl`; a better initial model learns faster.
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     disable_progress_bar()
     sizes = QUICK if options.quick else FULL
     material = make_material(options.work, sizes.warm)
-    result = measured(_home(options.work, sizes), material, sizes)
+    result = run_benchmark(_work_directory(options.work, sizes), material, sizes)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     options.docs.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(write_page(options.docs / "rl.md", page(result)))
 
 
-def _home(work: Path, sizes: Sizes) -> Path:
+def _work_directory(work: Path, sizes: Sizes) -> Path:
     """Return the directory for runs of these sizes; other sizes get another directory."""
     digest = hashlib.sha256(json.dumps(asdict(sizes)).encode()).hexdigest()
     home = (work / f"runs-{digest[:12]}").absolute()
@@ -90,9 +90,9 @@ def _home(work: Path, sizes: Sizes) -> Path:
     return home
 
 
-def measured(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
+def run_benchmark(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
     runs = []
-    for run in all_runs(work, material, sizes):
+    for run in run_all(work, material, sizes):
         runs.append(run)
         last = list(run["curve"].values())[-1]
         print(f"{run['name']}, seed {run['seed']}: {last:.3f}", flush=True)
@@ -102,7 +102,7 @@ def measured(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
         "head": HEAD,
         "summaries": summaries(runs),
         "runs": runs,
-        "cost": anchor_cost(work, material, sizes),
+        "cost": measure_anchor_cost(work, material, sizes),
     }
 
 

@@ -41,15 +41,15 @@ def make_material(work: Path, warm: Warm) -> Material:
     """Make the data and the model in `work`, once per size."""
     digest = hashlib.sha256(json.dumps(asdict(warm)).encode()).hexdigest()
     home = (work / f"model-{digest[:12]}").absolute()
-    made = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")
-    if made.model.exists():
-        return made
+    material = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")
+    if material.model.exists():
+        return material
     addition.write(home, seed=0)
-    partial = made.model.with_suffix(".part")
-    arguments = ["--data", str(made.train), "--loss-on", "last", "--out", str(partial)]
+    partial = material.model.with_suffix(".part")
+    arguments = ["--data", str(material.train), "--loss-on", "last", "--out", str(partial)]
     arguments += ["--tokenizer", "bpe", "--vocab-size", str(VOCABULARY)]
     arguments += ["--layers", str(warm.layers), "--width", str(warm.width)]
     arguments += ["--steps", str(warm.steps), "--until-loss", str(warm.until_loss)]
     pretrain([*arguments, "--learning-rate", "3e-3"])
-    partial.rename(made.model)
-    return made
+    partial.rename(material.model)
+    return material

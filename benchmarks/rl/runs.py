@@ -52,27 +52,27 @@ class Sizes:
     timed_model: tuple[int, int]  # layers, width
 
 
-def arms(betas: tuple[float, ...]) -> list[Arm]:
-    found = [Arm("no KL")]
+def list_arms(betas: tuple[float, ...]) -> list[Arm]:
+    compared_arms = [Arm("no KL")]
     for beta in betas:
-        found += [
+        compared_arms += [
             Arm(f"fixed anchor, bucket+sampled, beta {beta:g}", beta, tau=1.0),
             Arm(f"EMA anchor, bucket+sampled, beta {beta:g}", beta),
             Arm(f"EMA anchor, published, beta {beta:g}", beta, tail="published"),
             Arm(f"EMA anchor, k3, beta {beta:g}", beta, estimator="k3"),
         ]
-    return found
+    return compared_arms
 
 
-def settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[str, Any]:
+def job_settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[str, Any]:
     """Return the job of one run."""
-    pulled = {"anchor": {"tau": arm.tau, "update_period": 10}} if arm.beta else {}
+    anchor = {"anchor": {"tau": arm.tau, "update_period": 10}} if arm.beta else {}
     head = {"top_k": 0, "estimator": arm.estimator} if arm.estimator else {"top_k": HEAD}
     return {
         "student": {"model": str(material.model)},
         "data": {"path": str(material.train), "eval_path": str(material.held_out)},
         "reward": {"type": "exact_match"},
-        **pulled,
+        **anchor,
         "method": {
             "type": "rl",
             "beta": arm.beta,
@@ -99,30 +99,32 @@ def settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[str,
     }
 
 
-def all_runs(work: Path, material: Material, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def run_all(work: Path, material: Material, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Run every arm with every seed and yield the results; finished runs are not repeated.
 
     The outer loop is over seeds, so that after an interruption all arms have equally many seeds.
     """
     for seed in range(sizes.seeds):
-        for arm in arms(sizes.betas):
-            kept = work / f"{arm.name.replace(', ', '-').replace(' ', '-')}-seed-{seed}.json"
-            if not kept.exists():
-                found = asdict(arm) | {"seed": seed}
-                found |= one_run(kept.with_suffix(""), settings(material, sizes, arm, seed))
+        for arm in list_arms(sizes.betas):
+            result_path = work / f"{arm.name.replace(', ', '-').replace(' ', '-')}-seed-{seed}.json"
+            if not result_path.exists():
+                run_result = asdict(arm) | {"seed": seed}
+                run_result |= run_once(
+                    result_path.with_suffix(""), job_settings(material, sizes, arm, seed)
+                )
                 if arm.estimator:  # its rows have a head of one unused id
-                    found |= {"head_mass": None, "first_head_mass": None}
-                partial = kept.with_suffix(".part")
-                partial.write_text(json.dumps(found, indent=1) + "\n")
-                partial.rename(kept)
-            yield json.loads(kept.read_text())
+                    run_result |= {"head_mass": None, "first_head_mass": None}
+                partial = result_path.with_suffix(".part")
+                partial.write_text(json.dumps(run_result, indent=1) + "\n")
+                partial.rename(result_path)
+            yield json.loads(result_path.read_text())
 
 
-def one_run(home: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+def run_once(home: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """Run one job and return its measurements; its directory is removed."""
     _, records, peak = train_once(home, job)
     shutil.rmtree(home)
-    return summary(records) | {"peak_bytes": peak}
+    return summarize_metrics(records) | {"peak_bytes": peak}
 
 
 def train_once(
@@ -133,12 +135,16 @@ def train_once(
     Returns the directory, the records of its metrics, and its peak of resident memory in bytes.
     """
     shutil.rmtree(home, ignore_errors=True)
-    made = RunDirectory.create(home, kind_of(job).model_validate(job))
-    peak = _train(made.path, home.with_suffix(".log"))
-    return made, [json.loads(line) for line in made.metrics.read_text().splitlines()], peak
+    run_directory = RunDirectory.create(home, kind_of(job).model_validate(job))
+    peak = _run_trainer(run_directory.path, home.with_suffix(".log"))
+    return (
+        run_directory,
+        [json.loads(line) for line in run_directory.metrics.read_text().splitlines()],
+        peak,
+    )
 
 
-def _train(run: Path, log: Path) -> int:
+def _run_trainer(run: Path, log: Path) -> int:
     """Run the trainer to its end and return its peak of resident memory in bytes."""
     command = [sys.executable, "-m", "student_trainer", str(run), "--attempt", "1"]
     peak = 0
@@ -156,14 +162,14 @@ def _train(run: Path, log: Path) -> int:
     return peak
 
 
-def summary(records: list[dict[str, float]]) -> dict[str, Any]:
+def summarize_metrics(records: list[dict[str, float]]) -> dict[str, Any]:
     """Return what the page needs of the metrics of a run."""
     steps = [record for record in records if "time/step" in record]
     late = steps[-max(1, len(steps) // 10) :]
 
     def lately(name: str) -> float | None:
-        found = [record[name] for record in late if name in record]
-        return statistics.mean(found) if found else None
+        late_values = [record[name] for record in late if name in record]
+        return statistics.mean(late_values) if late_values else None
 
     return {
         "curve": {str(r["step"]): r["eval/accuracy"] for r in records if "eval/accuracy" in r},

@@ -74,59 +74,71 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         weights = save_material(root, layers=2 if options.quick else 6)
-        found = {}
-        with teacher(root) as address, teacher(root, latency_ms=0) as prompt:
+        stages_by_job = {}
+        with serve_teacher(root) as address, serve_teacher(root, latency_ms=0) as instant_address:
             for name, (threads, rollouts) in JOBS.items():
                 if "vllm" in name and options.vllm is None:
                     continue
                 python = options.vllm if "vllm" in name else sys.executable
-                given = {**rollouts, "python": str(python)} if "service" in rollouts else rollouts
-                teachers = {name: address} | ({f"{name} at once": prompt} if name in AHEAD else {})
-                for job, asked in teachers.items():
-                    lines = run(root / job, asked, threads, given, steps, answers, tokens)
-                    found[job] = stages(lines[1 + skipped :])
-                    print(job, {key: round(value, 3) for key, value in found[job].items()})
+                job_rollouts = (
+                    {**rollouts, "python": str(python)} if "service" in rollouts else rollouts
+                )
+                teachers = {name: address} | (
+                    {f"{name} at once": instant_address} if name in AHEAD else {}
+                )
+                for job, teacher_address in teachers.items():
+                    lines = run_job(
+                        root / job, teacher_address, threads, job_rollouts, steps, answers, tokens
+                    )
+                    stages_by_job[job] = median_stages(lines[1 + skipped :])
+                    print(job, {key: round(value, 3) for key, value in stages_by_job[job].items()})
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores, "
         f"load average {os.getloadavg()[0]:.1f}",
         "workload": {"weights": weights, "answers": answers, "tokens": tokens, "steps": steps},
-        "seconds_a_step": found,
+        "seconds_a_step": stages_by_job,
         "ahead": {
-            name: compared(found, name, turn) for name, turn in AHEAD.items() if name in found
+            name: compare(stages_by_job, name, turn)
+            for name, turn in AHEAD.items()
+            if name in stages_by_job
         },
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name, one in result["ahead"].items():
+    for name, comparison in result["ahead"].items():
         print(
-            f"{name}: {one['times_serial']:.2f} times as fast as serial, "
-            f"{one['share_of_the_most']:.2f} of the most, {one['waiting']:.1%} longer than with a "
-            "teacher that answers at once"
+            f"{name}: {comparison['times_serial']:.2f} times as fast as serial, "
+            f"{comparison['share_of_the_most']:.2f} of the most, {comparison['waiting']:.1%} "
+            "longer than with a teacher that answers at once"
         )
 
 
-def compared(found: dict[str, dict[str, float]], name: str, turn: str) -> dict[str, float]:
+def compare(
+    stages_by_job: dict[str, dict[str, float]], name: str, sequential_job: str
+) -> dict[str, float]:
     """Compare the seconds of a step with the serial job's, with the slower stage of the job `turn`,
     and with those beside a teacher that answers at once.
     """
-    step = found[name]["step"]
-    most = max(found[turn]["rollout"], found[turn]["learning"])
+    step = stages_by_job[name]["step"]
+    slower_stage = max(
+        stages_by_job[sequential_job]["rollout"], stages_by_job[sequential_job]["learning"]
+    )
     return {
-        "share_of_the_most": most / step,
-        "times_serial": found["serial"]["step"] / step,
-        "waiting": 1 - found[f"{name} at once"]["step"] / step,
+        "share_of_the_most": slower_stage / step,
+        "times_serial": stages_by_job["serial"]["step"] / step,
+        "waiting": 1 - stages_by_job[f"{name} at once"]["step"] / step,
     }
 
 
-def stages(lines: list[dict[str, Any]]) -> dict[str, float]:
+def median_stages(lines: list[dict[str, Any]]) -> dict[str, float]:
     """Return the median seconds of a step and of its stages."""
     names = {"step": "time/step", "rollout": "time/rollout", "teacher_wait": "time/teacher_wait"}
-    found = {
+    medians = {
         name: statistics.median(line[metric] for line in lines) for name, metric in names.items()
     }
-    found["learning"] = statistics.median(
+    medians["learning"] = statistics.median(
         line["time/step"] - line["time/rollout"] - line["time/teacher_wait"] for line in lines
     )
-    return found
+    return medians
 
 
 def save_material(root: Path, *, layers: int, hidden: int = 256) -> int:
@@ -150,24 +162,24 @@ def save_material(root: Path, *, layers: int, hidden: int = 256) -> int:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(
         root / "student"
     )
-    chosen = np.random.default_rng(0).integers(1, VOCABULARY, (400, PROMPT))
-    texts = (" ".join(f"t{number}" for number in row) for row in chosen)
+    prompts = np.random.default_rng(0).integers(1, VOCABULARY, (400, PROMPT))
+    texts = (" ".join(f"t{number}" for number in row) for row in prompts)
     lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
     (root / "prompts.jsonl").write_text("".join(lines))
     return int(student.num_parameters())
 
 
 @contextmanager
-def teacher(root: Path, latency_ms: int = LATENCY_MS) -> Iterator[str]:
+def serve_teacher(root: Path, latency_ms: int = LATENCY_MS) -> Iterator[str]:
     """Serve a teacher of a fixed latency; yields its address."""
     settings = f"vocab={VOCABULARY},latency_ms={latency_ms}"
     command = ["teacher_service", "--engine", "fake", "--model", settings, "--no-cache"]
-    with served(command, root / f"teacher-{latency_ms}.log", threads=1) as address:
+    with run_service(command, root / f"teacher-{latency_ms}.log", threads=1) as address:
         yield address
 
 
 @contextmanager
-def served(
+def run_service(
     command: list[str], log: Path, *, threads: int, python: Sequence[str] = (sys.executable,)
 ) -> Iterator[str]:
     """Run a service of this project by a Python, with its options; yields its address."""
@@ -189,7 +201,7 @@ def served(
         process.communicate()
 
 
-def run(
+def run_job(
     path: Path,
     address: str,
     threads: int,
@@ -205,9 +217,9 @@ def run(
         command = ["student_trainer.rollout_service", "--engine", engine, "--threads", "1"]
         command += ["--model", str(student)]
         log, python = path.with_suffix(".log"), [rollouts["python"]]
-        with served(command, log, threads=1, python=python) as service:
-            given = {"address": service, "engine": engine, "lag": rollouts.get("lag", 0)}
-            return run(path, address, threads, given, steps, answers, tokens)
+        with run_service(command, log, threads=1, python=python) as service:
+            service_rollouts = {"address": service, "engine": engine, "lag": rollouts.get("lag", 0)}
+            return run_job(path, address, threads, service_rollouts, steps, answers, tokens)
     job = OnPolicyJob.model_validate(
         {
             "student": {"model": str(student)},
@@ -223,14 +235,14 @@ def run(
         }
     )
     directory = RunDirectory.create(path, job)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "student_trainer", str(path), "--attempt", "1"],
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return [json.loads(line) for line in directory.metrics.read_text().splitlines()]
 
 

@@ -43,23 +43,29 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     torch.set_num_threads(1)
-    groups, most, turns = (1, 16, 1) if options.quick else (8, 128, 3)
+    groups, max_tokens, turns = (1, 16, 1) if options.quick else (8, 128, 3)
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, 1 thread, "
         f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
         "workload": {"group": GROUP, "prompt": PROMPT, "turns": turns},
         "models": {
-            "small": compare(SMALL, groups, most, turns),
+            "small": compare_engines(SMALL, groups, max_tokens, turns),
             # A quarter of the tokens.
-            **({"large": compare(LARGE, groups // 2, most // 2, turns)} if options.large else {}),
+            **(
+                {"large": compare_engines(LARGE, groups // 2, max_tokens // 2, turns)}
+                if options.large
+                else {}
+            ),
         },
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
-def compare(size: dict[str, int], groups: int, most: int, turns: int) -> dict[str, Any]:
+def compare_engines(
+    size: dict[str, int], groups: int, max_tokens: int, turns: int
+) -> dict[str, Any]:
     from tests.vllm.rollouts import Service, Student
 
     with tempfile.TemporaryDirectory() as folder:
@@ -68,14 +74,14 @@ def compare(size: dict[str, int], groups: int, most: int, turns: int) -> dict[st
         service = Service(student.path, max_batch_tokens=4096)
         version = student.snapshot()
         service.load(version)
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "weights": student.model.num_parameters(),
             "sequences": groups * GROUP,
-            "most": most,
+            "most": max_tokens,
         }
-        for shape, limits in lengths(groups * GROUP, most).items():
-            order = order_of(version, limits, size["vocab_size"])
-            found[shape] = take_turns(
+        for shape, limits in make_lengths(groups * GROUP, max_tokens).items():
+            order = make_order(version, limits, size["vocab_size"])
+            result[shape] = take_turns(
                 {
                     "vllm": lambda order=order: service.sample(order)[0],
                     "transformers": lambda order=order: student.written(order),
@@ -83,18 +89,18 @@ def compare(size: dict[str, int], groups: int, most: int, turns: int) -> dict[st
                 sum(limits),
                 turns,
             )
-        found["load"] = loads(service, student, turns)
+        result["load"] = time_loads(service, student, turns)
         service.close()
-    return found
+    return result
 
 
-def lengths(count: int, most: int) -> dict[str, list[int]]:
+def make_lengths(count: int, max_tokens: int) -> dict[str, list[int]]:
     generator = torch.Generator().manual_seed(0)
-    geometric = torch.empty(count).geometric_(4 / most, generator=generator).long()
-    return {"equal": [most] * count, "ragged": geometric.clamp(max=most).tolist()}
+    geometric = torch.empty(count).geometric_(4 / max_tokens, generator=generator).long()
+    return {"equal": [max_tokens] * count, "ragged": geometric.clamp(max=max_tokens).tolist()}
 
 
-def order_of(version: Any, limits: Sequence[int], vocab_size: int) -> Order:
+def make_order(version: Any, limits: Sequence[int], vocab_size: int) -> Order:
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, vocab_size, (len(limits) // GROUP, PROMPT), generator=generator)
     settings = SamplingSettings(
@@ -120,8 +126,8 @@ def take_turns(methods: dict[str, Callable[[], Any]], tokens: int, turns: int) -
             answers[name] = method()
             if turn:
                 seconds[name].append(time.perf_counter() - began)
-    ours, theirs = answers["vllm"], answers["transformers"]
-    pairs = list(zip(ours, theirs, strict=True))
+    vllm_answers, transformers_answers = answers["vllm"], answers["transformers"]
+    pairs = list(zip(vllm_answers, transformers_answers, strict=True))
     ratios = [b / a for a, b in zip(seconds["vllm"], seconds["transformers"], strict=True)]
     return {
         "tokens_per_second": {
@@ -133,13 +139,13 @@ def take_turns(methods: dict[str, Callable[[], Any]], tokens: int, turns: int) -
     }
 
 
-def loads(service: Any, student: Any, turns: int) -> dict[str, Any]:
+def time_loads(service: Any, student: Any, turns: int) -> dict[str, Any]:
     versions = []
     for _ in range(2):
         student.learn()
         versions.append(student.snapshot())
     copies = {name: torch.empty_like(weight) for name, weight in student.weights().items()}
-    ours, least = [], []
+    load_seconds, copy_seconds = [], []
     for turn in range(2 * turns + 1):
         version = versions[turn % 2]
         began = time.perf_counter()
@@ -147,13 +153,13 @@ def loads(service: Any, student: Any, turns: int) -> dict[str, Any]:
         loaded = time.perf_counter()
         read_and_copy(version.directory, copies)
         if turn:
-            ours.append(loaded - began)
-            least.append(time.perf_counter() - loaded)
+            load_seconds.append(loaded - began)
+            copy_seconds.append(time.perf_counter() - loaded)
     return {
         "bytes": sum(weight.nbytes for weight in copies.values()),
-        "seconds": statistics.median(ours),
-        "read_and_copy_seconds": statistics.median(least),
-        "ratio": statistics.median(a / b for a, b in zip(ours, least, strict=True)),
+        "seconds": statistics.median(load_seconds),
+        "read_and_copy_seconds": statistics.median(copy_seconds),
+        "ratio": statistics.median(a / b for a, b in zip(load_seconds, copy_seconds, strict=True)),
     }
 
 
@@ -164,19 +170,26 @@ def read_and_copy(directory: Path, copies: dict[str, torch.Tensor]) -> None:
         copies[name].copy_(weight)
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"{result['workload']}; {result['machine']}")
-    for name, found in result["models"].items():
-        weights, count, most = found["weights"] / 1e6, found["sequences"], found["most"]
-        print(f"\n{name}: {weights:.1f} million weights, {count} sequences of up to {most} tokens")
+    for name, model_result in result["models"].items():
+        weights, count, max_tokens = (
+            model_result["weights"] / 1e6,
+            model_result["sequences"],
+            model_result["most"],
+        )
+        print(
+            f"\n{name}: {weights:.1f} million weights, {count} sequences of up to"
+            f" {max_tokens} tokens"
+        )
         for shape in ("equal", "ragged"):
-            speeds, ratio = found[shape]["tokens_per_second"], found[shape]["ratio"]
+            speeds, ratio = model_result[shape]["tokens_per_second"], model_result[shape]["ratio"]
             print(
                 f"{shape:<8} vllm {speeds['vllm']:>7.0f} tokens/s, transformers"
                 f" {speeds['transformers']:>7.0f}, ratio {ratio:.2f},"
-                f" same sequences {found[shape]['same_sequences']:.0%}"
+                f" same sequences {model_result[shape]['same_sequences']:.0%}"
             )
-        load = found["load"]
+        load = model_result["load"]
         print(
             f"load     {load['seconds']:.3f} s for {load['bytes'] / 1e6:.0f} MB, reading and"
             f" copying {load['read_and_copy_seconds']:.3f} s, ratio {load['ratio']:.2f}"

@@ -71,26 +71,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     pair, sizes = make_pair("toy", options.work, options.data), Sizes(steps=options.steps)
-    result = _stored(options.out, sizes)
+    result = _load_result(options.out, sizes)
     for rate, seed, lag, weighted in itertools.product(
         LEARNING_RATES, range(options.seeds), LAGS, (True, False)
     ):
         run = Run(rate, lag, weighted, seed)
-        if any(asdict(run).items() <= one.items() for one in result["runs"]):
+        if any(asdict(run).items() <= run_result.items() for run_result in result["runs"]):
             continue
-        found = asdict(run) | train(run, pair, options.data, sizes)
-        result["runs"].append(found)
+        run_result = asdict(run) | train(run, pair, options.data, sizes)
+        result["runs"].append(run_result)
         partial = options.out.with_suffix(".part")
         partial.write_text(json.dumps(result, indent=1) + "\n")
         partial.rename(options.out)
-        print(found, flush=True)
+        print(run_result, flush=True)
     print(draw(result, options.picture))
 
 
-def _stored(path: Path, sizes: Sizes) -> dict[str, Any]:
+def _load_result(path: Path, sizes: Sizes) -> dict[str, Any]:
     """Return the results of an earlier start; without its runs if they had other sizes."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found if found.items() >= asdict(sizes).items() else {**asdict(sizes), "runs": []}
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return result if result.items() >= asdict(sizes).items() else {**asdict(sizes), "runs": []}
 
 
 def train(run: Run, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def train(run: Run, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
         AutoModelForCausalLM.from_pretrained(pair.student, dtype=torch.float32) for _ in range(2)
     )
     optimizer = torch.optim.AdamW(student.parameters(), lr=run.learning_rate, weight_decay=0.0)
-    asked = load_questions(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
-    held_out, training = asked[: sizes.held_out], asked[sizes.held_out :]
+    questions = load_questions(data, tokenizer, sizes.held_out + sizes.steps * sizes.prompts)
+    held_out, training = questions[: sizes.held_out], questions[sizes.held_out :]
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(run.seed))
     rollouts = HuggingFaceRollouts(
         sampling.eval(),
@@ -117,13 +117,13 @@ def train(run: Run, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
     versions: list[dict[str, Tensor]] = []
     figures: dict[str, list[float]] = {"ratio/ess": [], "ratio/kl": []}
     for step in range(1, sizes.steps + 1):
-        versions.append({name: of.clone() for name, of in student.state_dict().items()})
+        versions.append({name: weight.clone() for name, weight in student.state_dict().items()})
         versions = versions[-run.lag - 1 :]  # of the steps max(0, step - 1 - lag) to step - 1
         sampling.load_state_dict(versions[0])
         numbers = range((step - 1) * sizes.prompts, step * sizes.prompts)
-        chosen = [training[order[number]] for number in numbers]
-        (answers,) = rollouts.generate(chosen, numbers, seed=run.seed)
-        loss, ratios = _loss(student.train(), teacher, answers, weighted=run.weighted)
+        step_questions = [training[order[number]] for number in numbers]
+        (answers,) = rollouts.generate(step_questions, numbers, seed=run.seed)
+        loss, ratios = _mean_loss(student.train(), teacher, answers, weighted=run.weighted)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -135,33 +135,33 @@ def train(run: Run, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
     return {"after": after, **means}
 
 
-def _loss(
+def _mean_loss(
     student: Any, teacher: Any, answers: Sequence[Rollout], *, weighted: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean loss of all sampled tokens, and how far away the sampler was."""
     with torch.no_grad():
-        theirs = compute_logits(teacher, hidden_states(teacher, answers))
-    tokens = torch.cat([one.completion for one in answers])
-    head = torch.cat([one.head_ids for one in answers]).long()
-    draws = TailDraws.joined([one.draws for one in answers if one.draws is not None])
+        teacher_logits = compute_logits(teacher, hidden_states(teacher, answers))
+    tokens = torch.cat([answer.completion for answer in answers])
+    head = torch.cat([answer.head_ids for answer in answers]).long()
+    draws = TailDraws.joined([answer.draws for answer in answers if answer.draws is not None])
     ids = draws.ids.long()
-    teacher_rows = rows_from_logits(theirs, head, tokens, sample_ids=ids)
+    teacher_rows = rows_from_logits(teacher_logits, head, tokens, sample_ids=ids)
     in_head = (head == tokens[:, None]).any(1)
 
-    def of_rows(rows: Rows, index: slice) -> Tensor:
+    def compute_loss(rows: Rows, index: slice) -> Tensor:
         # None: as if the student of this step had drawn them.
-        drawn = draws.logprobs[index] if weighted else None
+        draw_logprobs = draws.logprobs[index] if weighted else None
         return topk_kl(
             rows, teacher_rows[index], in_head[index], direction="reverse", tail="bucket+draws",
-            draw_logprobs=drawn,
+            draw_logprobs=draw_logprobs,
         )  # fmt: skip
 
     weight = student.get_output_embeddings().weight
-    out = fused_linear_loss(
-        hidden_states(student, answers), weight, head, tokens, of_rows, sample_ids=ids
+    output = fused_linear_loss(
+        hidden_states(student, answers), weight, head, tokens, compute_loss, sample_ids=ids
     )
-    sampled = torch.cat([one.token_logprobs for one in answers])
-    return out.loss_sum / len(tokens), mismatch(out.rows.token_logprobs, sampled)
+    sampled = torch.cat([answer.token_logprobs for answer in answers])
+    return output.loss_sum / len(tokens), mismatch(output.rows.token_logprobs, sampled)
 
 
 if __name__ == "__main__":

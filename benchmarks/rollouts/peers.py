@@ -39,39 +39,39 @@ def start_vllm(path: Path, *, batch_tokens: int, share: float) -> Any:
         return AsyncLLM.from_engine_args(arguments)
 
 
-async def vllm_tokens(llm: Any, prompts: Sequence[Tensor], most: int) -> int:
+async def sample_with_vllm(llm: Any, prompts: Sequence[Tensor], max_tokens: int) -> int:
     """Sample `most` tokens after each prompt with vLLM's own sampler; return their number."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
-        max_tokens=most,
+        max_tokens=max_tokens,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
-    async def one(number: int, ids: Tensor) -> int:
+    async def sample_one(number: int, ids: Tensor) -> int:
         name = f"{time.monotonic_ns()}-{number}"
         async for output in llm.generate(tokens_input(ids.tolist()), params, name):
-            found = output.outputs[0]
-        return len(found.token_ids)
+            completion = output.outputs[0]
+        return len(completion.token_ids)
 
-    tasks = (one(number, ids) for number, ids in enumerate(prompts))
+    tasks = (sample_one(number, ids) for number, ids in enumerate(prompts))
     return sum(await asyncio.gather(*tasks))
 
 
 @torch.no_grad()
-def generate_tokens(model: Any, prompts: Sequence[Tensor], most: int) -> int:
+def sample_with_generate(model: Any, prompts: Sequence[Tensor], max_tokens: int) -> int:
     """Sample as `vllm_tokens` does, as one batch with transformers' generate."""
     ids = torch.stack([*prompts]).to(model.device)
-    out = model.generate(
+    output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         do_sample=True,
-        max_new_tokens=most,
-        min_new_tokens=most,
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
         pad_token_id=0,
     )
-    return int(out[:, ids.shape[1] :].numel())
+    return int(output[:, ids.shape[1] :].numel())

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     torch.set_num_threads(1)
     size, pushes = SMALL if options.quick else LARGE, options.pushes
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, 1 thread, "
         f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
         "pushes": pushes,
@@ -55,25 +55,30 @@ def main(arguments: list[str] | None = None) -> None:
     for engine in options.engines:
         rows: list[dict[str, Any]] = []
         if "file" in options.channels:
-            rows += [{"adapters": of, **pushed(engine, size, pushes, of)} for of in (False, True)]
+            rows += [
+                {"adapters": adapters, **measure_file_pushes(engine, size, pushes, adapters)}
+                for adapters in (False, True)
+            ]
         if "broadcast" in options.channels:
-            rows.append({"channel": "broadcast", **broadcast(engine, size, pushes)})
+            rows.append({"channel": "broadcast", **measure_broadcasts(engine, size, pushes)})
         for row in rows:
-            found["cases"].append({"engine": engine, **row})
-            told = {k: v for k, v in found["cases"][-1].items() if k != "resident"}
-            print(json.dumps(told), flush=True)
+            result["cases"].append({"engine": engine, **row})
+            printed_case = {k: v for k, v in result["cases"][-1].items() if k != "resident"}
+            print(json.dumps(printed_case), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def pushed(name: str, size: dict[str, int], pushes: int, adapters: bool) -> dict[str, Any]:
+def measure_file_pushes(
+    name: str, size: dict[str, int], pushes: int, adapters: bool
+) -> dict[str, Any]:
     from tests.vllm.rollouts import RANK, AdaptedStudent, Student
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder)
         student = AdaptedStudent(path, **size) if adapters else Student(path, **size)
         with asyncio.Runner() as runner:
-            engine = engine_of(name, student.path, RANK if adapters else 0)
+            engine = make_engine(name, student.path, RANK if adapters else 0)
             versions = []
             for _ in range(2):
                 student.learn()
@@ -95,12 +100,12 @@ def pushed(name: str, size: dict[str, int], pushes: int, adapters: bool) -> dict
                 began = time.perf_counter()
                 size_read = read_and_copy(version.directory)
                 times["least"].append(time.perf_counter() - began)
-                resident.append(memory())
+                resident.append(resident_bytes())
             runner.run(engine.close())
-    return summary(size_read, times, "load", resident)
+    return summarize(size_read, times, "load", resident)
 
 
-def broadcast(name: str, size: dict[str, int], pushes: int) -> dict[str, Any]:
+def measure_broadcasts(name: str, size: dict[str, int], pushes: int) -> dict[str, Any]:
     from tests.student_trainer.rollout_service.processes import ServiceProcess
     from tests.student_trainer.rollout_service.pushing import Trainer
     from tests.vllm.rollouts import Student
@@ -122,27 +127,29 @@ def broadcast(name: str, size: dict[str, int], pushes: int) -> dict[str, Any]:
             began = time.perf_counter()
             size_read = read_and_copy(directory)
             times["least"].append(time.perf_counter() - began)
-            resident.append(memory())
+            resident.append(resident_bytes())
         trainer.close()
         service.close()
-    return summary(size_read, times, "push", resident)
+    return summarize(size_read, times, "push", resident)
 
 
-def summary(
-    size: int, times: dict[str, list[float]], named: str, resident: list[int]
+def summarize(
+    size: int, times: dict[str, list[float]], metric: str, resident: list[int]
 ) -> dict[str, Any]:
-    ratios = [one / least for one, least in zip(times[named], times["least"], strict=True)][1:]
+    ratios = [
+        seconds / least for seconds, least in zip(times[metric], times["least"], strict=True)
+    ][1:]
     quarter = max(1, len(resident) // 4)
     return {
         "bytes": size,
-        **{name: statistics.median(of[1:]) for name, of in times.items() if of},
-        f"{named}_over_least": statistics.median(ratios),
+        **{name: statistics.median(values[1:]) for name, values in times.items() if values},
+        f"{metric}_over_least": statistics.median(ratios),
         "growth_mb": (min(resident[-quarter:]) - min(resident[quarter : 2 * quarter])) / 1e6,
         "resident": resident,
     }
 
 
-def engine_of(name: str, model: Path, lora_rank: int) -> Any:
+def make_engine(name: str, model: Path, lora_rank: int) -> Any:
     if name == "hf":
         from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 
@@ -154,17 +161,20 @@ def engine_of(name: str, model: Path, lora_rank: int) -> Any:
 
 def read_and_copy(directory: Path) -> int:
     """Read a snapshot's weights into memory, and copy each once; return their bytes."""
-    read = 0
+    bytes_read = 0
     for file in directory.glob("*model*.safetensors"):
         for weight in load(file.read_bytes()).values():
-            read += weight.clone().nbytes
-    return read
+            bytes_read += weight.clone().nbytes
+    return bytes_read
 
 
-def memory() -> int:
+def resident_bytes() -> int:
     """Return the bytes of this process and its children, without mapped files."""
     process = psutil.Process()
-    infos = [one.memory_info() for one in (process, *process.children(recursive=True))]
+    infos = [
+        family_process.memory_info()
+        for family_process in (process, *process.children(recursive=True))
+    ]
     return sum(info.rss - info.shared for info in infos)
 
 

@@ -54,7 +54,7 @@ class NothingFound:
 
 
 @dataclass(frozen=True)
-class Examined:
+class SearchScores:
     """The share of right answers on the held-out questions, and the mean number of queries."""
 
     exact_match: float
@@ -71,17 +71,17 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
     shutil.rmtree(options.work, ignore_errors=True)
-    result = measured(options.work.absolute(), quick=options.quick)
+    result = run_benchmark(options.work.absolute(), quick=options.quick)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     options.docs.mkdir(parents=True, exist_ok=True)
     print(draw(result, options.docs / "search.png"))
-    for what, found in result["examined"].items():
-        print(f"{what:40} exact match {found['exact_match']:.3f}, queries {found['queries']:.2f}")
+    for case, scores in result["examined"].items():
+        print(f"{case:40} exact match {scores['exact_match']:.3f}, queries {scores['queries']:.2f}")
     print(f"{result['seconds']['warm start']:.0f} s + {result['seconds']['training']:.0f} s")
 
 
-def measured(work: Path, *, quick: bool) -> dict[str, Any]:
+def run_benchmark(work: Path, *, quick: bool) -> dict[str, Any]:
     sizes = QUICK if quick else FULL
     began = time.monotonic()
     material = make_material(work / "material", sizes)
@@ -96,45 +96,47 @@ def measured(work: Path, *, quick: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "clients", "run", str(JOB), "--runs", str(work / "runs")]
     run_program([*command, *set_options(settings)], work / "run.log")
     trained = time.monotonic()
-    (made,) = (work / "runs").iterdir()
+    (run_directory,) = (work / "runs").iterdir()
     job = load_job(JOB, set_options(settings)[1::2]).config
     assert isinstance(job, RLJob)
-    lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()
+    ]
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "sizes": asdict(sizes),
         "job": job.model_dump(mode="json", include={"method", "environment", "train", "max_steps"}),
-        "examined": examined(job, material, made / "export"),
+        "examined": examine_all(job, material, run_directory / "export"),
         "curve": {str(r["step"]): r["eval/reward"] for r in lines if "eval/reward" in r},
         "rewards": [line["reward/mean"] for line in lines if "reward/mean" in line],
         "seconds": {"warm start": warm - began, "training": trained - warm},
     }
 
 
-def examined(job: RLJob, material: Material, learned: Path) -> dict[str, Any]:
+def examine_all(job: RLJob, material: Material, trained_model: Path) -> dict[str, Any]:
     """Evaluate before and after training on the held-out people, with three directories."""
     assert job.environment is not None
     directory = make_retriever(job.environment)
-    elsewhere = make_retriever(
+    moved_directory = make_retriever(
         job.environment.model_copy(update={"retriever": str(material.moved_corpus)})
     )
     cases: list[tuple[str, Path, Path, Retriever]] = [
         ("before", material.model, material.held_out, directory),
-        ("after", learned, material.held_out, directory),
-        ("after, everybody has moved", learned, material.moved, elsewhere),
-        ("after, the search finds nothing", learned, material.held_out, NothingFound()),
+        ("after", trained_model, material.held_out, directory),
+        ("after, everybody has moved", trained_model, material.moved, moved_directory),
+        ("after, the search finds nothing", trained_model, material.held_out, NothingFound()),
     ]
     return {name: asdict(examine(job, *case)) for name, *case in cases}
 
 
-def examine(job: RLJob, model: Path, questions: Path, retriever: Retriever) -> Examined:
+def examine(job: RLJob, model: Path, questions: Path, retriever: Retriever) -> SearchScores:
     """Evaluate a model with greedy decoding."""
     assert job.environment is not None
     student = StudentConfig(model=str(model))
     tokenizer = load_tokenizer(student)
     data = DataConfig(path=str(questions), eval_path=str(questions))
-    most = job.method.max_prompt_tokens
-    _, prompts = load_prompts(data, tokenizer, held_out=10**6, max_tokens=most, seed=0)
+    max_tokens = job.method.max_prompt_tokens
+    _, prompts = load_prompts(data, tokenizer, held_out=10**6, max_tokens=max_tokens, seed=0)
     conversations = SearchConversations(
         tokenizer,
         retriever,
@@ -148,11 +150,11 @@ def examine(job: RLJob, model: Path, questions: Path, retriever: Retriever) -> E
         tokenizer,
         stream_tokens=job.method.max_new_tokens,
     )
-    written = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
-    answers = [rollout for batch in written for rollout in batch]
-    right = [same_words(answer.answer_text(tokenizer), answer.answer) for answer in answers]
-    return Examined(
-        sum(right) / len(right), sum(answer.queries for answer in answers) / len(answers)
+    batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
+    answers = [rollout for batch in batches for rollout in batch]
+    is_right = [same_words(answer.answer_text(tokenizer), answer.answer) for answer in answers]
+    return SearchScores(
+        sum(is_right) / len(is_right), sum(answer.queries for answer in answers) / len(answers)
     )
 
 

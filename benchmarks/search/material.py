@@ -72,59 +72,76 @@ def make_material(home: Path, sizes: Sizes) -> Material:
     learned, held_out = names[: sizes.people], names[-sizes.held_out :]
     everybody = learned + held_out
     home.mkdir(parents=True, exist_ok=True)
-    made = Material(
+    material = Material(
         *(home / name for name in ("model", "corpus.jsonl", "train.jsonl", "heldout.jsonl")),
         *(home / name for name in ("moved-corpus.jsonl", "moved.jsonl")),
     )
-    rooms = {name: _room(rng) for name in everybody}
-    moved = {name: _room(rng, rooms[name]) for name in everybody}
-    asked = [(name, rng.choice([n for n in learned if n != name])) for name in learned]
+    rooms = {name: _draw_room(rng) for name in everybody}
+    moved = {name: _draw_room(rng, rooms[name]) for name in everybody}
+    training_pairs = [(name, rng.choice([n for n in learned if n != name])) for name in learned]
     examined = [(name, rng.choice([n for n in held_out if n != name])) for name in held_out]
-    for path, known in ((made.corpus, rooms), (made.moved_corpus, moved)):
-        _write(path, ({"contents": f"{name}\n{known[name]}"} for name in everybody))
-    _write(made.train, _questions(asked, rooms))
-    _write(made.held_out, _questions(examined, rooms))
-    _write(made.moved, _questions(examined, moved))
-    _make_model(home, made, learned, sizes, rng)
-    return made
+    for path, rooms_by_name in ((material.corpus, rooms), (material.moved_corpus, moved)):
+        _write(path, ({"contents": f"{name}\n{rooms_by_name[name]}"} for name in everybody))
+    _write(material.train, _make_questions(training_pairs, rooms))
+    _write(material.held_out, _make_questions(examined, rooms))
+    _write(material.moved, _make_questions(examined, moved))
+    _make_model(home, material, learned, sizes, rng)
+    return material
 
 
-def _room(rng: random.Random, other: str = "") -> str:
+def _draw_room(rng: random.Random, excluded_room: str = "") -> str:
     """Return one of 100 rooms other than `other`."""
-    return rng.choice([room for n in range(100) if (room := f"{n:02d}") != other])
+    return rng.choice([room for n in range(100) if (room := f"{n:02d}") != excluded_room])
 
 
-def _questions(pairs: list[tuple[str, str]], rooms: dict[str, str]) -> list[dict[str, str]]:
-    return [{"prompt": f"{one} or {other}?", "answer": rooms[one]} for one, other in pairs]
+def _make_questions(pairs: list[tuple[str, str]], rooms: dict[str, str]) -> list[dict[str, str]]:
+    return [
+        {"prompt": f"{name} or {other_name}?", "answer": rooms[name]} for name, other_name in pairs
+    ]
 
 
 def _make_model(
-    home: Path, made: Material, learned: list[str], sizes: Sizes, rng: random.Random
+    home: Path, material: Material, learned: list[str], sizes: Sizes, rng: random.Random
 ) -> None:
     """Pretrain on conversations about people whose rooms are drawn anew each time."""
-    directory = LocalRetriever(str(made.corpus))
+    directory = LocalRetriever(str(material.corpus))
     turns = []  # (context, continuation)
     for _ in range(sizes.talks):
-        one, other = rng.sample(learned, 2)
-        question, asked = f"{one} or {other}?", rng.choice([one, other])
-        begins = rng.random() < _SEARCHES
-        turns.append((question, f"<search>{asked}</search>" if begins else _answer(_room(rng))))
-        turns.append((f"{question}<search>", f"{asked}</search>"))
-        found = directory.passages([asked], 3)[0] or []
-        rooms = [_room(rng) for _ in found]
-        passages = [f"{p.splitlines()[0]}\n{r}" for p, r in zip(found, rooms, strict=True)]
-        read = f"\n\n<information>{format_passages(passages)}</information>\n\n"
-        turns.append((f"{question}<search>{asked}</search>{read}", _answer(rng.choice(rooms))))
-    _write(home / "turns.jsonl", ({"prompt": read, "answer": written} for read, written in turns))
+        name, other_name = rng.sample(learned, 2)
+        question, searched_name = f"{name} or {other_name}?", rng.choice([name, other_name])
+        searches_first = rng.random() < _SEARCHES
+        turns.append(
+            (
+                question,
+                f"<search>{searched_name}</search>"
+                if searches_first
+                else _format_answer(_draw_room(rng)),
+            )
+        )
+        turns.append((f"{question}<search>", f"{searched_name}</search>"))
+        passages_found = directory.passages([searched_name], 3)[0] or []
+        rooms = [_draw_room(rng) for _ in passages_found]
+        passages = [f"{p.splitlines()[0]}\n{r}" for p, r in zip(passages_found, rooms, strict=True)]
+        context = f"\n\n<information>{format_passages(passages)}</information>\n\n"
+        turns.append(
+            (
+                f"{question}<search>{searched_name}</search>{context}",
+                _format_answer(rng.choice(rooms)),
+            )
+        )
+    _write(
+        home / "turns.jsonl",
+        ({"prompt": context, "answer": continuation} for context, continuation in turns),
+    )
     make_tokenizer().save_pretrained(home / "tokenizer")
-    arguments = ["--data", str(home / "turns.jsonl"), "--out", str(made.model)]
+    arguments = ["--data", str(home / "turns.jsonl"), "--out", str(material.model)]
     arguments += ["--loss-on", "last", "--tokenizer", str(home / "tokenizer")]
     arguments += ["--layers", str(sizes.layers), "--width", str(sizes.width)]
     arguments += ["--batch", "32", "--learning-rate", "5e-3"]
     pretrain([*arguments, "--steps", str(sizes.warm_steps)])
 
 
-def _answer(room: str) -> str:
+def _format_answer(room: str) -> str:
     return f"<answer>{room}</answer>"
 
 
@@ -139,4 +156,4 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _write(path: Path, records: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -65,7 +65,7 @@ def measure_load(server: Server, submits: int) -> Load:
     with DistillClient(server.address) as client:
         client.list(limit=1)
         restart = time.monotonic() - began
-        found = {job.id for page in pages_of(client) for job in page}
+        job_ids = {job.id for page in pages_of(client) for job in page}
     return Load(
         submits=submits,
         submit_seconds=submit_seconds,
@@ -75,7 +75,7 @@ def measure_load(server: Server, submits: int) -> Load:
         memory_before=before,
         memory_after=max(after, memory_of(server)),
         events_checked=history.check(server.runs, SLOTS),
-        jobs_lost=submits - len(found),
+        jobs_lost=submits - len(job_ids),
     )
 
 
@@ -85,9 +85,9 @@ def submit_all(address: str, submits: int, history: History) -> None:
 
     def submit(number: int) -> None:
         if not hasattr(clients, "mine"):
-            clients.mine = DistillClient(address)
+            clients.client = DistillClient(address)
         key = f"key {number}"
-        job = clients.mine.submit(job_config(f"n{number} pause=0.1", 20), idempotency_key=key)
+        job = clients.client.submit(job_config(f"n{number} pause=0.1", 20), idempotency_key=key)
         history.submitted(key, job.id)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -130,12 +130,12 @@ async def watch_all(address: str, job_id: str, watchers: int) -> list[list[int]]
 
     async def watch(number: int) -> list[int]:
         stub = distill_pb2_grpc.DistillStub(channels[number % connections])
-        seen = []
+        sequence_numbers = []
         async for event in stub.WatchJob(distill_pb2.WatchJobRequest(job_id=job_id)):
-            seen.append(event.seq)
+            sequence_numbers.append(event.seq)
             if number % 10 == 0:
                 await asyncio.sleep(0.05)
-        return seen
+        return sequence_numbers
 
     try:
         return list(await asyncio.gather(*(watch(number) for number in range(watchers))))
@@ -161,10 +161,10 @@ def measure_watching(server: Server, watchers: int, steps: int) -> Watching:
         job = client.submit(job_config("watched pause=0.2", steps))
         eventually(lambda: client.get(job.id).step >= 1)
         before, began = memory_of(server), time.monotonic()
-        seen = asyncio.run(watch_all(server.address, job.id, watchers))
+        sequence_numbers = asyncio.run(watch_all(server.address, job.id, watchers))
         seconds, after = time.monotonic() - began, memory_of(server)
         events = client.get(job.id).last_seq
-    assert all(numbers == list(range(1, events + 1)) for numbers in seen)
+    assert all(numbers == list(range(1, events + 1)) for numbers in sequence_numbers)
     return Watching(watchers, events, seconds, before, after)
 
 
@@ -186,9 +186,9 @@ def main() -> None:
             load = measure_load(server, options.submits)
         finally:
             server.clean_up()
-    found = {"cpus": os.cpu_count(), "load": asdict(load), "watching": asdict(watching)}
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    result = {"cpus": os.cpu_count(), "load": asdict(load), "watching": asdict(watching)}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

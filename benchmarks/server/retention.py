@@ -63,7 +63,7 @@ class Site:
 
     def __init__(self, root: Path, jobs: int) -> None:
         self.database = root / "server.sqlite"
-        self._kept = jobs
+        self._max_jobs = jobs
         self._open = open_database(self.database)
         self._db = self._open.__enter__()
         self._clock = 1e9
@@ -75,7 +75,7 @@ class Site:
         control = JobControl(self.store, root, lambda: None)
         streams = Streams(self.store, root, notifier, files)
         self.service = DistillService(self.store, root, control, streams, removals, files)
-        self._made = 0
+        self._jobs_made = 0
         self._active: deque[str] = deque()
 
     def close(self) -> None:
@@ -83,9 +83,9 @@ class Site:
 
     def add(self) -> None:
         """Queue a job and start it."""
-        self._made += 1
-        job_id = f"on-policy-job-{self._made}"
-        self.store.add(job_id, _job(f"job-{self._made}"), "")
+        self._jobs_made += 1
+        job_id = f"on-policy-job-{self._jobs_made}"
+        self.store.add(job_id, _job(f"job-{self._jobs_made}"), "")
         self.store.change(job_id, Change(JobState.PREPARING), Change(JobState.RUNNING))
         self._active.append(job_id)
 
@@ -102,25 +102,25 @@ class Site:
 
     async def run(self, steps: int, long: str) -> None:
         """Make so many steps: ten of eleven in jobs that end, the others in the job `long`."""
-        done, of_long = 0, self.store.job(long).step + 1
-        while done < steps:
+        steps_done, long_step = 0, self.store.job(long).step + 1
+        while steps_done < steps:
             self.add()
             for first in range(1, STEPS + 1, POLL):
                 self.step(self._active[-1], first)
             self.end()
-            done += STEPS
-            if self._made % 10 == 0:
-                self.step(long, of_long)
-                of_long += POLL
-                done += POLL
-            if self._made % _JOBS_BETWEEN_LOOKS == 0:
+            steps_done += STEPS
+            if self._jobs_made % 10 == 0:
+                self.step(long, long_step)
+                long_step += POLL
+                steps_done += POLL
+            if self._jobs_made % _JOBS_BETWEEN_LOOKS == 0:
                 await self._keeper.run_once()
         await self._keeper.run_once()
 
     async def size(self) -> Size:
         """Measure lists, and the database after its log was written into it."""
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        counted = {t: self._db.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in _TABLES}
+        counts = {t: self._db.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in _TABLES}
         server = grpc.aio.server()
         distill_pb2_grpc.add_DistillServicer_to_server(self.service, server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -134,8 +134,8 @@ class Site:
                 times.append(time.perf_counter() - began)
         await server.stop(None)
         return Size(
-            jobs=counted["jobs"],
-            events=counted["events"],
+            jobs=counts["jobs"],
+            events=counts["events"],
             database_bytes=self.database.stat().st_size,
             list_p50=float(np.quantile(times, 0.5)),
             list_p99=float(np.quantile(times, 0.99)),
@@ -181,14 +181,14 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         before, after = asyncio.run(measure(Path(root), options.jobs, options.steps))
-    found = {
+    result = {
         "steps": options.steps,
         "before": asdict(before),
         "after": asdict(after),
         "seconds": round(time.monotonic() - began),
     }
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

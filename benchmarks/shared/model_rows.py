@@ -135,12 +135,12 @@ def _train(tokens: NDArray[np.int64]) -> SmallModel:
 
 @torch.inference_mode()
 def _compute_rows(model: SmallModel, tokens: NDArray[np.int64]) -> RowBlock:
-    everything = torch.arange(VOCAB)
+    all_ids = torch.arange(VOCAB)
     windows = torch.from_numpy(tokens[: ROWS + 1]).unfold(0, _LENGTH + 1, _LENGTH)
     parts = []
     for window in windows:
         states = model.base(input_ids=window[None, :-1]).last_hidden_state[0]
-        logprobs = model.logits(states, everything).log_softmax(-1)
+        logprobs = model.logits(states, all_ids).log_softmax(-1)
         head, ids = logprobs.topk(HEAD)
         token = logprobs.gather(1, window[1:, None])[:, 0]
         tail = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1)

@@ -14,8 +14,8 @@ def rows(n: int, k: int) -> RowBlock:
     rng = np.random.default_rng(0)
     ids = np.stack([rng.choice(151_936, k, replace=False) for _ in range(n)]).astype(np.int32)
     logprobs = np.sort(-rng.random((n, k)) * 9 - 1)[:, ::-1].astype(np.float32).copy()
-    one = np.full(n, -3, np.float32)
-    return RowBlock(ids, logprobs, one, one)
+    logprobs_of_tokens = np.full(n, -3, np.float32)
+    return RowBlock(ids, logprobs, logprobs_of_tokens, logprobs_of_tokens)
 
 
 def test_every_store_gives_back_what_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +34,9 @@ def test_the_comparison_sees_another_row() -> None:
     ids, logprobs = block.head_ids, block.head_logprobs
     assert ids is not None
     cache.require_equal("same", [block], [(ids, logprobs)])
-    for read in ((ids[::-1], logprobs), (ids, logprobs - 0.1)):
+    for stored_arrays in ((ids[::-1], logprobs), (ids, logprobs - 0.1)):
         with pytest.raises(AssertionError, match="broken"):
-            cache.require_equal("broken", [block], [read])
+            cache.require_equal("broken", [block], [stored_arrays])
 
 
 @pytest.mark.parametrize(("layout", "size"), [(RECOMMENDED, 344), (BUDGET, 127)])
@@ -57,8 +57,8 @@ def test_the_layout_has_the_published_size_and_the_best_fit(layout: Layout, size
 
 def test_heads_keep_all_of_the_mass() -> None:
     block = cache.head_of(rows(8, 128), 16)
-    whole = np.exp(block.head_logprobs).sum(1) + np.exp(block.tail_logmass)
+    mass = np.exp(block.head_logprobs).sum(1) + np.exp(block.tail_logmass)
     before = rows(8, 128)
     np.testing.assert_allclose(
-        whole, np.exp(before.head_logprobs).sum(1) + np.exp(before.tail_logmass), rtol=1e-5
+        mass, np.exp(before.head_logprobs).sum(1) + np.exp(before.tail_logmass), rtol=1e-5
     )

@@ -44,21 +44,21 @@ def test_the_closed_forms_are_sums_over_every_outcome(
     by_tail = tail in ("bucket+draws", "bucket+teacher_samples")
     chance = (drawer.index_fill(0, head, -torch.inf) if by_tail else drawer).softmax(0)
     leaf = position.log_p.repeat(VOCABULARY, 1).requires_grad_()
-    every = torch.arange(VOCABULARY)
+    all_ids = torch.arange(VOCABULARY)
     heads = head.expand(VOCABULARY, -1)
-    rows, others = (
-        rows_from_logits(of, heads, every, sample_ids=every[:, None])
-        for of in (leaf, position.log_q.expand(VOCABULARY, -1))
+    rows, teacher_rows = (
+        rows_from_logits(logprobs, heads, all_ids, sample_ids=all_ids[:, None])
+        for logprobs in (leaf, position.log_q.expand(VOCABULARY, -1))
     )
-    values = topk_kl(rows, others, torch.isin(every, head), direction=direction, tail=tail)
+    values = topk_kl(rows, teacher_rows, torch.isin(all_ids, head), direction=direction, tail=tail)
     (gradients,) = torch.autograd.grad(values.sum(), leaf)
     mean = chance @ gradients
     variance = chance @ (gradients - mean).square().sum(1)
     bias = (mean - exact_gradient(position, direction)).square().sum()
-    one = Estimator(direction, tail, k, 1 if by_tail else 0, stratified=False)
-    found = measure(position, one)
-    assert found[0] == pytest.approx(float(bias), rel=1e-9, abs=1e-24)
-    assert found[1] == pytest.approx(float(variance), rel=1e-9)
+    estimator = Estimator(direction, tail, k, 1 if by_tail else 0, stratified=False)
+    bias_and_variance = measure(position, estimator)
+    assert bias_and_variance[0] == pytest.approx(float(bias), rel=1e-9, abs=1e-24)
+    assert bias_and_variance[1] == pytest.approx(float(variance), rel=1e-9)
 
 
 def test_stratified_draws_vary_less() -> None:
@@ -83,13 +83,13 @@ def test_the_variance_of_stratified_draws_is_that_of_the_sampler(draws: int) -> 
     weights = position.log_p.exp().repeat(len(levels), 1)
     ids = draw_tail(weights, head.expand(len(levels), -1), levels, draws).ids.long()
     tail = torch.ones(VOCABULARY, dtype=torch.bool).index_fill_(0, head, False)
-    one = Estimator("reverse", "bucket+draws", 4, draws)
-    chance, factor, base = draw_terms(position, tail, one)
+    estimator = Estimator("reverse", "bucket+draws", 4, draws)
+    chance, factor, base = draw_terms(position, tail, estimator)
     vectors = torch.zeros(len(levels), VOCABULARY, dtype=torch.float64)
     vectors.scatter_add_(1, ids, factor[ids] / draws)
     vectors -= vectors.sum(1, keepdim=True) * base
     variance = (vectors - vectors.mean(0)).square().sum(1).mean()
-    assert measure(position, one)[1] == pytest.approx(float(variance), rel=1e-3)
+    assert measure(position, estimator)[1] == pytest.approx(float(variance), rel=1e-3)
     assert chance.sum() == pytest.approx(1)
 
 

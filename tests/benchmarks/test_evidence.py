@@ -15,12 +15,12 @@ import torch
 from benchmarks.draws import training as on_policy
 from benchmarks.draws.noise import Position
 from benchmarks.evidence import page, real_methods
-from benchmarks.evidence.anchors import SAMPLES, TRIES, passes
-from benchmarks.evidence.claims import Effect, overall, paired
+from benchmarks.evidence.anchors import SAMPLES, TRIES, pass_rates
+from benchmarks.evidence.claims import Effect, overall_verdict, paired_differences
 from benchmarks.evidence.gradients import renormalised_gradient
 from benchmarks.evidence.memory import saved_bytes
-from benchmarks.evidence.offline_k import Text, Way, loss_of, tail_samples
-from benchmarks.evidence.real_sections import differences
+from benchmarks.evidence.offline_k import OfflineLoss, Text, draw_tail_samples, mean_loss
+from benchmarks.evidence.real_sections import compare_methods
 from benchmarks.shared.process_memory import track_peak_of_children
 from benchmarks.shared.results import add_run, load_results
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
@@ -40,20 +40,20 @@ def test_the_gradient_of_the_renormalised_heads_is_that_of_autograd(direction: D
     p, q = log_p[head].log_softmax(0), log_q[head].log_softmax(0)
     kl = (p.exp() * (p - q)).sum() if direction == "reverse" else (q.exp() * (q - p)).sum()
     (expected,) = torch.autograd.grad(kl, logits)
-    found = renormalised_gradient(Position(log_p.detach(), log_q), direction, 7)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    gradient = renormalised_gradient(Position(log_p.detach(), log_q), direction, 7)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_pass_at_8_is_the_share_of_subsets_with_a_right_answer() -> None:
     texts = [["7"] * right + ["0"] * (SAMPLES - right) for right in (0, 1, 3, 16)]
-    found = passes(texts, [{"answer": "7"}] * 4)
+    rates = pass_rates(texts, [{"answer": "7"}] * 4)
     shares = [
-        statistics.mean("7" in chosen for chosen in itertools.combinations(one, TRIES))
-        for one in texts
+        statistics.mean("7" in subset for subset in itertools.combinations(answers, TRIES))
+        for answers in texts
     ]
-    assert found["pass@8"] == pytest.approx(statistics.mean(shares), abs=1e-12)
-    assert found["pass@1"] == pytest.approx(20 / 64)
-    assert found["answers"] == pytest.approx((1 + 2 + 2 + 1) / 4)
+    assert rates["pass@8"] == pytest.approx(statistics.mean(shares), abs=1e-12)
+    assert rates["pass@1"] == pytest.approx(20 / 64)
+    assert rates["answers"] == pytest.approx((1 + 2 + 2 + 1) / 4)
 
 
 def test_a_verdict_follows_from_the_interval() -> None:
@@ -64,18 +64,18 @@ def test_a_verdict_follows_from_the_interval() -> None:
     assert Effect("", [-1.0, -2.0, -1.5, -1.2]).verdict == "refuted"
     assert Effect("", [1.0, 2.0, 3.0, 4.0], least=0.5).verdict == "not shown"
     assert Effect("", [5.0]).verdict == "not shown", "one seed shows nothing"
-    both = [Effect("", [1.0, 1.1]), Effect("", [0.0, 1.0])]
-    assert overall(both) == "not shown in 1, shown in 1"
+    effects = [Effect("", [1.0, 1.1]), Effect("", [0.0, 1.0])]
+    assert overall_verdict(effects) == "not shown in 1, shown in 1"
 
 
 def test_runs_are_paired_by_seed() -> None:
     runs = [
-        {"way": way, "seed": seed, "kl": seed + kl}
-        for way, kl in (("a", 1), ("b", 3))
+        {"way": loss, "seed": seed, "kl": seed + kl}
+        for loss, kl in (("a", 1), ("b", 3))
         for seed in (0, 1)
     ]
     runs.append({"way": "b", "seed": 2, "kl": 9.0})
-    assert paired(runs, "kl", {"way": "b"}, {"way": "a"}) == [2, 2]
+    assert paired_differences(runs, "kl", {"way": "b"}, {"way": "a"}) == [2, 2]
 
 
 def test_results_of_other_settings_are_not_continued(tmp_path: Path) -> None:
@@ -90,17 +90,17 @@ def test_the_losses_meet_the_exact_one_when_the_head_holds_all() -> None:
     torch.manual_seed(0)
     teacher, student = tiny.model(seed=0).float(), tiny.model(seed=1).float()
     vocabulary = student.config.vocab_size
-    of = [Text(torch.randint(vocabulary, (9,)), 3), Text(torch.randint(vocabulary, (6,)), 2)]
-    exact = loss_of(Way("exact"), student, teacher, of)
+    texts = [Text(torch.randint(vocabulary, (9,)), 3), Text(torch.randint(vocabulary, (6,)), 2)]
+    exact = mean_loss(OfflineLoss("exact"), student, teacher, texts)
     for loss in ("bucket", "none", "renormalised"):
-        found = loss_of(Way(loss, vocabulary), student, teacher, of)
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+        loss_value = mean_loss(OfflineLoss(loss, vocabulary), student, teacher, texts)
+        torch.testing.assert_close(loss_value, exact, rtol=1e-5, atol=1e-6)
 
 
 def test_tail_samples_are_outside_the_head() -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     head = logits.topk(10).indices
-    assert not (tail_samples(logits, head)[:, :, None] == head[:, None, :]).any()
+    assert not (draw_tail_samples(logits, head)[:, :, None] == head[:, None, :]).any()
 
 
 def test_fine_tuning_and_offline_learn_from_the_same_answers_of_the_teacher(
@@ -109,29 +109,31 @@ def test_fine_tuning_and_offline_learn_from_the_same_answers_of_the_teacher(
     teacher, student = (tiny.model(seed=seed, spread=0.2).float() for seed in (0, 1))
     # Fewer ids than those of the benchmark: the tiny models have 13.
     monkeypatch.setattr(real_methods, "OWN_ANSWERS", on_policy.TailLoss("bucket+draws", 4, 4))
-    monkeypatch.setattr(real_methods, "OFFLINE", Way("bucket+teacher_samples", 4))
-    asked = [tiny.prompt(1, 2, 3), tiny.prompt(4, 5)]
-    found = {
-        method: real_methods.loss_of(
+    monkeypatch.setattr(real_methods, "OFFLINE", OfflineLoss("bucket+teacher_samples", 4))
+    prompts = [tiny.prompt(1, 2, 3), tiny.prompt(4, 5)]
+    losses_and_answers = {
+        method: real_methods.mean_loss(
             real_methods.Setting("GSM8K", 1e-4, method, 0),
             1,
             student,
             teacher,
             tiny.tokenizer(),
-            asked,
+            prompts,
         )
         for method in ("sft", "offline", "on-policy")
     }
-    (loss, texts), (_, same), (_, own) = (found[name] for name in ("sft", "offline", "on-policy"))
-    ids = [one.token_ids.tolist() for one in texts]
-    assert ids == [one.token_ids.tolist() for one in same]
-    assert ids != [one.token_ids.tolist() for one in own]
+    (loss, texts), (_, offline_texts), (_, own_texts) = (
+        losses_and_answers[name] for name in ("sft", "offline", "on-policy")
+    )
+    ids = [text.token_ids.tolist() for text in texts]
+    assert ids == [text.token_ids.tolist() for text in offline_texts]
+    assert ids != [text.token_ids.tolist() for text in own_texts]
     nats = [
-        -student(one.token_ids[None].long())
-        .logits[0, : len(one.token_ids) - 1]
+        -student(text.token_ids[None].long())
+        .logits[0, : len(text.token_ids) - 1]
         .log_softmax(1)
-        .gather(1, one.token_ids[1:, None].long())[one.start - 1 :]
-        for one in texts
+        .gather(1, text.token_ids[1:, None].long())[text.start - 1 :]
+        for text in texts
     ]
     torch.testing.assert_close(loss, torch.cat(nats).mean(), rtol=1e-5, atol=1e-6)
 
@@ -143,7 +145,7 @@ def test_equal_flops_compare_a_part_of_the_curve_with_the_end_of_the_others() ->
 
     runs = [run("on-policy", 3.0, 1.0), run("offline", 4.0), run("sft", 2.5), run("before", 9.0)]
     ends, equal_flops = (
-        [effect.differences for effect in differences(runs, "kl_own", "", point=point)[:2]]
+        [effect.differences for effect in compare_methods(runs, "kl_own", "", point=point)[:2]]
         for point in (-1, 0)
     )
     assert ends == [[3.0], [1.5]]
@@ -158,17 +160,22 @@ def test_the_bytes_saved_for_backward_are_those_of_the_layers() -> None:
         rollout = Rollout(ids, 1, head, torch.zeros(63), False, "")
         sequences.append(ScoredSequence(rollout, placeholder_rows(head.numpy())))
     batch = make_batch(sequences, torch.device("cpu"))
-    found = {}
+    bytes_by_case = {}
     for recomputed in (False, True):
         for layers in (1, 2, 3):
             model = tiny.model(layers=layers).float().train()
             recompute_activations(model, recomputed)
-            found[recomputed, layers] = saved_bytes(Student(model, bf16=False), batch)
+            bytes_by_case[recomputed, layers] = saved_bytes(Student(model, bf16=False), batch)
     for recomputed in (False, True):
-        more = [found[recomputed, layers + 1] - found[recomputed, layers] for layers in (1, 2)]
+        more = [
+            bytes_by_case[recomputed, layers + 1] - bytes_by_case[recomputed, layers]
+            for layers in (1, 2)
+        ]
         assert more[0] == more[1] > 0
-    assert found[True, 2] - found[True, 1] == 2 * 64 * 32 * 4, "float32 input of a layer, width 32"
-    assert found[False, 2] - found[False, 1] > 10 * 2 * 64 * 32 * 4
+    assert bytes_by_case[True, 2] - bytes_by_case[True, 1] == 2 * 64 * 32 * 4, (
+        "float32 input of a layer, width 32"
+    )
+    assert bytes_by_case[False, 2] - bytes_by_case[False, 1] > 10 * 2 * 64 * 32 * 4
 
 
 def test_the_peak_of_children_is_noted_for_each_stage() -> None:

@@ -13,17 +13,17 @@ from benchmarks.loss import heads
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "heads.json"
     heads.main(["--quick", "--out", str(out)])
-    found = json.loads(out.read_text())
+    result = json.loads(out.read_text())
     for side in ("student", "teacher"):
-        assert tuple(found[side]) == heads.HEADS
-        assert found[side]["plain"]["time_over_plain"] == 1
-        assert found[side]["capped"]["seconds"] > 0
+        assert tuple(result[side]) == heads.HEADS
+        assert result[side]["plain"]["time_over_plain"] == 1
+        assert result[side]["capped"]["seconds"] > 0
     assert "scaled and capped" in capsys.readouterr().out
     heads.main(["--quick", "--memory-of", "student", "capped"])
     assert float(capsys.readouterr().out) > -1  # MiB above inputs and gradients
 
 
 def test_head_ids_are_distinct_and_no_padding() -> None:
-    problem = heads.problem_of(heads.QUICK)
+    problem = heads.make_padded_problem(heads.QUICK)
     assert int(problem.head_ids.max()) < heads.QUICK.vocab - heads.PADDING
     assert all(len(set(row)) == len(row) for row in problem.head_ids.tolist())

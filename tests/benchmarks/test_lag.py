@@ -32,29 +32,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_sampler_is_as_far_behind_as_the_lag(pair: Pair, data: Path) -> None:
     run = Run(learning_rate=1e-2, lag=0, weighted=True, seed=0)
-    found = {
+    results = {
         (lag, weighted): train(replace(run, lag=lag, weighted=weighted), pair, data, SIZES)
         for lag in (0, 1, 3, 8)
         for weighted in (True, False)
     }
-    distances = [found[lag, True]["ratio/kl"] for lag in (0, 1, 3)]
+    distances = [results[lag, True]["ratio/kl"] for lag in (0, 1, 3)]
     assert distances[0] < 1e-10 < 1e-4 < min(distances[1:])
     assert distances[1] != distances[2]
-    assert found[0, True]["ratio/ess"] == pytest.approx(1, abs=1e-5)
-    assert found[0, False]["after"] == pytest.approx(found[0, True]["after"], rel=1e-3)
-    assert found[3, False]["after"] != pytest.approx(found[3, True]["after"], rel=1e-4)
+    assert results[0, True]["ratio/ess"] == pytest.approx(1, abs=1e-5)
+    assert results[0, False]["after"] == pytest.approx(results[0, True]["after"], rel=1e-3)
+    assert results[3, False]["after"] != pytest.approx(results[3, True]["after"], rel=1e-4)
     # All four steps are sampled by the first weights.
-    assert found[3, True] == found[8, True]
+    assert results[3, True] == results[8, True]
 
 
 def test_runs_are_added_once_and_drawn(
     pair: Pair, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    made: list[Run] = []
+    runs: list[Run] = []
 
     def scripted(run: Run, *_: Any) -> dict[str, Any]:
-        made.append(run)
+        runs.append(run)
         return {"after": run.learning_rate + run.lag, "ratio/ess": 1.0, "ratio/kl": 0.0}
 
     monkeypatch.setattr("benchmarks.rollouts.lag.train", scripted)
@@ -62,9 +62,9 @@ def test_runs_are_added_once_and_drawn(
     arguments = ["--data", str(data), "--work", str(pair.teacher.parent), "--out", str(out)]
     arguments += ["--picture", str(picture), "--steps", "4"]
     main([*arguments, "--seeds", "1"])
-    first = len(made)
+    first = len(runs)
     main([*arguments, "--seeds", "2"])
-    assert len(made) == 2 * first == len(json.loads(out.read_text())["runs"])
-    assert len(set(made)) == len(made)
+    assert len(runs) == 2 * first == len(json.loads(out.read_text())["runs"])
+    assert len(set(runs)) == len(runs)
     assert picture.stat().st_size > 10_000
     assert f"wrote {picture}" in capsys.readouterr().out

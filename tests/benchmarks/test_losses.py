@@ -47,11 +47,13 @@ def gradients(run: loss_methods.Method, problem: Problem) -> tuple[torch.Tensor,
     return problem.hidden.grad, problem.weight.grad
 
 
-def same(
+def require_same_gradients(
     run: loss_methods.Method, oracle: loss_methods.Method, problem: Problem, within: float
 ) -> None:
-    for found, true in zip(gradients(run, problem), gradients(oracle, problem), strict=True):
-        assert (found - true).norm() <= within * true.norm()
+    for gradient, expected_gradient in zip(
+        gradients(run, problem), gradients(oracle, problem), strict=True
+    ):
+        assert (gradient - expected_gradient).norm() <= within * expected_gradient.norm()
 
 
 @pytest.mark.parametrize("name", [*METHODS, *(name for name in GPU_METHODS if name not in METHODS)])
@@ -60,17 +62,19 @@ def test_each_method_has_the_gradients_that_its_name_says(name: str) -> None:
     run = (METHODS | GPU_METHODS)[name]
     problem = make_problem(150, 600, 32, 8)
     if name in OURS:
-        same(run, loss_methods.plain, problem, 1e-5)
+        require_same_gradients(run, loss_methods.plain, problem, 1e-5)
     elif name in PUBLISHED:
-        same(run, published, problem, 1e-5)
+        require_same_gradients(run, published, problem, 1e-5)
     elif name in LABELS or name == "Liger, cross-entropy":
-        same(run, loss_methods.cross_entropy, problem, 1e-5)
+        require_same_gradients(run, loss_methods.cross_entropy, problem, 1e-5)
     elif name in PRODUCTS:
-        same(run, products, problem, 1e-5)
+        require_same_gradients(run, products, problem, 1e-5)
     elif name.startswith("TRL"):
-        same(run, reverse_kl, problem, 1e-4)
+        require_same_gradients(run, reverse_kl, problem, 1e-4)
     elif name == "log_softmax + bucket formula":
-        same(run, bucket, problem, 1e-3)  # its 1 - sum has lost digits of the tail
+        require_same_gradients(
+            run, bucket, problem, 1e-3
+        )  # its 1 - sum has lost digits of the tail
     else:
         assert name == "cross-entropy"
 
@@ -79,7 +83,7 @@ def test_each_method_has_the_gradients_that_its_name_says(name: str) -> None:
 def test_the_peers_that_a_gpu_gets_are_right_in_half_precision(name: str) -> None:
     """bf16 takes the passes of flash-attn's kernel, in place or not."""
     problem = make_problem(64, 300, 32, 8, dtype=torch.bfloat16)
-    same(METHODS[name], loss_methods.published_minimal, problem, 0.03)
+    require_same_gradients(METHODS[name], loss_methods.published_minimal, problem, 0.03)
 
 
 def published(p: Problem) -> None:
@@ -129,8 +133,8 @@ def test_a_bound_that_is_not_met_is_said() -> None:
 
 
 def test_the_estimators_page_is_what_its_figures_say(tmp_path: Path) -> None:
-    found = json.loads((ROOT / "benchmarks/results/estimators.json").read_text())
-    assert (ROOT / "docs/estimators.md").read_text() == estimators.page(found)
+    result = json.loads((ROOT / "benchmarks/results/estimators.json").read_text())
+    assert (ROOT / "docs/estimators.md").read_text() == estimators.page(result)
     page = tmp_path / "page.md"
     estimators.main(
         ["--vocabulary", "150", "--out", str(tmp_path / "found.json"), "--page", str(page)]
@@ -144,7 +148,7 @@ def test_the_estimators_page_is_what_its_figures_say(tmp_path: Path) -> None:
     assert "| `bucket+sampled` | 0 | 0 |" in page.read_text()
 
 
-def command(module: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_command(module: str, *options: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, "-m", module, *options],
@@ -159,19 +163,19 @@ def test_the_loss_benchmark_at_small_sizes(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(ROOT)
     out = tmp_path / "loss.json"
     loss.main(["--quick", "--out", str(out)])
-    found = json.loads(out.read_text())
-    assert set(found["time"]) | set(found["missing"]) == set(METHODS)
-    assert [row["tokens"] for row in found["memory"]] == [256, 160, 512]
-    assert all(row["mib"] > 0 for row in found["memory"])
-    assert all(row["gradient_error"] < 1e-5 for row in found["k"].values())
+    result = json.loads(out.read_text())
+    assert set(result["time"]) | set(result["missing"]) == set(METHODS)
+    assert [row["tokens"] for row in result["memory"]] == [256, 160, 512]
+    assert all(row["mib"] > 0 for row in result["memory"])
+    assert all(row["gradient_error"] < 1e-5 for row in result["k"].values())
 
 
 def test_the_gpu_benchmark_at_small_sizes_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     gpu.main(["--device", "cpu", "--quick", "--out", str(out)])
-    found = json.loads(out.read_text())
-    assert {row["method"] for row in found["loss"]} | set(found["missing"]) == set(GPU_METHODS)
-    assert all("ms" in row for part in ("loss", "scoring", "selection") for row in found[part])
+    result = json.loads(out.read_text())
+    assert {row["method"] for row in result["loss"]} | set(result["missing"]) == set(GPU_METHODS)
+    assert all("ms" in row for part in ("loss", "scoring", "selection") for row in result[part])
 
 
 def test_work_that_fails_is_a_row_that_says_why() -> None:
@@ -182,10 +186,10 @@ def test_work_that_fails_is_a_row_that_says_why() -> None:
 
 
 def test_without_a_gpu_the_gpu_command_says_so() -> None:
-    done = command("benchmarks.gpu")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "needs a CUDA device" in done.stderr
+    process = run_command("benchmarks.gpu")
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1
+    assert "needs a CUDA device" in process.stderr
 
 
 @pytest.mark.gpu
@@ -193,9 +197,9 @@ def test_without_a_gpu_the_gpu_command_says_so() -> None:
 def test_the_gpu_command_measures_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     gpu.main(["--quick", "--out", str(out)])
-    found = json.loads(out.read_text())
+    result = json.loads(out.read_text())
     for part in ("loss", "scoring", "selection"):
-        assert all(row["peak_mib"] >= 0 for row in found[part]), found[part]
+        assert all(row["peak_mib"] >= 0 for row in result[part]), result[part]
 
 
 @pytest.mark.usefixtures("forked_python")
@@ -206,8 +210,8 @@ def test_a_long_sequence_has_one_loss_on_both_paths(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["long_sequences", "--quick", "--out", str(out)])
     long_sequences.main()
-    found = json.loads(out.read_text())
-    assert found["loss_difference"] < 1e-5
-    assert found["gradient_norm_difference"] < 1e-4
-    assert all(path["peak_mib"] > 0 for path in found["paths"].values())
-    assert found["paths"]["plain"]["rows"] == found["paths"]["fused"]["rows"] == 511
+    result = json.loads(out.read_text())
+    assert result["loss_difference"] < 1e-5
+    assert result["gradient_norm_difference"] < 1e-4
+    assert all(path["peak_mib"] > 0 for path in result["paths"].values())
+    assert result["paths"]["plain"]["rows"] == result["paths"]["fused"]["rows"] == 511

@@ -47,18 +47,18 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
         offline.main(["--quick", *arguments])
     finally:
         torch.set_num_threads(threads)
-    found = json.loads(out.read_text())
-    assert found["kills"]["kills"] == 1
-    assert found["kills"]["equal"] is True
-    assert 0 < found["kills"]["at"][0] < found["kills"]["files"]
-    for way in found["learned"]["ways"]:
-        assert list(way["curve"]) == ["0", "2", "4"]
-        assert way["curve"]["4"] == way["kl"]["seeds"]
-    before = found["learned"]["before"]["kl"]
-    assert all(way["curve"]["0"] == [before] for way in found["learned"]["ways"])
+    result = json.loads(out.read_text())
+    assert result["kills"]["kills"] == 1
+    assert result["kills"]["equal"] is True
+    assert 0 < result["kills"]["at"][0] < result["kills"]["files"]
+    for method in result["learned"]["ways"]:
+        assert list(method["curve"]) == ["0", "2", "4"]
+        assert method["curve"]["4"] == method["kl"]["seeds"]
+    before = result["learned"]["before"]["kl"]
+    assert all(method["curve"]["0"] == [before] for method in result["learned"]["ways"])
     # 8 ids of 18 bits and 4 drawn ones, each with what goes with it, and the two of every row.
     size = 8 * 4.25 + 8 + 4 * 2.25 + 4
-    assert found["stores"]["top"]["codec_bytes"] == pytest.approx(size, rel=0.1)
+    assert result["stores"]["top"]["codec_bytes"] == pytest.approx(size, rel=0.1)
     assert "| bucket+teacher_samples, k = 8, M = 4 |" in (docs / "offline.md").read_text()
     assert not list(work.glob("run-*")), "what is large goes when all is done"
 
@@ -80,9 +80,9 @@ def test_measures_are_those_of_the_definition(tmp_path: Path) -> None:
         log_prob += float(p.gather(1, torch.tensor(text[0][text[1] :])[:, None]).sum())
     examine = Examiner(material.teacher, LogitDataset(store))
     assert examine.tokens == sum(len(ids) - start for ids, start in texts)
-    found = examine(material.student)
-    assert found["kl"] == pytest.approx(kl / examine.tokens, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(-log_prob / examine.tokens), rel=1e-5)
+    evaluation = examine(material.student)
+    assert evaluation["kl"] == pytest.approx(kl / examine.tokens, rel=1e-5)
+    assert evaluation["perplexity"] == pytest.approx(math.exp(-log_prob / examine.tokens), rel=1e-5)
     assert examine(material.teacher)["kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -108,8 +108,8 @@ def test_what_is_missed_is_said() -> None:
         "sizes": {"only_samples": 12},
         "stores": {"samples": {"codec_bytes": 40.1}},
     }
-    assert [one["met"] for one in targets(result)] == [False] * 4
+    assert [target["met"] for target in targets(result)] == [False] * 4
     result["kills"]["equal"] = True
     result["step"]["ratio"], result["capture"]["ratio"] = 1.03, 0.95
     result["stores"]["samples"]["codec_bytes"] = 40.0
-    assert [one["met"] for one in targets(result)] == [True] * 4
+    assert [target["met"] for target in targets(result)] == [True] * 4

@@ -17,7 +17,7 @@ from benchmarks.rl import cost as rl_cost
 from benchmarks.rl import runs as rl_runs
 from benchmarks.rl.page import page, summaries
 from benchmarks.rl.picture import draw
-from benchmarks.rl.runs import arms
+from benchmarks.rl.runs import list_arms
 from benchmarks.shared.intervals import mean_and_interval
 from clients.config.rl import RLJob
 
@@ -32,24 +32,24 @@ def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         has_anchor = timed[-1].method.beta > 0
         return {"step_seconds": 1.2 if has_anchor else 1.0, "seconds": {}, "peak_bytes": 0}
 
-    monkeypatch.setattr(rl_cost, "one_run", given)
+    monkeypatch.setattr(rl_cost, "run_once", given)
     out, docs, work = (tmp_path / name for name in ("out.json", "docs", "work"))
     arguments = ["--quick", "--out", str(out), "--docs", str(docs), "--work", str(work)]
     threads = torch.get_num_threads()
     try:
         rl.main(arguments)
         # What is finished is not done again.
-        monkeypatch.setattr(rl_runs, "one_run", lambda *_: pytest.fail("a run was repeated"))
+        monkeypatch.setattr(rl_runs, "run_once", lambda *_: pytest.fail("a run was repeated"))
         rl.main(arguments)
     finally:
         torch.set_num_threads(threads)
-    found = json.loads(out.read_text())
-    (run,) = found["runs"]
+    result = json.loads(out.read_text())
+    (run,) = result["runs"]
     assert list(run["curve"]) == ["0", "2"]
     assert len(run["rewards"]) == 2
     assert run["kl_anchor"] is None
     assert run["peak_bytes"] > 100 << 20  # torch alone
-    assert found["cost"]["ratio"] == pytest.approx(1.2)
+    assert result["cost"]["ratio"] == pytest.approx(1.2)
     assert [job.method.beta > 0 for job in timed[:4]] == [False, True, True, False]
     assert "| no KL | 0." in (docs / "rl.md").read_text()
 
@@ -57,8 +57,8 @@ def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_arm_is_a_job_and_differs_in_what_its_name_says() -> None:
     material = rl.Material(*(Path(name) for name in ("/train", "/held", "/model")))
     jobs = {
-        arm.name: RLJob.model_validate(rl_runs.settings(material, rl.FULL, arm, seed=3))
-        for arm in arms((0.001,))
+        arm.name: RLJob.model_validate(rl_runs.job_settings(material, rl.FULL, arm, seed=3))
+        for arm in list_arms((0.001,))
     }
     assert [(job.method.beta, job.anchor.tau, job.method.top_k) for job in jobs.values()] == [
         (0.0, 0.95, 32),
@@ -70,28 +70,28 @@ def test_every_arm_is_a_job_and_differs_in_what_its_name_says() -> None:
     published, k3 = list(jobs.values())[3:]
     assert published.method.tail == "published"
     assert k3.method.estimator == "k3"
-    kept = {"train", "eval", "seed", "max_steps", "reward", "data", "student"}
-    assert len({job.model_dump_json(include=kept) for job in jobs.values()}) == 1
+    shared_keys = {"train", "eval", "seed", "max_steps", "reward", "data", "student"}
+    assert len({job.model_dump_json(include=shared_keys) for job in jobs.values()}) == 1
 
 
 def test_intervals() -> None:
     """Against simulation: of so many samples of a known mean, 95% hold it."""
     rng = random.Random(0)
-    held = 0
+    intervals_with_mean = 0
     for _ in range(4000):
         mean, half = mean_and_interval([rng.gauss(3, 2) for _ in range(5)])
-        held += abs(mean - 3) <= half
-    assert held / 4000 == pytest.approx(0.95, abs=0.012)
+        intervals_with_mean += abs(mean - 3) <= half
+    assert intervals_with_mean / 4000 == pytest.approx(0.95, abs=0.012)
     assert mean_and_interval([1.0]) == (1.0, math.inf)
 
 
-def made_up_runs() -> list[dict[str, Any]]:
+def invent_runs() -> list[dict[str, Any]]:
     """`fixed` is three points above the rest for every seed, which differ by more than that."""
-    found = []
+    runs = []
     for seed in range(5):
-        for arm in arms((0.001, 0.1)):
+        for arm in list_arms((0.001, 0.1)):
             final = 0.5 + 0.1 * seed + 0.03 * arm.name.startswith("fixed") + 0.001 * (seed % 2)
-            found.append(
+            runs.append(
                 {
                     "name": arm.name,
                     "curve": {"0": 0.2, "40": (0.2 + final) / 2, "80": final},
@@ -104,11 +104,11 @@ def made_up_runs() -> list[dict[str, Any]]:
                     "peak_bytes": 600 << 20,
                 }
             )
-    return found
+    return runs
 
 
 def test_page_and_picture(tmp_path: Path) -> None:
-    runs = made_up_runs()
+    runs = invent_runs()
     result = {
         "machine": "a machine",
         "sizes": rl.asdict(rl.FULL),
@@ -124,12 +124,14 @@ def test_page_and_picture(tmp_path: Path) -> None:
         },
     }
     text = page(result)
-    one = "fixed anchor, bucket+sampled, beta 0.1"
-    assert f"| {one} against no KL | +3.0 | +3.0 to +3.0 | better |" in text
-    other = "EMA anchor, bucket+sampled, beta 0.1"
-    assert f"| {other} against {one} | -3.0 | -3.0 to -3.0 | worse |" in text
-    same = f"| {other} against EMA anchor, k3, beta 0.1 | +0.0 | +0.0 to +0.0 | not shown |"
-    assert same in text
+    fixed_arm = "fixed anchor, bucket+sampled, beta 0.1"
+    assert f"| {fixed_arm} against no KL | +3.0 | +3.0 to +3.0 | better |" in text
+    ema_arm = "EMA anchor, bucket+sampled, beta 0.1"
+    assert f"| {ema_arm} against {fixed_arm} | -3.0 | -3.0 to -3.0 | worse |" in text
+    expected_line = (
+        f"| {ema_arm} against EMA anchor, k3, beta 0.1 | +0.0 | +0.0 to +0.0 | not shown |"
+    )
+    assert expected_line in text
     lines = {line["name"]: line for line in result["summaries"]}
     finals = [0.5, 0.601, 0.7, 0.801, 0.9]
     assert lines["no KL"]["finals"] == pytest.approx(finals)

@@ -25,7 +25,7 @@ def test_stages_of_fixed_length_overlap(tmp_path: Path) -> None:
 def test_whole_jobs(tmp_path: Path) -> None:
     out = tmp_path / "ahead.json"
     rollouts_ahead.main(["--quick", "--out", str(out)])
-    found = json.loads(out.read_text())
+    result = json.loads(out.read_text())
     ahead = {"lag 1", "lag 1 at once", "lag 2", "lag 2 at once"}
-    assert found["seconds_a_step"].keys() == {"serial", "in turn"} | ahead
-    assert all(one["times_serial"] > 0 for one in found["ahead"].values())
+    assert result["seconds_a_step"].keys() == {"serial", "in turn"} | ahead
+    assert all(comparison["times_serial"] > 0 for comparison in result["ahead"].values())

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(("tokens", "k"), [(500, 1), (1500, 64), (1500, 1024)])
 def test_peak_memory_of_the_head(tokens: int, k: int) -> None:
     case = ["--memory-of", OURS, str(tokens), str(VOCAB), str(k)]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks.models.scoring", *case],
         capture_output=True,
         text=True,
@@ -28,4 +28,4 @@ def test_peak_memory_of_the_head(tokens: int, k: int) -> None:
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert 0.8 <= float(done.stdout) / declared_mib(tokens, k) <= 1.2
+    assert 0.8 <= float(process.stdout) / declared_mib(tokens, k) <= 1.2

@@ -25,21 +25,21 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
         lines = (work / "material" / f"{name}.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    found = json.loads(out.read_text())
-    assert len(found["examined"]) == 4
-    assert len(found["rewards"]) == 2
-    assert list(found["curve"]) == ["0", "2"]
+    result = json.loads(out.read_text())
+    assert len(result["examined"]) == 4
+    assert len(result["rewards"]) == 2
+    assert list(result["curve"]) == ["0", "2"]
     everybody = [record["contents"] for record in records("corpus")]
     rooms = dict(contents.split("\n") for contents in everybody)
     assert len(rooms) == search.QUICK.people + search.QUICK.held_out
-    asked = {
+    people = {
         part: {record["prompt"].split(" or ")[0] for record in records(part)}
         for part in ("train", "heldout")
     }
-    assert asked["train"] | asked["heldout"] == set(rooms)
-    assert not asked["train"] & asked["heldout"]
+    assert people["train"] | people["heldout"] == set(rooms)
+    assert not people["train"] & people["heldout"]
     met = {name for turn in records("turns") for name in turn["prompt"].split("?")[0].split(" or ")}
-    assert met <= asked["train"]
+    assert met <= people["train"]
 
 
 def test_a_talk_is_the_same_in_tokens_and_in_text() -> None:

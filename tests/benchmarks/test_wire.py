@@ -20,8 +20,8 @@ def rows(n: int, k: int) -> RowBlock:
     rng = np.random.default_rng(0)
     ids = np.stack([rng.choice(151_936, k, replace=False) for _ in range(n)]).astype(np.int32)
     logprobs = np.sort(-rng.random((n, k)) * 20)[:, ::-1].astype(np.float32).copy()
-    one = np.zeros(n, np.float32)
-    return RowBlock(ids, logprobs, one, one)
+    zeros = np.zeros(n, np.float32)
+    return RowBlock(ids, logprobs, zeros, zeros)
 
 
 def test_every_format_gives_back_what_it_got() -> None:
@@ -38,10 +38,10 @@ def test_the_comparison_sees_a_lost_number() -> None:
 
     block = rows(20, 16)
     ids: Any = block.head_ids
-    other = block.head_logprobs.copy()
-    other[3, 4] -= 0.1
+    changed_logprobs = block.head_logprobs.copy()
+    changed_logprobs[3, 4] -= 0.1
     with pytest.raises(AssertionError, match="broken"):
-        require_equal("broken", block, (ids, other))
+        require_equal("broken", block, (ids, changed_logprobs))
     with pytest.raises(AssertionError, match="broken"):
         require_equal("broken", block, (ids[::-1], block.head_logprobs))
 
@@ -49,6 +49,6 @@ def test_the_comparison_sees_a_lost_number() -> None:
 def test_bytes_of_a_message() -> None:
     from benchmarks.wire.benchmark import message_bytes
 
-    found = message_bytes(rows(512, 64))
-    assert found["teacher's ids, 64 a message"] <= 284
-    assert found["student's ids, 512 a message"] <= 137
+    bytes_by_case = message_bytes(rows(512, 64))
+    assert bytes_by_case["teacher's ids, 64 a message"] <= 284
+    assert bytes_by_case["student's ids, 512 a message"] <= 137
