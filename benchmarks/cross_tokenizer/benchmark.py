@@ -42,12 +42,12 @@ from benchmarks.cross_tokenizer.losses import (
 )
 from benchmarks.cross_tokenizer.material import (
     QUICK,
-    Material,
-    Sizes,
+    CrossTokenizerMaterial,
+    CrossTokenizerSizes,
     make_material,
     make_prompts,
 )
-from benchmarks.cross_tokenizer.page import draw, table
+from benchmarks.cross_tokenizer.page import draw, format_losses
 from benchmarks.shared.evaluation import HELD_OUT_SEED, make_sampler
 from student_trainer.data.aligned import make_aligned_batch
 from student_trainer.teachers.other_tokenizer_store import Match
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="two steps, one seed, for tests")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sizes = QUICK if options.quick else Sizes()
+    sizes = QUICK if options.quick else CrossTokenizerSizes()
     material = make_material(options.data, options.work, options.models, sizes)
     results = LossResults(options.out, sizes)
     teaching = StudentTraining(material)
@@ -118,14 +118,14 @@ def main(arguments: list[str] | None = None) -> None:
             results.run(teaching, loss, results.better_rate(loss), seed)
     result = json.loads(options.out.read_text())
     chosen_rates = [(loss.name, results.better_rate(loss)) for loss in LOSSES]
-    print(table(result, chosen_rates))
+    print(format_losses(result, chosen_rates))
     print(draw(result, chosen_rates, options.docs / "cross_tokenizer.png"))
 
 
 class LossResults:
     """The file of results. Each run is added as soon as it ends, so that a restart goes on."""
 
-    def __init__(self, path: Path, sizes: Sizes) -> None:
+    def __init__(self, path: Path, sizes: CrossTokenizerSizes) -> None:
         self._path = path
         self._result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         if self._result.get("sizes") != vars(sizes):
@@ -169,7 +169,7 @@ class LossResults:
 class StudentTraining:
     """Trains students and measures them."""
 
-    def __init__(self, material: Material) -> None:
+    def __init__(self, material: CrossTokenizerMaterial) -> None:
         self._material = material
         self._on_policy = OnPolicy(material)
         self._questions = make_prompts(material.student_words, material.questions)

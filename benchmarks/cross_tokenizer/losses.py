@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cross_tokenizer.material import Material, Stored, make_prompts
+from benchmarks.cross_tokenizer.material import CrossTokenizerMaterial, StoredAnswer, make_prompts
 from benchmarks.shared.evaluation import compute_logits, hidden_states
 from clients.alignment.alignment import Alignment
 from protos.rows.codec import RowBlock
@@ -42,7 +42,9 @@ ULD_WEIGHT = 1.5
 SMALLEST = 1e-8  # of the probabilities whose logarithm GOLD takes
 
 
-def encode_stored_answer(material: Material, number: int, match: Match) -> ScoredSequence:
+def encode_stored_answer(
+    material: CrossTokenizerMaterial, number: int, match: Match
+) -> ScoredSequence:
     """Return a stored answer in the student's tokens, with the rows of an offline job."""
     stored = material.stored[number]
     teacher_ids = stored.ids.numpy().astype(np.int32)
@@ -83,7 +85,9 @@ def stored_loss(
     return objective.loss(batch)(rows, slice(0, len(batch))).mean()
 
 
-def uld_loss(student: Any, scored: Sequence[ScoredSequence], answers: Sequence[Stored]) -> Tensor:
+def uld_loss(
+    student: Any, scored: Sequence[ScoredSequence], answers: Sequence[StoredAnswer]
+) -> Tensor:
     batch = make_aligned_batch(scored, torch.device("cpu"), "padded")
     table = student_logprobs(student, batch)
     parts = (
@@ -105,7 +109,7 @@ def uld_loss(student: Any, scored: Sequence[ScoredSequence], answers: Sequence[S
 class OnPolicy:
     """The losses of answers that the student samples, scored by the teacher's model."""
 
-    def __init__(self, material: Material) -> None:
+    def __init__(self, material: CrossTokenizerMaterial) -> None:
         self._teacher = material.teacher
         self._prompts = make_prompts(material.teacher_words, material.questions)
         self._aligner = material.reads_student
@@ -123,7 +127,7 @@ class OnPolicy:
         )
 
     @torch.no_grad()
-    def read(
+    def score_answers(
         self, written: Sequence[Rollout], numbers: Sequence[int]
     ) -> tuple[list[Rollout], list[Alignment], list[Tensor]]:
         """Return the answers that can be aligned, and the teacher's log-probs [T, V] of each."""
@@ -148,7 +152,7 @@ class OnPolicy:
 
     def word(self, student: Any, written: Sequence[Rollout], numbers: Sequence[int]) -> Tensor:
         """Return the mean over tokens of the loss of an on-policy job."""
-        answers, alignments, tables = self.read(written, numbers)
+        answers, alignments, tables = self.score_answers(written, numbers)
         scored = [
             ScoredSequence(
                 answer, aligned_rows(answer, alignment, None, _teacher_rows(alignment, table))
@@ -164,7 +168,7 @@ class OnPolicy:
         self, student: Any, written: Sequence[Rollout], numbers: Sequence[int], *, even: bool
     ) -> Tensor:
         """Return GOLD's loss, the mean over answers. `even`: both weights are 1."""
-        answers, alignments, tables = self.read(written, numbers)
+        answers, alignments, tables = self.score_answers(written, numbers)
         logprobs = compute_logits(student, hidden_states(student, answers)).log_softmax(1)
         parts = logprobs.split([len(answer.completion) for answer in answers])
         weights = (1.0, 1.0) if even else (self._matched_share, 1 - self._matched_share)
@@ -193,7 +197,7 @@ class OnPolicy:
         self, student: Any, written: Sequence[Rollout], numbers: Sequence[int]
     ) -> float:
         """Return the sum of log p - log q over the settled bytes of answers, per byte, in nats."""
-        answers, alignments, tables = self.read(written, numbers)
+        answers, alignments, tables = self.score_answers(written, numbers)
         cost = size = 0.0
         for answer, alignment, table in zip(answers, alignments, tables, strict=True):
             settled = alignment.read & alignment.settled

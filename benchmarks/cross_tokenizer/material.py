@@ -36,7 +36,7 @@ HEAD = 64  # the default of a capture
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CrossTokenizerSizes:
     """held_out, questions: that are asked. tokens: most of an answer. steps: of a training.
 
     batch: answers of a step. vocabulary, layers, width, begun: the student's, and its first steps.
@@ -53,13 +53,13 @@ class Sizes:
     begun: int = 300
 
 
-QUICK = Sizes(
+QUICK = CrossTokenizerSizes(
     held_out=2, questions=4, tokens=8, steps=2, batch=2, vocabulary=400, layers=1, width=32, begun=2
 )
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAnswer:
     """An answer of the teacher: its ids [n], log-probs [n], and whether it has ended.
 
     head_ids, head_logprobs [n, HEAD]: of its likeliest ids, as a capture has them. likeliest [n, V]
@@ -82,7 +82,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Material:
+class CrossTokenizerMaterial:
     """The models, the questions (the first ones are held out) and the teacher's answers to them."""
 
     teacher: Any
@@ -90,8 +90,8 @@ class Material:
     student: Path
     student_words: Any
     questions: Sequence[str]
-    stored: Sequence[Stored]
-    sizes: Sizes
+    stored: Sequence[StoredAnswer]
+    sizes: CrossTokenizerSizes
 
     @cached_property
     def reads_student(self) -> Aligner:
@@ -121,7 +121,9 @@ class Material:
         return AutoModelForCausalLM.from_pretrained(self.student, dtype=torch.float32)
 
 
-def make_material(data: Path, work: Path, models: Path, sizes: Sizes) -> Material:
+def make_material(
+    data: Path, work: Path, models: Path, sizes: CrossTokenizerSizes
+) -> CrossTokenizerMaterial:
     """Make what is missing below `work`, and load everything. `data`: GSM8K's train.jsonl."""
     work.mkdir(parents=True, exist_ok=True)
     teacher = make_pair("real", models, data).teacher
@@ -130,7 +132,7 @@ def make_material(data: Path, work: Path, models: Path, sizes: Sizes) -> Materia
     if not student.exists():
         _pretrain_student(lines[POOL:], work, student, sizes)
     teacher_words = AutoTokenizer.from_pretrained(teacher)
-    material = Material(
+    material = CrossTokenizerMaterial(
         AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval(),
         teacher_words,
         student,
@@ -144,8 +146,8 @@ def make_material(data: Path, work: Path, models: Path, sizes: Sizes) -> Materia
         partial = answers.with_suffix(".part")
         torch.save([vars(answer) for answer in _sample_answers(material)], partial)
         partial.rename(answers)
-    stored = [Stored(**answer) for answer in torch.load(answers)]
-    return Material(**vars(material) | {"stored": stored})
+    stored = [StoredAnswer(**answer) for answer in torch.load(answers)]
+    return CrossTokenizerMaterial(**vars(material) | {"stored": stored})
 
 
 def make_prompts(words: Any, questions: Sequence[str]) -> list[Prompt]:
@@ -158,7 +160,9 @@ def _encode(words: Any, text: str) -> NDArray[np.int32]:
     return np.array(words(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-def _pretrain_student(lines: Sequence[str], work: Path, out: Path, sizes: Sizes) -> None:
+def _pretrain_student(
+    lines: Sequence[str], work: Path, out: Path, sizes: CrossTokenizerSizes
+) -> None:
     texts, partial = work / "begin.jsonl", out.with_name(out.name + ".part")
     texts.write_text("".join(lines))
     columns = ["--columns", "question", "answer", "--separator", "\n"]
@@ -187,7 +191,7 @@ def _select_questions(lines: Sequence[str], words: Any, count: int) -> list[str]
 
 
 @torch.no_grad()
-def _sample_answers(material: Material) -> Iterator[Stored]:
+def _sample_answers(material: CrossTokenizerMaterial) -> Iterator[StoredAnswer]:
     prompts = make_prompts(material.teacher_words, material.questions)
     sampler = make_sampler(material.teacher, material.teacher_words, material.sizes.tokens)
     width = len(material.student_words)
@@ -203,7 +207,7 @@ def _sample_answers(material: Material) -> Iterator[Stored]:
             answers, top.values.split(counts), top.indices.split(counts), strict=True
         )
         for answer, logprobs, ids in rows_of_answers:
-            yield Stored(
+            yield StoredAnswer(
                 ids=answer.completion.clone(),
                 logprobs=answer.token_logprobs.clone(),
                 ended=not answer.truncated,

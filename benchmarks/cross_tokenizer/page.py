@@ -19,12 +19,12 @@ METRICS = {
 Chosen = Sequence[tuple[str, float]]
 
 
-def table(result: dict[str, Any], chosen: Chosen) -> str:
+def format_losses(result: dict[str, Any], chosen: Chosen) -> str:
     """Return the table of docs/pairs.md: mean over seeds, minimum to maximum in brackets."""
     before = result["before"]
     rows = [["(the student before)", "", f"{before['bits']:.3f}", f"{before['cost']:.3f}"]]
     for name, rate in chosen:
-        cells = [_format_range(_values(result, name, rate, metric)) for metric in METRICS]
+        cells = [_format_range(_select_values(result, name, rate, metric)) for metric in METRICS]
         rows.append([name, f"{rate:g}", *cells])
     return format_table(["learns from", "learning rate", "bits a byte", "cost, nats a byte"], rows)
 
@@ -36,7 +36,7 @@ def draw(result: dict[str, Any], chosen: Chosen, path: Path) -> str:
         for axis, (metric, title) in zip(axes[0], METRICS.items(), strict=True):
             axis.axvline(result["before"][metric], color=BLACK, linestyle="--", linewidth=1)
             for position, (name, rate) in enumerate(chosen):
-                values = _values(result, name, rate, metric)
+                values = _select_values(result, name, rate, metric)
                 color = BLUE if name.startswith(("on-policy", "offline")) else GREY
                 axis.plot(
                     values, [position] * len(values), "o", color=color, markersize=8, alpha=0.7
@@ -53,7 +53,7 @@ def draw(result: dict[str, Any], chosen: Chosen, path: Path) -> str:
     return draw_figure(path, plot, columns=2, size=(14, 5.2), sharey=True)
 
 
-def _values(result: dict[str, Any], name: str, rate: float, metric: str) -> list[float]:
+def _select_values(result: dict[str, Any], name: str, rate: float, metric: str) -> list[float]:
     return [run[metric] for run in result["runs"] if (run["way"], run["rate"]) == (name, rate)]
 
 

@@ -32,8 +32,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/draw_speed.json"))
     options = parser.parse_args(arguments)
-    loss = compare(fused(options.rows, 64, 0), fused(options.rows, 8, 16), options.repetitions)
-    decode = compare(*sampling(options.layers), options.repetitions)
+    loss = compare(
+        make_fused_step(options.rows, 64, 0),
+        make_fused_step(options.rows, 8, 16),
+        options.repetitions,
+    )
+    decode = compare(*make_sampling_step(options.layers), options.repetitions)
     result = {
         "threads": torch.get_num_threads(),
         "fused loss: k = 8, M = 16 against k = 64, M = 0": loss,
@@ -69,7 +73,7 @@ def _time_run(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def fused(count: int, k: int, draws: int) -> Callable[[], None]:
+def make_fused_step(count: int, k: int, draws: int) -> Callable[[], None]:
     """Return a forward and backward pass of the fused loss with k head ids and M draws."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(count, WIDTH, generator=generator).requires_grad_()
@@ -95,7 +99,9 @@ def fused(count: int, k: int, draws: int) -> Callable[[], None]:
     return run
 
 
-def sampling(layers: int, batch: int = 8, tokens: int = 8) -> tuple[Callable[[], None], ...]:
+def make_sampling_step(
+    layers: int, batch: int = 8, tokens: int = 8
+) -> tuple[Callable[[], None], ...]:
     """Return two runs of `tokens` decode steps without draws and with 16, of a 0.5B model."""
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4864, num_hidden_layers=layers,

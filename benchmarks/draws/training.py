@@ -82,7 +82,7 @@ DECISIVE = 4
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TrainingSizes:
     """prompts: per step, one answer each. tokens: most of an answer. held_out: prompts."""
 
     prompts: int
@@ -92,9 +92,9 @@ class Sizes:
     learning_rate: float
 
 
-SIZES: dict[PairName, Sizes] = {
-    "real": Sizes(prompts=4, tokens=24, held_out=32, steps=40, learning_rate=1e-4),
-    "toy": Sizes(prompts=8, tokens=48, held_out=64, steps=50, learning_rate=5e-3),
+SIZES: dict[PairName, TrainingSizes] = {
+    "real": TrainingSizes(prompts=4, tokens=24, held_out=32, steps=40, learning_rate=1e-4),
+    "toy": TrainingSizes(prompts=8, tokens=48, held_out=64, steps=50, learning_rate=5e-3),
 }
 
 
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
 class RunResults:
     """The file of results. Each run is added as soon as it ends, so that a restart goes on."""
 
-    def __init__(self, path: Path, pair: str, sizes: Sizes) -> None:
+    def __init__(self, path: Path, pair: str, sizes: TrainingSizes) -> None:
         self._path, self._pair, self._lock = path, pair, Lock()
         stored_pairs = json.loads(path.read_text()) if path.exists() else {}
         self._pair_results = stored_pairs.get(pair, {})
@@ -184,7 +184,7 @@ def _run_in_process(command: list[str], loss_number: int, seed: int) -> dict[str
 
 
 def train_once(
-    tail_loss: TailLoss, seed: int, pair: Pair, data: Path, sizes: Sizes
+    tail_loss: TailLoss, seed: int, pair: Pair, data: Path, sizes: TrainingSizes
 ) -> dict[str, Any]:
     """Train once and return {"kl": {step: exact KL}, "seconds", "ids", "bytes"}."""
     torch.manual_seed(seed)

@@ -32,7 +32,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.rl.material import VOCABULARY, Material
+from benchmarks.rl.material import VOCABULARY, RlMaterial
 from benchmarks.rl.runs import Arm, summarize_metrics, train_once
 from benchmarks.shared.programs import one_thread_environment
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
@@ -46,7 +46,7 @@ HEAD = 32
 
 
 @dataclass(frozen=True)
-class Task:
+class SumsTask:
     """Sums of two numbers below `below`; graded: of 1, 2 or 3 digits each, all equally likely.
 
     until_loss: at which the pretraining stops.
@@ -71,9 +71,9 @@ class Task:
 
 GRADED = "sums of 1 to 3 digits"
 TASKS = {
-    "sums below 100": Task(100, 0.5),
-    "sums below 1,000": Task(1000, 0.6),
-    GRADED: Task(1000, 0.6, graded=True),
+    "sums below 100": SumsTask(100, 0.5),
+    "sums below 1,000": SumsTask(1000, 0.6),
+    GRADED: SumsTask(1000, 0.6, graded=True),
 }
 RATES = (3e-4, 1e-3, 3e-3)
 ARMS = (
@@ -86,7 +86,7 @@ ARMS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class AnchorSetting:
     """One run."""
 
     task: str
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     disable_progress_bar()
     materials = {task: make_material(options.work, task) for task in options.tasks}
     settings = [
-        Setting(task, rate, arm, seed)
+        AnchorSetting(task, rate, arm, seed)
         for seed in range(options.seeds)
         for rate in options.rates
         for task in options.tasks
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
         setting for setting in settings if not any(r | setting.key == r for r in result["runs"])
     ]
 
-    def add(setting: Setting) -> None:
+    def add(setting: AnchorSetting) -> None:
         command = [sys.executable, "-m", "benchmarks.evidence.anchors"]
         command += [*(arguments or sys.argv[1:]), "--one", json.dumps(setting.key)]
         process = subprocess.run(
@@ -152,11 +152,11 @@ def main(arguments: list[str] | None = None) -> None:
         list(pool.map(add, missing))
 
 
-def make_material(work: Path, task: str) -> Material:
+def make_material(work: Path, task: str) -> RlMaterial:
     """Make sums and the pretrained model of a task, once."""
     sums = TASKS[task]
     home = (work / f"below-{sums.below}{'-graded' * sums.graded}").absolute()
-    material = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")
+    material = RlMaterial(home / "train.jsonl", home / "heldout.jsonl", home / "model")
     if material.model.exists():
         return material
     home.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def make_material(work: Path, task: str) -> Material:
 
 
 def train_and_examine(
-    work: Path, material: Material, setting: Setting, steps: int
+    work: Path, material: RlMaterial, setting: AnchorSetting, steps: int
 ) -> dict[str, Any]:
     """Train once; return the metrics of the run and the examination of its student."""
     name = "-".join(str(value) for value in setting.key.values())
@@ -188,7 +188,7 @@ def train_and_examine(
     return asdict(setting.arm) | summarize_metrics(records) | examination
 
 
-def make_job(material: Material, setting: Setting, steps: int) -> dict[str, Any]:
+def make_job(material: RlMaterial, setting: AnchorSetting, steps: int) -> dict[str, Any]:
     arm = setting.arm
     anchor = {"anchor": {"tau": arm.tau, "update_period": 10}} if arm.beta else {}
     return {

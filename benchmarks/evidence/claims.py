@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.shared.intervals import mean_and_interval
+from benchmarks.shared.pages import format_table
 from benchmarks.shared.results import RESULTS
 
 
@@ -35,16 +36,13 @@ class Effect:
             return "shown"
         return "refuted" if mean + half < self.least else "not shown"
 
-    def cells(self, digits: int) -> str:
+    def cells(self, digits: int) -> list[str]:
         """Return the cells of a table: comparison, seeds, mean, interval, verdict."""
         mean, half = self.interval
-        seeds = len(self.differences)
-        if math.isinf(half):
-            return f"{self.comparison} | {seeds} | {mean:+.{digits}f} | - | {self.verdict}"
         low, high = f"{mean - half:+.{digits}f}", f"{mean + half:+.{digits}f}"
-        return (
-            f"{self.comparison} | {seeds} | {mean:+.{digits}f} | {low} to {high} | {self.verdict}"
-        )
+        interval = "-" if math.isinf(half) else f"{low} to {high}"
+        seeds = str(len(self.differences))
+        return [self.comparison, seeds, f"{mean:+.{digits}f}", interval, self.verdict]
 
 
 class Interval(Effect):
@@ -58,10 +56,10 @@ class Interval(Effect):
         """Shown: the whole interval is above 0.01."""
         return "shown" if self.differences[1] > 0.01 else "not shown"
 
-    def cells(self, digits: int) -> str:
+    def cells(self, digits: int) -> list[str]:
         """Return the cells of a table."""
         mean, low, high = (f"{value:.{digits}f}" for value in self.differences)
-        return f"{self.comparison} | - | {mean} | {low} to {high} | {self.verdict}"
+        return [self.comparison, "-", mean, f"{low} to {high}", self.verdict]
 
 
 def paired_differences(
@@ -90,11 +88,8 @@ def paired_differences(
 
 def effects_table(effects: Sequence[Effect], unit: str, digits: int = 3) -> str:
     """Return a table of effects, largest first as given."""
-    head = (
-        f"| comparison | seeds | effect, {unit} | 95% interval | verdict |\n|---|---|---|---|---|"
-    )
-    rows = [f"| {effect.cells(digits)} |" for effect in effects if effect.differences]
-    return "\n".join([head, *rows])
+    header = ["comparison", "seeds", f"effect, {unit}", "95% interval", "verdict"]
+    return format_table(header, [effect.cells(digits) for effect in effects if effect.differences])
 
 
 def overall_verdict(effects: Sequence[Effect]) -> str:
@@ -120,8 +115,6 @@ class Section:
         self.command, self.cost = command, cost
 
     @property
-    def line(self) -> str:
-        """Return the row of the table of claims."""
-        return (
-            f"| {self.claim} | {overall_verdict(self.effects)} | `{self.command}` | {self.cost} |"
-        )
+    def cells(self) -> list[str]:
+        """Return the row of the table of claims: claim, verdict, command, cost."""
+        return [self.claim, overall_verdict(self.effects), f"`{self.command}`", self.cost]

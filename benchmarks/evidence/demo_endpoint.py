@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"before: {before.kl:.3f} nats a token; see {logs}", flush=True)
     began = time.monotonic()
     with vllm_server(pair.teacher.absolute(), logs / "vllm.log") as url, Services(logs) as services:
-        run = trained(services, pair, url, options.work.absolute(), options.steps)
+        run = train_student(services, pair, url, options.work.absolute(), options.steps)
     after = examine_student("after", run / "export", pair, held_out, time.monotonic() - began)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = {line["step"]: line["eval/kl"] for line in metrics if "eval/kl" in line}
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit("the KL has not fallen")
 
 
-def trained(services: Services, pair: Pair, url: str, work: Path, steps: int) -> Path:
+def train_student(services: Services, pair: Pair, url: str, work: Path, steps: int) -> Path:
     """Start the teacher in front of the server, run the job to its end, return its directory."""
     command = ["teacher_service", "--engine", "endpoint", "--model", url, "--port", "0"]
     command += ["--tokenizer", str(pair.teacher.absolute()), "--no-cache"]

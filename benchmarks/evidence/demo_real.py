@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     quick = QUICK if options.quick else {}
     with Services(options.work / "logs") as services:
         students = [examine_student("student before", pair.student, pair, texts, 0.0)]
-        for name, train in (("on-policy", on_policy), ("offline", offline)):
+        for name, train in (("on-policy", train_on_policy), ("offline", train_offline)):
             print(f"{name}: see {options.work / 'logs'}", flush=True)
             start = time.monotonic()
             export_path = train(services, pair, options.work.absolute(), quick)
@@ -104,7 +104,7 @@ def split_data(data: Path, pair: Pair, work: Path, captured: int) -> list[Any]:
     return load_questions(work / "heldout.jsonl", tokenizer, HELD_OUT)
 
 
-def on_policy(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
+def train_on_policy(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
     """Start a teacher service and train; return the student."""
     command = ["teacher_service", "--model", str(pair.teacher), "--port", "0", "--no-cache"]
     settings = {
@@ -116,7 +116,7 @@ def on_policy(services: Services, pair: Pair, work: Path, quick: dict[str, str])
     return train_job(services, "on-policy", settings, work)
 
 
-def offline(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
+def train_offline(services: Services, pair: Pair, work: Path, quick: dict[str, str]) -> Path:
     """Capture the teacher's rows and train from them; return the student."""
     store = work / "rows"
     settings = {"teacher.model": str(pair.teacher), "data.path": str(work / "captured.jsonl")}

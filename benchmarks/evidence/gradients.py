@@ -39,7 +39,7 @@ RENORMALISED = "renormalised"
 
 
 @dataclass(frozen=True)
-class Place:
+class AnswerPosition:
     """A position: log-probs in float64, the answer's number, and the token's number in it."""
 
     position: Position
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.write_text(format_json(result))
 
 
-def sample_places(teacher: Path, student: Path, data: Path, answers: int) -> list[Place]:
+def sample_places(teacher: Path, student: Path, data: Path, answers: int) -> list[AnswerPosition]:
     """Return every EVERY-th token of the answers that the student samples."""
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     models = [
@@ -83,7 +83,7 @@ def sample_places(teacher: Path, student: Path, data: Path, answers: int) -> lis
     )
     questions = load_questions(data, tokenizer, answers)
     (sampled,) = rollouts.generate(questions, range(len(questions)), seed=0)
-    answer_places: list[Place] = []
+    answer_places: list[AnswerPosition] = []
     for number, answer in enumerate(sampled):
         with torch.no_grad():
             student_logits, teacher_logits = (
@@ -93,11 +93,11 @@ def sample_places(teacher: Path, student: Path, data: Path, answers: int) -> lis
             p, q = (
                 logits[token].double().log_softmax(0) for logits in (student_logits, teacher_logits)
             )
-            answer_places.append(Place(Position(p, q), number, token))
+            answer_places.append(AnswerPosition(Position(p, q), number, token))
     return answer_places
 
 
-def summarize_groups(answer_places: Sequence[Place]) -> Iterator[dict[str, Any]]:
+def summarize_groups(answer_places: Sequence[AnswerPosition]) -> Iterator[dict[str, Any]]:
     """Yield bias and sd of each estimator over all positions, by entropy and by place.
 
     Both are root mean squares over the positions, divided by that of the exact gradient.
@@ -156,7 +156,7 @@ def list_estimators() -> Iterator[Estimator]:
         yield Estimator("forward", "bucket+teacher_samples", k, DRAWS)
 
 
-def measure_place(place: Place) -> Iterator[dict[str, Any]]:
+def measure_place(place: AnswerPosition) -> Iterator[dict[str, Any]]:
     """Yield |bias|^2, variance and |exact gradient|^2 of every estimator at one position."""
     position = place.position
     p = position.log_p.exp()

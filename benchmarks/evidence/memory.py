@@ -80,9 +80,9 @@ def profile_memory(pair: Pair) -> dict[str, int]:
     """Return what a trainer's memory is made of: tokens of an update, weights, and bytes."""
     return {
         "tokens": QUESTIONS * (LONGEST_PROMPT + TOKENS),
-        "weights": run_in_process("weights", str(pair.student)),
-        "libraries": run_in_process("libraries"),
-        "saved": run_in_process("saved", str(pair.student)),
+        "weights": run_in_process("count_weights", str(pair.student)),
+        "libraries": run_in_process("measure_libraries"),
+        "saved": run_in_process("measure_saved_tensors", str(pair.student)),
     }
 
 
@@ -118,7 +118,7 @@ def run_in_process(*name_and_arguments: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def weights(student: str) -> int:
+def count_weights(student: str) -> int:
     """Return the number of weights of the student."""
     return sum(
         parameter.numel()
@@ -126,23 +126,23 @@ def weights(student: str) -> int:
     )
 
 
-def libraries() -> int:
+def measure_libraries() -> int:
     """Return the bytes of this process, pages of files apart, with what a trainer imports."""
     import student_trainer.assembly  # noqa: F401
 
     return anonymous_bytes()
 
 
-def saved(student: str) -> int:
+def measure_saved_tensors(student: str) -> int:
     """Return the bytes that the student saves for the backward pass of one update."""
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     recompute_activations(model, False)
-    sequences = [placeholder(model.config.vocab_size) for _ in range(QUESTIONS)]
+    sequences = [make_placeholder(model.config.vocab_size) for _ in range(QUESTIONS)]
     batch = make_batch(sequences, torch.device("cpu"))
     return saved_bytes(Student(model, bf16=False), batch)
 
 
-def placeholder(vocabulary: int) -> ScoredSequence:
+def make_placeholder(vocabulary: int) -> ScoredSequence:
     """Return a sequence as long as the longest one of the benchmark."""
     ids = torch.randint(0, vocabulary, (LONGEST_PROMPT + TOKENS,))
     head = torch.zeros(TOKENS, 1, dtype=torch.int32)

@@ -45,7 +45,7 @@ BUDGETS = (500, None)
 
 
 @dataclass(frozen=True)
-class Setting:
+class MethodSetting:
     """One run. sums: the number of different sums to learn from; None: all."""
 
     method: str
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     work = options.work.absolute()
     make_material(work)
     settings = [
-        Setting(method, rate, sums, seed)
+        MethodSetting(method, rate, sums, seed)
         for seed in range(options.seeds)
         for rate in RATES
         for sums in BUDGETS
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     command = ["teacher_service", "--model", str(work / "teacher"), "--no-cache"]
     with run_service(command, work / "teacher.log", threads=1) as address:
 
-        def add(setting: Setting) -> None:
+        def add(setting: MethodSetting) -> None:
             name = "-".join(str(value) for value in vars(setting).values())
             _, records, _ = train_once(
                 work / "runs" / name, make_job(work, setting, address, options.steps)
@@ -131,7 +131,7 @@ def capture_rows(work: Path, data: Path, store: Path) -> None:
     run_program([*command, "--runs", str(work / "captures")], work / "material.log")
 
 
-def make_job(work: Path, setting: Setting, teacher: str, steps: int) -> dict[str, Any]:
+def make_job(work: Path, setting: MethodSetting, teacher: str, steps: int) -> dict[str, Any]:
     prompts = str(work / f"train-{setting.sums}.jsonl")
     data = {"path": prompts, "eval_path": str(work / "data" / "heldout.jsonl")}
     shared = {

@@ -72,7 +72,7 @@ OFFLINE_LOSSES = (
 
 
 @dataclass(frozen=True)
-class Text:
+class QuestionAnswer:
     """Token ids of a question and its answer; the first row is that of token `start`."""
 
     ids: Tensor
@@ -150,21 +150,21 @@ def train(
     return measure(student.eval(), teacher, held_out) | {"seconds": seconds}
 
 
-def load_texts(data: Path, tokenizer: Any, count: int) -> list[Text]:
+def load_texts(data: Path, tokenizer: Any, count: int) -> list[QuestionAnswer]:
     """Return the first `count` questions with their answers of at most LONGEST tokens together."""
-    short_texts: list[Text] = []
+    short_texts: list[QuestionAnswer] = []
     for line in data.read_text().splitlines():
         record = json.loads(line)
         start = len(tokenizer(f"{record['question']}\n")["input_ids"])
         ids = tokenizer(f"{record['question']}\n{record['answer']}")["input_ids"]
         if len(ids) <= LONGEST:
-            short_texts.append(Text(torch.tensor(ids), start))
+            short_texts.append(QuestionAnswer(torch.tensor(ids), start))
         if len(short_texts) == count:
             return short_texts
     raise SystemExit(f"{data} has {len(short_texts)} texts of {LONGEST} tokens, not {count}")
 
 
-def answer_states(model: Any, texts: Sequence[Text]) -> Tensor:
+def answer_states(model: Any, texts: Sequence[QuestionAnswer]) -> Tensor:
     """Return the states [N, H] from which the tokens of all answers are predicted."""
     # Padding at the end does not change the outputs of a causal model before it.
     ids = torch.nn.utils.rnn.pad_sequence([text.ids for text in texts], batch_first=True)
@@ -175,7 +175,7 @@ def answer_states(model: Any, texts: Sequence[Text]) -> Tensor:
 
 
 def mean_loss(
-    offline_loss: OfflineLoss, student: Any, teacher: Any, texts: Sequence[Text]
+    offline_loss: OfflineLoss, student: Any, teacher: Any, texts: Sequence[QuestionAnswer]
 ) -> Tensor:
     """Return the mean of the loss over all tokens of the answers."""
     student_states = answer_states(student, texts)
@@ -225,7 +225,7 @@ def draw_tail_samples(teacher_logits: Tensor, head: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(student: Any, teacher: Any, held_out: Sequence[Text]) -> dict[str, float]:
+def measure(student: Any, teacher: Any, held_out: Sequence[QuestionAnswer]) -> dict[str, float]:
     """Return the exact KL(teacher||student) a token, in nats, and the student's perplexity."""
     kl = loss = count = 0.0
     for first in range(0, len(held_out), 8):

@@ -12,6 +12,7 @@ from benchmarks.evidence import real_sections as real
 from benchmarks.evidence import tail_sections as tails
 from benchmarks.evidence import training_sections as training
 from benchmarks.evidence.claims import load_result
+from benchmarks.shared.pages import format_table, write_page
 
 DRAWS = "`make bench-draws DATA=train.jsonl`"
 HEAD = """\
@@ -25,9 +26,7 @@ other; *not shown*: it contains both. Of twenty comparisons without any effect, 
 refuted by chance. All runs are on two cores without a GPU; the real models are SmolLM2-135M and a
 student of 22 of its 30 layers, with 49,152 ids.
 
-| claim | verdict | made by | cost |
-|---|---|---|---|
-{summary}
+{claims}
 
 """
 FIGURES = """\
@@ -57,17 +56,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
     sections = [section for make in SECTIONS if (section := make(options.docs))]
-    summary = "\n".join(section.line for section in sections)
+    claims = format_table(
+        ["claim", "verdict", "made by", "cost"], [section.cells for section in sections]
+    )
     bodies = [section.text for section in sections]
     page = "\n".join(
         [
-            HEAD.format(summary=summary),
+            HEAD.format(claims=claims),
             *bodies,
             FIGURES.format(demo_real=format_demo_real(), draws=DRAWS),
         ]
     )
-    (options.docs / "evidence.md").write_text(page)
-    print(summary)
+    write_page(options.docs / "evidence.md", page)
+    print(claims)
 
 
 def format_demo_real() -> str:
@@ -81,18 +82,18 @@ def format_demo_real() -> str:
 
 
 SECTIONS = (
-    tails.tail_modes,
-    tails.gradients,
-    tails.offline_k,
-    tails.offline_gap,
-    training.anchors,
-    training.rl_estimators,
-    training.methods,
-    real.own_answers,
-    real.teacher_answers,
-    training.speed,
-    real.memory,
-    training.service,
+    tails.compare_tail_modes,
+    tails.compare_gradients,
+    tails.compare_offline_k,
+    tails.compare_offline_gap,
+    training.compare_anchors,
+    training.compare_rl_estimators,
+    training.compare_training_methods,
+    real.compare_own_answers,
+    real.compare_teacher_answers,
+    training.compare_speed,
+    real.compare_memory,
+    training.compare_service,
 )
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ SUBJECTS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class RealMethodSetting:
     """One run."""
 
     task: str
@@ -90,9 +90,9 @@ def main(arguments: list[str] | None = None) -> None:
     disable_progress_bar()
     pair = make_pair("real", options.work, options.data)
     result = load_results(options.out, {"machine": describe_machine(), "steps": options.steps})
-    settings = [Setting(task, 0.0, BEFORE, 0) for task in TASKS]
+    settings = [RealMethodSetting(task, 0.0, BEFORE, 0) for task in TASKS]
     settings += [
-        Setting(task, rate, method, seed)
+        RealMethodSetting(task, rate, method, seed)
         for rate in options.rates
         for seed in range(options.seeds)
         for task in TASKS
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(vars(setting), measurements["curve"][-1], flush=True)
 
 
-def train(setting: Setting, pair: Pair, data: Path, steps: int) -> dict[str, Any]:
+def train(setting: RealMethodSetting, pair: Pair, data: Path, steps: int) -> dict[str, Any]:
     """Train once; return the seconds of the steps, and the measurements held out at the end.
 
     On-policy also after 3/4 of the steps. FLOPs and teacher tokens: of all steps so far.
@@ -178,7 +178,7 @@ def sample_answers(
 
 
 def mean_loss(
-    setting: Setting,
+    setting: RealMethodSetting,
     step: int,
     student: Any,
     teacher: Any,
@@ -201,8 +201,8 @@ def mean_loss(
     return offline.mean_loss(offline_loss, student.train(), teacher, to_texts(answers)), answers
 
 
-def to_texts(answers: Sequence[Rollout]) -> list[offline.Text]:
-    return [offline.Text(answer.token_ids.long(), answer.start) for answer in answers]
+def to_texts(answers: Sequence[Rollout]) -> list[offline.QuestionAnswer]:
+    return [offline.QuestionAnswer(answer.token_ids.long(), answer.start) for answer in answers]
 
 
 def measure(

@@ -20,9 +20,10 @@ from benchmarks.evidence.real_methods import BEFORE, METHODS, TASKS
 
 COMMAND = "python -m benchmarks.evidence.real_methods --data train.jsonl"
 COST = "2 minutes of a core a run"
+from benchmarks.shared.pages import format_table
 
 
-def own_answers(docs: Path) -> Section | None:
+def compare_own_answers(docs: Path) -> Section | None:
     """On the student's own answers, at equal teacher tokens and at equal FLOPs of the student."""
     result = load_result("evidence_real_methods")
     if not result:
@@ -61,7 +62,7 @@ every reward would be 0, and an instruction has no right answer.
     return Section(claim, effects, text, COMMAND, COST)
 
 
-def teacher_answers(_: Path) -> Section | None:
+def compare_teacher_answers(_: Path) -> Section | None:
     """On answers of the teacher, which fine-tuning and offline distillation learn from."""
     result = load_result("evidence_real_methods")
     if not result:
@@ -120,31 +121,29 @@ def compare_methods(
 
 def format_means(runs: Sequence[dict[str, Any]]) -> str:
     """Return a table of both KL and the perplexity of every method."""
-    rows = [
-        "| task | method | seeds | steps | KL(student\\|\\|teacher), own answers "
-        "| KL(teacher\\|\\|student), the teacher's | perplexity of the teacher's "
-        "| TFLOPs of the student |",
-        "|---|---|---|---|---|---|---|---|",
+    header = [
+        *("task", "method", "seeds", "steps", "KL(student\\|\\|teacher), own answers"),
+        *("KL(teacher\\|\\|student), the teacher's", "perplexity of the teacher's"),
+        "TFLOPs of the student",
     ]
+    rows = []
     for task in TASKS:
         for method in (BEFORE, *METHODS):
             curves = [
                 run["curve"] for run in runs if (run["task"], run["method"]) == (task, method)
             ]
             for points in zip(*curves, strict=True):
-                kls = " | ".join(
+                means = [
                     f"{statistics.mean(run[name] for run in points):.{digits}f}"
                     for name, digits in (("kl_own", 2), ("kl_teacher", 2), ("perplexity", 0))
-                )
+                ]
                 flops = statistics.mean(run.get("flops", 0) for run in points) / 1e12
-                rows.append(
-                    f"| {task} | {method} | {len(points)} | {points[0]['step']} | {kls} "
-                    f"| {flops:.2f} |"
-                )
-    return "\n".join(rows)
+                counts = [str(len(points)), str(points[0]["step"])]
+                rows.append([task, method, *counts, *means, f"{flops:.2f}"])
+    return format_table(header, rows)
 
 
-def memory(_: Path) -> Section | None:
+def compare_memory(_: Path) -> Section | None:
     """Peak memory beside TRL's, and what it is made of."""
     result = load_result("evidence_memory")
     if not result:
@@ -152,20 +151,17 @@ def memory(_: Path) -> Section | None:
     runs = {run["run"]: run for run in result["runs"]}
     profile = runs.pop(PROFILE)
     trl_run = runs["TRL"]
-    rows = [
-        "| run | peak, GiB | of TRL's | while learning | CPU seconds | trainer | teacher |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["run", "peak, GiB", "of TRL's", "while learning", "CPU seconds", "trainer", "teacher"]
+    rows = []
     for name, run in sorted(runs.items(), key=lambda item: list(RUNS).index(item[0])):
         parts = {item["name"]: item["own"] + item["file"] for item in run["processes"]}
         trainer = next(parts[key] for key in parts if key != "teacher_service")
         teacher = parts.get("teacher_service", 0)
         learning = gib(run["stages"]["learning"])
         share = run["peak_bytes"] / trl_run["peak_bytes"]
-        rows.append(
-            f"| {name} | {gib(run['peak_bytes'])} | {share:.2f} | {learning} "
-            f"| {run['cpu_seconds']:.0f} | {gib(trainer)} | {gib(teacher)} |"
-        )
+        cpu_seconds = f"{run['cpu_seconds']:.0f}"
+        peaks = [gib(run["peak_bytes"]), f"{share:.2f}", learning]
+        rows.append([name, *peaks, cpu_seconds, gib(trainer), gib(teacher)])
     leanest = min(runs.values(), key=lambda run: run["peak_bytes"])
     engine = next(run for run in load_result("trl_memory")["runs"] if run["way"] == "vllm")
     effects = [
@@ -183,7 +179,7 @@ Peak memory of all processes of a run together, pages that processes share count
 the peak. The settings change memory and time, not results: `train.tokens_per_micro_batch = 256`,
 and recomputed activations (`student.gradient_checkpointing`; TRL's default).
 
-{chr(10).join(rows)}
+{format_table(header, rows)}
 
 **Where the trainer's memory goes** (`serial`), in GiB: weights, gradients and AdamW's two moments
 {gib(4 * weights)}; what autograd keeps for the backward pass of {profile["tokens"]} padded tokens

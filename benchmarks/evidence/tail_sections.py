@@ -16,9 +16,10 @@ from benchmarks.evidence.claims import (
     load_result,
     paired_differences,
 )
+from benchmarks.shared.pages import format_table
 
 
-def tail_modes(docs: Path) -> Section:
+def compare_tail_modes(docs: Path) -> Section:
     result = load_result("draw_training")["real"]
     steps = result["steps"]
     runs = [
@@ -85,7 +86,7 @@ an answer of {result["tokens"]} tokens ends before its result.
     return Section(claim, [*effects, *near_exact], text, command, "3 minutes a run")
 
 
-def gradients(docs: Path) -> Section | None:
+def compare_gradients(docs: Path) -> Section | None:
     result = load_result("evidence_gradients")
     if not result:
         return None
@@ -147,7 +148,7 @@ def first_k(
     limit: float,
     direction: str = "reverse",
 ) -> str:
-    """Return the smallest k whose bias and sd are at most `most`, as text."""
+    """Return the smallest k whose bias and sd are at most `limit`, as text."""
     ks = sorted({group["k"] for group in groups})
     for k in ks:
         (selected,) = select_groups(groups, group, direction, tail, k)
@@ -157,15 +158,15 @@ def first_k(
 
 
 def format_needed_k(groups: Sequence[dict[str, Any]]) -> str:
-    rows = ["| direction | tail | a quarter | a tenth |", "|---|---|---|---|"]
+    rows = []
     for direction, sampled in (("reverse", "bucket+draws"), ("forward", "bucket+teacher_samples")):
         for tail in ("none", "renormalised", "bucket", sampled):
             smallest_ks = [first_k(groups, "all", tail, limit, direction) for limit in (0.25, 0.1)]
-            rows.append(f"| {direction} | `{tail}` | {smallest_ks[0]} | {smallest_ks[1]} |")
-    return "\n".join(rows)
+            rows.append([direction, f"`{tail}`", *smallest_ks])
+    return format_table(["direction", "tail", "a quarter", "a tenth"], rows)
 
 
-def offline_k(docs: Path) -> Section | None:
+def compare_offline_k(docs: Path) -> Section | None:
     result = load_result("evidence_offline_k")
     if not result or len({run["way"] for run in result["runs"]}) < 3:
         return None
@@ -210,7 +211,7 @@ held-out KL(teacher||student) a token, in nats ({before:.2f} before).
     return Section(claim, [*effects, *exact], text, command, "2 to 4 minutes a run")
 
 
-def offline_gap(docs: Path) -> Section:
+def compare_offline_gap(docs: Path) -> Section:
     learned = load_result("offline")["learned"]
     kls = {method["name"]: method["kl"]["seeds"] for method in learned["ways"]}
     before = learned["before"]["kl"]

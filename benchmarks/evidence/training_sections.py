@@ -16,9 +16,10 @@ from benchmarks.evidence.claims import (
     load_result,
     paired_differences,
 )
+from benchmarks.shared.pages import format_table
 
 
-def anchors(docs: Path) -> Section | None:
+def compare_anchors(docs: Path) -> Section | None:
     result = load_result("evidence_anchors")
     if not result:
         return None
@@ -69,10 +70,8 @@ that without one. With beta 1 a fixed anchor holds the student back; an EMA anch
 
 
 def format_arms(runs: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        "| task | rate | anchor | seeds | pass@1 | pass@8 | answers of 16 that differ | KL |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["task", "rate", "anchor", "seeds", "pass@1", "pass@8", "answers of 16 that differ"]
+    rows = []
     for task, rate in sorted({(run["task"], run["rate"]) for run in runs}):
         for arm in ARMS:
             arm_runs = [
@@ -86,12 +85,12 @@ def format_arms(runs: Sequence[Mapping[str, Any]]) -> str:
             ]
             kls = [run["kl_anchor"] for run in arm_runs if run.get("kl_anchor") is not None]
             kl = f"{statistics.mean(kls):.3f}" if kls else "-"
-            shares = f"{means[0]:.3f} | {means[1]:.3f} | {means[2]:.1f}"
-            rows.append(f"| {task} | {rate:g} | {arm.name} | {len(arm_runs)} | {shares} | {kl} |")
-    return "\n".join(rows)
+            shares = [f"{means[0]:.3f}", f"{means[1]:.3f}", f"{means[2]:.1f}"]
+            rows.append([task, f"{rate:g}", arm.name, str(len(arm_runs)), *shares, kl])
+    return format_table([*header, "KL"], rows)
 
 
-def rl_estimators(docs: Path) -> Section:
+def compare_rl_estimators(docs: Path) -> Section:
     finals_by_arm = {
         summary["name"]: summary["finals"] for summary in load_result("rl")["summaries"]
     }
@@ -114,7 +113,7 @@ Held-out accuracy of the runs of [Reinforcement learning: measurements](rl.md), 
     return Section(claim, effects, text, "python -m benchmarks.rl", "30 minutes")
 
 
-def methods(docs: Path) -> Section | None:
+def compare_training_methods(docs: Path) -> Section | None:
     result = load_result("evidence_methods")
     if not result:
         return None
@@ -154,7 +153,7 @@ Lines are medians over seeds, dots the lowest and highest. Differences of the ac
     return Section(claim, effects, text, "python -m benchmarks.evidence.methods", "1 minute a run")
 
 
-def speed(docs: Path) -> Section:
+def compare_speed(docs: Path) -> Section:
     runs = load_result("trl_training")["runs"]
     ratios = [
         trl_run["seconds"] / own_run["seconds"]
@@ -181,7 +180,7 @@ Whole runs beside TRL's DistillationTrainer: same models, batch and cores
     return Section(claim, effects, text, command, "6 minutes a run")
 
 
-def service(docs: Path) -> Section | None:
+def compare_service(docs: Path) -> Section | None:
     result = load_result("evidence_service_cost")
     if not result:
         return None
@@ -189,7 +188,7 @@ def service(docs: Path) -> Section | None:
     for measurement in result["rounds"]:
         rounds_by_way.setdefault(measurement["way"], []).append(measurement)
     in_process_rounds = rounds_by_way["in the process"]
-    rows, effects = ["| teacher | tokens/s (median) | ms of CPU a token |", "|---|---|---|"], []
+    rows, effects = [], []
     for way, rounds in rounds_by_way.items():
         speed = statistics.median(
             measurement["tokens"] / measurement["seconds"] for measurement in rounds
@@ -197,7 +196,7 @@ def service(docs: Path) -> Section | None:
         cpu = statistics.median(
             measurement["cpu"] / measurement["tokens"] for measurement in rounds
         )
-        rows.append(f"| {way} | {speed:.0f} | {1000 * cpu:.2f} |")
+        rows.append([way, f"{speed:.0f}", f"{1000 * cpu:.2f}"])
         if way != "in the process":
             ratios = [
                 a["seconds"] / b["seconds"] for a, b in zip(in_process_rounds, rounds, strict=True)
@@ -212,7 +211,7 @@ SmolLM2-135M scores answers of GSM8K, 16 head ids and 48 draws a row; turns of t
 alternate, an effect is the mean over rounds. In the process all sequences are one batch as they
 come; the service makes batches of similar lengths, which probably makes it the faster one.
 
-{chr(10).join(rows)}
+{format_table(["teacher", "tokens/s (median)", "ms of CPU a token"], rows)}
 
 {effects_table(effects, "times the speed in the process")}
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.loss.methods import GPU_METHODS, Method, installed
+from benchmarks.loss.methods import GPU_METHODS, Method, find_installed
 from benchmarks.loss.problem import make_problem
 from benchmarks.shared.meters import CpuMeter, CudaMeter, Meter, measure
 from teacher_service.head import scoring
@@ -32,7 +32,7 @@ from teacher_service.head.vocabulary import top_ids
 
 
 @dataclass(frozen=True)
-class Sizes:
+class KernelSizes:
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
     vocab: int
@@ -41,8 +41,8 @@ class Sizes:
     selection_rows: int
 
 
-FULL = Sizes((8192, 32_768), (1024, 2048, 4096), 151_936, 64, 4096, 4096)
-QUICK = Sizes((64, 96), (32,), 1000, 8, 32, 64)
+FULL = KernelSizes((8192, 32_768), (1024, 2048, 4096), 151_936, 64, 4096, 4096)
+QUICK = KernelSizes((64, 96), (32,), 1000, 8, 32, 64)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = QUICK if options.quick else FULL
     meter: Meter = CudaMeter() if options.device == "cuda" else CpuMeter()
     small = make_problem(64, 512, 64, 8, device=options.device, dtype=torch.bfloat16)
-    methods, missing = installed(GPU_METHODS, small)
+    methods, missing = find_installed(GPU_METHODS, small)
     result = {
         "machine": describe_device(options.device),
         "missing": missing,
@@ -107,7 +107,7 @@ def describe_device(device: str) -> dict[str, Any]:
 
 
 def measure_loss(
-    meter: Meter, methods: dict[str, Method], sizes: Sizes, device: str
+    meter: Meter, methods: dict[str, Method], sizes: KernelSizes, device: str
 ) -> list[dict[str, Any]]:
     """G1."""
     rows = []
@@ -128,13 +128,15 @@ def measure_loss(
     return rows
 
 
-def measure_scoring(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
+def measure_scoring(meter: Meter, sizes: KernelSizes, device: str) -> list[dict[str, Any]]:
     """G2."""
     return [row for n in sizes.tokens for row in _measure_scoring_of(meter, sizes, device, n)]
 
 
 @torch.no_grad()
-def _measure_scoring_of(meter: Meter, sizes: Sizes, device: str, n: int) -> list[dict[str, Any]]:
+def _measure_scoring_of(
+    meter: Meter, sizes: KernelSizes, device: str, n: int
+) -> list[dict[str, Any]]:
     """Measure G2."""
     problem = make_problem(
         n, sizes.vocab, sizes.scoring_width, sizes.head, device=device, dtype=torch.bfloat16
@@ -142,20 +144,20 @@ def _measure_scoring_of(meter: Meter, sizes: Sizes, device: str, n: int) -> list
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
     tokens = problem.token_ids
 
-    def ours(top_k: int | None, head_ids: torch.Tensor | None) -> object:
+    def score(top_k: int | None, head_ids: torch.Tensor | None) -> object:
         return scoring.score_hidden(
             hidden, weight, token_ids=tokens, top_k=top_k, head_ids=head_ids, temperature=1.0
         )
 
-    def materialised() -> object:
+    def score_materialised() -> object:
         logprobs = (hidden @ weight.T).float().log_softmax(-1)
         return logprobs.topk(sizes.head), logprobs.gather(1, tokens[:, None])
 
     rows = []
     for name, work in {
-        "score_hidden, top-k": lambda: ours(sizes.head, None),
-        "score_hidden, given ids": lambda: ours(None, problem.head_ids),
-        "log_softmax + topk": materialised,
+        "score_hidden, top-k": lambda: score(sizes.head, None),
+        "score_hidden, given ids": lambda: score(None, problem.head_ids),
+        "log_softmax + topk": score_materialised,
         "product alone": lambda: hidden @ weight.T,
     }.items():
         rows.append({"tokens": n, "method": name, **measure(meter, work)})
@@ -164,7 +166,7 @@ def _measure_scoring_of(meter: Meter, sizes: Sizes, device: str, n: int) -> list
 
 
 @torch.no_grad()
-def measure_selection(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
+def measure_selection(meter: Meter, sizes: KernelSizes, device: str) -> list[dict[str, Any]]:
     """Measure G3 on float32 logits, which is the data type of a teacher's logits."""
     n = sizes.selection_rows
     logits = torch.randn(n, sizes.vocab, device=device)
@@ -186,7 +188,7 @@ def _add_flops(row: dict[str, Any], operations: int) -> None:
         row["tflops"] = operations / row["ms"] / 1e9
 
 
-def print_results(result: dict[str, Any], sizes: Sizes) -> None:
+def print_results(result: dict[str, Any], sizes: KernelSizes) -> None:
     print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     print(f"V = {sizes.vocab}, k = {sizes.head}, bf16")
     for name, reason in result["missing"].items():

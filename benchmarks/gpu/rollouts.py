@@ -78,7 +78,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RolloutSizes:
     """models: those that are pushed; the first one also samples. share: of the GPU per engine."""
 
     models: dict[str, Shape]
@@ -93,7 +93,7 @@ class Sizes:
     job: dict[str, int]  # layers, hidden, steps, skipped, answers, tokens
 
 
-FULL = Sizes(
+FULL = RolloutSizes(
     {
         "1.5B": Shape(1536, 22, 12, 4, 128, 8960),
         "8B": Shape(4096, 36, 32, 8, 128, 12_288),
@@ -108,7 +108,7 @@ FULL = Sizes(
     share=0.3,
     job={"layers": 28, "hidden": 1536, "steps": 12, "skipped": 3, "answers": 64, "tokens": 512},
 )
-QUICK = Sizes(
+QUICK = RolloutSizes(
     {"tiny": Shape(64, 2, 4, 2, 32, 128)},
     vocab=500,
     sequences=GROUP,
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
 class StudentAndEngine:
     """A student of random weights on the device, and an engine that samples with them."""
 
-    def __init__(self, folder: Path, shape: Shape, sizes: Sizes, device: str) -> None:
+    def __init__(self, folder: Path, shape: Shape, sizes: RolloutSizes, device: str) -> None:
         from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
 
         self.device, self.path = device, folder / "model"
@@ -224,7 +224,9 @@ class StudentAndEngine:
 
 
 @contextmanager
-def start_pair(folder: str, shape: Shape, sizes: Sizes, device: str) -> Iterator[StudentAndEngine]:
+def start_pair(
+    folder: str, shape: Shape, sizes: RolloutSizes, device: str
+) -> Iterator[StudentAndEngine]:
     pair = StudentAndEngine(Path(folder), shape, sizes, device)
     try:
         yield pair
@@ -232,7 +234,7 @@ def start_pair(folder: str, shape: Shape, sizes: Sizes, device: str) -> Iterator
         pair.close()
 
 
-def measure_pushes(pair: StudentAndEngine, sizes: Sizes) -> dict[str, Any]:
+def measure_pushes(pair: StudentAndEngine, sizes: RolloutSizes) -> dict[str, Any]:
     """Write and load the weights a few times; return the median seconds, after a warm-up."""
     seconds: dict[str, list[float]] = {"write": [], "load": [], "least": []}
     channels = [
@@ -269,7 +271,7 @@ def copy_there_and_back(pair: StudentAndEngine) -> None:
     pair.synchronize()
 
 
-def make_order(pair: StudentAndEngine, sizes: Sizes, top_k: int, draws: int) -> Order:
+def make_order(pair: StudentAndEngine, sizes: RolloutSizes, top_k: int, draws: int) -> Order:
     settings = SamplingSettings(top_k, 1.0, draws, 0, sizes.tokens, 1)
     requests = [
         SequenceRequest(ids, number, sizes.tokens) for number, ids in enumerate(make_prompts(sizes))
@@ -278,13 +280,13 @@ def make_order(pair: StudentAndEngine, sizes: Sizes, top_k: int, draws: int) -> 
     return Order(version, settings, requests)
 
 
-def make_prompts(sizes: Sizes) -> list[Tensor]:
+def make_prompts(sizes: RolloutSizes) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = (sizes.sequences // GROUP, sizes.prompt)
     return [*torch.randint(sizes.vocab, shape, generator=generator).repeat_interleave(GROUP, 0)]
 
 
-def measure_speeds(pair: StudentAndEngine, sizes: Sizes) -> dict[str, Any]:
+def measure_speeds(pair: StudentAndEngine, sizes: RolloutSizes) -> dict[str, Any]:
     """Return tokens per second by method, medians over the turns, after a warm-up turn."""
     peer_engine = start_vllm(pair.path, batch_tokens=sizes.batch_tokens, share=sizes.share)
     bfloat16_model = copy.deepcopy(pair.model).bfloat16()
@@ -311,7 +313,7 @@ def measure_speeds(pair: StudentAndEngine, sizes: Sizes) -> dict[str, Any]:
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def measure_log_ratio(pair: StudentAndEngine, sizes: Sizes) -> dict[str, float]:
+def measure_log_ratio(pair: StudentAndEngine, sizes: RolloutSizes) -> dict[str, float]:
     """Return sigma and mean of log p - log mu over the tokens that the engine samples."""
     order = make_order(pair, sizes, 0, 0)
     answers = pair.sample(order)
@@ -331,7 +333,7 @@ def measure_log_ratio(pair: StudentAndEngine, sizes: Sizes) -> dict[str, float]:
     return {"sigma": float(ratio.std()), "mean": float(ratio.mean()), "tokens": len(ratio)}
 
 
-def measure_steps(sizes: Sizes, device: str) -> dict[str, dict[str, float]]:
+def measure_steps(sizes: RolloutSizes, device: str) -> dict[str, dict[str, float]]:
     """Return the median seconds of a step of whole jobs, and of its stages, by layout."""
     job = dict(sizes.job)
     layouts: dict[str, dict[str, Any]] = {

@@ -54,7 +54,7 @@ HEAD, DRAWS = 16, 48
 
 
 @dataclass(frozen=True)
-class Case:
+class UpdateCase:
     """One line of the table.
 
     recompute, compile, optimizer, cpu_offload: the values of `student.gradient_checkpointing`,
@@ -71,7 +71,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class UpdateSizes:
     vocab: int
     length: int
     prompt: int
@@ -81,7 +81,7 @@ class Sizes:
     models: dict[str, tuple[int, int, int, int]]  # width, layers, heads, intermediate
 
 
-FULL = Sizes(
+FULL = UpdateSizes(
     151_936,
     1024,
     256,
@@ -90,34 +90,34 @@ FULL = Sizes(
     5,
     {"0.6B": (1024, 28, 16, 3072), "4B": (2560, 36, 32, 9728)},
 )
-QUICK = Sizes(200, 24, 8, 4, 48, 1, {"tiny": (32, 2, 2, 64)})
+QUICK = UpdateSizes(200, 24, 8, 4, 48, 1, {"tiny": (32, 2, 2, 64)})
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_options(arguments, __doc__)
     sizes = QUICK if options.quick else FULL
     result: dict[str, Any] = {"machine": describe_device(options.device), "cases": []}
-    for case in cases(sizes):
+    for case in list_cases(sizes):
         row = {**asdict(case), **measure_case(case, sizes, options.device)}
         result["cases"].append(row)
         print(json.dumps(row), flush=True)
     write_results(result, options, "gpu-training")
 
 
-def cases(sizes: Sizes) -> Iterator[Case]:
+def list_cases(sizes: UpdateSizes) -> Iterator[UpdateCase]:
     for model in sizes.models:
         for recompute in (False, "selective", True):
-            yield Case(model, "Top-k KL", recompute)
-            yield Case(model, "Top-k KL", recompute, compile=True)
+            yield UpdateCase(model, "Top-k KL", recompute)
+            yield UpdateCase(model, "Top-k KL", recompute, compile=True)
         for optimizer in ("foreach", "adamw_8bit"):
-            yield Case(model, "Top-k KL", True, optimizer=optimizer)
-        yield Case(model, "Top-k KL", True, cpu_offload=True)
+            yield UpdateCase(model, "Top-k KL", True, optimizer=optimizer)
+        yield UpdateCase(model, "Top-k KL", True, cpu_offload=True)
         for method in ("cross-entropy", "TRL SFTTrainer"):
             for recompute in (False, True):
-                yield Case(model, method, recompute)
+                yield UpdateCase(model, method, recompute)
 
 
-def measure_case(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
+def measure_case(case: UpdateCase, sizes: UpdateSizes, device: str) -> dict[str, Any]:
     """Return tokens per second, MFU and memory of a case; {failed: reason} if it does not run."""
     gc.collect()
     if device == "cuda":
@@ -145,7 +145,7 @@ def measure_case(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
     return row
 
 
-def make_random_model(case: Case, sizes: Sizes, device: str) -> Any:
+def make_random_model(case: UpdateCase, sizes: UpdateSizes, device: str) -> Any:
     width, layers, heads, intermediate = sizes.models[case.model]
     config = Qwen3Config(
         vocab_size=sizes.vocab,
@@ -162,7 +162,9 @@ def make_random_model(case: Case, sizes: Sizes, device: str) -> Any:
         return Qwen3ForCausalLM(config)
 
 
-def time_our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:
+def time_our_updates(
+    case: UpdateCase, sizes: UpdateSizes, device: str
+) -> tuple[list[float], float]:
     """Run the trainer's update; return the seconds of each, and the operations of one."""
     if case.cpu_offload:
         accelerator = make_accelerator(timedelta(minutes=10), cpu_offload=True)
@@ -210,14 +212,16 @@ def time_our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float]
     return seconds, operations
 
 
-def make_case_optimizer(case: Case, model: Any) -> torch.optim.Optimizer:
+def make_case_optimizer(case: UpdateCase, model: Any) -> torch.optim.Optimizer:
     if case.optimizer == "foreach":
         return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
     settings = TrainConfig.model_validate({"optimizer": case.optimizer, "learning_rate": 1e-5})
     return make_optimizer(settings, model)
 
 
-def time_trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:
+def time_trl_updates(
+    case: UpdateCase, sizes: UpdateSizes, device: str
+) -> tuple[list[float], float]:
     """Run TRL's SFTTrainer; return the seconds of each update, and the operations of one."""
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -290,18 +294,18 @@ def time_updates(update: Callable[[], None], repetitions: int, device: str) -> l
     return seconds
 
 
-def random_tokens(sizes: Sizes, number: int) -> torch.Tensor:
+def random_tokens(sizes: UpdateSizes, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randint(3, sizes.vocab, (sizes.length,), generator=generator)
 
 
-def make_example(sizes: Sizes, number: int) -> ScoredSequence:
+def make_example(sizes: UpdateSizes, number: int) -> ScoredSequence:
     sequence = TokenSequence(random_tokens(sizes, number), sizes.prompt)
     none = np.zeros((sequence.learned, 0), np.int32)
     return ScoredSequence(sequence, placeholder_rows(none))
 
 
-def make_rollout(sizes: Sizes, number: int) -> ScoredSequence:
+def make_rollout(sizes: UpdateSizes, number: int) -> ScoredSequence:
     """An answer with random head ids, draws and rows: times do not depend on the values."""
     generator, learned = np.random.default_rng(number), sizes.length - sizes.prompt
     ids = np.stack(

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.loss.bounds import bounds
-from benchmarks.loss.methods import METHODS, Method, fused, installed, plain
+from benchmarks.loss.bounds import check_bounds
+from benchmarks.loss.methods import METHODS, Method, find_installed, fused, plain
 from benchmarks.loss.problem import CPU_CHUNK, Problem, make_problem
 from benchmarks.shared.process_memory import MIB, resident_before, resident_peak
 
@@ -32,7 +32,7 @@ HEAD_SIZES = (1, 8, 32, 128, 512)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LossSizes:
     """The sizes of the measured problems; k is `head` unless noted."""
 
     vocab: int
@@ -44,8 +44,8 @@ class Sizes:
     memory_width: int = 64
 
 
-FULL = Sizes(151_936, 896, 256, 64, 5, (512, 2048, 8192))
-QUICK = Sizes(4096, 64, 160, 64, 1, (160, 256, 512))
+FULL = LossSizes(151_936, 896, 256, 64, 5, (512, 2048, 8192))
+QUICK = LossSizes(4096, 64, 160, 64, 1, (160, 256, 512))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         method, n, vocab = options.memory_of
         print(peak_memory(method, int(n), int(vocab), sizes))
         return
-    methods, missing = installed(METHODS, make_problem(64, 512, 64, 8))
+    methods, missing = find_installed(METHODS, make_problem(64, 512, 64, 8))
     problem = make_problem(sizes.tokens, sizes.vocab, sizes.width, max(HEAD_SIZES))
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, 1 thread",
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         "memory": measure_memory(methods, sizes, options.quick),
     }
     # The fused loss chooses its chunk: 64 MiB of logits, but at least this many rows.
-    result["bounds"] = bounds(result, max(64, CPU_CHUNK * sizes.vocab * 4 / MIB))
+    result["bounds"] = check_bounds(result, max(64, CPU_CHUNK * sizes.vocab * 4 / MIB))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print_results(result, sizes)
@@ -137,7 +137,9 @@ def time_interleaved(
     }
 
 
-def measure_memory(methods: dict[str, Method], sizes: Sizes, quick: bool) -> list[dict[str, Any]]:
+def measure_memory(
+    methods: dict[str, Method], sizes: LossSizes, quick: bool
+) -> list[dict[str, Any]]:
     """Return the peak MiB above inputs and gradients by method, and of "fused" for several N.
 
     Each value is the median of three separate processes; `all` lists the three. The kernel can
@@ -162,7 +164,7 @@ def measure_memory(methods: dict[str, Method], sizes: Sizes, quick: bool) -> lis
     return rows
 
 
-def peak_memory(method: str, n: int, vocab: int, sizes: Sizes) -> float:
+def peak_memory(method: str, n: int, vocab: int, sizes: LossSizes) -> float:
     """Return the peak MiB of `method` above its inputs and the gradients that it leaves."""
     METHODS[method](make_problem(64, 512, 64, 8))  # libraries' own buffers
     problem = make_problem(n, vocab, sizes.memory_width, sizes.head)
@@ -171,7 +173,7 @@ def peak_memory(method: str, n: int, vocab: int, sizes: Sizes) -> float:
     return (resident_peak() - before - problem.gradient_bytes()) / MIB
 
 
-def print_results(result: dict[str, Any], sizes: Sizes) -> None:
+def print_results(result: dict[str, Any], sizes: LossSizes) -> None:
     base = result["time"]["fused"]["seconds"]
     print(
         f"V = {sizes.vocab}, N = {sizes.tokens}, H = {sizes.width}, k = {sizes.head}; "

@@ -9,7 +9,7 @@ PUBLISHED = "published formula (EMA-PG {}, re-implemented)"
 AT_MOST, AT_LEAST = "<=", ">="
 
 
-def bounds(result: dict[str, Any], chunk_mib: float) -> list[dict[str, Any]]:
+def check_bounds(result: dict[str, Any], chunk_mib: float) -> list[dict[str, Any]]:
     """Return one entry per claim; claims about methods that were not measured are left out.
 
     `chunk_mib` is the size of one chunk of float32 logits in MiB.

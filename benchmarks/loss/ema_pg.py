@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.loss.problem import Missing, Problem
+from benchmarks.loss.problem import MissingPackage, Problem
 from student_trainer.losses import Rows, topk_kl
 
 TEMPERATURE = 1.0
@@ -42,18 +42,18 @@ Tree = Literal["search", "math"]
 
 def search_update(p: Problem) -> None:
     """The update of the `search` copy."""
-    _update(p, "search")
+    _compute_update(p, "search")
 
 
 def math_update(p: Problem) -> None:
     """The update of the `math` copy."""
-    _update(p, "math")
+    _compute_update(p, "math")
 
 
-def _update(p: Problem, tree: Tree) -> None:
+def _compute_update(p: Problem, tree: Tree) -> None:
     logits = p.hidden @ p.weight.T
     logits.div_(TEMPERATURE)
-    entropy = _compiled(_entropy)(logits) if tree == "search" else None
+    entropy = _compile(_entropy)(logits) if tree == "search" else None
     token = _log_prob(logits, p.token_ids, tree)
     total = logits.gather(1, p.token_ids[:, None]).squeeze(1) - token
     row = torch.arange(len(logits), device=logits.device)[:, None].expand_as(p.head_ids)
@@ -82,7 +82,7 @@ class _KernelLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, in_place: bool) -> Tensor:
-        total = _compiled(_logsumexp)(logits)
+        total = _compile(_logsumexp)(logits)
         ctx.save_for_backward(logits, labels, total)
         ctx.in_place = in_place
         return logits.gather(1, labels[:, None]).squeeze(1).float() - total
@@ -91,7 +91,7 @@ class _KernelLogProb(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, total = ctx.saved_tensors
         out = logits if ctx.in_place else torch.empty_like(logits)
-        _compiled(_write_gradient)(out, logits, labels, total, grad)
+        _compile(_write_gradient)(out, logits, labels, total, grad)
         return out, None, None
 
 
@@ -112,7 +112,7 @@ def _entropy(logits: Tensor) -> Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     if shutil.which("g++") is None:
-        raise Missing("torch.compile needs g++")
+        raise MissingPackage("torch.compile needs g++")
     return torch.compile(function, dynamic=True)

@@ -87,7 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
         for row in measure(options.vocabulary, k, direction)
     ]
     result = {"vocabulary": options.vocabulary, "rows": rows}
-    for path, text in ((options.out, json.dumps(result, indent=1)), (options.page, page(result))):
+    for path, text in (
+        (options.out, json.dumps(result, indent=1)),
+        (options.page, format_page(result)),
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         print(write_page(path, text))
     print(draw(rows, TAILS, options.page.with_suffix(".png")))
@@ -101,7 +104,7 @@ def measure(vocab: int, k: int, direction: Direction) -> list[dict[str, Any]]:
     teacher = student + 0.8 * noise
     head = (student if direction == "reverse" else teacher).topk(k).indices
     p, of_head_mass = head_mass(student, head)
-    true_value, true_gradient = exact(student, teacher, direction)
+    true_value, true_gradient = exact_kl_and_gradient(student, teacher, direction)
     size = true_gradient.norm()
     rows = []
     for tail in TAILS:
@@ -111,7 +114,7 @@ def measure(vocab: int, k: int, direction: Direction) -> list[dict[str, Any]]:
         if tail in ("bucket+draws", "bucket+teacher_samples"):
             drawer = student if tail == "bucket+draws" else teacher
             weights = drawer.index_fill(0, head, -torch.inf).softmax(0)
-        values, gradients = by_token(student, teacher, head, direction, tail)
+        values, gradients = estimate_by_token(student, teacher, head, direction, tail)
         mean = weights @ gradients
         bias = mean - true_gradient
         spread = (weights @ (gradients - mean).square().sum(1)).sqrt()
@@ -139,14 +142,16 @@ def head_mass(student: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     return p.detach(), gradient
 
 
-def exact(student: Tensor, teacher: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
+def exact_kl_and_gradient(
+    student: Tensor, teacher: Tensor, direction: Direction
+) -> tuple[Tensor, Tensor]:
     leaf = student.clone().requires_grad_()
     value = exact_kl(leaf[None], teacher[None], direction=direction).sum()
     (gradient,) = torch.autograd.grad(value, leaf)
     return value.detach(), gradient
 
 
-def by_token(
+def estimate_by_token(
     student: Tensor, teacher: Tensor, head: Tensor, direction: Direction, tail: Tail
 ) -> tuple[Tensor, Tensor]:
     """Values [V] and gradients [V, V] in the logits: row y is the estimate when y was sampled.
@@ -168,7 +173,7 @@ def by_token(
     return values.detach(), gradients
 
 
-def page(result: dict[str, Any]) -> str:
+def format_page(result: dict[str, Any]) -> str:
     """docs/estimators.md."""
     rows = result["rows"]
     name = "bias_from_head_mass_gradient"

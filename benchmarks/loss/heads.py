@@ -37,7 +37,7 @@ HEADS = ("plain", "scaled", "capped", "scaled and capped", "without padding")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class HeadSizes:
     """The sizes of the measured problem."""
 
     vocab: int
@@ -47,9 +47,9 @@ class Sizes:
     repetitions: int
 
 
-CPU = Sizes(152_064, 896, 256, 64, 7)
-CUDA = Sizes(152_064, 2048, 8192, 64, 10)
-QUICK = Sizes(4096, 64, 160, 64, 1)
+CPU = HeadSizes(152_064, 896, 256, 64, 7)
+CUDA = HeadSizes(152_064, 2048, 8192, 64, 10)
+QUICK = HeadSizes(4096, 64, 160, 64, 1)
 
 
 def logit_map(name: str, vocab: int) -> LogitMap:
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     print_results(result)
 
 
-def make_padded_problem(sizes: Sizes, **options: Any) -> Problem:
+def make_padded_problem(sizes: HeadSizes, **options: Any) -> Problem:
     """Return the problem, with all ids below the padding."""
     problem = make_problem(sizes.tokens, sizes.vocab, sizes.width, sizes.head, **options)
     max_id = sizes.vocab - PADDING - sizes.head
@@ -123,7 +123,7 @@ def make_padded_problem(sizes: Sizes, **options: Any) -> Problem:
     )
 
 
-def measure_on_cuda(sizes: Sizes) -> dict[str, dict[str, dict[str, float]]]:
+def measure_on_cuda(sizes: HeadSizes) -> dict[str, dict[str, dict[str, float]]]:
     p = make_padded_problem(sizes, device="cuda", dtype=torch.bfloat16)
     meter = CudaMeter(repetitions=sizes.repetitions)
     measurements: dict[str, dict[str, dict[str, float]]] = {}
@@ -142,7 +142,7 @@ def measure_on_cuda(sizes: Sizes) -> dict[str, dict[str, dict[str, float]]]:
     return measurements
 
 
-def measure_on_cpu(sizes: Sizes, quick: bool) -> dict[str, dict[str, dict[str, float]]]:
+def measure_on_cpu(sizes: HeadSizes, quick: bool) -> dict[str, dict[str, dict[str, float]]]:
     p = make_padded_problem(sizes)
     measurements: dict[str, dict[str, dict[str, float]]] = {}
     for side, work in WORK.items():
@@ -168,7 +168,7 @@ def measure_memory(side: str, name: str) -> float:
     return min(peaks)
 
 
-def peak_memory(side: str, name: str, sizes: Sizes) -> float:
+def peak_memory(side: str, name: str, sizes: HeadSizes) -> float:
     """Return the peak MiB above the inputs and the gradients that are left."""
     WORK[side](make_padded_problem(QUICK), name)  # libraries' own buffers
     p = make_padded_problem(sizes)

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.shared.process_memory import MIB, available, resident_before, resident_peak
+from benchmarks.shared.process_memory import MIB, available_bytes, resident_before, resident_peak
 from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
@@ -57,12 +57,12 @@ def main() -> None:
         return
     vocab, tokens = (4096, 512) if options.quick else (VOCAB, TOKENS)
     needed = PLAIN_COPIES * tokens * vocab * 4
-    if available() < needed:
-        sys.exit(f"the plain path needs {needed >> 30} GiB, {available() >> 30} GiB are free")
+    if available_bytes() < needed:
+        sys.exit(f"the plain path needs {needed >> 30} GiB, {available_bytes() >> 30} GiB are free")
     result = compare(vocab, tokens)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    print_results(result)
 
 
 def compare(vocab: int, tokens: int) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def compare(vocab: int, tokens: int) -> dict[str, Any]:
         root = Path(directory)
         save_student(root / "student", vocab, tokens)
         (root / "prompts.jsonl").write_text('{"prompt": "t1", "answer": ""}\n' * 2)
-        with teacher(root, vocab) as address:
-            config = job(root, address, tokens)
-            paths = {path: one_path(path, root / path, config) for path in ("fused", "plain")}
+        with serve_teacher(root, vocab) as address:
+            config = make_job(root, address, tokens)
+            paths = {path: run_path(path, root / path, config) for path in ("fused", "plain")}
     fused, plain = paths["fused"], paths["plain"]
     return {
         "vocabulary": vocab,
@@ -98,7 +98,7 @@ def save_student(path: Path, vocab: int, tokens: int) -> None:
     tokenizer.save_pretrained(path)
 
 
-def job(root: Path, address: str, tokens: int) -> OnPolicyJob:
+def make_job(root: Path, address: str, tokens: int) -> OnPolicyJob:
     """Return a job whose step is one micro-batch of one sequence."""
     return OnPolicyJob.model_validate(
         {
@@ -115,7 +115,7 @@ def job(root: Path, address: str, tokens: int) -> OnPolicyJob:
 
 
 @contextmanager
-def teacher(root: Path, vocab: int) -> Iterator[str]:
+def serve_teacher(root: Path, vocab: int) -> Iterator[str]:
     """Start a teacher process and yield its address. It caches the rows that it has scored."""
     options = ["--engine", "fake", "--model", f"vocab={vocab}", "--port", "0"]
     log = root / "teacher.log"
@@ -137,7 +137,7 @@ def teacher(root: Path, vocab: int) -> Iterator[str]:
         process.communicate()
 
 
-def one_path(path: str, where: Path, config: OnPolicyJob) -> dict[str, float]:
+def run_path(path: str, where: Path, config: OnPolicyJob) -> dict[str, float]:
     run = RunDirectory.create(where, config)
     command = [sys.executable, "-m", "benchmarks.loss.long_sequences"]
     command += ["--step", path, str(run.path)]
@@ -175,7 +175,7 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
         }
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     print(f"V = {result['vocabulary']}, one sequence of {result['tokens']} tokens\n")
     print(f"{'path':<8}{'peak MiB':>10}{'loss':>14}{'rows':>7}{'step s':>8}{'rows s':>8}")
     for path, row in result["paths"].items():

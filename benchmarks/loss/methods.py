@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.loss.ema_pg import math_update, search_update
-from benchmarks.loss.problem import Missing, Problem
+from benchmarks.loss.problem import MissingPackage, Problem
 from student_trainer.losses import (
     LossFunction,
     Rows,
@@ -113,7 +113,7 @@ def cross_entropy(p: Problem) -> None:
 def torch_linear_cross_entropy(p: Problem) -> None:
     """torch's own chunked linear cross-entropy (labels only), with the others' chunk size."""
     if not hasattr(F, "linear_cross_entropy"):
-        raise Missing("this torch has no linear_cross_entropy")
+        raise MissingPackage("this torch has no linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=p.chunk)
     loss = F.linear_cross_entropy(p.hidden, p.weight, p.token_ids, reduction="sum", options=options)
     loss.backward()
@@ -147,7 +147,7 @@ def trl_full_vocabulary(p: Problem) -> None:
     try:
         from trl.experimental.gkd import GKDTrainer
     except ImportError as error:
-        raise Missing("trl is not installed") from error
+        raise MissingPackage("trl is not installed") from error
     student = p.hidden @ p.weight.T
     with torch.no_grad():
         teacher = p.teacher_hidden @ p.weight.T
@@ -161,7 +161,7 @@ def trl_chunked(p: Problem) -> None:
     try:
         from trl.trainer.distillation_trainer import _chunked_divergence_loss
     except ImportError as error:
-        raise Missing("trl is not installed") from error
+        raise MissingPackage("trl is not installed") from error
     mask = torch.ones(1, len(p.hidden))
     mean = _chunked_divergence_loss(
         p.hidden[None], p.teacher_hidden[None], p.weight, p.weight.detach(), mask, 1.0
@@ -174,9 +174,9 @@ def liger_cross_entropy(p: Problem) -> None:
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     except ImportError as error:
-        raise Missing("liger-kernel is not installed") from error
+        raise MissingPackage("liger-kernel is not installed") from error
     if not p.hidden.is_cuda:
-        raise Missing("liger-kernel needs CUDA")
+        raise MissingPackage("liger-kernel needs CUDA")
     LigerFusedLinearCrossEntropyLoss(reduction="sum")(p.weight, p.hidden, p.token_ids).backward()
 
 
@@ -211,7 +211,7 @@ GPU_METHODS: dict[str, Method] = {
 }
 
 
-def installed(
+def find_installed(
     methods: dict[str, Method], small: Problem
 ) -> tuple[dict[str, Method], dict[str, str]]:
     """Return the methods that can run here, warmed up, and why the others cannot."""
@@ -219,7 +219,7 @@ def installed(
     for name, run in methods.items():
         try:
             run(small)
-        except Missing as reason:
+        except MissingPackage as reason:
             missing[name] = str(reason)
         else:
             available[name] = run

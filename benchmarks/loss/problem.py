@@ -14,7 +14,7 @@ from student_trainer.losses import Rows, rows_from_logits
 CPU_CHUNK, CUDA_CHUNK = 128, 1024
 
 
-class Missing(Exception):
+class MissingPackage(Exception):
     """A package that a compared method needs is not installed."""
 
 

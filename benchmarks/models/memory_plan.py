@@ -50,7 +50,7 @@ LINE, NEW = 256, 16
 
 
 @dataclass(frozen=True)
-class Case:
+class MemoryCase:
     """One measurement: the architecture of a student, and what decides its memory."""
 
     model: str
@@ -74,7 +74,7 @@ class Ends:
     eos_token_id = pad_token_id = None
 
 
-def cases() -> Iterator[Case]:
+def list_cases() -> Iterator[MemoryCase]:
     """Yield the cases of all measurements."""
     for name in MODELS:
         shape = replace(SHAPE, query_norm=name == "qwen3", tied=name == "qwen3")
@@ -84,20 +84,22 @@ def cases() -> Iterator[Case]:
                 for checkpointing in (False, True):
                     sampled = 4 * tokens // LINE
                     load = replace(base, tokens=tokens, sampled=sampled)
-                    yield Case(name, replace(load, checkpointing=checkpointing))
-            yield Case(name, replace(base, lora=16))
-            yield Case(name, replace(base, lora=16, checkpointing=True))
+                    yield MemoryCase(name, replace(load, checkpointing=checkpointing))
+            yield MemoryCase(name, replace(base, lora=16))
+            yield MemoryCase(name, replace(base, lora=16, checkpointing=True))
             for sharded in (False, True):
-                yield Case(name, replace(base, processes=2, sharded=sharded))
-            yield Case(name, replace(base, processes=2, sharded=True, checkpointing=True))
-            yield Case(name, replace(base, processes=2, sharded=True, lora=16))
+                yield MemoryCase(name, replace(base, processes=2, sharded=sharded))
+            yield MemoryCase(name, replace(base, processes=2, sharded=True, checkpointing=True))
+            yield MemoryCase(name, replace(base, processes=2, sharded=True, lora=16))
             group = replace(base, processes=2, sharded=True, tensor_parallel=2)
             for checkpointing in (False, True):
-                yield Case(name, replace(group, checkpointing=checkpointing))
+                yield MemoryCase(name, replace(group, checkpointing=checkpointing))
             for size in (2, 4):
                 shared = replace(base, processes=size, sharded=True, context_parallel=size)
                 for checkpointing in (False, True):
-                    yield Case(name, replace(shared, tokens=4096, checkpointing=checkpointing))
+                    yield MemoryCase(
+                        name, replace(shared, tokens=4096, checkpointing=checkpointing)
+                    )
 
 
 def main() -> None:
@@ -106,7 +108,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory_plan.json"))
     parser.add_argument("--processes", type=int, help="measure in this process, one of a group")
     options = parser.parse_args()
-    selected_cases = [case for case in cases() if options.only in case.label]
+    selected_cases = [case for case in list_cases() if options.only in case.label]
     if options.processes is not None:
         accelerator = Accelerator()
         for case in selected_cases:
@@ -120,13 +122,13 @@ def main() -> None:
         inside = ["--only", options.only, "--processes", str(processes)]
         for line in run_group(processes, "benchmarks.models.memory_plan", inside):
             name, measured = json.loads(line)
-            planned = plan(next(case.load for case in selected_cases if case.label == name))
+            planned = plan_memory(next(case.load for case in selected_cases if case.label == name))
             results[name] = {"planned": planned, "measured": measured}
-            print(row(name, planned, measured), flush=True)
+            print(format_case(name, planned, measured), flush=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def row(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> str:
+def format_case(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> str:
     """Return a line of the table: what was measured, and the relative error of the plan."""
     parts = (
         f"{stage} {measured[stage] / 2**20:7.1f} MiB {planned[stage] / measured[stage] - 1:+6.1%}"
@@ -135,7 +137,7 @@ def row(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> s
     return f"{name:42s} {', '.join(parts)}"
 
 
-def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+def format_errors(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
     """Return the table of docs/training.md: the range of relative errors by kind of case."""
     kinds: dict[str, list[Mapping[str, Mapping[str, int]]]] = {}
     for label, bytes_by_source in results.items():
@@ -155,7 +157,7 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
     return format_table(["student", "cases", "update", "sampling"], rows) + "\n"
 
 
-def plan(load: Load) -> dict[str, int]:
+def plan_memory(load: Load) -> dict[str, int]:
     """Return the formula of what `measure` measures."""
     held_bytes = sum(resident_bytes(load).values())
     update = held_bytes + max(
@@ -164,7 +166,7 @@ def plan(load: Load) -> dict[str, int]:
     return {"update": update, "sampling": held_bytes + sum(sampling_bytes(load).values())}
 
 
-def measure(accelerator: Accelerator, case: Case) -> dict[str, int]:
+def measure(accelerator: Accelerator, case: MemoryCase) -> dict[str, int]:
     """Measure in this process; collective.
 
     The case runs once before: libraries keep buffers from the first one on, whose sizes depend on
@@ -175,13 +177,13 @@ def measure(accelerator: Accelerator, case: Case) -> dict[str, int]:
     return use(accelerator, case, resident_before())
 
 
-def use(accelerator: Accelerator, case: Case, before: int) -> dict[str, int]:
+def use(accelerator: Accelerator, case: MemoryCase, before: int) -> dict[str, int]:
     """Make a student, update it twice, and sample; return bytes of each stage over `before`."""
     torch.manual_seed(0)
     load = case.load
     student = distribute(
         accelerator,
-        Student(model_of(case), bf16=load.bf16),
+        Student(make_model(case), bf16=load.bf16),
         "fsdp2" if load.sharded else "",
         load.tensor_parallel,
         load.context_parallel,
@@ -226,7 +228,7 @@ def stage(run: Callable[[], None]) -> int:
     return resident_peak()
 
 
-def model_of(case: Case) -> Any:
+def make_model(case: MemoryCase) -> Any:
     """Return a random student of the load's sizes."""
     config, model = MODELS[case.model]
     load, shape = case.load, case.load.shape

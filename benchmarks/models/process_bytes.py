@@ -57,7 +57,7 @@ def expected_bytes(
     """
     small, large = (
         Load(
-            shape(layers, width),
+            model_shape(layers, width),
             processes,
             sharding == "fsdp2",
             True,
@@ -86,7 +86,7 @@ def expected_bytes(
     }
 
 
-def shape(layers: int, width: int) -> ModelShape:
+def model_shape(layers: int, width: int) -> ModelShape:
     """Return the sizes of the student of a width."""
     heads = width // 64
     return ModelShape(
@@ -216,7 +216,7 @@ def run_stages(
     stage("update", update)
     stage("second update", update)
 
-    def gathered() -> None:
+    def score_gathered() -> None:
         with student.gathered(), torch.no_grad():
             student.full.rows(batch, 1.0)
 
@@ -226,7 +226,7 @@ def run_stages(
             student, [0], lambda _: batch, lambda micro_batch: student.rows(micro_batch, 1.0)
         ),
     )
-    stage("gathered", gathered)
+    stage("gathered", score_gathered)
     anchor = stage("anchor", lambda: Anchor(student, tau=0.9, update_period=1))
     assert anchor.elements
     return student, stages

@@ -128,15 +128,15 @@ _NEEDED = {
 _IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
 
 
-def tiny(config_class: Any, model_type: str = "") -> Any:
+def make_tiny_config(config_class: Any, model_type: str = "") -> Any:
     """Return a small configuration of a class, and of all configurations in it.
 
     Raises whatever the class raises if the sizes do not fit together.
     """
-    return config_class(**_values(config_class, model_type))
+    return config_class(**_tiny_values(config_class, model_type))
 
 
-def _values(config_class: Any, model_type: str) -> dict[str, Any]:
+def _tiny_values(config_class: Any, model_type: str) -> dict[str, Any]:
     default = config_class()
     named = default.to_dict()
     layers = next((named[n] for n in ("num_hidden_layers", "n_layer") if named.get(n)), None)
@@ -158,7 +158,7 @@ def _values(config_class: Any, model_type: str) -> dict[str, Any]:
             values[name] = 0.0
     for name in getattr(config_class, "sub_configs", {}):
         if (inner := getattr(default, name, None)) is not None:
-            values[name] = _values(type(inner), inner.model_type)
+            values[name] = _tiny_values(type(inner), inner.model_type)
     if "is_decoder" in named:
         values["is_decoder"] = True
     if "qk_rope_head_dim" in named:  # latent attention has as many keys as queries

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.models.tiny_configs import VOCAB, tiny
+from benchmarks.models.tiny_configs import VOCAB, make_tiny_config
 from benchmarks.shared.pages import format_table, write_page
 from clients.config.tables.common import StudentConfig
 from clients.teacher.query import ScoreQuery
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
         outcomes.append(examine_in_process(name))
         print(json.dumps(asdict(outcomes[-1])), flush=True)
     if not options.only:
-        write_page(options.out, page(outcomes))
+        write_page(options.out, format_page(outcomes))
 
 
 def examine_in_process(name: str) -> Outcome:
@@ -121,7 +121,7 @@ def examine(name: str) -> Outcome:
     with tempfile.TemporaryDirectory() as root:
         path = Path(root)
         try:
-            save(name, path)
+            save_tiny_model(name, path)
         except Exception as error:
             outcome.teacher = outcome.student = f"no tiny model: {reason_of(error)}"
             return outcome
@@ -139,9 +139,9 @@ def examine(name: str) -> Outcome:
     return outcome
 
 
-def save(name: str, path: Path) -> None:
+def save_tiny_model(name: str, path: Path) -> None:
     """Save a tiny model with random weights, and a tokenizer of its ids."""
-    config = tiny(transformers.CONFIG_MAPPING[name], name)
+    config = make_tiny_config(transformers.CONFIG_MAPPING[name], name)
     model = AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings()
     if head is not None:
@@ -190,7 +190,7 @@ def compare_gradients(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -
     )
     sequence = TokenSequence(torch.from_numpy(ids).long(), START)
     batch = make_batch([ScoredSequence(sequence, rows)], torch.device("cpu"))
-    fused_gradients = gradients(student, batch)
+    fused_gradients = compute_gradients(student, batch)
     if student._logit_map is None:
         finite = bool(fused_gradients) and all(
             bool(grad.isfinite().all()) for grad in fused_gradients
@@ -201,7 +201,7 @@ def compare_gradients(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -
     parts = (f"scale {scale:.4g}" if scale != 1 else "", f"cap {cap:g}" if cap else "")
     outcome.head = " ".join(filter(None, parts))
     student._logit_map = None
-    plain_gradients = gradients(student, batch)
+    plain_gradients = compute_gradients(student, batch)
     distance = (
         sum(
             float((a - b).square().sum())
@@ -215,7 +215,7 @@ def compare_gradients(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -
     outcome.student = WORKS if is_near else f"the gradient is off by {outcome.gradient_error:.2g}"
 
 
-def gradients(student: Student, batch: Batch) -> list[torch.Tensor]:
+def compute_gradients(student: Student, batch: Batch) -> list[torch.Tensor]:
     """Return the gradients of a reverse Top-k KL in the weights, in order."""
     student.zero_grad()
     objective = DistillationObjective("reverse", "bucket+sampled", 1.0)
@@ -233,7 +233,7 @@ def reason_of(error: Exception) -> str:
     return re.split(r"[.!] (?=[A-Z])| for this kind of", words)[0][:160].rstrip(".")
 
 
-def page(outcomes: list[Outcome]) -> str:
+def format_page(outcomes: list[Outcome]) -> str:
     """Return docs/models.md."""
     total = len(outcomes)
     counts = {

@@ -27,20 +27,20 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.offline.kills import compare_killed_capture
 from benchmarks.offline.material import (
-    Material,
-    Sizes,
+    OfflineMaterial,
+    OfflineSizes,
     capture,
     capture_settings,
     describe_store,
     make_material,
 )
-from benchmarks.offline.page import page, targets
+from benchmarks.offline.page import check_targets, format_page
 from benchmarks.offline.picture import draw
 from benchmarks.offline.speed import compare_capture_rates, compare_step_times
 from benchmarks.offline.training import train_all, training_methods
 from benchmarks.shared.pages import write_page
 
-FULL = Sizes(
+FULL = OfflineSizes(
     records=3072,
     held_out=128,
     vocabulary=4096,
@@ -56,7 +56,7 @@ FULL = Sizes(
     timed_steps=16,
     repetitions=5,
 )
-QUICK = Sizes(
+QUICK = OfflineSizes(
     records=64,
     held_out=8,
     vocabulary=320,
@@ -101,13 +101,15 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     options.docs.mkdir(parents=True, exist_ok=True)
     print(draw(result, options.docs / "offline.png"))
-    print(write_page(options.docs / "offline.md", page(result)))
+    print(write_page(options.docs / "offline.md", format_page(result)))
     for target in result["targets"]:
         verdict = "met " if target["met"] else "MISS"
         print(f"{verdict} {target['target']}: {target['found']}")
 
 
-def run_benchmark(work: Path, material: Material, sizes: Sizes, kills: int) -> dict[str, Any]:
+def run_benchmark(
+    work: Path, material: OfflineMaterial, sizes: OfflineSizes, kills: int
+) -> dict[str, Any]:
     began = time.monotonic()
     stores = make_stores(work, material, sizes)
     with ThreadPoolExecutor(1) as capture_thread:
@@ -130,11 +132,11 @@ def run_benchmark(work: Path, material: Material, sizes: Sizes, kills: int) -> d
         "capture": compare_capture_rates(work / "rates", material, sizes),
     }
     result["minutes"] = (time.monotonic() - began) / 60
-    result["targets"] = targets(result)
+    result["targets"] = check_targets(result)
     return result
 
 
-def make_stores(work: Path, material: Material, sizes: Sizes) -> dict[str, Path]:
+def make_stores(work: Path, material: OfflineMaterial, sizes: OfflineSizes) -> dict[str, Path]:
     """Capture the training and the held-out records in each layout that a loss needs."""
     layouts = {"top": (sizes.top_k, sizes.tail_samples), "samples": (0, sizes.only_samples)}
     stores = {}

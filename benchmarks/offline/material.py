@@ -19,7 +19,7 @@ SEPARATOR = "\n"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class OfflineSizes:
     """The sizes of the models, the captures and the training.
 
     `shard_bytes` is small, so that a capture has many files to be killed at.
@@ -46,7 +46,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Material:
+class OfflineMaterial:
     """Paths of the data and the models. `held_out` is used for evaluation only."""
 
     train: Path
@@ -55,7 +55,7 @@ class Material:
     student: Path
 
 
-def make_material(data: Path, work: Path, sizes: Sizes) -> Material:
+def make_material(data: Path, work: Path, sizes: OfflineSizes) -> OfflineMaterial:
     """Make the data and the models in `work`, once per data file and sizes."""
     lines = data.read_text().splitlines(keepends=True)[: sizes.records + sizes.held_out]
     if len(lines) < sizes.records + sizes.held_out:
@@ -64,7 +64,7 @@ def make_material(data: Path, work: Path, sizes: Sizes) -> Material:
     digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
     home = (work / f"models-{digest[:12]}").absolute()
     home.mkdir(parents=True, exist_ok=True)
-    material = Material(
+    material = OfflineMaterial(
         *(home / name for name in ("train.jsonl", "held.jsonl", "teacher", "student"))
     )
     material.train.write_text("".join(lines[: sizes.records]))
@@ -75,7 +75,7 @@ def make_material(data: Path, work: Path, sizes: Sizes) -> Material:
 
 
 def _pretrain(
-    data: Path, out: Path, tokenizer: str, shape: tuple[int, int, int], sizes: Sizes
+    data: Path, out: Path, tokenizer: str, shape: tuple[int, int, int], sizes: OfflineSizes
 ) -> None:
     if out.exists():
         return
@@ -89,7 +89,7 @@ def _pretrain(
 
 
 def capture_settings(
-    material: Material, data: Path, sizes: Sizes, top_k: int, tail_samples: int
+    material: OfflineMaterial, data: Path, sizes: OfflineSizes, top_k: int, tail_samples: int
 ) -> dict[str, str]:
     """Return the settings of a capture of `data` that override the shipped job file."""
     return {

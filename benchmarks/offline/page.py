@@ -68,7 +68,7 @@ number of rows.
 """
 
 
-def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
+def check_targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the targets of the benchmark, with the measured values."""
     checked_targets = []
 
@@ -93,7 +93,7 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     return checked_targets
 
 
-def page(result: dict[str, Any]) -> str:
+def format_page(result: dict[str, Any]) -> str:
     """Return docs/offline.md."""
     sizes, learned, stores = result["sizes"], result["learned"], result["stores"]
     top = stores["top"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.offline.material import Material, Sizes, capture_settings
+from benchmarks.offline.material import OfflineMaterial, OfflineSizes, capture_settings
 from benchmarks.offline.training import job_settings, training_methods
 from benchmarks.shared.programs import JOBS, set_options
 from clients.config.capture import CaptureJob
@@ -53,7 +53,7 @@ class InMemorySteps(StoredSteps):
 
 
 def compare_step_times(
-    work: Path, material: Material, stores: dict[str, Path], sizes: Sizes
+    work: Path, material: OfflineMaterial, stores: dict[str, Path], sizes: OfflineSizes
 ) -> dict[str, Any]:
     """Return the seconds of a step with rows from the store and from memory, and their ratio.
 
@@ -91,7 +91,9 @@ def _time_steps(path: Path, config: OfflineJob) -> list[float]:
     return [record["time/step"] for record in records if "time/step" in record][1:]
 
 
-def compare_capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
+def compare_capture_rates(
+    work: Path, material: OfflineMaterial, sizes: OfflineSizes
+) -> dict[str, Any]:
     """Return rows per second of a capture and of its engine alone, on the same batches."""
     work.mkdir(parents=True, exist_ok=True)
     part = work / "timed.jsonl"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.offline.material import Material, Sizes
+from benchmarks.offline.material import OfflineMaterial, OfflineSizes
 from benchmarks.shared.programs import JOBS, run_program, set_options
 from clients.config.file import load_job
 from clients.config.tables.common import StudentConfig
@@ -43,7 +43,7 @@ class TrainingMethod:
     reference: str = ""
 
 
-def training_methods(sizes: Sizes) -> list[TrainingMethod]:
+def training_methods(sizes: OfflineSizes) -> list[TrainingMethod]:
     k, m, samples = sizes.top_k, sizes.tail_samples, sizes.only_samples
     methods = [
         TrainingMethod("cross-entropy only", "top", reference="cross-entropy"),
@@ -108,7 +108,11 @@ def _answer_logits(model: Any, ids: Tensor, texts: Sequence[tuple[Tensor, int]])
 
 
 def train_all(
-    work: Path, material: Material, stores: dict[str, Path], sizes: Sizes, parallel: int
+    work: Path,
+    material: OfflineMaterial,
+    stores: dict[str, Path],
+    sizes: OfflineSizes,
+    parallel: int,
 ) -> dict[str, Any]:
     """Train with every method and seed, and return the evaluations. No teacher service is used."""
     examine = Examiner(material.teacher, LogitDataset(stores["top, held out"]))
@@ -162,9 +166,9 @@ def _summarize(curves: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 def _train_and_evaluate(
     work: Path,
-    material: Material,
+    material: OfflineMaterial,
     stores: dict[str, Path],
-    sizes: Sizes,
+    sizes: OfflineSizes,
     examine: Examiner,
     method: TrainingMethod,
     seed: int,
@@ -187,7 +191,11 @@ def _train_and_evaluate(
 
 
 def job_settings(
-    material: Material, stores: dict[str, Path], sizes: Sizes, method: TrainingMethod, seed: int
+    material: OfflineMaterial,
+    stores: dict[str, Path],
+    sizes: OfflineSizes,
+    method: TrainingMethod,
+    seed: int,
 ) -> dict[str, str]:
     """Return the settings of a training job that override the shipped job file."""
     return {
@@ -210,11 +218,11 @@ def job_settings(
     }
 
 
-def _run_directory(work: Path, sizes: Sizes, method: TrainingMethod, seed: int) -> Path:
+def _run_directory(work: Path, sizes: OfflineSizes, method: TrainingMethod, seed: int) -> Path:
     return work / "learned" / f"{training_methods(sizes).index(method)}-seed-{seed}"
 
 
-def _require_same_batches(work: Path, sizes: Sizes) -> None:
+def _require_same_batches(work: Path, sizes: OfflineSizes) -> None:
     """Check that, for each seed, all methods had the same initial student and batches."""
     for seed in range(sizes.seeds):
         first_losses_and_tokens = []

@@ -23,14 +23,14 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.rl.cost import measure_anchor_cost
-from benchmarks.rl.material import Material, Warm, make_material
-from benchmarks.rl.page import page, summaries
+from benchmarks.rl.material import RlMaterial, Warm, make_material
+from benchmarks.rl.page import format_page, summarize_arms
 from benchmarks.rl.picture import draw
-from benchmarks.rl.runs import HEAD, Sizes, run_all
+from benchmarks.rl.runs import HEAD, RlSizes, run_all
 from benchmarks.shared.pages import write_page
 
 # Task and optimizer are those of `distill demo-rl`; a better initial model learns faster.
-FULL = Sizes(
+FULL = RlSizes(
     warm=Warm(layers=2, width=64, steps=2000, until_loss=0.5),
     steps=60,
     prompts=64,
@@ -46,7 +46,7 @@ FULL = Sizes(
     timed_pairs=5,
     timed_model=(6, 512),
 )
-QUICK = Sizes(
+QUICK = RlSizes(
     warm=Warm(layers=1, width=32, steps=3, until_loss=0.0),
     steps=2,
     prompts=2,
@@ -79,10 +79,10 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     options.docs.mkdir(parents=True, exist_ok=True)
     print(draw(result, options.docs / "rl.png"))
-    print(write_page(options.docs / "rl.md", page(result)))
+    print(write_page(options.docs / "rl.md", format_page(result)))
 
 
-def _work_directory(work: Path, sizes: Sizes) -> Path:
+def _work_directory(work: Path, sizes: RlSizes) -> Path:
     """Return the directory for runs of these sizes; other sizes get another directory."""
     digest = hashlib.sha256(json.dumps(asdict(sizes)).encode()).hexdigest()
     home = (work / f"runs-{digest[:12]}").absolute()
@@ -90,7 +90,7 @@ def _work_directory(work: Path, sizes: Sizes) -> Path:
     return home
 
 
-def run_benchmark(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
+def run_benchmark(work: Path, material: RlMaterial, sizes: RlSizes) -> dict[str, Any]:
     runs = []
     for run in run_all(work, material, sizes):
         runs.append(run)
@@ -100,7 +100,7 @@ def run_benchmark(work: Path, material: Material, sizes: Sizes) -> dict[str, Any
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "sizes": asdict(sizes),
         "head": HEAD,
-        "summaries": summaries(runs),
+        "summaries": summarize_arms(runs),
         "runs": runs,
         "cost": measure_anchor_cost(work, material, sizes),
     }

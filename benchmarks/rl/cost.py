@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.rl.material import Material
-from benchmarks.rl.runs import Arm, Sizes, job_settings, run_once
+from benchmarks.rl.material import RlMaterial
+from benchmarks.rl.runs import Arm, RlSizes, job_settings, run_once
 from student_trainer.tools.pretrain import make_model
 
 WITH, WITHOUT = Arm("anchor", beta=0.001), Arm("none")
 
 
-def measure_anchor_cost(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
+def measure_anchor_cost(work: Path, material: RlMaterial, sizes: RlSizes) -> dict[str, Any]:
     """Return seconds per step and peak memory of both, and the ratio of each pair of runs."""
     model = work / "timed-model"
     weights = _save_untrained_model(model, material, sizes)
@@ -52,7 +52,7 @@ def measure_anchor_cost(work: Path, material: Material, sizes: Sizes) -> dict[st
     }
 
 
-def _save_untrained_model(path: Path, material: Material, sizes: Sizes) -> int:
+def _save_untrained_model(path: Path, material: RlMaterial, sizes: RlSizes) -> int:
     """Save an untrained model, for timing only, and return the size of its weights in bytes."""
     layers, width = sizes.timed_model
     tokenizer = PreTrainedTokenizerFast.from_pretrained(material.model)

@@ -29,7 +29,7 @@ class Warm:
 
 
 @dataclass(frozen=True)
-class Material:
+class RlMaterial:
     """Paths of the data and the model. The sums of `held_out` are never trained on."""
 
     train: Path
@@ -37,11 +37,11 @@ class Material:
     model: Path
 
 
-def make_material(work: Path, warm: Warm) -> Material:
+def make_material(work: Path, warm: Warm) -> RlMaterial:
     """Make the data and the model in `work`, once per size."""
     digest = hashlib.sha256(json.dumps(asdict(warm)).encode()).hexdigest()
     home = (work / f"model-{digest[:12]}").absolute()
-    material = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")
+    material = RlMaterial(home / "train.jsonl", home / "heldout.jsonl", home / "model")
     if material.model.exists():
         return material
     addition.write(home, seed=0)

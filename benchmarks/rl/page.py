@@ -81,7 +81,7 @@ ARM_COLUMNS = (
 )
 
 
-def summaries(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarize_arms(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one summary per arm over its seeds, in the order of the runs."""
     names = list(dict.fromkeys(run["name"] for run in runs))
     return [_summarize(name, [run for run in runs if run["name"] == name]) for name in names]
@@ -105,7 +105,7 @@ def _summarize(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def page(result: dict[str, Any]) -> str:
+def format_page(result: dict[str, Any]) -> str:
     """Return docs/rl.md."""
     sizes, arms, cost = result["sizes"], result["summaries"], result["cost"]
     first_mass = next((arm["first_head_mass"] for arm in arms if arm["first_head_mass"]), None)
@@ -119,7 +119,7 @@ def page(result: dict[str, Any]) -> str:
         before=next(iter(arms[0]["curve"].values()))[0],
         differences=format_table(
             ["comparison", "points", "95% interval", "result"],
-            [_format_difference(arm, baseline) for arm, baseline in compared(arms)],
+            [_format_difference(arm, baseline) for arm, baseline in pair_arms(arms)],
         ),
         pairs=len(cost["ratios"]),
         timed_layers=layers,
@@ -133,7 +133,7 @@ def page(result: dict[str, Any]) -> str:
     )
 
 
-def compared(arms: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def pair_arms(arms: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the pairs of arms that the benchmark compares: (arm, baseline)."""
     arm_by_name = {arm["name"]: arm for arm in arms}
     pairs = []

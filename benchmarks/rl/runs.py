@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rl.material import Material, Warm
+from benchmarks.rl.material import RlMaterial, Warm
 from benchmarks.shared.process_memory import peak_bytes_of
 from benchmarks.shared.programs import ROOT, one_thread_environment
 from clients.config.kinds import kind_of
@@ -34,7 +34,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RlSizes:
     """The sizes that all runs share."""
 
     warm: Warm
@@ -64,7 +64,7 @@ def list_arms(betas: tuple[float, ...]) -> list[Arm]:
     return compared_arms
 
 
-def job_settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[str, Any]:
+def job_settings(material: RlMaterial, sizes: RlSizes, arm: Arm, seed: int) -> dict[str, Any]:
     """Return the job of one run."""
     anchor = {"anchor": {"tau": arm.tau, "update_period": 10}} if arm.beta else {}
     head = {"top_k": 0, "estimator": arm.estimator} if arm.estimator else {"top_k": HEAD}
@@ -99,7 +99,7 @@ def job_settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[
     }
 
 
-def run_all(work: Path, material: Material, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def run_all(work: Path, material: RlMaterial, sizes: RlSizes) -> Iterator[dict[str, Any]]:
     """Run every arm with every seed and yield the results; finished runs are not repeated.
 
     The outer loop is over seeds, so that after an interruption all arms have equally many seeds.
@@ -167,17 +167,17 @@ def summarize_metrics(records: list[dict[str, float]]) -> dict[str, Any]:
     steps = [record for record in records if "time/step" in record]
     late = steps[-max(1, len(steps) // 10) :]
 
-    def lately(name: str) -> float | None:
+    def mean_of_late_steps(name: str) -> float | None:
         late_values = [record[name] for record in late if name in record]
         return statistics.mean(late_values) if late_values else None
 
     return {
         "curve": {str(r["step"]): r["eval/accuracy"] for r in records if "eval/accuracy" in r},
         "rewards": [record["reward/mean"] for record in steps],
-        "reward": lately("reward/mean"),
-        "entropy": lately("entropy"),
-        "head_mass": lately("topk/student_mass"),
-        "kl_anchor": lately("kl/anchor"),
+        "reward": mean_of_late_steps("reward/mean"),
+        "entropy": mean_of_late_steps("entropy"),
+        "head_mass": mean_of_late_steps("topk/student_mass"),
+        "kl_anchor": mean_of_late_steps("kl/anchor"),
         "first_head_mass": steps[0].get("topk/student_mass"),
         # Skip the first steps, which warm up caches.
         "step_seconds": statistics.median(record["time/step"] for record in steps[1:]),

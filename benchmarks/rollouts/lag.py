@@ -39,7 +39,7 @@ LEARNING_RATES = (1e-3, 1e-5)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LagSizes:
     """prompts: per step, one answer each. tokens: most of an answer. held_out: prompts."""
 
     prompts: int = 8
@@ -67,10 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lag.json"))
     parser.add_argument("--picture", type=Path, default=Path("docs/lag.png"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=Sizes().steps)
+    parser.add_argument("--steps", type=int, default=LagSizes().steps)
     options = parser.parse_args(arguments)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    pair, sizes = make_pair("toy", options.work, options.data), Sizes(steps=options.steps)
+    pair, sizes = make_pair("toy", options.work, options.data), LagSizes(steps=options.steps)
     result = _load_result(options.out, sizes)
     for rate, seed, lag, weighted in itertools.product(
         LEARNING_RATES, range(options.seeds), LAGS, (True, False)
@@ -87,13 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(draw(result, options.picture))
 
 
-def _load_result(path: Path, sizes: Sizes) -> dict[str, Any]:
+def _load_result(path: Path, sizes: LagSizes) -> dict[str, Any]:
     """Return the results of an earlier start; without its runs if they had other sizes."""
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return result if result.items() >= asdict(sizes).items() else {**asdict(sizes), "runs": []}
 
 
-def train(run: Run, pair: Pair, data: Path, sizes: Sizes) -> dict[str, Any]:
+def train(run: Run, pair: Pair, data: Path, sizes: LagSizes) -> dict[str, Any]:
     """Train once. Return the exact KL afterwards, and the mean ratio/ess and ratio/kl."""
     torch.manual_seed(run.seed)
     tokenizer = AutoTokenizer.from_pretrained(pair.teacher)

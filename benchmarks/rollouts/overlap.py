@@ -88,7 +88,7 @@ def step_seconds(
     """Return the median seconds of a step after the first ones."""
     sampling, scoring, training = (seconds / SEQUENCES for seconds in shape)
     settings = SamplingSettings(1, 1.0, 0, 0, TOKENS, 1 << 20)
-    with served(TimedEngine(sampling)) as address, EngineClient([address]) as client:
+    with serve(TimedEngine(sampling)) as address, EngineClient([address]) as client:
         ahead = RolloutsAhead(
             Accelerator(cpu=True),
             client,
@@ -101,7 +101,7 @@ def step_seconds(
         ended = [time.monotonic()]
         for step in range(1, steps + 1):
             clock = Clock(training)
-            for item in ahead.of_step(step, asked):
+            for item in ahead.of_step(step, prompts_of_step):
                 item.wait()
                 clock.work()
             ended.append(time.monotonic())
@@ -114,7 +114,7 @@ def no_evaluation() -> WeightsVersion:
     raise AssertionError
 
 
-def asked(step: int) -> tuple[Sequence[Prompt], Sequence[int]]:
+def prompts_of_step(step: int) -> tuple[Sequence[Prompt], Sequence[int]]:
     """Return the prompts of a step."""
     prompt = Prompt(np.array([1, 2, 3], np.int32), "")
     return [prompt] * SEQUENCES, range(step * SEQUENCES, (step + 1) * SEQUENCES)
@@ -221,7 +221,7 @@ class TimedEngine:
 
 
 @contextmanager
-def served(engine: TimedEngine) -> Iterator[str]:
+def serve(engine: TimedEngine) -> Iterator[str]:
     """Serve the engine in a thread; yields its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

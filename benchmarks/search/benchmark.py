@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.search.material import Material, Sizes, make_material
+from benchmarks.search.material import SearchMaterial, SearchSizes, make_material
 from benchmarks.search.picture import draw
 from benchmarks.shared.programs import run_program, set_options
 from clients.config.file import load_job
@@ -41,8 +41,8 @@ from student_trainer.rollouts.sampler import Sampler
 from student_trainer.rollouts.search import SearchConversations, SearchRollouts
 
 JOB = Path(__file__).with_name("job.toml")
-FULL = Sizes(people=100, held_out=44, talks=4000, warm_steps=800, layers=1, width=128)
-QUICK = Sizes(people=40, held_out=10, talks=20, warm_steps=3, layers=1, width=32)
+FULL = SearchSizes(people=100, held_out=44, talks=4000, warm_steps=800, layers=1, width=128)
+QUICK = SearchSizes(people=40, held_out=10, talks=20, warm_steps=3, layers=1, width=32)
 QUICK_JOB = {"max_steps": "2", "train.prompts_per_step": "4", "eval.prompts": "4"}
 
 
@@ -113,7 +113,7 @@ def run_benchmark(work: Path, *, quick: bool) -> dict[str, Any]:
     }
 
 
-def examine_all(job: RLJob, material: Material, trained_model: Path) -> dict[str, Any]:
+def examine_all(job: RLJob, material: SearchMaterial, trained_model: Path) -> dict[str, Any]:
     """Evaluate before and after training on the held-out people, with three directories."""
     assert job.environment is not None
     directory = make_retriever(job.environment)

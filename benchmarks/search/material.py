@@ -41,7 +41,7 @@ _SEARCHES = 0.4  # share of the pretraining conversations that search
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SearchSizes:
     """Numbers of people (trained, held out), and of conversations and steps of the pretraining."""
 
     people: int
@@ -53,7 +53,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Material:
+class SearchMaterial:
     """Paths of the data and the model. `moved` has the same questions with all rooms changed."""
 
     model: Path
@@ -64,7 +64,7 @@ class Material:
     moved: Path
 
 
-def make_material(home: Path, sizes: Sizes) -> Material:
+def make_material(home: Path, sizes: SearchSizes) -> SearchMaterial:
     """Make directories, questions and the model; the model never sees a held-out person."""
     rng = random.Random(0)
     names = [f"{first} {last}" for first in FIRST for last in LAST]
@@ -72,7 +72,7 @@ def make_material(home: Path, sizes: Sizes) -> Material:
     learned, held_out = names[: sizes.people], names[-sizes.held_out :]
     everybody = learned + held_out
     home.mkdir(parents=True, exist_ok=True)
-    material = Material(
+    material = SearchMaterial(
         *(home / name for name in ("model", "corpus.jsonl", "train.jsonl", "heldout.jsonl")),
         *(home / name for name in ("moved-corpus.jsonl", "moved.jsonl")),
     )
@@ -101,7 +101,7 @@ def _make_questions(pairs: list[tuple[str, str]], rooms: dict[str, str]) -> list
 
 
 def _make_model(
-    home: Path, material: Material, learned: list[str], sizes: Sizes, rng: random.Random
+    home: Path, material: SearchMaterial, learned: list[str], sizes: SearchSizes, rng: random.Random
 ) -> None:
     """Pretrain on conversations about people whose rooms are drawn anew each time."""
     directory = LocalRetriever(str(material.corpus))

@@ -33,7 +33,7 @@ _STREAMS_PER_CONNECTION = 100
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadResults:
     """The results of `measure_load`: times in seconds, resident memory of the server in bytes."""
 
     submits: int
@@ -47,33 +47,33 @@ class Load:
     jobs_lost: int
 
 
-def measure_load(server: Server, submits: int) -> Load:
+def measure_load(server: Server, submits: int) -> LoadResults:
     """Submit and list jobs while others run in all slots; then kill and restart the server.
 
     At the end, every rule of the jobs' history is checked.
     """
     history = History()
-    before = memory_of(server)
+    before = resident_bytes(server)
     began = time.monotonic()
     submit_all(server.address, submits, history)
     submit_seconds = time.monotonic() - began
-    after = memory_of(server)
-    pages = list_times(server.address, PAGES)
+    after = resident_bytes(server)
+    pages = time_lists(server.address, PAGES)
     server.kill()
     began = time.monotonic()
     server.start()
     with DistillClient(server.address) as client:
         client.list(limit=1)
         restart = time.monotonic() - began
-        job_ids = {job.id for page in pages_of(client) for job in page}
-    return Load(
+        job_ids = {job.id for page in list_pages(client) for job in page}
+    return LoadResults(
         submits=submits,
         submit_seconds=submit_seconds,
         list_p50=float(np.percentile(pages, 50)),
         list_p99=float(np.percentile(pages, 99)),
         restart_seconds=restart,
         memory_before=before,
-        memory_after=max(after, memory_of(server)),
+        memory_after=max(after, resident_bytes(server)),
         events_checked=history.check(server.runs, SLOTS),
         jobs_lost=submits - len(job_ids),
     )
@@ -94,7 +94,7 @@ def submit_all(address: str, submits: int, history: History) -> None:
         list(pool.map(submit, range(submits)))
 
 
-def list_times(address: str, pages: int) -> Sequence[float]:
+def time_lists(address: str, pages: int) -> Sequence[float]:
     """Return the seconds of each page, from the newest jobs down, repeatedly."""
     seconds, before = [], ""
     with DistillClient(address) as client:
@@ -106,7 +106,7 @@ def list_times(address: str, pages: int) -> Sequence[float]:
     return seconds
 
 
-def pages_of(client: DistillClient) -> Sequence[Sequence[object]]:
+def list_pages(client: DistillClient) -> Sequence[Sequence[object]]:
     pages, before = [], ""
     while page := client.list(limit=500, before_id=before):
         pages.append(page)
@@ -114,7 +114,7 @@ def pages_of(client: DistillClient) -> Sequence[Sequence[object]]:
     return pages
 
 
-def memory_of(server: Server) -> int:
+def resident_bytes(server: Server) -> int:
     assert server.process is not None
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) << 10
@@ -145,7 +145,7 @@ async def watch_all(address: str, job_id: str, watchers: int) -> list[list[int]]
 
 
 @dataclass(frozen=True)
-class Watching:
+class WatchResults:
     """The results of many watchers of one job; memory is the server's resident bytes."""
 
     watchers: int
@@ -155,17 +155,17 @@ class Watching:
     memory_after: int
 
 
-def measure_watching(server: Server, watchers: int, steps: int) -> Watching:
+def measure_watching(server: Server, watchers: int, steps: int) -> WatchResults:
     """Measure many watchers of one job. Raises AssertionError if one misses or repeats an event."""
     with DistillClient(server.address) as client:
         job = client.submit(job_config("watched pause=0.2", steps))
         eventually(lambda: client.get(job.id).step >= 1)
-        before, began = memory_of(server), time.monotonic()
+        before, began = resident_bytes(server), time.monotonic()
         sequence_numbers = asyncio.run(watch_all(server.address, job.id, watchers))
-        seconds, after = time.monotonic() - began, memory_of(server)
+        seconds, after = time.monotonic() - began, resident_bytes(server)
         events = client.get(job.id).last_seq
     assert all(numbers == list(range(1, events + 1)) for numbers in sequence_numbers)
-    return Watching(watchers, events, seconds, before, after)
+    return WatchResults(watchers, events, seconds, before, after)
 
 
 def main() -> None:

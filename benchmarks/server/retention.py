@@ -85,7 +85,7 @@ class Site:
         """Queue a job and start it."""
         self._jobs_made += 1
         job_id = f"on-policy-job-{self._jobs_made}"
-        self.store.add(job_id, _job(f"job-{self._jobs_made}"), "")
+        self.store.add(job_id, _make_job(f"job-{self._jobs_made}"), "")
         self.store.change(job_id, Change(JobState.PREPARING), Change(JobState.RUNNING))
         self._active.append(job_id)
 
@@ -149,7 +149,7 @@ _TABLES = ("jobs", "events")
 
 async def measure(root: Path, jobs: int, steps: int) -> tuple[Size, Size]:
     """Return the sizes with `jobs` jobs, of `STEPS` steps each, and after `steps` further steps."""
-    with _site(root, jobs) as site:
+    with _open_site(root, jobs) as site:
         site.add()
         long = "on-policy-job-1"
         site._active.popleft()
@@ -160,7 +160,7 @@ async def measure(root: Path, jobs: int, steps: int) -> tuple[Size, Size]:
 
 
 @contextmanager
-def _site(root: Path, jobs: int) -> Iterator[Site]:
+def _open_site(root: Path, jobs: int) -> Iterator[Site]:
     site = Site(root, jobs)
     try:
         yield site
@@ -168,7 +168,7 @@ def _site(root: Path, jobs: int) -> Iterator[Site]:
         site.close()
 
 
-def _job(name: str) -> AnyJob:
+def _make_job(name: str) -> AnyJob:
     student, data = StudentConfig(model="tiny"), DataConfig(path="prompts.jsonl")
     return OnPolicyJob(student=student, data=data, name=name, max_steps=STEPS)
 

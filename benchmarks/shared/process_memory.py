@@ -125,7 +125,7 @@ def track_peak_of_children(
         reader.join()
 
 
-def available() -> int:
+def available_bytes() -> int:
     """Return the bytes of memory that are available on this machine."""
     return _read_field(Path("/proc/meminfo"), "MemAvailable")
 

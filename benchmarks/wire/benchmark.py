@@ -62,7 +62,7 @@ def main() -> None:
         "bytes": {str(k): message_bytes(head_of(rows, k)) for k in HEADS},
         "stream": measure_streams(scale),
     }
-    result["targets"] = targets(result)
+    result["targets"] = check_targets(result)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print_results(result)
@@ -227,7 +227,7 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def check_targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the targets of the benchmark with the measured values."""
     stream = result["stream"]
     own_stream = stream["ours, 512"]

@@ -38,8 +38,8 @@ from benchmarks.wire.cache_stores import (
     ParquetStore,
     RedisBound,
     RedisStore,
+    RowStore,
     SafetensorsStore,
-    Store,
 )
 from benchmarks.wire.distillkit_layout import BUDGET, RECOMMENDED, Layout, compress, decompress
 from protos.rows.codec import RowBlock, compress_rows, decode_rows, encode_rows
@@ -65,7 +65,7 @@ def main() -> None:
         "stores": measure_stores(rows, sequences, repetitions),
         "precision": measure_precision(rows),
     }
-    result["targets"] = targets(result)
+    result["targets"] = check_targets(result)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print_results(result)
@@ -80,7 +80,7 @@ def head_of(rows: RowBlock, k: int) -> RowBlock:
 
 
 @contextmanager
-def open_stores() -> Iterator[dict[str, Store]]:
+def open_stores() -> Iterator[dict[str, RowStore]]:
     loop = asyncio.new_event_loop()
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as port:
         path = Path(folder)
@@ -198,7 +198,7 @@ def decode_microseconds(run: Any, repetitions: int = 7) -> float:
     return min(times) * 1e6 / LENGTH
 
 
-def targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def check_targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the targets of the benchmark with the measured values."""
     read_rates = {name: store["read"] for name, store in result["stores"].items()}
     sizes = {name: store["bytes"] for name, store in result["stores"].items()}

@@ -27,7 +27,7 @@ SHARD_BYTES = 64 << 20
 BATCH = 16  # sequences asked for at once
 
 
-class Store(Protocol):
+class RowStore(Protocol):
     """A store of sequences, which are identified by numbers from 0."""
 
     def write(self, blocks: Sequence[RowBlock]) -> int:

@@ -45,7 +45,7 @@ def rows_as_they_are(block: RowBlock) -> RowBlock:
     return block
 
 
-def dictionaries(block: RowBlock) -> list[dict[int, Logprob]]:
+def to_dictionaries(block: RowBlock) -> list[dict[int, Logprob]]:
     """vLLM's `prompt_logprobs`: one object per candidate."""
     return [
         {
@@ -56,7 +56,7 @@ def dictionaries(block: RowBlock) -> list[dict[int, Logprob]]:
     ]
 
 
-def nested_lists(block: RowBlock) -> tuple[list[list[float]], list[list[int]]]:
+def to_nested_lists(block: RowBlock) -> tuple[list[list[float]], list[list[int]]]:
     """SGLang's `input_top_logprobs_val` and `_idx`."""
     return block.head_logprobs.tolist(), block.head_ids.tolist()
 
@@ -114,10 +114,10 @@ def trl_base64(candidates: list[dict[int, Logprob]]) -> bytes:
             ids[0, t, column] = token
     return orjson.dumps(
         {
-            "logprobs_b64": _base64(logprobs),
-            "token_ids_b64": _base64(ids),
-            "actual_logprobs_b64": _base64(actual),
-            "actual_token_ids_b64": _base64(actual_ids),
+            "logprobs_b64": _encode_base64(logprobs),
+            "token_ids_b64": _encode_base64(ids),
+            "actual_logprobs_b64": _encode_base64(actual),
+            "actual_token_ids_b64": _encode_base64(actual_ids),
             "shape": [1, len(candidates), k],
             "completion_lengths": [len(candidates)],
         }
@@ -152,8 +152,8 @@ def flat_base64(block: RowBlock) -> bytes:
     """The same format for a server that holds arrays instead of lists."""
     return orjson.dumps(
         {
-            "input_top_logprobs_val_flat_b64": _base64(block.head_logprobs),
-            "input_top_logprobs_idx_flat_b64": _base64(block.head_ids),
+            "input_top_logprobs_val_flat_b64": _encode_base64(block.head_logprobs),
+            "input_top_logprobs_idx_flat_b64": _encode_base64(block.head_ids),
             "input_top_logprobs_val_flat_b64_dtype": "float32",
             "input_top_logprobs_idx_flat_b64_dtype": "int32",
             "input_top_logprobs_shape": list(block.head_logprobs.shape),
@@ -187,11 +187,11 @@ def repeated_arrays(data: bytes) -> tuple[Any, Any]:
     return ids, np.array(message.logprobs, np.float32).reshape(shape)
 
 
-def _base64(array: Any) -> str:
+def _encode_base64(array: Any) -> str:
     return base64.b64encode(array.tobytes()).decode("ascii")
 
 
-def _repeated() -> Any:
+def _make_message_class() -> Any:
     field = descriptor_pb2.FieldDescriptorProto
     optional, repeated = field.LABEL_OPTIONAL, field.LABEL_REPEATED
     file = descriptor_pb2.FileDescriptorProto(name="benchmark.proto", syntax="proto3")
@@ -204,7 +204,7 @@ def _repeated() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("RepeatedRows"))
 
 
-_REPEATED = _repeated()
+_REPEATED = _make_message_class()
 _NONE = np.empty(0, np.float32)
 
 FORMATS = {
@@ -213,9 +213,9 @@ FORMATS = {
         Format("ours", rows_as_they_are, encode_rows, decode_rows),
         Format("protobuf repeated", rows_as_they_are, repeated_fields, repeated_arrays),
         Format("base64 of arrays", rows_as_they_are, flat_base64, flat_base64_arrays),
-        Format("SGLang flat base64", nested_lists, sglang_base64, flat_base64_arrays),
-        Format("TRL base64", dictionaries, trl_base64, trl_base64_lists),
-        Format("TRL JSON lists", dictionaries, trl_json, trl_json_lists),
-        Format("vLLM JSON", dictionaries, vllm_json, vllm_arrays),
+        Format("SGLang flat base64", to_nested_lists, sglang_base64, flat_base64_arrays),
+        Format("TRL base64", to_dictionaries, trl_base64, trl_base64_lists),
+        Format("TRL JSON lists", to_dictionaries, trl_json, trl_json_lists),
+        Format("vLLM JSON", to_dictionaries, vllm_json, vllm_arrays),
     )
 }

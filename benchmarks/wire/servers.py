@@ -81,12 +81,12 @@ async def serve_http(k: int, name: str) -> None:
     app = FastAPI()
 
     @cache
-    def held(tokens: int) -> object:
+    def prepared_rows(tokens: int) -> object:
         return wire.hold(rows.slice(0, tokens))
 
     @app.get("/{tokens}")
     async def answer(tokens: int) -> Response:
-        return Response(wire.encode(held(tokens)), media_type="application/json")
+        return Response(wire.encode(prepared_rows(tokens)), media_type="application/json")
 
     # asyncio sets TCP_NODELAY only if the socket names its protocol. Without it, a response
     # can wait for an acknowledgement.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models.memory_plan import cases, plan, table
+from benchmarks.models.memory_plan import format_errors, list_cases, plan_memory
 from clients.cli.app import main
 from clients.config.file import load_job
 from clients.config.kinds import gpus_of
@@ -92,10 +92,10 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured() -> None:
     """The figures of the benchmark, against the formulas as they are now."""
     text = (ROOT / "benchmarks" / "results" / "memory_plan.json").read_text()
     found = json.loads(text)
-    loads = {case.label: case.load for case in cases()}
+    loads = {case.label: case.load for case in list_cases()}
     assert found.keys() <= loads.keys()
     for name, one in found.items():
-        assert one["planned"] == plan(loads[name]), name
+        assert one["planned"] == plan_memory(loads[name]), name
         for stage, measured in one["measured"].items():
             assert one["planned"][stage] == pytest.approx(measured, rel=0.1), (name, stage)
-    assert table(found) in PAGE
+    assert format_errors(found) in PAGE

@@ -19,7 +19,7 @@ from benchmarks.evidence.anchors import SAMPLES, TRIES, pass_rates
 from benchmarks.evidence.claims import Effect, overall_verdict, paired_differences
 from benchmarks.evidence.gradients import renormalised_gradient
 from benchmarks.evidence.memory import saved_bytes
-from benchmarks.evidence.offline_k import OfflineLoss, Text, draw_tail_samples, mean_loss
+from benchmarks.evidence.offline_k import OfflineLoss, QuestionAnswer, draw_tail_samples, mean_loss
 from benchmarks.evidence.real_sections import compare_methods
 from benchmarks.shared.process_memory import track_peak_of_children
 from benchmarks.shared.results import add_run, load_results
@@ -90,7 +90,10 @@ def test_the_losses_meet_the_exact_one_when_the_head_holds_all() -> None:
     torch.manual_seed(0)
     teacher, student = tiny.model(seed=0).float(), tiny.model(seed=1).float()
     vocabulary = student.config.vocab_size
-    texts = [Text(torch.randint(vocabulary, (9,)), 3), Text(torch.randint(vocabulary, (6,)), 2)]
+    texts = [
+        QuestionAnswer(torch.randint(vocabulary, (9,)), 3),
+        QuestionAnswer(torch.randint(vocabulary, (6,)), 2),
+    ]
     exact = mean_loss(OfflineLoss("exact"), student, teacher, texts)
     for loss in ("bucket", "none", "renormalised"):
         loss_value = mean_loss(OfflineLoss(loss, vocabulary), student, teacher, texts)
@@ -113,7 +116,7 @@ def test_fine_tuning_and_offline_learn_from_the_same_answers_of_the_teacher(
     prompts = [tiny.prompt(1, 2, 3), tiny.prompt(4, 5)]
     losses_and_answers = {
         method: real_methods.mean_loss(
-            real_methods.Setting("GSM8K", 1e-4, method, 0),
+            real_methods.RealMethodSetting("GSM8K", 1e-4, method, 0),
             1,
             student,
             teacher,

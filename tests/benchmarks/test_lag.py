@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rollouts.lag import Run, Sizes, main, train
+from benchmarks.rollouts.lag import LagSizes, Run, main, train
 from benchmarks.shared.model_pairs import Pair
 from tests.student_trainer import tiny
 
-SIZES = Sizes(prompts=2, tokens=6, held_out=2, steps=4, k=4, draws=4)
+SIZES = LagSizes(prompts=2, tokens=6, held_out=2, steps=4, k=4, draws=4)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,11 @@ def test_runs_are_added_once_and_drawn(
 ) -> None:  # fmt: skip
     runs: list[Run] = []
 
-    def scripted(run: Run, *_: Any) -> dict[str, Any]:
+    def train_scripted(run: Run, *_: Any) -> dict[str, Any]:
         runs.append(run)
         return {"after": run.learning_rate + run.lag, "ratio/ess": 1.0, "ratio/kl": 0.0}
 
-    monkeypatch.setattr("benchmarks.rollouts.lag.train", scripted)
+    monkeypatch.setattr("benchmarks.rollouts.lag.train", train_scripted)
     out, picture = tmp_path / "lag.json", tmp_path / "lag.png"
     arguments = ["--data", str(data), "--work", str(pair.teacher.parent), "--out", str(out)]
     arguments += ["--picture", str(picture), "--steps", "4"]

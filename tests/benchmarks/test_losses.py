@@ -15,9 +15,9 @@ from benchmarks.gpu import benchmark as gpu
 from benchmarks.loss import benchmark as loss
 from benchmarks.loss import ema_pg, estimators, long_sequences
 from benchmarks.loss import methods as loss_methods
-from benchmarks.loss.bounds import bounds
+from benchmarks.loss.bounds import check_bounds
 from benchmarks.loss.methods import GPU_METHODS, METHODS
-from benchmarks.loss.problem import Missing, Problem, make_problem
+from benchmarks.loss.problem import MissingPackage, Problem, make_problem
 from benchmarks.shared.meters import CpuMeter, measure
 from student_trainer.losses import exact_kl, topk_kl
 
@@ -33,14 +33,14 @@ PRODUCTS = ("three products", "three products, chunked")
 @pytest.fixture(autouse=True)
 def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compile takes longer than all the rest."""
-    monkeypatch.setattr(ema_pg, "_compiled", lambda function: function)
+    monkeypatch.setattr(ema_pg, "_compile", lambda function: function)
 
 
 def gradients(run: loss_methods.Method, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     problem.clear()
     try:
         run(problem)
-    except Missing as reason:
+    except MissingPackage as reason:
         pytest.skip(str(reason))
     assert problem.hidden.grad is not None
     assert problem.weight.grad is not None
@@ -126,7 +126,7 @@ def test_a_bound_that_is_not_met_is_said() -> None:
             {"method": "fused", "tokens": n, "mib": m} for n, m in ((1, 70), (2, 72), (4, 80))
         ],
     }
-    met = {row["bound"]: row["met"] for row in bounds(result, 74.0)}
+    met = {row["bound"]: row["met"] for row in check_bounds(result, 74.0)}
     assert met["time over three products"]
     assert not met["time over chunked cross-entropy"]
     assert met["memory over one chunk of logits"]
@@ -134,7 +134,7 @@ def test_a_bound_that_is_not_met_is_said() -> None:
 
 def test_the_estimators_page_is_what_its_figures_say(tmp_path: Path) -> None:
     result = json.loads((ROOT / "benchmarks/results/estimators.json").read_text())
-    assert (ROOT / "docs/estimators.md").read_text() == estimators.page(result)
+    assert (ROOT / "docs/estimators.md").read_text() == estimators.format_page(result)
     page = tmp_path / "page.md"
     estimators.main(
         ["--vocabulary", "150", "--out", str(tmp_path / "found.json"), "--page", str(page)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.models.types import SLOW, WORKS, Outcome, examine, page
+from benchmarks.models.types import SLOW, WORKS, Outcome, examine, format_page
 
 
 @pytest.mark.filterwarnings("default")  # those of the model's own code
@@ -33,6 +33,6 @@ def test_the_page() -> None:
         Outcome(name, model, WORKS if number else "it | broke", WORKS if number else SLOW)
         for number, (name, model) in enumerate(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     ]
-    text = page(outcomes)
+    text = format_page(outcomes)
     assert f"| teacher | {len(outcomes) - 1} of {len(outcomes)} | 99% |" in text
     assert f"| plain | it / broke | {SLOW} |" in text

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.offline import benchmark as offline
 from benchmarks.offline.kills import hash_files
-from benchmarks.offline.page import targets
+from benchmarks.offline.page import check_targets
 from benchmarks.offline.training import Examiner
 from clients.store.dataset import LogitDataset
 from tests.student_trainer import small_store, tiny
@@ -72,7 +72,7 @@ def test_measures_are_those_of_the_definition(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(path).eval()
         for path in (material.teacher, material.student)
     )
-    store = stored(tmp_path / "store", teacher, texts)
+    store = write_store(tmp_path / "store", teacher, texts)
     kl = log_prob = 0.0
     for text in texts:
         q, p = (small_store.logprobs_of(model, text) for model in (teacher, student))
@@ -86,7 +86,7 @@ def test_measures_are_those_of_the_definition(tmp_path: Path) -> None:
     assert examine(material.teacher)["kl"] == pytest.approx(0, abs=1e-6)
 
 
-def stored(path: Path, teacher: Any, texts: list[small_store.Text]) -> Path:
+def write_store(path: Path, teacher: Any, texts: list[small_store.Text]) -> Path:
     small_store.write_store(path, teacher, texts, top_k=2, samples=1)
     return path
 
@@ -108,8 +108,8 @@ def test_what_is_missed_is_said() -> None:
         "sizes": {"only_samples": 12},
         "stores": {"samples": {"codec_bytes": 40.1}},
     }
-    assert [target["met"] for target in targets(result)] == [False] * 4
+    assert [target["met"] for target in check_targets(result)] == [False] * 4
     result["kills"]["equal"] = True
     result["step"]["ratio"], result["capture"]["ratio"] = 1.03, 0.95
     result["stores"]["samples"]["codec_bytes"] = 40.0
-    assert [target["met"] for target in targets(result)] == [True] * 4
+    assert [target["met"] for target in check_targets(result)] == [True] * 4

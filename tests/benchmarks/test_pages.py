@@ -15,4 +15,4 @@ from tests.documents import ROOT
 @pytest.mark.parametrize(("name", "module"), [("offline", offline_page), ("rl", rl_page)])
 def test_the_page_is_what_its_figures_say(name: str, module: ModuleType) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    assert (ROOT / "docs" / f"{name}.md").read_text() == module.page(result)
+    assert (ROOT / "docs" / f"{name}.md").read_text() == module.format_page(result)

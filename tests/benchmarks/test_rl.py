@@ -15,7 +15,7 @@ import torch
 from benchmarks.rl import benchmark as rl
 from benchmarks.rl import cost as rl_cost
 from benchmarks.rl import runs as rl_runs
-from benchmarks.rl.page import page, summaries
+from benchmarks.rl.page import format_page, summarize_arms
 from benchmarks.rl.picture import draw
 from benchmarks.rl.runs import list_arms
 from benchmarks.shared.intervals import mean_and_interval
@@ -27,12 +27,12 @@ def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """One run of one arm is real; what an anchor costs is reckoned from times that are given."""
     timed: list[RLJob] = []
 
-    def given(_: Path, job: Any) -> dict[str, Any]:
+    def measure_given(_: Path, job: Any) -> dict[str, Any]:
         timed.append(RLJob.model_validate(job))
         has_anchor = timed[-1].method.beta > 0
         return {"step_seconds": 1.2 if has_anchor else 1.0, "seconds": {}, "peak_bytes": 0}
 
-    monkeypatch.setattr(rl_cost, "run_once", given)
+    monkeypatch.setattr(rl_cost, "run_once", measure_given)
     out, docs, work = (tmp_path / name for name in ("out.json", "docs", "work"))
     arguments = ["--quick", "--out", str(out), "--docs", str(docs), "--work", str(work)]
     threads = torch.get_num_threads()
@@ -55,7 +55,7 @@ def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_arm_is_a_job_and_differs_in_what_its_name_says() -> None:
-    material = rl.Material(*(Path(name) for name in ("/train", "/held", "/model")))
+    material = rl.RlMaterial(*(Path(name) for name in ("/train", "/held", "/model")))
     jobs = {
         arm.name: RLJob.model_validate(rl_runs.job_settings(material, rl.FULL, arm, seed=3))
         for arm in list_arms((0.001,))
@@ -114,7 +114,7 @@ def test_page_and_picture(tmp_path: Path) -> None:
         "sizes": rl.asdict(rl.FULL),
         "head": 32,
         "runs": runs,
-        "summaries": summaries(runs),
+        "summaries": summarize_arms(runs),
         "cost": {
             "weight_bytes": 80 << 20,
             "ratios": [1.1, 1.2],
@@ -123,7 +123,7 @@ def test_page_and_picture(tmp_path: Path) -> None:
             "more_over_weights": 1.02,
         },
     }
-    text = page(result)
+    text = format_page(result)
     fixed_arm = "fixed anchor, bucket+sampled, beta 0.1"
     assert f"| {fixed_arm} against no KL | +3.0 | +3.0 to +3.0 | better |" in text
     ema_arm = "EMA anchor, bucket+sampled, beta 0.1"

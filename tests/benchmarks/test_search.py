@@ -21,7 +21,7 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
 
-    def records(name: str) -> list[dict[str, str]]:
+    def read_records(name: str) -> list[dict[str, str]]:
         lines = (work / "material" / f"{name}.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
@@ -29,16 +29,20 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     assert len(result["examined"]) == 4
     assert len(result["rewards"]) == 2
     assert list(result["curve"]) == ["0", "2"]
-    everybody = [record["contents"] for record in records("corpus")]
+    everybody = [record["contents"] for record in read_records("corpus")]
     rooms = dict(contents.split("\n") for contents in everybody)
     assert len(rooms) == search.QUICK.people + search.QUICK.held_out
     people = {
-        part: {record["prompt"].split(" or ")[0] for record in records(part)}
+        part: {record["prompt"].split(" or ")[0] for record in read_records(part)}
         for part in ("train", "heldout")
     }
     assert people["train"] | people["heldout"] == set(rooms)
     assert not people["train"] & people["heldout"]
-    met = {name for turn in records("turns") for name in turn["prompt"].split("?")[0].split(" or ")}
+    met = {
+        name
+        for turn in read_records("turns")
+        for name in turn["prompt"].split("?")[0].split(" or ")
+    }
     assert met <= people["train"]
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.models.memory_plan import LINE, SHAPE, Case, model_of, random_batch
+from benchmarks.models.memory_plan import LINE, SHAPE, MemoryCase, make_model, random_batch
 from clients.cli.app import main
 from clients.config.kinds import AnyTraining, parse_job
 from clients.config.on_policy import OnPolicyJob
@@ -65,7 +65,7 @@ ROOT = Path(__file__).parents[3]
 def saved(model: str, load: Load, kernel: SDPBackend) -> int:
     """Return the bytes that autograd saves in one forward pass, without weights."""
     torch.manual_seed(0)
-    student = Student(model_of(Case(model, load)), bf16=load.bf16)
+    student = Student(make_model(MemoryCase(model, load)), bf16=load.bf16)
     student.train()
     batch = random_batch(load, torch.device("cpu"))
     weights = [*student.parameters(), *student.buffers()]
@@ -119,7 +119,7 @@ class Products(TorchDispatchMode):
 def test_the_selective_policy_keeps_these_bytes(bf16: bool, lora: int) -> None:
     shape = replace(SHAPE, vocabulary=1024, layers=3)
     load = Load(shape, 1, False, bf16, "selective", TOKENS, LINE, lora=lora, cuda=False)
-    body = model_of(Case("llama", load)).get_decoder()
+    body = make_model(MemoryCase("llama", load)).get_decoder()
     ids = random_batch(load, torch.device("cpu")).inputs["input_ids"]
     with Products() as products, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         body(input_ids=ids, use_cache=False)
@@ -153,11 +153,11 @@ def test_a_gpu_without_a_kernel_for_float32_groups_saves_the_scores() -> None:
 def test_weights_are_those_of_the_model(model: str, tied: bool) -> None:
     shape = replace(SHAPE, query_norm=model == "qwen3", tied=tied)
     load = Load(shape, 1, False, False, False, TOKENS, LINE)
-    student = model_of(Case(model, load))
+    student = make_model(MemoryCase(model, load))
     assert shape.weights == sum(weight.numel() for weight in student.parameters())
     assert shape_of(json.loads(student.config.to_json_string())) == shape
     adapters = replace(load, lora=8)
-    with_adapters = model_of(Case(model, adapters))
+    with_adapters = make_model(MemoryCase(model, adapters))
     trained = [weight for weight in with_adapters.parameters() if weight.requires_grad]
     assert adapters.trained == sum(weight.numel() for weight in trained)
     assert adapters.frozen == shape.weights
@@ -275,7 +275,7 @@ def test_moments_in_8_bits(lora: int, hidden: int) -> None:
     """Rows of 288 are no whole blocks; those of adapters with rank 64 are, but few."""
     shape = replace(SHAPE, hidden=hidden, tied=True)
     load = Load(shape, 2, True, True, False, TOKENS, LINE, lora=lora, narrow_moments=True)
-    student = model_of(Case("llama", load))
+    student = make_model(MemoryCase("llama", load))
     trained = [weight for weight in student.parameters() if weight.requires_grad]
     bytes_of = [
         weight.numel() * (1 + 4 / BLOCK) if is_quantized(weight) else 4 * weight.numel()
