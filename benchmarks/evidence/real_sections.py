@@ -17,10 +17,10 @@ from benchmarks.evidence.claims import (
 )
 from benchmarks.evidence.memory import PROFILE, RUNS
 from benchmarks.evidence.real_methods import BEFORE, METHODS, TASKS
+from benchmarks.shared.pages import format_table
 
 COMMAND = "python -m benchmarks.evidence.real_methods --data train.jsonl"
 COST = "2 minutes of a core a run"
-from benchmarks.shared.pages import format_table
 
 
 def compare_own_answers(docs: Path) -> Section | None:
