@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,8 @@ def test_a_directory_that_hangs_holds_up_its_own_job_only(tmp_path: Path) -> Non
     try:
         stuck, other = submit(server), submit(server)
         server.look()
+        # Otherwise a look waits a minute for its threads, one of which does not end.
+        server.scheduler._policy = replace(server.policy, poll_every=3.0)
         runner.silent = stuck
         server.look()
         phase = server.store.job(stuck).phase

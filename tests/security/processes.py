@@ -31,10 +31,12 @@ class Program:
         log: Path,
         variables: Mapping[str, object] | None = None,
         before: Callable[[], None] | None = None,
+        launched: bool = False,
     ) -> None:
+        """`launched`: by an interpreter of its own, which has its own command line."""
         self.log = log
         with log.open("ab") as stderr:
-            self.process = ForkedPython(
+            self.process = (subprocess.Popen if launched else ForkedPython)(
                 [sys.executable, "-m", module, *map(str, arguments), "--port", "0"],
                 stdout=subprocess.PIPE,
                 stderr=stderr,

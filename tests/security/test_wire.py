@@ -145,8 +145,8 @@ def test_tokens_are_in_no_log_and_no_process_list(tmp_path: Path, tokens: Secret
     known = [tokens.read, tokens.submit, tokens.admin, wrong]
     from_environment = {"DISTILL_TOKENS": f"admin {tokens.admin}\nread {tokens.read}"}
     with (
-        server(tmp_path / "runs", variables=from_environment) as jobs,
-        teacher(tmp_path / "log", "--token-file", tokens.file) as scores,
+        server(tmp_path / "runs", variables=from_environment, launched=True) as jobs,
+        teacher(tmp_path / "log", "--token-file", tokens.file, launched=True) as scores,
     ):
         for program, methods in ((jobs, SERVER_METHODS), (scores, TEACHER_METHODS)):
             with grpc.insecure_channel(program.address) as channel:

@@ -322,8 +322,11 @@ def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
         server.stop(None)
 
 
-def test_a_wrong_address_beside_a_teacher(start_teacher: StartTeacher) -> None:
+def test_a_wrong_address_beside_a_teacher(
+    start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is refused before a job starts, and a good teacher that goes away is waited for."""
+    monkeypatch.setattr("clients.teacher.client._BUSY_FACTOR", 2)
     teacher = start_teacher("--engine", "fake", "--model", "vocab=1000")
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
