@@ -115,7 +115,7 @@ class MeasuredRequest:
     rows: int = 0
 
     def record_answer(self, rows: int) -> None:
-        """Record that the rows are ready to be sent."""
+        """Record the number of rows, and the time until they were ready to be sent."""
         self.rows = rows
         self.seconds_to_first = time.perf_counter() - self.start
 

@@ -362,7 +362,7 @@ class _Program:
 async def _serve_http(
     settings: TeacherSettings, app: LoadingApp
 ) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """Serve HTTP within the block, if settings.http. Yields the URL or "", and how to end it."""
+    """Serve HTTP within the block, if settings.http. Yields the URL or "", and a stop function."""
     if settings.http is None:
         yield "", lambda: None
     else:

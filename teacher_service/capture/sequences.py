@@ -21,8 +21,8 @@ class CaptureSequence:
     """A sequence of tokens, int32 [T]; positions from `start` (>= 1) on are scored.
 
     images: of its prompt, as `stored_images` writes them; each has one placeholder in the tokens.
-    teacher_prompt: int32 [P], what the teacher reads in place of the tokens before `start`; [0]:
-    those.
+    teacher_prompt: int32 [P], read by the teacher in place of the tokens before `start`; empty: the
+    teacher reads those tokens.
     """
 
     token_ids: NDArray[np.int32]

@@ -82,7 +82,7 @@ class TeacherFacts:
     def narrow(self, width: int, tokenizer: Any) -> TeacherFacts:
         """Return the facts of this teacher for a student with `width` logits.
 
-        Its rows are then about the ids that both have. Raises WrongState if other ids have tokens.
+        Its rows then cover the ids that both have. Raises WrongState if other ids have tokens.
         """
         common_size = common_ids(width, self.vocab_size, "teacher", tokens_of(tokenizer))
         require_narrowing(self, common_size, "teacher", "student.model")

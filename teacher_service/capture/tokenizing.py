@@ -41,8 +41,8 @@ class EncodedRecords:
     token_ids int32 [n]: of all records, one after the other. lengths, starts int32 [records]: a
     record's number of tokens, and of those before its first scored one. A record with nothing to
     score has length 0. images: of each record, as `stored_images` writes them. teacher_prompts: of
-    each record, int32 [P], what the teacher reads in place of the tokens before `starts`; [0]:
-    those.
+    each record, int32 [P], read by the teacher in place of the tokens before `starts`; empty: the
+    teacher reads those tokens.
     """
 
     token_ids: NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""Adapters of a model of transformers, of which one or none is active."""
+"""Adapters of a transformers model; at most one is active at a time."""
 
 from __future__ import annotations
 

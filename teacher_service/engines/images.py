@@ -1,4 +1,4 @@
-"""Queries with images, as the hf engine gives them to its model."""
+"""Converts queries with images to the inputs of the hf engine's model."""
 
 from __future__ import annotations
 

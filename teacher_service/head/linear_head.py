@@ -51,7 +51,7 @@ def find_head(model: Any, path: Path) -> HeadTensors:
 
 
 def _list_names(model: Any, parameter: Tensor) -> list[str]:
-    """Return the names of `parameter`; a tied head has those of the embedding too."""
+    """Return the names of `parameter`; a tied head also has the names of the embedding."""
     parameters = model.named_parameters(remove_duplicate=False)
     return [name for name, candidate in parameters if candidate is parameter]
 

@@ -1,1 +1,1 @@
-"""The HTTP front of the teacher: the requests with which other trainers ask vLLM and SGLang."""
+"""The HTTP front of the teacher: the scoring endpoints of vLLM and SGLang, for other trainers."""

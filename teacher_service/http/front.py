@@ -66,7 +66,7 @@ class HttpFront:
     async def serving(
         self, app: LoadingApp, endpoint: ServerEndpoint
     ) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-        """Serve within the block. Yields the URL, and a function that lets no request in any more.
+        """Serve within the block. Yields the URL, and a function that stops accepting requests.
 
         Leaving the block gives running requests `limits.grace` seconds. Raises InvalidInput if the
         port is taken.

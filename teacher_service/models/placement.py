@@ -34,7 +34,7 @@ def free_memory(share: float) -> Memory:
 
 
 def load_head_weights(head: Any) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of the head of a model, in memory also if its layer is not."""
+    """Return weight and bias of the head of a model, in memory even if its layer is offloaded."""
     if not head.weight.is_meta:
         return head.weight.detach(), None if head.bias is None else head.bias.detach()
     from accelerate.utils import align_module_device

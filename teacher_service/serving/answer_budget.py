@@ -14,8 +14,8 @@ class AnswerBudget:
     A stream may take more while its own answers have fewer bytes than are free (dynamic thresholds,
     Choudhury and Hahne 1998): one stream gets half of the budget, n equal streams 1/(n + 1) of it
     each, and a new stream always finds some. A stream without answers always has room for one
-    request, so that none starves. The process therefore holds at most `max_bytes` and one answer
-    per stream. Use it from one event loop.
+    request, so that no stream starves. The process therefore holds at most `max_bytes` and one
+    answer per stream. Use it from one event loop.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:

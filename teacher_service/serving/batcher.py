@@ -141,7 +141,7 @@ class Batcher(Dispatcher):
             return self._run_forward(queries)
         except Exception as error:
             # Retry each query alone, so that a bad query fails only itself, and a transient error
-            # fails none.
+            # fails no query.
             name = type(error).__name__
             log.warning("a batch of %d failed with %s; retrying each alone", len(queries), name)
             return [self._score_alone(query) for query in queries]

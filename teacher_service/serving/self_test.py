@@ -1,6 +1,6 @@
 """The self-test at startup: checks that the engine returns consistent rows on this machine.
 
-It compares rows of the engine with each other. It cannot notice weights that were read wrongly,
+It compares rows of the engine with each other. It cannot detect weights that were read wrongly,
 such as a quantised head without its scales: the engines refuse those when they load the model.
 """
 

@@ -30,7 +30,7 @@ from teacher_service.serving.dispatcher import Dispatcher
 
 log = logging.getLogger(__name__)
 
-# A push holds memory and blocks other pushes, so a push that stalls is ended.
+# A push holds memory and blocks other pushes, so a stalled push is cancelled.
 SECONDS_BETWEEN_PARTS = 60.0
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The largest finite value of each dtype: a larger float32 would be served as infinity.
