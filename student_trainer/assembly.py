@@ -115,7 +115,7 @@ def assemble(
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
-    copies.resumed(step)
+    copies.resume_from(step)
     engine = connect_engine(config, service, accelerator, student, run.path, attempt, tokenizer)
     if engine is not None:
         end_orders_after_stop(engine.client, progress.stop_asked)

@@ -113,7 +113,7 @@ class RunCopies:
         is_known_intact = self._url and max_over_ranks(self._accelerator, int(path == self._intact))
         return bool(is_known_intact) or checkpoint.intact_for_all(self._accelerator, path)
 
-    def resumed(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Collective. Delete the copies of steps after `step`, then begin to copy.
 
         The run resumes from `step`, and its directory has no later checkpoint. Raises as `fetch`.

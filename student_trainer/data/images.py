@@ -42,18 +42,18 @@ class SequenceImages:
     tokens: tuple[int, ...]
     reader: ImageReader
 
-    def encoded(self) -> tuple[bytes, ...]:
+    def load_encoded(self) -> tuple[bytes, ...]:
         """Return the encoded images. Raises Corrupt if a file has changed."""
         return tuple(
             _load_encoded(source, digest)
             for source, digest in zip(self.sources, self.digests, strict=True)
         )
 
-    def pixels(self) -> Pixels:
+    def load_pixels(self) -> Pixels:
         """Return the inputs of the student. Raises Corrupt if a file has changed."""
         return _load_pixels(self.reader, self.sources, self.digests)
 
-    def collapsed(self, token_ids: NDArray[np.int32], start: int) -> tuple[NDArray[np.int32], int]:
+    def collapse(self, token_ids: NDArray[np.int32], start: int) -> tuple[NDArray[np.int32], int]:
         """Return (ids, start) of a student's sequence with one placeholder token per image."""
         collapsed_sequence = collapsed_ids(token_ids, self.reader.placeholder, self.tokens)
         return collapsed_sequence, start - (len(token_ids) - len(collapsed_sequence))
@@ -100,7 +100,7 @@ def image_inputs(
     if not present_images:
         return None
     return tensors_of(
-        [line_images.pixels() for line_images in present_images],
+        [line_images.load_pixels() for line_images in present_images],
         input_ids,
         present_images[0].reader.placeholder,
     )

@@ -27,8 +27,8 @@ from protos.errors import (
 )
 from protos.rpc.http_keys import key_header, retry_after
 from protos.rpc.web_address import web_address
+from student_trainer.exam.answer_requests import AnswerRequest, Refusals, StoreAnswers, derive_seed
 from student_trainer.exam.answer_store import StoredAnswer
-from student_trainer.exam.asking import AnswerRequest, Refusals, StoreAnswers, derive_seed
 from student_trainer.exam.questions import Question
 
 API_KEY = "OPENAI_API_KEY"

@@ -18,8 +18,8 @@ from clients.config.tables.data import DataConfig
 from protos.errors import InvalidInput
 from protos.extras import install_command
 from protos.rpc.failpoints import failpoint
+from student_trainer.exam.answer_requests import Refusals
 from student_trainer.exam.answer_store import AnswerStore, StoredAnswer
-from student_trainer.exam.asking import Refusals
 from student_trainer.exam.questions import Question, fingerprint, load_questions
 from student_trainer.exam.report import GradedAnswers, judge, save, summarize
 from student_trainer.rewards import make_rewards

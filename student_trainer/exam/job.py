@@ -22,8 +22,8 @@ from clients.runs.progress import Progress
 from clients.store.copies import files_on_disk
 from protos.errors import DistillError
 from student_trainer.exam import evaluation
+from student_trainer.exam.answer_requests import ExamStopped
 from student_trainer.exam.answer_store import StoredAnswer
-from student_trainer.exam.asking import ExamStopped
 
 _SECONDS_BETWEEN_LINES = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.2

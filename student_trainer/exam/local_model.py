@@ -10,14 +10,14 @@ from clients.config.exam import ExamConfig
 from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from protos.errors import InvalidInput
-from student_trainer.exam.answer_store import StoredAnswer
-from student_trainer.exam.asking import (
+from student_trainer.exam.answer_requests import (
     AnswerRequest,
     ExamStopped,
     Refusals,
     StoreAnswers,
     derive_seed,
 )
+from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
 

@@ -129,9 +129,8 @@ class Trainer:
             before_publication=self._metrics.sync if self._metrics is not None else lambda: None,
             after_publication=self._delete_old,
         )
-        self._skipped_updates = (
-            0  # updates in a row, up to the last one, whose gradient was not finite
-        )
+        # Consecutive updates, up to the last one, whose gradient was not finite.
+        self._skipped_updates = 0
         self._watches: list[HeadWatch | StabilityWatch | RewardWatch] = []
         self._reward_watch = RewardWatch()
         if learns_from_groups(config):

@@ -91,7 +91,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         chunk_rows: int | None,
     ) -> tuple[Tensor, ...]:
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
-        weight, bias = logit_map.narrowed(weight, bias)
+        weight, bias = logit_map.narrow(weight, bias)
         # Under mixed precision the weights are float32 and the states bf16.
         weight, curve = weight.to(hidden.dtype), logit_map.curve(temperature)
         empty = hidden.new_zeros(0, dtype=wide_dtype(hidden))
@@ -177,7 +177,7 @@ class _FusedLinearRows(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         ctx.ids, ctx.logit_map, ctx.chunk_rows = ids, logit_map, chunk_rows
         ctx.curve = curve = logit_map.curve(temperature)
-        weight, bias = logit_map.narrowed(weight, bias)
+        weight, bias = logit_map.narrow(weight, bias)
         empty = hidden.new_zeros(0, dtype=wide_dtype(hidden))
         chunk_results: list[tuple[Tensor, ...]] = [(empty, *_empty_rows(empty, ids))]
         for index, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, chunk_rows):
@@ -191,7 +191,7 @@ class _FusedLinearRows(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor, *row_gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
-        weight, bias = ctx.logit_map.narrowed(weight, bias)
+        weight, bias = ctx.logit_map.narrow(weight, bias)
         weight = weight.to(hidden.dtype)
         for index, logits in logit_chunks(hidden, weight, bias, ctx.chunk_rows):
             chunk = make_chunk(logits, *_slice_ids(ctx.ids, index), ctx.curve)
@@ -215,7 +215,7 @@ def fused_linear_top_ids(
     products. No gradient.
     """
     hidden, weight, bias = _prepare_inputs(hidden, weight, bias)
-    weight, bias = logit_map.narrowed(weight, bias)
+    weight, bias = logit_map.narrow(weight, bias)
     top_ids = [hidden.new_zeros(0, top_k, dtype=torch.long)]
     for _, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, None):
         top_ids.append(logits.topk(top_k, dim=1).indices)

@@ -64,6 +64,6 @@ class LogitMap:
             return Curve(temperature / self.scale)
         return Curve(self.cap / self.scale, self.cap / temperature)
 
-    def narrowed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def narrow(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the rows of weight [V, H] and bias [V] that have logits, as views."""
         return weight[: self.vocab_size], None if bias is None else bias[: self.vocab_size]

@@ -56,8 +56,8 @@ class RemoteTeacher:
         token_ids, start = reading.tokens(rollout)
         images: tuple[bytes, ...] = ()
         if rollout.images is not None:
-            token_ids, start = rollout.images.collapsed(token_ids, start)
-            images = rollout.images.encoded()
+            token_ids, start = rollout.images.collapse(token_ids, start)
+            images = rollout.images.load_encoded()
         query = ScoreQuery(
             token_ids=token_ids,
             start=start,

@@ -73,7 +73,7 @@ class Machine:
         lines = self.run.metrics.read_text().splitlines() if self.run.metrics.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= step]
         self.run.metrics.write_text("".join(f"{line}\n" for line in kept))
-        self.copies.resumed(step)
+        self.copies.resume_from(step)
         return step
 
     def make(self, step: int, kl: float | None = None, mark: bytes = b"") -> None:
@@ -300,7 +300,7 @@ def test_what_a_machine_lacks_and_what_the_storage_lacks(
     late.config = job(prefix)
     late.copies = late.attempt(2)
     late.copies.fetch(None)
-    late.copies.resumed(1)
+    late.copies.resume_from(1)
     late.copies.finish(1)
     assert steps_in(server, prefix) == [1]
     other = Machine(tmp_path / "other", job(prefix))

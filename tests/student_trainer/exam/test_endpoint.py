@@ -26,7 +26,7 @@ from protos.errors import (
 )
 from student_trainer.exam import endpoint
 from student_trainer.exam.__main__ import run
-from student_trainer.exam.asking import derive_seed
+from student_trainer.exam.answer_requests import derive_seed
 from student_trainer.exam.questions import load_questions
 from tests.student_trainer.environments.server import dripping
 from tests.student_trainer.exam.conftest import Material, exam

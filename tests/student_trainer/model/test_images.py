@@ -95,9 +95,9 @@ def batch_of(rollouts: list[Rollout]) -> Batch:
 def short_ids(rollout: Rollout) -> tuple[list[int], list[bytes]]:
     if rollout.images is None:
         return rollout.token_ids.tolist(), []
-    ids, start = rollout.images.collapsed(rollout.token_ids.numpy(), rollout.start)
+    ids, start = rollout.images.collapse(rollout.token_ids.numpy(), rollout.start)
     assert ids[start:].tolist() == rollout.completion.tolist()
-    return ids.tolist(), list(rollout.images.encoded())
+    return ids.tolist(), list(rollout.images.load_encoded())
 
 
 def expected_logprobs(kind: str, rollout: Rollout) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_the_gradient_is_that_of_a_plain_pass(
     plain = tiny_vision.model(kind)
     total = torch.zeros(())
     for rollout in rollouts:
-        images = None if rollout.images is None else rollout.images.pixels()
+        images = None if rollout.images is None else rollout.images.load_pixels()
         inputs: dict[str, torch.Tensor] = {}
         if images is not None:
             inputs = {
@@ -247,7 +247,7 @@ def test_a_file_that_changes_is_noticed(reader: ImageReader, tmp_path: Path) -> 
 
     images._load_encoded.cache_clear()
     with pytest.raises(Corrupt, match="is not the one that the job"):
-        prompt.images.encoded()
+        prompt.images.load_encoded()
 
 
 def test_parquet_may_hold_the_images(reader: ImageReader, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_parquet_may_hold_the_images(reader: ImageReader, tmp_path: Path) -> Non
     _, found = load_prompts(data, WORDS, reader=reader, **options)
     one, other = sorted(found, key=lambda prompt: prompt.text)
     assert one.images is not None
-    assert one.images.encoded() == (image,)
+    assert one.images.load_encoded() == (image,)
     assert other.images is None
     assert dict(one.fields) == {"prompt": "1="}
 
