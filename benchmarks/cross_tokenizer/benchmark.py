@@ -1,4 +1,4 @@
-"""A teacher with another tokenizer: our losses beside GOLD, ULD and the teacher's text alone.
+"""A teacher with another tokenizer: our losses against GOLD, ULD and cross-entropy.
 
     python -m benchmarks.cross_tokenizer --data train.jsonl [--seeds 3] [--quick]
 
@@ -6,8 +6,8 @@ SmolLM2-135M teaches a small student with a BPE tokenizer of its own; `material.
 makes the pair, `losses.py` says what each loss is. Every loss has the same student,
 questions, number of steps and answers a step, AdamW, and the same two learning rates: the better
 one of seed 0, by the metric that the loss minimises, is used for the other seeds. Each run is added
-to benchmarks/results/cross_tokenizer.json when it ends; an interrupted benchmark goes on where it
-stopped. At the end it prints the table of docs/pairs.md and draws docs/cross_tokenizer.png. Takes
+to benchmarks/results/cross_tokenizer.json when it ends; an interrupted benchmark resumes
+there. At the end it prints the table of docs/pairs.md and draws docs/cross_tokenizer.png. Takes
 about half an hour on one core.
 
 Metrics, of questions that no student was trained on:
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class LossResults:
-    """The file of results. Each run is added as soon as it ends, so that a restart goes on."""
+    """The file of results. Each run is added when it ends, so that a restart resumes."""
 
     def __init__(self, path: Path, sizes: CrossTokenizerSizes) -> None:
         self._path = path

@@ -141,7 +141,7 @@ class OnPolicy:
         for _, alignment, prompt in aligned:
             ids = np.concatenate([prompt.ids, alignment.reader_ids]).astype(np.int64)
             sequences.append(TokenSequence(torch.from_numpy(ids), len(prompt.ids)))
-        states: Any = sequences  # they are all that `hidden` needs of rollouts
+        states: Any = sequences  # `hidden_states` reads token ids and starts only
         table = compute_logits(self._teacher, hidden_states(self._teacher, states)).log_softmax(1)
         parts = table.split([sequence.learned for sequence in sequences])
         return (
@@ -228,7 +228,7 @@ def _unmatched_ids(count: int, ids: Tensor) -> Tensor:
 
 
 def _text_chunks(alignment: Alignment, *, ended: bool) -> np.ndarray:
-    """Return the numbers of the chunks that both have, without that of the end."""
+    """Return the numbers of the chunks of both tokenizations, without the end of the answer."""
     shared_chunks: np.ndarray = np.intersect1d(
         alignment.chunk[alignment.read], alignment.reader_chunk
     )

@@ -3,7 +3,7 @@
 The teacher is SmolLM2-135M-Instruct, as in `benchmarks/shared/model_pairs.py`. The student is a
 small model with a byte-level BPE of its own, trained here on questions and answers of GSM8K. The
 teacher answers other questions of GSM8K; its answers, their log-probs and its likeliest
-probabilities are kept, so that the methods that need no sampling need no teacher.
+probabilities are stored, so that losses without sampling need no teacher.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ HEAD = 64  # the default of a capture
 
 @dataclass(frozen=True)
 class CrossTokenizerSizes:
-    """held_out, questions: that are asked. tokens: most of an answer. steps: of a training.
+    """Sizes of the data, of the training and of the student.
 
-    batch: answers of a step. vocabulary, layers, width, begun: the student's, and its first steps.
+    held_out, questions: numbers of questions for evaluation and training. tokens: maximum of an
+    answer. batch: answers of a step. begun: pretraining steps of the student.
     """
 
     held_out: int = 24
@@ -151,7 +152,7 @@ def make_material(
 
 
 def make_prompts(words: Any, questions: Sequence[str]) -> list[Prompt]:
-    """Return questions as prompts in the tokens of one side."""
+    """Return questions as prompts, encoded by the tokenizer `words`."""
     texts = [f"{question}\n" for question in questions]
     return [Prompt(_encode(words, text), "") for text in texts]
 

@@ -5,7 +5,8 @@
 writes docs/draws.md, docs/draws.png and benchmarks/results/draw_noise.json. Positions: 192 tokens
 that the student sampled in answers to questions of GSM8K. The pair is SmolLM2-135M-Instruct and a
 student of 22 of its 30 layers (`benchmarks/shared/model_pairs.py`) after the training of
-`benchmarks.draws.training`. A toy of random logits is beside it (`benchmarks/loss/estimators.py`).
+`benchmarks.draws.training`. The page also has a toy of random
+logits (`benchmarks/loss/estimators.py`).
 
 A sampled estimator has, per position, the gradient A + sum_i c(z_i) (e_(z_i) - b) in the logits,
 where e_z is the unit vector of id z. Its mean and variance are sums over the vocabulary, and for

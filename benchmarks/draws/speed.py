@@ -1,4 +1,4 @@
-"""What draws cost: the fused loss, and a decode step of the sampler, at 151,936 ids.
+"""The time of draws: the fused loss, and a decode step of the sampler, at 151,936 ids.
 
     python -m benchmarks.draws.speed [--rows 512] [--repetitions 7]
 

@@ -5,8 +5,8 @@
 
 Each step samples one answer to each of its questions, the teacher scores it, and the student makes
 one update. The pairs are in `benchmarks/shared/model_pairs.py`. Each run is added to
-benchmarks/results/draw_training.json when it ends; an interrupted benchmark goes on where it
-stopped. `benchmarks.draws.noise` makes the page of it, docs/draws.md.
+benchmarks/results/draw_training.json when it ends; an interrupted benchmark resumes
+there. `benchmarks.draws.noise` makes the page of it, docs/draws.md.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ DECISIVE = 4
 
 @dataclass(frozen=True)
 class TrainingSizes:
-    """prompts: per step, one answer each. tokens: most of an answer. held_out: prompts."""
+    """prompts: per step, one answer each. tokens: maximum of an answer. held_out: prompts."""
 
     prompts: int
     tokens: int
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class RunResults:
-    """The file of results. Each run is added as soon as it ends, so that a restart goes on."""
+    """The file of results. Each run is added when it ends, so that a restart resumes."""
 
     def __init__(self, path: Path, pair: str, sizes: TrainingSizes) -> None:
         self._path, self._pair, self._lock = path, pair, Lock()

@@ -8,8 +8,8 @@ numbers below 100, below 1,000, and of 1, 2 or 3 digits (graded difficulty). At 
 answers each of 200 unseen sums 16 times at temperature 1: the share of right answers (pass@1), the
 share of sums with a right one among 8 (pass@8, the estimator of arXiv 2107.03374, equation 1), and
 the number of different answers among the 16. Each run is kept in `--work` and added to
-benchmarks/results/evidence_anchors.json when it ends; an interrupted benchmark goes on where it
-stopped. A run takes one or two minutes.
+benchmarks/results/evidence_anchors.json when it ends; an interrupted benchmark resumes
+there. A run takes one or two minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A student learns from somebody else's vLLM server, through `distill-teacher --engine endpoint`.
+"""A student learns from an external vLLM server, through `distill-teacher --engine endpoint`.
 
     .venv-vllm/bin/python -m benchmarks.evidence.demo_endpoint --data train.jsonl [--steps 12]
 

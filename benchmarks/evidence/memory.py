@@ -1,4 +1,4 @@
-"""Peak memory of a training run beside TRL's, and where it goes.
+"""Peak memory of a training run against TRL's, and its parts.
 
     python -m benchmarks.evidence.memory --data train.jsonl [--steps 3]
 
@@ -9,8 +9,8 @@ processes of the run, and pages that they share once. `learning`: readings befor
 its only checkpoint, at the end; TRL writes none. CPU seconds: all processes, the whole run; they
 compare the work of two settings, also on a machine that does other work. `saved`: bytes of the
 tensors that autograd keeps for the backward pass of one update, counted by its hooks. Each run is
-added to benchmarks/results/evidence_memory.json when it ends; an interrupted benchmark goes on
-where it stopped. A run takes two minutes.
+added to benchmarks/results/evidence_memory.json when it ends; an interrupted benchmark
+resumes there. A run takes two minutes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def profile_memory(pair: Pair) -> dict[str, int]:
-    """Return what a trainer's memory is made of: tokens of an update, weights, and bytes."""
+    """Return the parts of a trainer's memory: tokens of an update, number of weights, and bytes."""
     return {
         "tokens": QUESTIONS * (LONGEST_PROMPT + TOKENS),
         "weights": run_in_process("count_weights", str(pair.student)),
@@ -127,7 +127,7 @@ def count_weights(student: str) -> int:
 
 
 def measure_libraries() -> int:
-    """Return the bytes of this process, pages of files apart, with what a trainer imports."""
+    """Return the bytes of this process with all imports of a trainer, without pages of files."""
     import student_trainer.assembly  # noqa: F401
 
     return anonymous_bytes()

@@ -13,8 +13,8 @@ learning rates, with a budget of teacher tokens or without one:
 
 Every 25 steps the run notes the share of right greedy answers to 500 unseen sums. FLOPs of the
 student: 6 a weight and token learned from, 2 more for a sampled one. Each run is added to
-benchmarks/results/evidence_methods.json when it ends; an interrupted benchmark goes on where it
-stopped. A run takes a minute or two.
+benchmarks/results/evidence_methods.json when it ends; an interrupted benchmark resumes
+there. A run takes a minute or two.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ SmolLM2-135M-Instruct teaches a cut of itself (`benchmarks/shared/model_pairs.py
 the reference answers of GSM8K: 24 steps of 4 texts, AdamW. Held out: the exact KL(teacher||student)
 a token of 24 other answers, in nats, and their perplexity. `renormalised`: the KL of both
 distributions cut to the head and divided by its mass, which several trainers use. Each run is added
-to benchmarks/results/evidence_offline_k.json when it ends; an interrupted benchmark goes on where
-it stopped. A run takes about two minutes of a core.
+to benchmarks/results/evidence_offline_k.json when it ends; an interrupted benchmark resumes
+there. A run takes about two minutes of a core.
 """
 
 from __future__ import annotations

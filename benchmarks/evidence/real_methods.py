@@ -16,8 +16,8 @@ them: on-policy training has taken three quarters of the others' steps at equal 
 over all ids: KL(student||teacher) on the student's own answers, KL(teacher||student) and the
 perplexity on answers of the teacher. There is no run with rewards: neither model gets a question of
 GSM8K right in 24 tokens, and an instruction has no right answer. Each run is added to
-benchmarks/results/evidence_real_methods.json when it ends; an interrupted benchmark goes on where
-it stopped. A run takes two minutes of a core.
+benchmarks/results/evidence_real_methods.json when it ends; an interrupted benchmark resumes
+there. A run takes two minutes of a core.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def measure(
     held_out: Sequence[Prompt],
     references: Sequence[Rollout],
 ) -> dict[str, float]:
-    """Return KL(student||teacher) on own answers, and the rest on those of the teacher, in nats."""
+    """Return KL(student||teacher) on own answers; other metrics on the teacher's. In nats."""
     on_teacher_answers = offline.measure(student, teacher, to_texts(references))
     own_kl = measure_kl(student, teacher, tokenizer, held_out, TOKENS)
     return {

@@ -103,7 +103,7 @@ def compare_methods(
     baselines: Sequence[str] = ("offline", "sft"),
     point: int = -1,
 ) -> list[Effect]:
-    """Return the end of `others` minus a point of the curve of `better`, for each task."""
+    """Return the final values of `baselines` minus a point of the curve of `better`, by task."""
     effects = []
     for task in TASKS:
         task_runs = [
@@ -144,7 +144,7 @@ def format_means(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def compare_memory(_: Path) -> Section | None:
-    """Peak memory beside TRL's, and what it is made of."""
+    """Peak memory against TRL's, and its parts."""
     result = load_result("evidence_memory")
     if not result:
         return None

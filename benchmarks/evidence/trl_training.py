@@ -1,4 +1,4 @@
-"""On-policy distillation of SmolLM2-135M, beside TRL's DistillationTrainer on the same two cores.
+"""On-policy distillation of SmolLM2-135M, against TRL's DistillationTrainer on the same two cores.
 
     python -m benchmarks.evidence.trl_training --data train.jsonl [--seeds 3]
         [--vllm .venv-vllm/bin/python]
@@ -17,7 +17,7 @@ TRL and "serial", whose stages follow each other, compute with two threads; with
 trainer, engine and teacher with one, and engine and teacher with a lower priority. The exact
 KL(student||teacher) per token is measured on the student's own answers to 64 held-out questions,
 with the same random numbers for each student. The runs of a seed follow one another; each is added
-to the results when it ends, and an interrupted benchmark goes on where it stopped.
+to the results when it ends, and an interrupted benchmark resumes there.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def load_stored_result(path: Path, steps: int) -> dict[str, Any]:
-    """Return the results so far; those of other settings are left out."""
+    """Return the stored results, without runs of other settings."""
     settings = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores",
         "steps": steps,

@@ -78,7 +78,7 @@ def parse_options(arguments: list[str] | None, description: str | None) -> argpa
 
 
 def write_results(result: dict[str, Any], options: argparse.Namespace, name: str) -> None:
-    """Write results to `options.out`; by default those of a full run, by name and device."""
+    """Write results to `options.out`; by default, full runs go to a file of name and device."""
     device = re.sub(r"[^a-z0-9]+", "-", result["machine"]["device"].lower()).strip("-")
     out = options.out
     if out is None and not options.quick:
@@ -109,7 +109,7 @@ def describe_device(device: str) -> dict[str, Any]:
 def measure_loss(
     meter: Meter, methods: dict[str, Method], sizes: KernelSizes, device: str
 ) -> list[dict[str, Any]]:
-    """G1."""
+    """Measure G1."""
     rows = []
     for width in sizes.widths:
         for n in sizes.tokens:
@@ -129,7 +129,7 @@ def measure_loss(
 
 
 def measure_scoring(meter: Meter, sizes: KernelSizes, device: str) -> list[dict[str, Any]]:
-    """G2."""
+    """Measure G2 for every number of tokens."""
     return [row for n in sizes.tokens for row in _measure_scoring_of(meter, sizes, device, n)]
 
 
@@ -208,7 +208,7 @@ def print_results(result: dict[str, Any], sizes: KernelSizes) -> None:
 
 
 def _print_table(title: str, rows: list[dict[str, Any]], base: str) -> None:
-    """Print a table; `base` is the row by which the others are divided."""
+    """Print a table; `base` names the row that other rows are divided by."""
     print(f"\n{title:<50}{'ms':>10}{'spread':>8}{'x ' + base:>26}{'TF/s':>8}{'peak MiB':>10}")
     (floor,) = (row.get("ms") for row in rows if row["method"] == base)
     for row in rows:

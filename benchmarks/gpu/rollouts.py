@@ -79,7 +79,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RolloutSizes:
-    """models: those that are pushed; the first one also samples. share: of the GPU per engine."""
+    """models: pushed; the first also samples. share: of the GPU's memory per engine."""
 
     models: dict[str, Shape]
     vocab: int
@@ -357,7 +357,7 @@ def measure_steps(sizes: RolloutSizes, device: str) -> dict[str, dict[str, float
 
 
 def print_results(result: dict[str, Any]) -> None:
-    """Print each line beside what it must be on a GPU."""
+    """Print the measurements and their targets on a GPU."""
     speed = {name: rate for name, rate in result["sampling"].items() if name != "model"}
     vllm_rate, generate_rate = speed["vLLM's own"], speed["transformers' generate"]
     print(f"\nR1 {result['sampling']['model']}, tokens/s")

@@ -1,4 +1,4 @@
-"""Updates of a student on one CUDA device: tokens per second, MFU and memory, beside TRL's trainer.
+"""Updates of a student on one CUDA device: tokens per second, MFU and memory, against TRL's.
 
     python -m benchmarks.gpu.training [--out FILE]          or: make bench-gpu
 

@@ -111,7 +111,7 @@ def cross_entropy(p: Problem) -> None:
 
 
 def torch_linear_cross_entropy(p: Problem) -> None:
-    """torch's own chunked linear cross-entropy (labels only), with the others' chunk size."""
+    """torch's own chunked linear cross-entropy (labels only), with the same chunk size."""
     if not hasattr(F, "linear_cross_entropy"):
         raise MissingPackage("this torch has no linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=p.chunk)

@@ -1,4 +1,4 @@
-"""The vLLM teacher under load: full steps, throughput, and a light client beside a heavy one.
+"""The vLLM teacher under load: full steps, throughput, and a light client with a heavy one.
 
     .venv-vllm/bin/python -m benchmarks.models.continuous [--quick] [--out FILE]
 
@@ -243,7 +243,7 @@ def send_all(address: str, clients: int, count: int) -> float:
 def send_light(address: str, count: int, *, heavy: bool) -> dict[str, float]:
     """Send queries one after the other; return the median and p99 of their seconds.
 
-    `heavy`: beside a client that always has HEAVY_DEPTH queries in flight.
+    heavy: with a second client that always has HEAVY_DEPTH queries in flight.
     """
     light_finished = threading.Event()
     rng = np.random.default_rng(2)

@@ -51,7 +51,7 @@ LINE, NEW = 256, 16
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """One measurement: the architecture of a student, and what decides its memory."""
+    """One measurement: the architecture of a student, and the load that decides its memory."""
 
     model: str
     load: Load
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def format_case(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> str:
-    """Return a line of the table: what was measured, and the relative error of the plan."""
+    """Return a line to print: measured MiB, and the relative error of the plan, by stage."""
     parts = (
         f"{stage} {measured[stage] / 2**20:7.1f} MiB {planned[stage] / measured[stage] - 1:+6.1%}"
         for stage in planned

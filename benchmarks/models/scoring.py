@@ -100,7 +100,7 @@ def measure_times(vocab: int, width: int, repetitions: int) -> dict[str, float]:
 
 
 def measure_memory(vocab: int, *, quick: bool) -> list[dict[str, Any]]:
-    """Measure each method in its own process; the plain one only at the size that fits."""
+    """Measure each method in its own process; the plain method only at the smaller size."""
     few, many = (256, 1024) if quick else (2048, 32768)
     peaks = []
     for method, tokens in ((OURS, few), (OURS, many), (PLAIN, few)):

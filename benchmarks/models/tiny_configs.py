@@ -170,6 +170,6 @@ def _tiny_values(config_class: Any, model_type: str) -> dict[str, Any]:
 
 
 def _both_kinds(entries: list[Any]) -> list[Any]:
-    """Return LAYERS entries of a list of one entry a layer, with two kinds if it has them."""
+    """Return LAYERS entries of a list with one entry per layer, of two kinds if there are two."""
     second_kind = next((entry for entry in entries if entry != entries[0]), entries[0])
     return [entries[0], *[second_kind] * (LAYERS - 1)]

@@ -65,7 +65,7 @@ no scaled or capped linear layer, a finite gradient through all logits.
 
 @dataclass
 class Outcome:
-    """What came of a type; `scale` and `cap` of its head, if a probe found them."""
+    """The outcome of a type. head: `scale` and `cap` of its head, if a probe found them."""
 
     type: str
     model: str

@@ -2,7 +2,7 @@
 
     python -m benchmarks.offline.capture_plan --data train.jsonl --tokenizer DIR [--records 1000000]
 
-The questions and answers of GSM8K, again and again, with the tokenizer of a model. A process of its
+The questions and answers of GSM8K, repeated, with the tokenizer of a model. A process of its
 own makes each plan; "peak" is its largest resident memory. The processes that tokenize are not
 counted. They take seconds to start: the speed of several is that of the largest plan.
 """
@@ -69,7 +69,7 @@ def compute_speedup(runs: list[dict[str, Any]]) -> float:
 
 
 def write_records(data: Path, file: Path, count: int) -> Path:
-    """Write so many records of `data`, in turn."""
+    """Write `count` records: those of `data`, repeated."""
     lines = data.read_text().splitlines(keepends=True)
     with file.open("w") as out:
         for number in range(count):

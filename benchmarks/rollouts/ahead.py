@@ -10,7 +10,7 @@ A random student and a teacher that answers each batch after a fixed latency (th
     lag 1     likewise, but the engine is one step ahead: the teacher's latency follows sampling
     lag 2     likewise, two steps ahead: the teacher's latency too is hidden behind other work
     vllm ...  likewise, an engine of vLLM, run by the Python that --vllm names
-    ... at once   likewise, with a teacher that answers at once
+    ... at once   likewise, with a teacher that answers immediately
 
 The most that an overlap can reach is a step as long as the slower of sampling and learning, with
 one thread each: the job "in turn" of the same engine measures both. All answers have the same
@@ -115,8 +115,10 @@ def main(arguments: list[str] | None = None) -> None:
 def compare(
     stages_by_job: dict[str, dict[str, float]], name: str, sequential_job: str
 ) -> dict[str, float]:
-    """Compare the seconds of a step with the serial job's, with the slower stage of the job `turn`,
-    and with those beside a teacher that answers at once.
+    """Compare the seconds of a step with three references.
+
+    These are the serial job, the slower stage of `sequential_job`, and the same job with a teacher
+    that answers immediately.
     """
     step = stages_by_job[name]["step"]
     slower_stage = max(

@@ -1,4 +1,4 @@
-"""Trains one student on answers of older and older weights, and measures the exact KL held out.
+"""The held-out KL of a student that learns from answers of stale weights, by lag.
 
     python -m benchmarks.rollouts.lag --data train.jsonl [--seeds 3] [--work runs/draws]
 
@@ -6,7 +6,7 @@ With a lag of L, step m learns from answers that the weights of step max(0, m - 
 the table `rollouts` of a job does it. Every run is made with the weights p / mu that a job always
 has, and without them, which no job can choose. The pair is the toy of
 `benchmarks.shared.model_pairs`; the loss is the default of an on-policy job. Each run is added to
-the file of results when it ends; an interrupted benchmark goes on where it stopped. The picture is
+the file of results when it ends; an interrupted benchmark resumes there. The picture is
 docs/lag.png.
 """
 
@@ -40,7 +40,7 @@ LEARNING_RATES = (1e-3, 1e-5)
 
 @dataclass(frozen=True)
 class LagSizes:
-    """prompts: per step, one answer each. tokens: most of an answer. held_out: prompts."""
+    """prompts: per step, one answer each. tokens: maximum of an answer. held_out: prompts."""
 
     prompts: int = 8
     tokens: int = 32
@@ -138,7 +138,7 @@ def train(run: Run, pair: Pair, data: Path, sizes: LagSizes) -> dict[str, Any]:
 def _mean_loss(
     student: Any, teacher: Any, answers: Sequence[Rollout], *, weighted: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean loss of all sampled tokens, and how far away the sampler was."""
+    """Return the mean loss of all sampled tokens, and the mismatch with the sampler."""
     with torch.no_grad():
         teacher_logits = compute_logits(teacher, hidden_states(teacher, answers))
     tokens = torch.cat([answer.completion for answer in answers])

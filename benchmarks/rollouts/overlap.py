@@ -153,7 +153,7 @@ class TimedTeacher:
         self._lock = threading.Lock()
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Return rows that are there when the teacher has come to them."""
+        """Return rows that are complete when the teacher has scored them."""
         future: Future[RowBlock] = Future()
         rows = placeholder_rows(rollout.head_ids.numpy())
         with self._lock:

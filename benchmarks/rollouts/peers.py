@@ -1,4 +1,4 @@
-"""How fast others sample: vLLM with its own sampler, and transformers' generate."""
+"""Sampling by peers: vLLM with its own sampler, and transformers' generate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start_vllm(path: Path, *, batch_tokens: int, share: float) -> Any:
 
 
 async def sample_with_vllm(llm: Any, prompts: Sequence[Tensor], max_tokens: int) -> int:
-    """Sample `most` tokens after each prompt with vLLM's own sampler; return their number."""
+    """Sample `max_tokens` tokens after each prompt with vLLM's own sampler; return their number."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
@@ -64,7 +64,7 @@ async def sample_with_vllm(llm: Any, prompts: Sequence[Tensor], max_tokens: int)
 
 @torch.no_grad()
 def sample_with_generate(model: Any, prompts: Sequence[Tensor], max_tokens: int) -> int:
-    """Sample as `vllm_tokens` does, as one batch with transformers' generate."""
+    """Sample as `sample_with_vllm` does, in one batch with transformers' generate."""
     ids = torch.stack([*prompts]).to(model.device)
     output = model.generate(
         input_ids=ids,

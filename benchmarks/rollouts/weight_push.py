@@ -1,4 +1,4 @@
-"""A push of weights to a rollout engine: its seconds beside the least possible, and its memory.
+"""A push of weights to a rollout engine: its seconds against a lower bound, and its memory.
 
     .venv-vllm/bin/python -m benchmarks.rollouts.weight_push [--quick] [--pushes N] [--out FILE]
 

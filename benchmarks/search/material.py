@@ -1,6 +1,6 @@
 """The material of the search benchmark: a directory of people, questions, and a pretrained model.
 
-Everybody has two names and a room that is drawn at random, so no answer can be known without the
+Everybody has two names and a room that is drawn at random, so every answer needs the
 directory. A query returns the rooms of three people. A question names two people and asks for the
 room of the first. The model is pretrained on turns that search in two of five conversations, for
 either of the two people, and that answer with any of the rooms that were found, or with a random
@@ -90,7 +90,7 @@ def make_material(home: Path, sizes: SearchSizes) -> SearchMaterial:
 
 
 def _draw_room(rng: random.Random, excluded_room: str = "") -> str:
-    """Return one of 100 rooms other than `other`."""
+    """Return one of 100 rooms, but not `excluded_room`."""
     return rng.choice([room for n in range(100) if (room := f"{n:02d}") != excluded_room])
 
 
@@ -103,7 +103,7 @@ def _make_questions(pairs: list[tuple[str, str]], rooms: dict[str, str]) -> list
 def _make_model(
     home: Path, material: SearchMaterial, learned: list[str], sizes: SearchSizes, rng: random.Random
 ) -> None:
-    """Pretrain on conversations about people whose rooms are drawn anew each time."""
+    """Pretrain on conversations about people whose rooms are drawn again for each."""
     directory = LocalRetriever(str(material.corpus))
     turns = []  # (context, continuation)
     for _ in range(sizes.talks):

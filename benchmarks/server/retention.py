@@ -1,8 +1,8 @@
 """A job database with retention: python -m benchmarks.server.retention [--jobs N] [--steps N]
 
-Keeps a number of jobs while others end, are removed and come, and one long job goes on: writes
-further steps, and measures the list of jobs over gRPC and the size of the database before and after
-them. The clock of the jobs is simulated: a job ends every minute. Writes results/retention.json.
+Holds a constant number of jobs: jobs end and are removed, new ones start, and one job runs all the
+time. Measures the list of jobs over gRPC and the size of the database before and after them. The
+clock of the jobs is simulated: a job ends every minute. Writes results/retention.json.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ class Site:
         self.store.change(job_id, *(Change(step=step, metrics=values) for step in steps))
 
     def end(self) -> None:
-        """End the oldest active job, a minute after the one before."""
+        """End the oldest active job, a minute after the previous end."""
         self._clock += _MINUTE
         self.store.change(self._active.popleft(), Change(JobState.SUCCEEDED, phase=""))
 
     async def run(self, steps: int, long: str) -> None:
-        """Make so many steps: ten of eleven in jobs that end, the others in the job `long`."""
+        """Make `steps` steps: ten of eleven in jobs that end, one of eleven in the job `long`."""
         steps_done, long_step = 0, self.store.job(long).step + 1
         while steps_done < steps:
             self.add()

@@ -81,7 +81,8 @@ def measure(
     """Measure `work`; return {ms, spread, peak_mib}, or {failed: reason} if it raises.
 
     `ms` is the median and `spread` the maximum over the minimum. `peak_mib` is the peak above the
-    memory in use before and the bytes that `work` leaves, as counted by `left`.
+    memory in use before and the bytes that `work` leaves, as counted by
+    `count_remaining_bytes`.
     """
     try:
         # Measure time first, so that one-time allocations of libraries are not part of the peak.

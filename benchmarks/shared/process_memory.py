@@ -67,7 +67,7 @@ def peak_bytes_of(process: int) -> int:
 
 @dataclass
 class Peak:
-    """The most bytes of some processes together, and those of each process at that time.
+    """The peak of the sum of bytes of some processes, and the bytes of each at that time.
 
     A process: its name, and the bytes of its own pages (`own`), of files (`file`: libraries and
     mapped weights) and of shared memory (`shared`). A page that processes share counts once (PSS).
@@ -82,10 +82,9 @@ class Peak:
 def track_peak_of_children(
     pause_seconds: float = 0.5, stage: Callable[[], str] = lambda: ""
 ) -> Iterator[Peak]:
-    """Yield a `Peak`, which becomes that of all child processes, and theirs.
+    """Yield a `Peak` of all descendant processes, updated every `pause_seconds`.
 
-    It is the peak of readings which are `pause_seconds` apart. `stage`: names what the processes do
-    at the time of a reading.
+    stage: returns the name of the current stage of the processes.
     """
     import psutil
 

@@ -1,4 +1,4 @@
-"""The file of results of a benchmark whose runs are added one by one, so that it can go on."""
+"""A file of results to which a benchmark adds each run, so that it can resume."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def describe_machine() -> str:
 
 
 def load_results(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {settings, "runs"} as written so far; runs of other settings are left out."""
+    """Return the stored {settings, "runs"}, without runs of other settings."""
     stored = json.loads(path.read_text()) if path.exists() else {}
     same_settings = {name: stored.get(name) for name in settings} == dict(settings)
     return {**settings, "runs": stored["runs"] if same_settings else []}
 
 
 def add_run(path: Path, result: dict[str, Any], run: dict[str, Any]) -> None:
-    """Add a run to the results and write them; threads may call it at once."""
+    """Add a run to the results and write them. Thread-safe."""
     with _write_lock:
         result["runs"].append(run)
         partial = path.with_suffix(".part")

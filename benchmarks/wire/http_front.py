@@ -1,4 +1,4 @@
-"""The cost of a teacher's rows over HTTP beside gRPC: bytes and CPU time a token, at both ends.
+"""The cost of a teacher's rows over HTTP and over gRPC: bytes and CPU time a token, at both ends.
 
     python -m benchmarks.wire.http_front [--quick] [--out benchmarks/results/http_front.json]
 
@@ -117,7 +117,7 @@ def start_server(k: int) -> Iterator[tuple[int, int, psutil.Process]]:
 
 
 def measure_protocols(k: int, count: int) -> dict[str, dict[str, float]]:
-    """Return the figures of each door for `count` sequences with k head ids a token."""
+    """Return the figures of each protocol for `count` sequences with k head ids a token."""
     with start_server(k) as (grpc_port, http_port, process):
         connection = http.client.HTTPConnection("127.0.0.1", http_port)
         results = {

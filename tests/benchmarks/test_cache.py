@@ -1,4 +1,4 @@
-"""The benchmark of stores: every store gives back what it got, and the peers' layout is theirs."""
+"""The stores of the benchmark return the stored rows; DistillKit's layout is as published."""
 
 from __future__ import annotations
 

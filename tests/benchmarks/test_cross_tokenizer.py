@@ -1,4 +1,4 @@
-"""The benchmark of another tokenizer: it runs, and its GOLD is that of the definition."""
+"""The benchmark of another tokenizer runs, and its GOLD loss equals the definition."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_whole_of_it(models: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.slow
+def test_the_quick_benchmark(models: Path, tmp_path: Path, capsys: Any) -> None:
     data = write_exercises(tmp_path / "data.jsonl", POOL + 20)
     out = tmp_path / "result.json"
     arguments = ["--data", str(data), "--work", str(tmp_path / "work"), "--models", str(models)]

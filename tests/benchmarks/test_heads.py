@@ -1,4 +1,4 @@
-"""The benchmark of heads runs, and says of each how it compares with the plain one."""
+"""The benchmark of heads runs and compares each with the plain head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the lag: the weights that sample are as old as it says, and the picture."""
+"""The benchmark of the lag: the age of the sampling weights, and the picture."""
 
 from __future__ import annotations
 

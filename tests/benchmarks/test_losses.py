@@ -1,4 +1,4 @@
-"""The benchmarks of the loss: what they compare computes what it says, and their commands run."""
+"""The benchmarks of the loss: the compared methods have exact gradients; the commands run."""
 
 from __future__ import annotations
 
@@ -72,9 +72,8 @@ def test_each_method_has_the_gradients_that_its_name_says(name: str) -> None:
     elif name.startswith("TRL"):
         require_same_gradients(run, reverse_kl, problem, 1e-4)
     elif name == "log_softmax + bucket formula":
-        require_same_gradients(
-            run, bucket, problem, 1e-3
-        )  # its 1 - sum has lost digits of the tail
+        # Its 1 - sum has lost digits of the tail.
+        require_same_gradients(run, bucket, problem, 1e-3)
     else:
         assert name == "cross-entropy"
 

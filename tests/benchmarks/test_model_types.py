@@ -1,4 +1,4 @@
-"""The table of model types: one type by its whole way, and what the page says of outcomes."""
+"""The table of model types: examinations of a few types, and the page."""
 
 from __future__ import annotations
 

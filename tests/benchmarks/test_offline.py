@@ -1,4 +1,4 @@
-"""The benchmark of learning from stores: it runs, and what it measures is what it says."""
+"""The offline benchmark runs, and its metrics equal their definitions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_exercises(path: Path, count: int) -> Path:
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_the_whole_of_it(tmp_path: Path) -> None:
+def test_the_quick_benchmark(tmp_path: Path) -> None:
     data = write_exercises(tmp_path / "train.jsonl", 72)
     out, docs, work = (tmp_path / name for name in ("out.json", "docs", "work"))
     arguments = ["--data", str(data), "--out", str(out), "--docs", str(docs), "--work", str(work)]

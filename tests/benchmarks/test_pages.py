@@ -1,4 +1,4 @@
-"""The pages of docs/ that benchmarks write are those of the stored figures."""
+"""The pages of docs/ that benchmarks write equal the pages of the stored results."""
 
 from __future__ import annotations
 

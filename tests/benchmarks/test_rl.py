@@ -1,4 +1,4 @@
-"""The benchmark of reinforcement learning: it runs, goes on where it stopped, and counts right."""
+"""The benchmark of reinforcement learning runs, resumes, and computes correct statistics."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from clients.config.rl import RLJob
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run of one arm is real; what an anchor costs is reckoned from times that are given."""
+def test_the_quick_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One arm is trained; the cost of an anchor is computed from fixed times."""
     timed: list[RLJob] = []
 
     def measure_given(_: Path, job: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_every_arm_is_a_job_and_differs_in_what_its_name_says() -> None:
 
 
 def test_intervals() -> None:
-    """Against simulation: of so many samples of a known mean, 95% hold it."""
+    """95% of the intervals of simulated samples contain the known mean."""
     rng = random.Random(0)
     intervals_with_mean = 0
     for _ in range(4000):

@@ -1,4 +1,4 @@
-"""T11: what the scoring head takes is what it declares, at any k, of any number of tokens."""
+"""T11: the scoring head needs the memory that it declares, at any k and number of tokens."""
 
 from __future__ import annotations
 

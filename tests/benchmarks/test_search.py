@@ -13,7 +13,7 @@ from benchmarks.search.material import make_tokenizer
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_the_whole_of_it(tmp_path: Path) -> None:
+def test_the_quick_benchmark(tmp_path: Path) -> None:
     out, work = tmp_path / "search.json", tmp_path / "work"
     threads = torch.get_num_threads()
     try:

@@ -31,7 +31,7 @@ def test_hundreds_of_submits(server: Server) -> None:
 
 
 def test_a_thousand_watchers(server: Server) -> None:
-    """Every one sees every event once, also the slow ones, and the server keeps none for them."""
+    """Every watcher, also a slow one, receives each event once; the server buffers none."""
     watching = measure_watching(server, watchers=1_000, steps=10)
     assert watching.events >= 13
     assert watching.memory_after - watching.memory_before < 150 * MIB

@@ -1,4 +1,4 @@
-"""The formats of the wire benchmark: each loses nothing, and ours has the bytes it promises."""
+"""The formats of the wire benchmark are lossless, and the codec has the documented size."""
 
 from __future__ import annotations
 
