@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 
+@pytest.mark.slow
 def test_without_lag_an_engine_changes_no_bit(material: Material, tmp_path: Path) -> None:
     from tests.student_trainer.rollout_service.processes import ServiceProcess
     from tests.student_trainer.searching import searching_job

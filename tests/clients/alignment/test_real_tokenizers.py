@@ -92,6 +92,7 @@ def test_shares_of_one_to_one_tokens(directory: Path) -> None:
     assert [kind_of(text) for text in TEXTS.values()] == list(TEXTS)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.text(ALPHABET, max_size=60), st.sampled_from(NAMES), st.sampled_from(NAMES))
 def test_round_trips(directory: Path, text: str, student: str, teacher: str) -> None:

@@ -326,7 +326,8 @@ class TestCommand:
     def test_wrong_requests_are_one_sentence(
         self, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        # The library read the variable of this name when it was imported.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         capture = str(ROOT / "deploy" / "jobs" / "gsm8k_capture.toml")
         for words, said in (
             ([file, "--gpus", "0"], "--gpus"),

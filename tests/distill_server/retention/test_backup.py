@@ -13,6 +13,7 @@ import pytest
 
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
+from clients.runs.directory import RunDirectory
 from distill_server.retention.backup import back_up
 from protos.errors import InvalidInput, NotFound
 from tests.distill_server.conftest import Server, eventually, job_config
@@ -47,14 +48,13 @@ def test_restored_under_load(make_server: Callable[..., Server], tmp_path: Path)
     finally:
         over.set()
         thread.join()
-    # The database first, then the directories: each job in the copy has its own. Trainers have
-    # ended, for a file that one replaces while it is copied would be a fault of `copytree`.
-    with DistillClient(server.address) as client:
-        for job_id in acknowledged:
-            client.wait(job_id, 120)
-    for run in server.runs.glob("on-policy-*"):
-        shutil.copytree(run, copy.parent / run.name)
     server.kill()
+    # The database first, then the directories: each job in the copy has its own. No trainer may
+    # replace a file while it is copied, so the two that run end first.
+    runs = [RunDirectory(path) for path in server.runs.glob("on-policy-*")]
+    eventually(lambda: all(has_ended(run) for run in runs), 60)
+    for run in runs:
+        shutil.copytree(run.path, copy.parent / run.path.name)
     restored = Server(copy.parent, slots=2)
     try:
         restored.start()
@@ -68,6 +68,14 @@ def test_restored_under_load(make_server: Callable[..., Server], tmp_path: Path)
             assert last.state is JobState.SUCCEEDED
     finally:
         restored.clean_up()
+
+
+def has_ended(run: RunDirectory) -> bool:
+    """Whether no trainer has begun, or the one that did has told its end."""
+    status = run.read_status()
+    if status is None:
+        return not run.logs(1).exists()
+    return status.verdict == "succeeded"
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> No
         assert one.refresh().ended_at <= two.refresh().started_at
 
 
+@pytest.mark.slow
 def test_a_job_whose_teacher_loads_keeps_its_turn(make_server: MakeServer) -> None:
     """One slot, which the job behind it does not take; an idle teacher makes room for the next."""
     server = make_server(slots=1)
@@ -197,6 +198,7 @@ def test_a_job_whose_teacher_loads_keeps_its_turn(make_server: MakeServer) -> No
         assert only(client).model == "vocab=60"
 
 
+@pytest.mark.slow
 def test_a_teacher_of_the_output_of_a_job(make_server: MakeServer) -> None:
     server = make_server(slots=2)
     with DistillClient(server.address) as client:
@@ -283,6 +285,7 @@ def test_one_that_a_person_starts_stays_until_a_person_stops_it(
         assert main([*command, "down", told["key"]]) == 3
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_started_for_a_person(
     make_server: MakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

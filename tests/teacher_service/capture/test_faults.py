@@ -15,13 +15,14 @@ import pytest
 from clients.config.capture import CaptureJob
 from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode, WrongState
+from tests.faults.conftest import REPEATS
 from tests.teacher_service.capture.forking import attempt, finish
 from tests.teacher_service.capture.material import capture_here, digests, job, pairs, write_lines
 from tests.teacher_service.conftest import StartTeacher, start_teacher
 
 __all__ = ["start_teacher"]
 
-KILLS = 20
+KILLS = REPEATS
 NewRun = Callable[[CaptureJob], RunDirectory]
 
 
@@ -68,7 +69,7 @@ def verdict_of(run: RunDirectory) -> tuple[str, int, int]:
     return status.verdict, status.step, status.max_steps
 
 
-def test_killed_twenty_times(new_run: NewRun, sums: Path, model: Path) -> None:
+def test_killed_again_and_again(new_run: NewRun, sums: Path, model: Path) -> None:
     undisturbed, disturbed = (new_run(sums_job(sums, model)) for _ in range(2))
     assert finish(undisturbed) == 0, undisturbed.log_file(1).read_text()
     total = files_of(undisturbed.store)

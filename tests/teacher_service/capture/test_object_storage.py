@@ -22,6 +22,7 @@ from clients.store.merge import merge
 from clients.store.objects import ObjectFolder
 from protos.errors import Corrupt, Forbidden, NotFound, Unavailable, WrongState
 from student_trainer.data.captured_stores import Stores, open_stores
+from tests.faults.conftest import REPEATS
 from tests.teacher_service.capture.forking import attempt, finish
 from tests.teacher_service.capture.material import capture_here, digests, job
 
@@ -32,7 +33,7 @@ __all__ = ["prefix", "server"]
 
 pytestmark = pytest.mark.filterwarnings("default")  # moto's own
 
-KILLS = 20
+KILLS = REPEATS
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +118,7 @@ def test_every_place_to_die(
     assert server.digests(prefix) == digests(captured_store)
 
 
-def test_killed_twenty_times(
+def test_killed_again_and_again(
     data: Path, words: Path, server: S3Server, prefix: str, url: str, tmp_path: Path
 ) -> None:
     slow = {"teacher__model": "vocab=64,latency_ms=30", "method__shard_bytes": 800}
