@@ -114,7 +114,8 @@ class Sampler:
         self._bf16 = bf16
         self._never = never
         self._ends = end_ids(model, tokenizer)
-        self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        # Read after the end of a sequence only; the tokenizer's own may be an id without embedding.
+        self._pad = 0
 
     @torch.no_grad()
     def write(

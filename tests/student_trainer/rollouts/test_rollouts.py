@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler, rollout_noise
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import completion_logprobs
 
@@ -212,3 +213,19 @@ def test_padding_is_never_sampled(draws: int) -> None:
             assert torch.equal(one.draws.ids, other.draws.ids)
     whole = written(source(wide), PROMPTS, range(5))
     assert any(bool((one.head_ids >= 13).any()) for one in whole)  # the padding is likely
+
+
+def test_a_pad_token_without_an_embedding(words: Any) -> None:
+    """As `add_special_tokens({"pad_token": ...})` leaves it, without a resized model."""
+    model = tiny.model(seed=2, spread=0.2)
+    padded = tiny.tokenizer()
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    assert padded.pad_token_id >= model.config.vocab_size
+    prompts = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+    noise = [rollout_noise(number, 0, 8) for number in range(2)]
+
+    def sampled(tokenizer: Any) -> list[list[int]]:
+        sampler = Sampler(model, tokenizer, top_k=2, temperature=1.0)
+        return [answer.token_ids.tolist() for answer in sampler.write(prompts, [8, 2], noise)]
+
+    assert sampled(padded) == sampled(words)
