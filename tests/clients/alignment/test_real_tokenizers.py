@@ -111,6 +111,7 @@ def test_round_trips(directory: Path, text: str, student: str, teacher: str) -> 
         assert found.one_to_one.all()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.sampled_from(NAMES), st.sampled_from(NAMES))
 def test_tokens_that_are_no_text(
