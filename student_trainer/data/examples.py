@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from clients.config.sft import SFTJob
 from clients.config.tables.data import DataConfig
 from clients.data.answer_ids import answered_ids, assistant_ids, completion_ids
+from clients.data.conversation import Conversation
 from clients.data.prompt_format import (
     PromptFormat,
     check_chat_template,
     check_generation,
     template_text,
 )
+from clients.data.template_parts import TemplateParts
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import (
     ALL_IDS,
@@ -95,6 +97,7 @@ class _ExampleEncoder:
         """`learns_all_answers`: all assistant messages are learned, not only the last one."""
         self._prompt_format: PromptFormat = data.prompt_format
         self._tokenizer = tokenizer
+        self._parts = TemplateParts(self._prompt_format, tokenizer)
         self._max_tokens = max_tokens
         self._model_ids = model_ids
         self._learns_all_answers = learns_all_answers
@@ -104,8 +107,9 @@ class _ExampleEncoder:
         self._empty = OmissionCounter("records so far that have no answer")
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether the prompt may have no tokens, or one that the model does not have."""
-        if self._model_ids.may_lack(record):
+        """Return whether the prompt may have no tokens, or parts that cannot be used."""
+        conversation = _learned_part(self._prompt_format, record.conversation)
+        if self._model_ids.may_lack(record) or self._parts.has_new(conversation):
             return True
         if self._prompt_format.messages_column is None:
             return not record.conversation.question.strip()
@@ -143,6 +147,7 @@ class _ExampleEncoder:
             self._tokenizer,
             record.conversation,
         )
+        self._parts.check(_learned_part(prompt_format, conversation), record.where)
         if self._learns_all_answers:
             return assistant_ids(prompt_format, tokenizer, conversation, record.where)
         if prompt_format.messages_column is not None:
@@ -151,7 +156,7 @@ class _ExampleEncoder:
             )
         else:
             prompt_ids = prompt_format.ids(tokenizer, conversation, record.where)
-            answer_ids = completion_ids(tokenizer, record.answer)
+            answer_ids = completion_ids(prompt_format, tokenizer, record.answer)
         return prompt_ids + answer_ids, np.arange(len(prompt_ids) + len(answer_ids)) >= len(
             prompt_ids
         )
@@ -163,3 +168,8 @@ class _ExampleEncoder:
             field=field,
             hint="add data, lower eval.prompts, or raise method.max_tokens",
         )
+
+
+def _learned_part(prompt_format: PromptFormat, conversation: Conversation) -> Conversation:
+    """Return what the chat template renders: up to the answer, or the prompt of a text."""
+    return conversation if prompt_format.messages_column is None else conversation.up_to_answer()

@@ -18,6 +18,7 @@ from clients.config.tables.data import DataConfig
 from clients.data.images import ImageReader
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.data.records import DataSet
+from clients.data.template_parts import TemplateParts
 from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
 from student_trainer.data.order import permutation
@@ -135,23 +136,28 @@ class _PromptEncoder:
         self._model_ids = model_ids
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._parts = TemplateParts(form, tokenizer)
         self._reader = reader
         self._too_long = OmissionCounter(
             f"prompts so far that are longer than method.max_prompt_tokens = {max_tokens}"
         )
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether the prompt may have no tokens, or one that the model does not have."""
-        return not record.conversation.question.strip() or self._model_ids.may_lack(record)
+        """Return whether the prompt may have no tokens, or parts that cannot be used."""
+        return (
+            not record.conversation.question.strip()
+            or self._model_ids.may_lack(record)
+            or self._parts.has_new(record.conversation.unanswered())
+        )
 
     def encode(self, record: PromptRecord, field: str) -> Prompt | None:
         """Return the prompt of a record; None if it is too long.
 
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
-        ids = self._prompt_format.ids(
-            self._tokenizer, record.conversation.unanswered(), record.where
-        )
+        conversation = record.conversation.unanswered()
+        self._parts.check(conversation, record.where)
+        ids = self._prompt_format.ids(self._tokenizer, conversation, record.where)
         require_tokens(ids, record.where, field)
         self._model_ids.require(ids, record.where, field)
         tokens, images = np.array(ids, dtype=np.int32), None
