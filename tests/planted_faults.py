@@ -44,7 +44,7 @@ FAULTS = (
     Fault(
         "loss: the tail of the bucket is left out",
         "student_trainer/losses/topk.py",
-        "head = head + _divergence(p.tail_logmass, q.tail_logmass, direction)",
+        "head = head + _kl_terms(p.tail_logmass, q.tail_logmass, direction)",
         "head = head + 0 * p.tail_logmass.exp()",
         LOSSES,
     ),
@@ -65,15 +65,15 @@ FAULTS = (
     Fault(
         "loss: the advantage is not centred",
         "student_trainer/losses/advantages.py",
-        "gap = torch.where(known, rewards - mean, zero)",
-        "gap = torch.where(known, rewards - 0 * mean, zero)",
+        "advantages = torch.where(has_reward, rewards - mean, zeros)",
+        "advantages = torch.where(has_reward, rewards - 0 * mean, zeros)",
         LOSSES,
     ),
     Fault(
         "loss: GAE sees the value of the next sequence",
         "student_trainer/losses/advantages.py",
-        "later[:-by] = torch.where(sequence[:-by] == sequence[by:], values[by:], 0)",
-        "later[:-by] = values[by:]",
+        "torch.where(sequence[:-offset] == sequence[offset:], values[offset:], 0)",
+        "values[offset:]",
         LOSSES,
     ),
     Fault(
@@ -114,8 +114,8 @@ FAULTS = (
     Fault(
         "mask: what an environment wrote is learned",
         "student_trainer/data/rollout.py",
-        "return every if self.own is None else every[self.own]",
-        "return every",
+        "return positions if self.own is None else positions[self.own]",
+        "return positions",
         (*DATA, "tests/student_trainer/rollouts", "tests/student_trainer/methods"),
     ),
     Fault(
@@ -128,7 +128,7 @@ FAULTS = (
     Fault(
         "wire: the checksum is not compared",
         "protos/rows/codec.py",
-        "if _digest(view[: _PREFIX.size], payload) != view[_PREFIX.size : HEADER_BYTES]:",
+        "if _checksum(view[: _PREFIX.size], payload) != view[_PREFIX.size : HEADER_BYTES]:",
         "if False:",
         ("tests/protos",),
     ),
@@ -156,8 +156,8 @@ FAULTS = (
     Fault(
         "scheduler: one more job starts than there are slots",
         "distill_server/start_order.py",
-        "free = max(0, self._machine.slots - sum(share.slots for share in held))",
-        "free = 1 + max(0, self._machine.slots - sum(share.slots for share in held))",
+        "free_slots = max(0, self._machine.slots - sum(share.slots for share in shares))",
+        "free_slots = 1 + max(0, self._machine.slots)",
         SERVER,
     ),
     Fault(
@@ -170,14 +170,14 @@ FAULTS = (
     Fault(
         "checkpoint: a damaged one is taken for the newest",
         "student_trainer/checkpoints/checkpoint.py",
-        r"re:    for path in reversed\(_by_step\(root\)\):\n        if intact\(path\):",
-        "    for path in reversed(_by_step(root)):\n        if True:",
+        r"re:    for path in reversed\(_list_checkpoints\(root\)\):\n        if intact\(path\):",
+        "    for path in reversed(_list_checkpoints(root)):\n        if True:",
         CHECKPOINTS,
     ),
     Fault(
         "checkpoint: the best one is deleted with the old ones",
         "student_trainer/checkpoints/checkpoint.py",
-        "if _step(path) == best:",
+        "if _step_of(path) == best:",
         "if False:",
         (*CHECKPOINTS, "tests/end_to_end/test_best_checkpoint.py"),
     ),
