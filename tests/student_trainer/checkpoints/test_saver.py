@@ -36,7 +36,7 @@ def state() -> tuple[Any, torch.optim.Optimizer]:
 
 
 @pytest.fixture(autouse=True)
-def _disarmed() -> Any:
+def _disarm_failpoints() -> Any:
     yield
     failpoints.arm("")
 
@@ -61,9 +61,9 @@ def test_a_checkpoint_is_the_state_when_it_was_asked_for(
                 parameter.add_(1.0)
     saver.finish()
     for step in (1, 2):
-        found = weights_of(checkpoint_path(tmp_path, step))
-        assert found
-        for name, weight in found.items():
+        stored_weights = weights_of(checkpoint_path(tmp_path, step))
+        assert stored_weights
+        for name, weight in stored_weights.items():
             assert torch.equal(weight, expected[step - 1][name])
 
 
@@ -74,17 +74,17 @@ def test_training_goes_on_while_it_is_written(
     may_publish = threading.Event()
     published: list[int] = []
 
-    def note() -> None:
-        found = newest_checkpoint(tmp_path)
-        assert found is not None
-        published.append(found[0])
+    def record_newest() -> None:
+        newest = newest_checkpoint(tmp_path)
+        assert newest is not None
+        published.append(newest[0])
 
     saver = saver_of(
         tmp_path,
         state[0],
         tiny.tokenizer(),
         before_publication=may_publish.wait,
-        after_publication=note,
+        after_publication=record_newest,
     )
     assert saver.poll()
     saver.save(1, collect_contents(*state))
@@ -121,22 +121,22 @@ def test_an_attempt_that_was_replaced_publishes_nothing(
     """Neither when it was replaced while it wrote, nor before. Its successor's files stay."""
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
     root = tmp_path / "checkpoints"
-    theirs = root / ".step-000004.2.tmp" / "model"
+    successor_model = root / ".step-000004.2.tmp" / "model"
 
-    def replaced() -> None:
+    def replace_attempt() -> None:
         raise_fence(tmp_path, 2)
-        theirs.mkdir(parents=True)
+        successor_model.mkdir(parents=True)
 
-    saver = saver_of(root, state[0], tiny.tokenizer(), before_publication=replaced)
+    saver = saver_of(root, state[0], tiny.tokenizer(), before_publication=replace_attempt)
     saver.save(4, collect_contents(*state))
     with pytest.raises(WrongState, match="attempt 1 was replaced"):
         saver.finish()
     with pytest.raises(WrongState, match="attempt 1 was replaced"):
         saver.save(5, collect_contents(*state))
-    assert list(root.rglob("*")) == [theirs.parent, theirs]
+    assert list(root.rglob("*")) == [successor_model.parent, successor_model]
 
 
-def failing(root: Path, failing_rank: int) -> None:
+def fail_one_rank(root: Path, failing_rank: int) -> None:
     """One process cannot write: every process raises, and says what."""
     rank = int(os.environ["RANK"])
     model = tiny.model(seed=6)
@@ -153,9 +153,9 @@ def failing(root: Path, failing_rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_process_is_raised_in_all(tmp_path: Path, rank: int) -> None:
-    assert Forks(2, tmp_path / "group", failing, tmp_path, rank).wait() == [0, 0]
-    said = [json.loads((tmp_path / f"rank-{one}.json").read_text()) for one in (0, 1)]
-    assert said == [["OSError", errno.EIO]] * 2
+    assert Forks(2, tmp_path / "group", fail_one_rank, tmp_path, rank).wait() == [0, 0]
+    errors = [json.loads((tmp_path / f"rank-{process}.json").read_text()) for process in (0, 1)]
+    assert errors == [["OSError", errno.EIO]] * 2
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
