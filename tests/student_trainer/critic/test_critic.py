@@ -37,8 +37,8 @@ def test_one_pass_over_the_states_serves_policy_and_critic():
     lengths = torch.tensor([3, 4, 5])
     sequence = torch.arange(3).repeat_interleave(lengths)
     rewards = reward_at_last_token(randn(3), lengths)
-    old = critic((inputs @ body).detach()).detach()
-    advantages, targets = gae(rewards, old, sequence, gamma=1.0, lam=0.9)
+    old_values = critic((inputs @ body).detach()).detach()
+    advantages, targets = gae(rewards, old_values, sequence, gamma=1.0, lam=0.9)
     sampling = (inputs @ body @ weight.T).log_softmax(1).gather(1, tokens[:, None])[:, 0].detach()
     leaves = [body, weight, critic.linear.weight, critic.linear.bias]
 
@@ -56,18 +56,20 @@ def test_one_pass_over_the_states_serves_policy_and_critic():
         ),
         chunk_rows=5,
     )
-    judged = value_loss(critic(hidden), old, targets, clip=0.2).sum()
-    found = torch.autograd.grad(fused.loss_sum + judged, leaves)
+    critic_loss = value_loss(critic(hidden), old_values, targets, clip=0.2).sum()
+    gradients = torch.autograd.grad(fused.loss_sum + critic_loss, leaves)
 
     hidden = (inputs @ body).tanh()
-    plain = (hidden @ weight.T).log_softmax(1).gather(1, tokens[:, None])[:, 0]
-    ratio = (plain - sampling).exp()
+    logprobs = (hidden @ weight.T).log_softmax(1).gather(1, tokens[:, None])[:, 0]
+    ratio = (logprobs - sampling).exp()
     surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).sum()
     values = hidden.detach() @ critic.linear.weight[0] + critic.linear.bias
-    near = torch.minimum(torch.maximum(values, old - 0.2), old + 0.2)
-    squares = torch.maximum((values - targets) ** 2, (near - targets) ** 2).sum() / 2
-    for got, wanted in zip(found, torch.autograd.grad(surrogate + squares, leaves), strict=True):
-        torch.testing.assert_close(got, wanted)
+    clipped_values = torch.minimum(torch.maximum(values, old_values - 0.2), old_values + 0.2)
+    squares = torch.maximum((values - targets) ** 2, (clipped_values - targets) ** 2).sum() / 2
+    for gradient, expected_gradient in zip(
+        gradients, torch.autograd.grad(surrogate + squares, leaves), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected_gradient)
 
 
 def test_it_learns_what_is_to_be_expected():
