@@ -17,7 +17,7 @@ SHARES = [
 ]
 
 
-def of_definition(shares: list[Fraction], total: int) -> list[int]:
+def assign_by_definition(shares: list[Fraction], total: int) -> list[int]:
     """One prompt after the other, each to the data set with the largest share / (2 count + 1)."""
     chosen: list[int] = []
     for _ in range(total):
@@ -26,11 +26,11 @@ def of_definition(shares: list[Fraction], total: int) -> list[int]:
     return chosen
 
 
-@pytest.mark.parametrize("written", SHARES, ids=" ".join)
-def test_shares(written: list[str]) -> None:
-    shares = [Fraction(share) for share in written]
+@pytest.mark.parametrize("share_texts", SHARES, ids=" ".join)
+def test_shares(share_texts: list[str]) -> None:
+    shares = [Fraction(share) for share in share_texts]
     assert sum(shares) == 1
-    expected = of_definition(shares, 300)
+    expected = assign_by_definition(shares, 300)
     assert assign_sets(shares, 0, 300) == expected
     for first in range(0, 280, 7):
         counts = [expected[:first].count(number) for number in range(len(shares))]
