@@ -22,11 +22,11 @@ class Library:
     texts: Mapping[str, list[str]]
     faults: list[int | bytes] = field(default_factory=list)
     poison: str = "poison"
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    questions: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
     def answer(self, path: str, question: dict[str, Any]) -> tuple[int, bytes]:
-        self.asked.append(question)
+        self.questions.append(question)
         if self.faults:
             fault = self.faults.pop(0)
             return (fault, b"") if isinstance(fault, int) else (200, fault)
@@ -36,13 +36,15 @@ class Library:
         for query in question["queries"]:
             texts = self.texts.get(query, [])[: question["topk"] or 10]
             documents = [{"id": str(i), "contents": text} for i, text in enumerate(texts)]
-            scored = [{"document": d, "score": 1.0 / (i + 1)} for i, d in enumerate(documents)]
-            result.append(scored if question["return_scores"] else documents)
+            scored_documents = [
+                {"document": d, "score": 1.0 / (i + 1)} for i, d in enumerate(documents)
+            ]
+            result.append(scored_documents if question["return_scores"] else documents)
         return 200, json.dumps({"result": result}).encode()
 
 
 @contextmanager
-def serving(library: Library) -> Iterator[str]:
+def serve(library: Library) -> Iterator[str]:
     """The address of a real server on this machine."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -69,7 +71,7 @@ def serving(library: Library) -> Iterator[str]:
 
 
 @contextmanager
-def dripping(text: bytes) -> Iterator[str]:
+def serve_drips(text: bytes) -> Iterator[str]:
     """The address of a server that answers everybody at once with `text`, and goes on, a byte at a
     time, for as long as the client stays.
     """
