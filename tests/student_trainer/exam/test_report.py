@@ -14,7 +14,7 @@ REWARD = np.array([[1, 0, 0, NONE], [1, 1, 0.5, 1], [0, 0, NONE, 0]])
 VOTES = [["7", "8", "8", ""], ["9", "9", "1", "9"], ["", "", "", "3"]]
 
 
-def judged(reward: np.ndarray = REWARD) -> GradedAnswers:
+def grade_answers(reward: np.ndarray = REWARD) -> GradedAnswers:
     questions = [Question(number, "q", "r") for number in range(len(reward))]
     answers = [
         [StoredAnswer(p, n, "", 10 * p + n, n == 3) for n in range(4)] for p in range(len(reward))
@@ -23,7 +23,7 @@ def judged(reward: np.ndarray = REWARD) -> GradedAnswers:
 
 
 def test_the_row_of_a_model() -> None:
-    row = summarize("m", judged(), None)
+    row = summarize("m", grade_answers(), None)
     assert (row["model"], row["prompts"], row["samples"], row["errors"]) == ("m", 3, 4, 2)
     means = {key: value["mean"] for key, value in row.items() if isinstance(value, dict)}
     assert means == pytest.approx(
@@ -61,9 +61,9 @@ def test_a_gain_is_paired() -> None:
 
 
 def test_what_a_person_reads() -> None:
-    row = summarize("m", judged(), None)
-    shown = format_row(row, table_columns([row]))
-    assert [*shown] == ["model", "pass@1", "pass@4", "maj@4", "tokens", "truncated", "errors"]
-    assert shown["pass@1"].startswith("33.3 [")
-    assert shown["tokens"].startswith("12 [")
-    assert shown["truncated"] == "25.0"
+    row = summarize("m", grade_answers(), None)
+    cells = format_row(row, table_columns([row]))
+    assert [*cells] == ["model", "pass@1", "pass@4", "maj@4", "tokens", "truncated", "errors"]
+    assert cells["pass@1"].startswith("33.3 [")
+    assert cells["tokens"].startswith("12 [")
+    assert cells["truncated"] == "25.0"
