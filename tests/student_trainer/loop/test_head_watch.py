@@ -66,9 +66,9 @@ def test_the_trainer_knows_what_its_run_began_with(material: tiny.Material, tmp_
     for attempt, from_step in ((1, None), (2, 1)):
         progress = Progress(run, attempt=attempt, max_steps=2, main=True, terminated=lambda: False)
         with make_rewards(config.reward) as rewards:
-            made = assemble(config, run, {}, None, progress, attempt, from_step, rewards)
-            before = read_points(run.metrics)
-            assert made.train() == "succeeded"
-    assert [point.step for point in before] == [0, 1]
-    (watch,) = (one for one in made._watches if isinstance(one, HeadWatch))
-    assert watch._reference_mass == before[1].metrics["topk/student_mass"]
+            trainer = assemble(config, run, {}, None, progress, attempt, from_step, rewards)
+            points_before = read_points(run.metrics)
+            assert trainer.train() == "succeeded"
+    assert [point.step for point in points_before] == [0, 1]
+    (watch,) = (head_watch for head_watch in trainer._watches if isinstance(head_watch, HeadWatch))
+    assert watch._reference_mass == points_before[1].metrics["topk/student_mass"]
