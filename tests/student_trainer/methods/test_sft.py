@@ -52,16 +52,16 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
 def trainer_of(path: Path, config: SFTJob) -> Iterator[Trainer]:
     run = RunDirectory.create(path, config)
     progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
-    made = assemble(config, run, {}, None, progress, 1, None)
-    yield made
-    assert made._metrics is not None
-    made._metrics.close()
+    trainer = assemble(config, run, {}, None, progress, 1, None)
+    yield trainer
+    assert trainer._metrics is not None
+    trainer._metrics.close()
 
 
-def learned(made: Trainer, step: int = 1) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def learn_step(trainer: Trainer, step: int = 1) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """The means and gradients of a step."""
-    means, _ = made._learn(made._steps(step).updates[0])
-    model = made._student.trained.model
+    means, _ = trainer._learn(trainer._steps(step).updates[0])
+    model = trainer._student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return means, grads
@@ -71,7 +71,7 @@ def segments(words: Any, record: Mapping[str, Any]) -> list[tuple[list[int], boo
     """The pieces of a sequence in plain words of this test, and whether they are learned."""
 
     def ids(text: str) -> list[int]:
-        return [words.convert_tokens_to_ids(one) for one in text]
+        return [words.convert_tokens_to_ids(character) for character in text]
 
     end = words.eos_token_id
     if "prompt" in record:
@@ -85,8 +85,8 @@ def segments(words: Any, record: Mapping[str, Any]) -> list[tuple[list[int], boo
     return pieces
 
 
-def reference(
-    config: SFTJob, texts: Sequence[str], *, every: bool = False
+def reference_losses(
+    config: SFTJob, texts: Sequence[str], *, all_answers: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Cross-entropies [N] and weights [N] of learned tokens, by transformers in float64.
 
@@ -94,19 +94,21 @@ def reference(
     """
     words = AutoTokenizer.from_pretrained(config.student.model)
     model = AutoModelForCausalLM.from_pretrained(config.student.model, dtype=torch.float64)
-    found = {}
+    sequences = {}
     for line in Path(config.data.path).read_text().splitlines():
         record = json.loads(line)
         pieces = segments(words, record)
         tokens = [token for piece, _ in pieces for token in piece]
         last = len(pieces) - 1
         marks = [
-            mark and (every or n == last) for n, (piece, mark) in enumerate(pieces) for _ in piece
+            mark and (all_answers or n == last)
+            for n, (piece, mark) in enumerate(pieces)
+            for _ in piece
         ]
-        found[words.decode(tokens)] = (tokens, marks, float(record.get("weight", 1.0)))
+        sequences[words.decode(tokens)] = (tokens, marks, float(record.get("weight", 1.0)))
     losses, weights = [], []
     for text in texts:
-        tokens, marks, weight = found[text]
+        tokens, marks, weight = sequences[text]
         logits = model(torch.tensor([tokens])).logits[0]
         loss = torch.nn.functional.cross_entropy(
             logits[:-1], torch.tensor(tokens[1:]), reduction="none"
@@ -129,13 +131,13 @@ def test_the_loss_is_the_cross_entropy(
     if kind == "weights":
         changes["data__weight_column"] = "weight"
     config = tiny.sft_job(material if kind == "prompts" else chats, **changes)
-    with trainer_of(tmp_path / "run", config) as made:
-        means, found = learned(made)
-        step = [item.sequence.token_ids for item in made._steps(1).updates[0]]
-        assert made._student.full.layout == "lines"
+    with trainer_of(tmp_path / "run", config) as trainer:
+        means, gradients = learn_step(trainer)
+        step = [item.sequence.token_ids for item in trainer._steps(1).updates[0]]
+        assert trainer._student.full.layout == "lines"
     words = AutoTokenizer.from_pretrained(config.student.model)
     texts = [words.decode(ids) for ids in step]
-    losses, weights, model = reference(config, texts, every=kind == "all")
+    losses, weights, model = reference_losses(config, texts, all_answers=kind == "all")
     if kind != "weights":
         weights = torch.ones_like(losses)
     loss = (losses * weights).sum() / len(losses)
@@ -144,18 +146,18 @@ def test_the_loss_is_the_cross_entropy(
     assert means["loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert means["cross_entropy"] == pytest.approx(losses.mean().item(), abs=1e-6)
     for name, parameter in model.named_parameters():
-        error = (found[name].double() - parameter.grad).norm() / parameter.grad.norm()
+        error = (gradients[name].double() - parameter.grad).norm() / parameter.grad.norm()
         assert error < 1e-5, name
 
 
 def test_held_out_loss(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.sft_job(material)
-    with trainer_of(tmp_path / "run", config) as made:
-        evaluated = made._evaluate()
-        aside = [item.sequence.token_ids for item in made._evaluation._held_out()]
+    with trainer_of(tmp_path / "run", config) as trainer:
+        evaluated = trainer._evaluate()
+        held_out_ids = [item.sequence.token_ids for item in trainer._evaluation._held_out()]
     words = AutoTokenizer.from_pretrained(config.student.model)
-    losses, _, _ = reference(config, [words.decode(ids) for ids in aside])
-    assert len(aside) == config.eval.prompts
+    losses, _, _ = reference_losses(config, [words.decode(ids) for ids in held_out_ids])
+    assert len(held_out_ids) == config.eval.prompts
     assert evaluated["eval/cross_entropy"] == pytest.approx(losses.mean().item(), abs=1e-6)
     perplexity = math.exp(losses.mean().item())
     assert evaluated["eval/perplexity"] == pytest.approx(perplexity, rel=1e-6)
@@ -176,8 +178,8 @@ def test_the_names_of_metrics(chats: tiny.Material, tmp_path: Path) -> None:
         eval__every=1,
         eval__metric="exact_match",
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        assert made.train() == "succeeded"
+    with trainer_of(tmp_path / "run", config) as trainer:
+        assert trainer.train() == "succeeded"
     lines = metrics_of(RunDirectory(tmp_path / "run"))
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert metrics.__doc__ is not None
@@ -186,8 +188,8 @@ def test_the_names_of_metrics(chats: tiny.Material, tmp_path: Path) -> None:
         assert {"eval/cross_entropy", "eval/accuracy"} <= line.keys()
         assert not {"kl/teacher", "topk/student_mass", "ratio/mean", "eval/kl"} & line.keys()
         assert "time/teacher_wait" not in line, "there is no teacher"
-        others = {name for name in line if not name.startswith("time/")}
-        assert others - {"attempt", "step"} <= explained
+        names = {name for name in line if not name.startswith("time/")}
+        assert names - {"attempt", "step"} <= explained
     sample = json.loads((tmp_path / "run/samples/step-000002.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].endswith("=A"), "it ends where the last answer starts"
     assert sample["reference"].isdigit()
@@ -205,8 +207,8 @@ def test_what_is_left_out_is_counted(
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = tiny.sft_job(material, data__path=str(path), eval__prompts=2)
     training, held_out = load_examples(config, words)
-    found = training.of_step(1, 10) + held_out
-    lengths = {len(one.token_ids) for one in found}
+    examples = training.of_step(1, 10) + held_out
+    lengths = {len(example.token_ids) for example in examples}
     assert lengths == {6, 7, 24}, "24 tokens with the end token just fit"
     counts = [message for message in caplog.messages if message.startswith("left out")]
     assert sorted(counts) == [
@@ -257,12 +259,16 @@ def test_a_conversation_that_starts_with_the_answer(
     """The row is refused before training, though only the last step of an epoch would need it."""
     words = tiny.tokenizer(CHARACTERS)
     talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    path, aside = tmp_path / "data.jsonl", tmp_path / "aside.jsonl"
+    path, eval_path = tmp_path / "data.jsonl", tmp_path / "aside.jsonl"
     row = int(permutation(6, 0, 0)[-1]) + 1
     rows = [talk[::-1] if number == row else talk for number in range(1, 7)]
     path.write_text("".join(json.dumps({"m": messages}) + "\n" for messages in rows))
-    aside.write_text(json.dumps({"m": talk}) + "\n")
-    files = {"data__path": str(path), "data__eval_path": str(aside), "data__messages_column": "m"}
+    eval_path.write_text(json.dumps({"m": talk}) + "\n")
+    files = {
+        "data__path": str(path),
+        "data__eval_path": str(eval_path),
+        "data__messages_column": "m",
+    }
     words.chat_template = MARKED
     with pytest.raises(InvalidInput) as caught:
         load_examples(tiny.sft_job(material, **files), words)
@@ -272,16 +278,18 @@ def test_a_conversation_that_starts_with_the_answer(
     assert caught.value.field == "data.messages_column"
     assert caught.value.hint == "remove the row, or give it a user message"
 
-    everything = tiny.sft_job(material, **files, method__train_on="all")
-    training, _ = load_examples(everything, words)
-    learned = {words.decode(one.token_ids[one.start :]) for one in training.of_step(1, 6)}
-    assert learned == {"2<|end|>"}, "the template starts an answer with a token of its own"
+    all_answers_config = tiny.sft_job(material, **files, method__train_on="all")
+    training, _ = load_examples(all_answers_config, words)
+    learned_texts = {
+        words.decode(example.token_ids[example.start :]) for example in training.of_step(1, 6)
+    }
+    assert learned_texts == {"2<|end|>"}, "the template starts an answer with a token of its own"
 
     words.chat_template = MARKED.replace("{{ m.role[0] | upper }}", "")
     with pytest.raises(
         InvalidInput, match=rf"^data.path: the prompt of row {row} of .* has no tokens"
     ):
-        load_examples(everything, words)
+        load_examples(all_answers_config, words)
 
 
 def test_a_conversation_without_an_answer_is_left_out(
@@ -295,7 +303,9 @@ def test_a_conversation_without_an_answer_is_left_out(
         chats, data__path=str(path), data__messages_column="m", data__eval_path=str(path)
     )
     training, _ = load_examples(config, words)
-    assert [words.decode(one.token_ids) for one in training.of_step(1, 2)] == ["U1+1=A2<|end|>"] * 2
+    assert [words.decode(example.token_ids) for example in training.of_step(1, 2)] == [
+        "U1+1=A2<|end|>"
+    ] * 2
     assert "left out 1 records so far that have no answer" in caplog.messages
 
 
