@@ -30,9 +30,9 @@ TOKENS, START, LINES = 192, 64, 2
 
 
 def batch() -> Batch:
-    learned = TOKENS - START
-    head = torch.zeros(learned, 1, dtype=torch.long)
-    rollout = Rollout(torch.arange(TOKENS), START, head, torch.zeros(learned), False, "")
+    learned_tokens = TOKENS - START
+    head = torch.zeros(learned_tokens, 1, dtype=torch.long)
+    rollout = Rollout(torch.arange(TOKENS), START, head, torch.zeros(learned_tokens), False, "")
     rows = placeholder_rows(head.int().numpy())
     return make_batch([ScoredSequence(rollout, rows)] * LINES, torch.device("cpu"))
 

@@ -85,12 +85,12 @@ def test_a_config_that_states_another_dtype_rounds_nothing(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": stated}))
     student = StudentConfig(model=str(tmp_path))
-    expected, mapped = load_model(student), load_model(student, mapped=True)
+    expected_model, mapped_model = load_model(student), load_model(student, mapped=True)
     kind = torch.float32 if stored == "mixed" else getattr(torch, stored)
-    assert {p.dtype for p in mapped.parameters()} == {kind}
-    cast_weights(mapped, bf16=False)
-    tensors = dict(mapped.named_parameters())
-    for name, weight in expected.named_parameters():
+    assert {p.dtype for p in mapped_model.parameters()} == {kind}
+    cast_weights(mapped_model, bf16=False)
+    tensors = dict(mapped_model.named_parameters())
+    for name, weight in expected_model.named_parameters():
         assert torch.equal(tensors[name], weight), name
 
 
