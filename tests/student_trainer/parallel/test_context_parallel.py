@@ -12,7 +12,13 @@ from safetensors.torch import load_file
 
 from student_trainer.data.packing import Layout
 from tests.forks import Forks
-from tests.student_trainer.parallel.shared_tokens import METHODS, check, learn, run, student_of
+from tests.student_trainer.parallel.shared_tokens import (
+    METHODS,
+    check_students,
+    learn,
+    run_processes,
+    student_of,
+)
 from tests.student_trainer.teachers.anchors import spread_student
 
 ERROR = 1e-10
@@ -48,21 +54,25 @@ def test_learns_as_one_process(
     world: int, size: int, cases: Sequence[Case], tmp_path: Path
 ) -> None:
     """Losses, metrics, norms and weights after two updates."""
-    run(world, tmp_path, size, cases)
+    run_processes(world, tmp_path, size, cases)
     for number, (architecture, name, layout, attention, _, lora) in enumerate(cases):
         model = student_of(architecture, attention, lora=lora)
         error = EAGER_ERROR if attention == "eager" else ERROR
         metrics, weights = learn(spread_student(model), name, range(world), layout)
-        measured = {}
+        metrics_of_ranks = {}
         for rank in range(world):
-            measured |= load_file(tmp_path / f"{number}-{rank}-metrics.safetensors")
-            found = load_file(tmp_path / f"{number}-{rank}-weights.safetensors")
-            assert found.keys() == weights.keys()
+            metrics_of_ranks |= load_file(tmp_path / f"{number}-{rank}-metrics.safetensors")
+            stored_weights = load_file(tmp_path / f"{number}-{rank}-weights.safetensors")
+            assert stored_weights.keys() == weights.keys()
             for key, value in weights.items():
-                torch.testing.assert_close(found[key], value, rtol=error, atol=error, msg=key)
-        assert measured.keys() == metrics.keys()
+                torch.testing.assert_close(
+                    stored_weights[key], value, rtol=error, atol=error, msg=key
+                )
+        assert metrics_of_ranks.keys() == metrics.keys()
         for key, value in metrics.items():
-            torch.testing.assert_close(measured[key], value, rtol=error, atol=error, msg=key)
+            torch.testing.assert_close(
+                metrics_of_ranks[key], value, rtol=error, atol=error, msg=key
+            )
 
 
 # Architecture and settings -> why its tokens cannot be divided; "" if they can.
@@ -82,7 +92,7 @@ CHECKED: Sequence[tuple[str, dict[str, Any], str]] = [
 
 def test_students_that_cannot_be_divided(tmp_path: Path) -> None:
     students = [(name, changes) for name, changes, _ in CHECKED]
-    group = Forks(2, tmp_path / "group", check, tmp_path, students)
+    group = Forks(2, tmp_path / "group", check_students, tmp_path, students)
     assert group.wait(240) == [0, 0]
     for number, (name, _, why) in enumerate(CHECKED):
         for rank in range(2):
