@@ -64,8 +64,8 @@ def test_every_way_to_fail_costs_one_reward(rewards: Rewards) -> None:
     scores = rewards(samples)
     np.testing.assert_array_equal(scores.values, [np.nan, 2.5] * len(ways))
     assert scores.errors == len(ways)
-    for said, expected in zip(scores.faults, ways.values(), strict=True):
-        assert said.startswith(expected)
+    for fault, expected in zip(scores.faults, ways.values(), strict=True):
+        assert fault.startswith(expected)
 
 
 def test_long_answers_do_not_fill_a_pipe(rewards: Rewards) -> None:
@@ -144,8 +144,8 @@ def wait_until_gone(pid: int) -> None:
 
 def test_length_penalty() -> None:
     length = LengthPenalty(free_tokens=100, max_tokens=300, weight=0.5)
-    lost = [length_penalty(tokens, length) for tokens in (0, 100, 101, 200, 300, 900)]
-    assert lost == [0, 0, 0.0025, 0.25, 0.5, 0.5]
+    penalties = [length_penalty(tokens, length) for tokens in (0, 100, 101, 200, 300, 900)]
+    assert penalties == [0, 0, 0.0025, 0.25, 0.5, 0.5]
     with Rewards(RewardConfig(type="exact_match", length=length), judges=1) as rewards:
         samples = [RewardSample("", "4", "4", tokens=200), RewardSample("", "5", "4", tokens=999)]
         assert rewards(samples).values.tolist() == [0.75, -0.5]

@@ -139,16 +139,16 @@ def test_function_of_the_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("1 / 0", "cannot be loaded: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "cannot be loaded: SystemExit: 3"),
         ("def rewards(): ...", "has no function `reward`"),
     ],
 )
-def test_function_that_is_none(tmp_path: Path, source: str, said: str) -> None:
+def test_function_that_is_none(tmp_path: Path, source: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(InvalidInput, match=r"^reward\.file: .*" + said):
+    with pytest.raises(InvalidInput, match=r"^reward\.file: .*" + message):
         make_scorer(RewardConfig(type="python", file=str(tmp_path / "mine.py")))
 
 
