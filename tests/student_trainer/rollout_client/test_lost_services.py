@@ -26,7 +26,7 @@ DYING = (
 )
 
 
-def _sample(out: Path) -> None:
+def _sample_until_lost(out: Path) -> None:
     """What a step does: every process orders its share, and their errors are shared."""
     rank = torch.distributed.get_rank()
     accelerator = make_accelerator(LIMIT)
@@ -44,7 +44,7 @@ def _sample(out: Path) -> None:
 
 def test_every_rank_ends_with_the_same_error(tmp_path: Path) -> None:
     """Long before the patience of the other ranks ends."""
-    assert Forks(2, tmp_path / "group", _sample, tmp_path).wait() == [0, 0]
+    assert Forks(2, tmp_path / "group", _sample_until_lost, tmp_path).wait() == [0, 0]
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     assert first == second
     assert "the rollout service has ended 4 times" in first
