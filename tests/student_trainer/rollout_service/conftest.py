@@ -24,15 +24,15 @@ def student_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start_service(tmp_path: Path, student_path: Path) -> Iterator[StartService]:
     """Starts rollout services; what still runs at the end of the test is killed."""
-    started: list[ServiceProcess] = []
+    services: list[ServiceProcess] = []
 
-    def start(*args: str, port: int = 0, failpoint: str = "") -> ServiceProcess:
+    def start_process(*args: str, port: int = 0, failpoint: str = "") -> ServiceProcess:
         if "--model" not in args:
             args = ("--model", str(student_path), *args)
         log = tmp_path / "service.log"
-        started.append(ServiceProcess(*args, log=log, port=port, failpoint=failpoint))
-        return started[-1]
+        services.append(ServiceProcess(*args, log=log, port=port, failpoint=failpoint))
+        return services[-1]
 
-    yield start
-    for service in started:
+    yield start_process
+    for service in services:
         service.close()

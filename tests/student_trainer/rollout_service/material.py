@@ -73,14 +73,14 @@ def order(
 
 
 def tensors_of(sampled: SampledTokens) -> Sequence[Tensor]:
-    found = [sampled.token_ids, sampled.head_ids, sampled.token_logprobs]
+    tensors = [sampled.token_ids, sampled.head_ids, sampled.token_logprobs]
     if sampled.draws is not None:
-        found += [sampled.draws.ids, sampled.draws.logprobs]
-    return found
+        tensors += [sampled.draws.ids, sampled.draws.logprobs]
+    return tensors
 
 
-def assert_same(one: SampledTokens, other: SampledTokens) -> None:
+def assert_same(actual: SampledTokens, expected: SampledTokens) -> None:
     """Equal to the bit, apart from the versions."""
-    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+    pairs = zip(tensors_of(actual), tensors_of(expected), strict=True)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-    assert (one.ended, one.closed) == (other.ended, other.closed)
+    assert (actual.ended, actual.closed) == (expected.ended, expected.closed)

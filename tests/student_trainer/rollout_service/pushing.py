@@ -60,9 +60,9 @@ class Trainer:
     def push(self, number: int, model: Any) -> Any:
         """Take the weights of a model, and push them as version `number`."""
         with torch.no_grad():
-            taken = dict(model.named_parameters())
+            weights = dict(model.named_parameters())
             for name, parameter in self.student.trained.model.named_parameters():
-                local(parameter).copy_(taken[name][own_slices(parameter)])
+                local(parameter).copy_(weights[name][own_slices(parameter)])
         return self.versions.push(number)
 
     def close(self) -> None:
@@ -71,11 +71,11 @@ class Trainer:
 
 
 @contextmanager
-def trainer(*arguments: Any, **options: Any) -> Iterator[Trainer]:
+def open_trainer(*arguments: Any, **options: Any) -> Iterator[Trainer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "BUCKET_BYTES", SMALL_BUCKET)
-        made = Trainer(*arguments, **options)
+        trainer = Trainer(*arguments, **options)
         try:
-            yield made
+            yield trainer
         finally:
-            made.close()
+            trainer.close()

@@ -17,7 +17,7 @@ from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sample_step import sample_step
 from student_trainer.rollouts.sampler import rollout_noise
-from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
+from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, serve_on_thread
 
 # Of all that trainer and service must agree on, by protocol.
 DIGESTS = {
@@ -29,7 +29,7 @@ DIGESTS = {
 def test_a_change_of_the_protocol_has_a_number(tmp_path: Path) -> None:
     digest = hashlib.sha256()
     digest.update(rollouts_pb2.DESCRIPTOR.serialized_pb)
-    digest.update(json.dumps(sampled()).encode())
+    digest.update(json.dumps(sample_tokens()).encode())
     digest.update(json.dumps(snapshot(tmp_path)).encode())
     assert DIGESTS[PROTOCOL] == digest.hexdigest(), (
         "the messages, the sampled tokens or the files of a snapshot are others: raise PROTOCOL in"
@@ -37,7 +37,7 @@ def test_a_change_of_the_protocol_has_a_number(tmp_path: Path) -> None:
     )
 
 
-def sampled() -> list[list[int]]:
+def sample_tokens() -> list[list[int]]:
     """Tokens, head ids and draws of a seed and three rollout numbers."""
     logits = 4 * torch.sin(torch.arange(3 * 500, dtype=torch.float64).reshape(3, 500) ** 1.5)
     uniforms, draw_uniforms = (
@@ -67,12 +67,12 @@ def snapshot(root: Path) -> list[object]:
 def test_a_service_of_other_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", PROTOCOL + 1)
     with (
-        served(RolloutServicer(ScriptedEngine())) as address,
+        serve_on_thread(RolloutServicer(ScriptedEngine())) as address,
         EngineClient([address]) as client,
         pytest.raises(WrongState) as caught,
     ):
         client.info()
-    said = f"its protocol is {PROTOCOL + 1}, that of the job {PROTOCOL}"
-    assert said in caught.value.message
+    message = f"its protocol is {PROTOCOL + 1}, that of the job {PROTOCOL}"
+    assert message in caught.value.message
     assert address in caught.value.message
     assert caught.value.field == "rollouts.address"
