@@ -30,19 +30,21 @@ from tests.student_trainer.teachers.anchors import (
 TAU, PERIOD = 0.9, 2
 
 
-def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> Path:
+def run_process(
+    out: Path, sharding: str, until: int, resumed_checkpoint: Path | None = None
+) -> Path:
     """Updates of the student, from the first or from the checkpoint `resumed` on, and a save."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     words, model = tiny.tokenizer(), tiny.model(seed=2, layers=2)
     student = spread_student(model, sharding)
     anchor = Anchor(student, tau=TAU, update_period=PERIOD)
-    if resumed is not None:
-        checkpoint.load_anchor(resumed, anchor)
+    if resumed_checkpoint is not None:
+        checkpoint.load_anchor(resumed_checkpoint, anchor)
     for update in range(anchor.updates + 1, until + 1):
         move(student, anchor, update)
     numbers = range(rank, len(rollouts()), world)
     blocks = rows_of(teacher_of(anchor, student), [rollouts()[number] for number in numbers])
-    said = {
+    report = {
         "gap": anchor.gap(),
         "version": anchor.version,
         "elements": sum(local(share).numel() for share in anchor.state().values()),
@@ -52,7 +54,7 @@ def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> P
         },
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"rank-{rank}.json").write_text(json.dumps(said))
+    (out / f"rank-{rank}.json").write_text(json.dumps(report))
     save_checkpoint(
         out,
         anchor.updates,
@@ -64,9 +66,13 @@ def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> P
     return checkpoint.checkpoint_path(out, until)
 
 
-def run(world: int, out: Path, sharding: str, until: int, resumed: Path | None = None) -> Path:
+def run_processes(
+    world: int, out: Path, sharding: str, until: int, resumed_checkpoint: Path | None = None
+) -> Path:
     """`work` in so many processes; the checkpoint."""
-    forks = Forks(world, out.with_suffix(".group"), work, out, sharding, until, resumed)
+    forks = Forks(
+        world, out.with_suffix(".group"), run_process, out, sharding, until, resumed_checkpoint
+    )
     assert forks.wait() == [0] * world
     return checkpoint.checkpoint_path(out, until)
 
@@ -87,6 +93,6 @@ def score_without_a_column(out: Path) -> None:
         (out / f"rank-{rank}.json").write_text(json.dumps(str(error)))
 
 
-def said(out: Path) -> list[Any]:
+def read_reports(out: Path) -> list[Any]:
     """What each process said, by rank."""
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank-*.json"))]
