@@ -26,13 +26,13 @@ class ModelTeacher:
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         logprobs = completion_logprobs(self._model, rollout, self._temperature)
         head = logprobs.topk(self._top_k).indices if self._top_k else rollout.head_ids.long()
-        outside = logprobs.exp().scatter(1, head, 0.0)
+        outside_probabilities = logprobs.exp().scatter(1, head, 0.0)
         future: Future[RowBlock] = Future()
         future.set_result(
             RowBlock(
                 head_ids=head.numpy().astype(np.int32),
                 head_logprobs=logprobs.gather(1, head).float().numpy(),
-                tail_logmass=outside.sum(1).log().float().numpy(),
+                tail_logmass=outside_probabilities.sum(1).log().float().numpy(),
                 token_logprobs=logprobs.gather(1, rollout.completion[:, None])[:, 0]
                 .float()
                 .numpy(),

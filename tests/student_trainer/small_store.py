@@ -47,13 +47,13 @@ def block_of(model: Any, text: Text, *, top_k: int, samples: int, temperature: f
     logprobs = logprobs_of(model, text, temperature)
     head = logprobs.topk(top_k).indices
     tail = logprobs.exp().scatter(1, head, 0.0)
-    found: dict[str, Any] = {}
+    tail_samples: dict[str, Any] = {}
     if samples:
         generator = torch.Generator().manual_seed(sum(ids))
-        drawn = tail.multinomial(samples, replacement=True, generator=generator)
-        found = {
-            "tail_sample_ids": drawn.numpy().astype(np.int32),
-            "tail_sample_logprob": logprobs.gather(1, drawn).mean(1).float().numpy(),
+        draws = tail.multinomial(samples, replacement=True, generator=generator)
+        tail_samples = {
+            "tail_sample_ids": draws.numpy().astype(np.int32),
+            "tail_sample_logprob": logprobs.gather(1, draws).mean(1).float().numpy(),
         }
     token = torch.tensor(ids[start:])[:, None]
     return RowBlock(
@@ -61,7 +61,7 @@ def block_of(model: Any, text: Text, *, top_k: int, samples: int, temperature: f
         head_logprobs=logprobs.gather(1, head).float().numpy(),
         tail_logmass=tail.sum(1).log().float().numpy(),
         token_logprobs=logprobs.gather(1, token)[:, 0].float().numpy(),
-        **found,
+        **tail_samples,
     )
 
 

@@ -50,14 +50,14 @@ def model(
     """`spread`: of the tied embeddings, and so of the logits."""
     torch.manual_seed(seed)
     words = tokenizer(characters)
-    made = make_model(len(words), words, layers, 32).eval()
+    student = make_model(len(words), words, layers, 32).eval()
     with torch.no_grad():
-        made.get_input_embeddings().weight.normal_(std=spread)
-    return made
+        student.get_input_embeddings().weight.normal_(std=spread)
+    return student
 
 
-def save(made: Any, words: PreTrainedTokenizerFast, path: Path) -> Path:
-    made.save_pretrained(path)
+def save(saved_model: Any, words: PreTrainedTokenizerFast, path: Path) -> Path:
+    saved_model.save_pretrained(path)
     words.save_pretrained(path)
     return path
 
@@ -91,7 +91,7 @@ def job(material: Material, address: str = "localhost:1", **changes: Any) -> OnP
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    values = _changed(values, changes)
+    values = _apply_changes(values, changes)
     if "teachers" in values:
         values["teacher"].pop("address", None)  # refused beside `teachers`
     return OnPolicyJob.model_validate(values)
@@ -99,18 +99,18 @@ def job(material: Material, address: str = "localhost:1", **changes: Any) -> OnP
 
 def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
     """The same job from a store."""
-    plain = job(material)
+    defaults = job(material)
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "data": {"path": str(store)},
-        "max_steps": plain.max_steps,
+        "max_steps": defaults.max_steps,
         "method": {"type": "offline"},
-        "train": plain.train.model_dump(),
+        "train": defaults.train.model_dump(),
         "eval": {"every": 10, "prompts": 8},
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    values = _changed(values, changes)
+    values = _apply_changes(values, changes)
     if values["method"].get("on_policy_fraction") or values["eval"].get("metric", "none") != "none":
         values["method"].setdefault("max_new_tokens", 6)  # refused in a job that samples nothing
     return OfflineJob.model_validate(values)
@@ -118,25 +118,25 @@ def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
 
 def sft_job(material: Material, **changes: Any) -> SFTJob:
     """The same job from the answers of the data, with no teacher."""
-    plain = job(material)
+    defaults = job(material)
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "data": {"path": str(material.prompts)},
-        "max_steps": plain.max_steps,
+        "max_steps": defaults.max_steps,
         "method": {"type": "sft", "max_tokens": 24},
-        "train": plain.train.model_dump(),
+        "train": defaults.train.model_dump(),
         "eval": {"every": 10, "prompts": 8},
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    return SFTJob.model_validate(_changed(values, changes))
+    return SFTJob.model_validate(_apply_changes(values, changes))
 
 
 def rl_job(material: Material, **changes: Any) -> RLJob:
     """Answers with a 1 in them are good: of a random student, some are. Two updates a step, of the
     student, and one of the anchor.
     """
-    plain = job(material)
+    defaults = job(material)
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "data": {"path": str(material.prompts)},
@@ -153,18 +153,18 @@ def rl_job(material: Material, **changes: Any) -> RLJob:
             "max_new_tokens": 6,
             "temperature": 5.0,
         },
-        "train": plain.train.model_dump(),
+        "train": defaults.train.model_dump(),
         "eval": {"every": 4, "prompts": 8, "metric": "exact_match"},
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    values = _changed(values, changes)
+    values = _apply_changes(values, changes)
     if not values["method"]["beta"]:
         del values["anchor"]  # refused in a job without an anchor
     return RLJob.model_validate(values)
 
 
-def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _apply_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in changes.items():
         *tables, key = name.split("__")
         table = values
