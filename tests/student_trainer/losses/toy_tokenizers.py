@@ -139,7 +139,7 @@ class Answers:
         table = self.teacher.logprobs().detach()
         return [
             table[tuple(zip(*self.teacher.places(tokens), strict=True))]
-            for tokens in self.encoded()
+            for tokens in self.encode_answers()
         ]
 
     def count_settled(self, prefix: str) -> int:
@@ -161,7 +161,7 @@ class Answers:
         """log q of the tokens from sigma_i up to sigma_(i+1), [N]."""
         shares = []
         for answer, q in zip(self.all, self.teacher_logprobs(), strict=True):
-            bounds = [self.settled("".join(answer[:i])) for i in range(len(answer) + 1)]
+            bounds = [self.count_settled("".join(answer[:i])) for i in range(len(answer) + 1)]
             pairs = zip(bounds, [*bounds[1:], len(q)], strict=True)
             shares += [q[first:last].sum() for first, last in pairs]
         return torch.stack(shares)
@@ -170,7 +170,7 @@ class Answers:
         """The chunk of each token [N], log q of its chunk [N], and the tokens in it."""
         number, chunks, chunk_logprobs, chunk_sizes = -1, [], [], []
         for answer, tokens, q in zip(
-            self.all, self.encoded(), self.teacher_logprobs(), strict=True
+            self.all, self.encode_answers(), self.teacher_logprobs(), strict=True
         ):
             student_ends = [len("".join(answer[: i + 1])) for i in range(len(answer))] + [
                 LONGEST + 1
@@ -192,7 +192,7 @@ class Answers:
         """The word of each token [N], and a share of its log q at its first token [N]."""
         number, words, shares = -1, [], []
         for answer, tokens, q in zip(
-            self.all, self.encoded(), self.teacher_logprobs(), strict=True
+            self.all, self.encode_answers(), self.teacher_logprobs(), strict=True
         ):
             text = "".join(answer)
             word_starts = [0, *(i for i in range(1, len(text)) if text[i - 1 : i + 1] == "a ")]

@@ -19,7 +19,7 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.loop.trainer import Trainer
 from student_trainer.teachers.source import PendingRows
 from tests.student_trainer import tiny
-from tests.student_trainer.methods.test_on_policy import trainer as on_policy_trainer
+from tests.student_trainer.methods.test_on_policy import make_trainer as on_policy_trainer
 from tests.student_trainer.methods.test_rl import HOT, assert_near, gradient_of, trainer_of
 
 MAX_TOKENS = 100
