@@ -1,4 +1,4 @@
-"""A teacher in this process: rows by their definition, from a plain log_softmax."""
+"""A teacher in this process, with rows by their definition, from a plain log_softmax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from student_trainer.data.rollout import Rollout
 
 
 class ModelTeacher:
-    """`top_k` 0: rows at the rollout's own head ids."""
+    """Scores rollouts at their head ids, or at its own `top_k` ids if `top_k` > 0."""
 
     any_time = True
 
@@ -46,12 +46,12 @@ class ModelTeacher:
         return future
 
     def finish(self) -> None:
-        """Nothing to do: `score` answers at once."""
+        """Do nothing, as `score` returns finished futures."""
 
 
 @torch.no_grad()
 def completion_logprobs(model: Any, rollout: Rollout, temperature: float = 1.0) -> Tensor:
-    """[tokens of the answer, V] in float64, from one forward pass over nothing but this rollout."""
+    """Return log-probs of the answer [tokens, V] in float64, from a pass over this rollout."""
     logits = model(input_ids=rollout.token_ids[None], use_cache=False).logits[0]
     scaled = logits[rollout.start - 1 : -1].double() / temperature
     return scaled.log_softmax(1)

@@ -1,4 +1,4 @@
-"""Random models that know the characters of an addition, and jobs for them: made in a blink."""
+"""Random models with the characters of an addition as vocabulary, and jobs for them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from student_trainer.tools import addition
 from student_trainer.tools.pretrain import make_model, make_tokenizer
 
 ALPHABET = "0123456789+="
-PROMPTS = 1200  # as many as the longest test uses; every attempt encodes them all
+PROMPTS = 1200  # as many as the longest test uses, as every attempt encodes all
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a job needs, on disk: prompts, and a teacher and a student of one tokenizer."""
+    """Files of a job: prompts, and a teacher and a student with one tokenizer."""
 
     prompts: Path
     teacher: Path
@@ -47,7 +47,7 @@ def tokenizer(characters: str = ALPHABET) -> PreTrainedTokenizerFast:
 def model(
     *, seed: int = 0, layers: int = 1, spread: float = 0.5, characters: str = ALPHABET
 ) -> Qwen3ForCausalLM:
-    """`spread`: of the tied embeddings, and so of the logits."""
+    """Return a random model; `spread`: standard deviation of the tied embeddings."""
     torch.manual_seed(seed)
     words = tokenizer(characters)
     student = make_model(len(words), words, layers, 32).eval()
@@ -73,7 +73,7 @@ def save_material(root: Path) -> Material:
 
 
 def job(material: Material, address: str = "localhost:1", **changes: Any) -> OnPolicyJob:
-    """A job of a few seconds. `train__processes=2` sets train.processes."""
+    """Return a job of a few seconds. `train__processes=2` sets train.processes."""
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "teacher": {"address": address, "top_k": 4},
@@ -98,7 +98,7 @@ def job(material: Material, address: str = "localhost:1", **changes: Any) -> OnP
 
 
 def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
-    """The same job from a store."""
+    """Return the same job with a store."""
     defaults = job(material)
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
@@ -117,7 +117,7 @@ def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
 
 
 def sft_job(material: Material, **changes: Any) -> SFTJob:
-    """The same job from the answers of the data, with no teacher."""
+    """Return the same job with the answers of the data and without a teacher."""
     defaults = job(material)
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
@@ -133,8 +133,8 @@ def sft_job(material: Material, **changes: Any) -> SFTJob:
 
 
 def rl_job(material: Material, **changes: Any) -> RLJob:
-    """Answers with a 1 in them are good: of a random student, some are. Two updates a step, of the
-    student, and one of the anchor.
+    """Return an RL job that rewards answers with a 1, which a random student sometimes writes.
+    Each step has two updates of the student and one of the anchor.
     """
     defaults = job(material)
     values: dict[str, Any] = {
@@ -178,7 +178,7 @@ TIMES = ("time/", "tokens_per_sec", "memory/")
 
 
 def curve(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What must not depend on the machine, the attempt or the clock."""
+    """Return the metrics that must not depend on the machine, the attempt or the clock."""
     return [
         {name: v for name, v in line.items() if name != "attempt" and not name.startswith(TIMES)}
         for line in lines

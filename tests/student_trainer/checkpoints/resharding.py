@@ -1,7 +1,6 @@
-"""A run of updates that any number of processes can continue, and the files that it must write.
+"""A run of updates that any number of processes can continue, and its expected checkpoint files.
 
-`expected` writes a checkpoint in one process with transformers and safetensors alone, as this
-project did before each process wrote its part.
+`write_expected` writes checkpoints in one process with transformers and safetensors alone.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def continue_run(
     update: int,
     tensor_parallel: int,
 ) -> None:
-    """Continue from the checkpoint `resumed`, do one update, and save it as step `update`."""
+    """Load the checkpoint of `resumed_step`, make one update, and save it as step `update`."""
     checkpoint_path = checkpoint.checkpoint_path(root, resumed_step) if resumed_step else None
     student = spread_student(
         load_student(base, adapted, checkpoint_path), sharding, tensor_parallel
@@ -93,7 +92,7 @@ def run_processes(
     update: int,
     tensor_parallel: int = 1,
 ) -> Path:
-    """`work` in so many processes, from the update before; the checkpoint."""
+    """Run `continue_run` in `world` processes from the update before, and return the checkpoint."""
     resumed_step = update - 1 or None
     group = root.with_name(f"{root.name}-{update}.group")
     options = (adapted, sharding, resumed_step, update, tensor_parallel)
@@ -103,7 +102,7 @@ def run_processes(
 
 
 def write_expected(root: Path, base: Path, adapted: bool, updates: int) -> None:
-    """Do the updates in this process, and write the checkpoint of each."""
+    """Make the updates in this process, and write a checkpoint after each."""
     student = spread_student(load_student(base, adapted))
     model = student.trained.model
     optimizer = optimizer_of(model)
@@ -141,7 +140,7 @@ def _write_checkpoint(
 
 
 def _adapter_weights(model: Any) -> dict[str, Tensor]:
-    """By the names of peft; a tied head under both of its names."""
+    """Return the adapter weights by peft's names; a tied head appears under both of its names."""
     return {
         "base_model.model." + name.replace(".default.", "."): parameter.detach().clone()
         for name, parameter in model.named_parameters(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Whole checkpoints, or none; never one that was touched."""
+"""Checkpoints are complete and intact, or they are ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.student_trainer.saving import save_checkpoint
 
 @pytest.fixture(scope="module")
 def training_state() -> tuple[Any, torch.optim.Optimizer]:
-    """A model and an optimizer with moments."""
+    """A model, and an optimizer whose state has moments."""
     model = tiny.model(seed=6).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(3):
@@ -82,7 +82,7 @@ def files(path: Path) -> list[Path]:
 
 def damage_bytes(data: bytes, harm: str, name: str) -> bytes:
     offset = len(data) // 2
-    if name == "manifest.json":  # it vouches for the others: a digit of one of its digests
+    if name == "manifest.json":  # change a digit of one of its digests
         offset = data.index(b'": "') + 6
     match harm:
         case "flip":
@@ -133,18 +133,18 @@ def test_a_checkpoint_that_is_asked_for_must_be_good(root: Path) -> None:
             checkpoint.newest_checkpoint(root, step)
         assert caught.value.hint == "steps with a checkpoint: 5, 10"
     (root / "step-000010" / "manifest.json").unlink()
-    # To start again from nothing would throw away what somebody may still mend.
+    # An error, not a restart from step 0: the user may still repair the checkpoint.
     with pytest.raises(Corrupt, match=r"every checkpoint in .* is incomplete or damaged"):
         checkpoint.newest_checkpoint(root)
 
 
 class Crash(BaseException):
-    """What nothing catches."""
+    """An error that no `except Exception` catches."""
 
 
 @pytest.mark.parametrize("crash_at", [0, 1, 2, 3])
 def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, crash_at: int) -> None:
-    """Real kills are in tests/end_to_end; this one stops after each file."""
+    """Stops after each file. Real kills are tested in tests/end_to_end."""
 
     def write(partial: Path) -> None:
         for number in range(3):
@@ -158,7 +158,7 @@ def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, crash_at: int) -> No
             write_atomically(path, write)
         assert checkpoint.newest_checkpoint(tmp_path) is None
         assert not path.exists()
-        crash_at = 3  # the next attempt gets through, over what was left
+        crash_at = 3  # the next attempt succeeds, over the partial files
     write_atomically(path, write)
     assert checkpoint.newest_checkpoint(tmp_path) == (4, path)
     assert [file.name for file in files(path)] == ["file-0", "file-1", "file-2", "manifest.json"]
@@ -173,7 +173,7 @@ def test_a_rewritten_checkpoint_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_every_attempt_go(tmp_path: Path) -> None:
-    """The export has one name for all attempts, and versions before had one for its leftovers."""
+    """An export has one name for all attempts; earlier versions had one name for partial files."""
     for name in (".export.tmp", ".export.1.tmp", ".other.1.tmp"):
         (tmp_path / name / "model").mkdir(parents=True)
     write_atomically(tmp_path / "export", lambda partial: (partial / "file").touch())
@@ -181,7 +181,7 @@ def test_leftovers_of_every_attempt_go(tmp_path: Path) -> None:
 
 
 def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
-    # 1,000,000 has a digit more: by its name it would be older than 2.
+    # Step 1,000,000 has one digit more; sorted by name it would come before step 2.
     for step in (2, 9, 11, 1_000_000):
         path = checkpoint.checkpoint_path(tmp_path, step)
         write_atomically(path, lambda partial: (partial / "file").touch())
@@ -198,7 +198,7 @@ def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_export_has_the_dtype_of_the_job(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Files and configuration agree, and the model in memory keeps its weights and its own."""
+    """Files and config.json have the dtype; the model in memory keeps its weights and config."""
     model = tiny.model(seed=6)
     weights_before = {name: weight.clone() for name, weight in model.state_dict().items()}
     config_before = copy.deepcopy(model.config.to_dict())

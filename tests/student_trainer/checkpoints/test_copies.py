@@ -1,4 +1,4 @@
-"""Copies of a run in an object storage: complete or ignored, the newest and the best one kept."""
+"""Copies of a run in object storage: complete or ignored; the newest and the best are kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.object_storage import BUCKET, S3Server, prefix, server
 
 __all__ = ["prefix", "server"]
 
-pytestmark = pytest.mark.filterwarnings("default")  # moto's own
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of moto
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def job(prefix: str, **change: Any) -> SFTJob:
 
 
 class Machine:
-    """A run directory of its own, and the copies of its newest attempt."""
+    """A run directory on one machine, with the copies of its newest attempt."""
 
     def __init__(self, path: Path, config: SFTJob) -> None:
         self.run = RunDirectory.create(path, config)
@@ -61,7 +61,7 @@ class Machine:
         return RunCopies(self.config, self.run, number, Accelerator(cpu=True), progress)
 
     def resume(self, number: int = 1, from_step: int | None = None) -> int:
-        """Begin an attempt as `assemble` does, and return the step from which it goes on."""
+        """Start an attempt as `assemble` does, and return the step from which it continues."""
         self.copies.close()
         self.copies = self.attempt(number)
         self.copies.fetch(from_step)
@@ -77,7 +77,7 @@ class Machine:
         return step
 
     def make(self, step: int, kl: float | None = None, mark: bytes = b"") -> None:
-        """Write a checkpoint and a line of metrics, and wait until the copy is there."""
+        """Write a checkpoint and a line of metrics, and wait until the copy is complete."""
         with self.run.metrics.open("a") as file:
             metrics = {} if kl is None else {"eval/kl": kl}
             file.write(json.dumps({"attempt": 1, "step": step, **metrics}) + "\n")
@@ -171,7 +171,7 @@ def test_from_an_earlier_step(server: S3Server, prefix: str, tmp_path: Path) -> 
 
 
 def test_a_rewound_run_replaces_its_copies(server: S3Server, prefix: str, tmp_path: Path) -> None:
-    """In one run directory, which still has the later checkpoints when the storage is asked."""
+    """The run directory still has the later checkpoints when the storage is read."""
     machine = Machine(tmp_path / "run", job(prefix))
     assert machine.resume() == 0
     for step in (1, 2, 3):
@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_not_copied(
     machine.resume()
     for step, kl in ((1, 0.1), (2, 0.5), (3, 0.4)):
         machine.make(step, kl)
-    # All are damaged in the run directory: the newest one comes from the storage.
+    # All checkpoints of the run directory are damaged: the newest one comes from the storage.
     folder = f"{prefix}/the run/checkpoints"
     files_of_step_3 = machine.files(3)
     for step in (1, 2, 3):
@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_not_copied(
     machine.copies.finish(3)
     assert steps_in(server, prefix) == [3]
     assert "step-000001 is damaged, and is not copied" in caplog.text
-    # And the newest one: the run goes on from the one before, and sends that step anew.
+    # The newest one is damaged too: the run continues from the one before, and copies it again.
     machine.make(4, 0.3)
     for name in server.names(folder):
         machine.copies._folder.delete_folder(f"checkpoints/{name}")
@@ -234,7 +234,7 @@ def test_a_damaged_checkpoint_is_not_copied(
 
 
 def test_asked_to_stop_while_the_storage_is_silent(prefix: str, tmp_path: Path) -> None:
-    """At the start, with a storage that nobody can reach: it says so, and ends as cancelled."""
+    """With an unreachable storage, the status says so and the run ends as cancelled."""
     machine = Machine(tmp_path / "run", job(prefix))
     stop_requested = threading.Event()
     progress = Progress(
@@ -276,7 +276,7 @@ def test_a_file_that_is_away_is_told(prefix: str, tmp_path: Path) -> None:
 def test_a_fault_of_this_machine_does_not_end_the_training(
     server: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """It is in the log, and the next checkpoint is copied again."""
+    """The error is logged, and the next checkpoint is copied."""
     machine = Machine(tmp_path / "run", job(prefix))
     machine.copies.fetch(None)
     with monkeypatch.context() as broken:
@@ -296,7 +296,7 @@ def test_a_fault_of_this_machine_does_not_end_the_training(
 def test_what_a_machine_lacks_and_what_the_storage_lacks(
     server: S3Server, prefix: str, tmp_path: Path
 ) -> None:
-    """A run directory that was newer than its copies is copied; an older one is brought forward."""
+    """A run directory newer than its copies is copied; an older one gets the newer checkpoints."""
     late = Machine(tmp_path / "late", job(prefix, checkpoint={}))
     late.make(1)
     late.config = job(prefix)
@@ -366,7 +366,7 @@ def test_refused_with_the_key(server: S3Server, prefix: str, tmp_path: Path) -> 
 def test_a_storage_that_is_away(
     server: S3Server, prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is waited for; a run that is asked to stop does not wait."""
+    """The run waits for the storage, unless it is asked to stop."""
     machine = Machine(tmp_path / "run", job(prefix))
     machine.copies.fetch(None)
     machine.make(1)

@@ -1,4 +1,4 @@
-"""Exports that are written layer by layer: the bytes that transformers writes at once."""
+"""Exports are written layer by layer, with the bytes of `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.student_trainer.teachers.anchors import spread_student
 
 
 def mixture() -> Any:
-    """Experts, which transformers stacks in memory and stores one by one."""
+    """A mixture of experts: transformers stacks experts in memory and stores them one by one."""
     torch.manual_seed(3)
     config = Qwen3MoeConfig(
         vocab_size=13,
@@ -67,7 +67,7 @@ def tensors_of(path: Path) -> dict[str, list[Any]]:
 
 
 def round_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Of all weights; names that share a tensor share it here too."""
+    """Return all weights in `dtype`; names that share a tensor still share it."""
     rounded_weights = {
         id(weight): weight.to(dtype) if weight.is_floating_point() else weight
         for weight in model.state_dict(keep_vars=True).values()
@@ -93,7 +93,7 @@ def test_the_bytes_of_save_pretrained(
     export_model(tmp_path / "found", model=model, tokenizer=tiny.tokenizer(), dtype=dtype)
     exported, expected = weights_of(tmp_path / "found"), weights_of(tmp_path / "expected")
     if (name, files) == ("mixture", "several"):
-        # transformers divides the views of one tensor otherwise than tensors of their own.
+        # transformers splits views of one tensor into files differently from separate tensors.
         assert tensors_of(tmp_path / "found") == tensors_of(tmp_path / "expected")
     else:
         assert exported == expected
@@ -117,7 +117,7 @@ def test_a_checkpoint_names_its_weights_as_save_pretrained_does(tmp_path: Path, 
 
 
 def test_a_mixture_is_resumed_and_exported_as_before(tmp_path: Path) -> None:
-    """Its checkpoint has the stacked experts, its export the published ones: also when resumed."""
+    """Checkpoints have stacked experts, exports the published format, also after a resume."""
     words = tiny.tokenizer()
     base = tiny.save(mixture(), words, tmp_path / "base")
     model = load_model(StudentConfig(model=str(base)))
@@ -132,7 +132,7 @@ def test_a_mixture_is_resumed_and_exported_as_before(tmp_path: Path) -> None:
 
 
 def export_sharded(root: Path) -> None:
-    """The export of sharded weights; only the main process writes."""
+    """Export sharded weights; only the main process writes."""
     student = spread_student(tiny.model(seed=2, layers=2), "fsdp2")
     main = os.environ.get("RANK", "0") == "0"
     model, words = student.trained.model, tiny.tokenizer()
@@ -168,7 +168,7 @@ print(total, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 @pytest.mark.slow
 def test_an_export_needs_the_memory_of_a_layer(tmp_path: Path) -> None:
-    """A rounded copy of all weights would be half of them; a layer is a 24th, rounded a 48th."""
+    """A bfloat16 copy of all weights would need half of their size; one layer needs a 48th."""
     measurement = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True
     )

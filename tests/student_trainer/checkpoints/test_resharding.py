@@ -1,4 +1,4 @@
-"""Checkpoints of N processes, continued by M: the files of one process, byte for byte."""
+"""Checkpoints of N processes, continued by M, have the bytes that one process writes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.student_trainer import tiny
 from tests.student_trainer.checkpoints.resharding import run_processes, write_expected
 from tests.student_trainer.saving import LIMIT
 
-# The tied embeddings have 13 rows: of 8 processes one has none. (4, 2): four processes, which
-# divide the linear modules in groups of two.
+# The tied embeddings have 13 rows, so one of 8 processes has none. (4, 2): four processes in
+# tensor-parallel groups of two.
 CHAINS = {
     "fsdp2": (False, "fsdp2", (8, 4, 1, 2)),
     "fsdp2-lora": (True, "fsdp2", (4, 2, 1, 2)),
@@ -52,7 +52,7 @@ def read_content(file: Path) -> object:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_other_numbers_of_processes(base: Path, tmp_path: Path, chain: str) -> None:
-    """Each link reads the checkpoint before, makes an update, and writes the next one."""
+    """Each element of the chain reads the last checkpoint, makes an update, and writes the next."""
     adapted, sharding, worlds = CHAINS[chain]
     write_expected(tmp_path / "expected", base, adapted, len(worlds))
     for update, link in enumerate(worlds, 1):
@@ -80,7 +80,7 @@ def test_other_numbers_of_processes(base: Path, tmp_path: Path, chain: str) -> N
 
 
 def report_choice(root: Path, out: Path) -> None:
-    """Say which checkpoint this process resumes from, and what it reads to verify it."""
+    """Record which checkpoint this process resumes from, and which files it reads to verify it."""
     accelerator = make_accelerator(LIMIT)
     opened: list[str] = []
     sys.addaudithook(lambda name, values: opened.append(str(values[0])) if name == "open" else None)
@@ -93,7 +93,7 @@ def report_choice(root: Path, out: Path) -> None:
 
 
 def test_processes_verify_shares_and_agree(base: Path, tmp_path: Path) -> None:
-    """A damage that one of them sees counts for both; together they read every part once."""
+    """Damage seen by one process counts for both; together they read every part once."""
     root = tmp_path / "run"
     for update in (1, 2):
         run_processes(2, root, base, False, "fsdp2", update)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written while training continues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_the_state_when_it_was_asked_for(
     tmp_path: Path, state: tuple[Any, torch.optim.Optimizer]
 ) -> None:
-    """The weights change before the thread has written the first byte, at each of two saves."""
+    """At each of two saves, the weights change before the thread writes its first byte."""
     failpoints.arm("checkpoint-writing:sleep:0.2")
     model, _ = state
     saver = saver_of(tmp_path, model, tiny.tokenizer())
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_the_state_when_it_was_asked_for(
 def test_training_goes_on_while_it_is_written(
     tmp_path: Path, state: tuple[Any, torch.optim.Optimizer]
 ) -> None:
-    """One at a time: the second save waits until the first checkpoint is there."""
+    """One checkpoint at a time: the second save waits until the first one is published."""
     may_publish = threading.Event()
     published: list[int] = []
 
@@ -110,7 +110,7 @@ def test_a_failed_write_is_raised_and_leaves_nothing(
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
     assert list(tmp_path.iterdir()) == []
     failpoints.arm("")
-    saver.save(3, collect_contents(*state))  # the fault is mended
+    saver.save(3, collect_contents(*state))  # the fault is gone
     saver.finish()
     assert is_intact(path)
 
@@ -118,7 +118,7 @@ def test_a_failed_write_is_raised_and_leaves_nothing(
 def test_an_attempt_that_was_replaced_publishes_nothing(
     tmp_path: Path, state: tuple[Any, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither when it was replaced while it wrote, nor before. Its successor's files stay."""
+    """Neither if it is replaced while writing, nor before. The files of the new attempt stay."""
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
     root = tmp_path / "checkpoints"
     successor_model = root / ".step-000004.2.tmp" / "model"
@@ -137,7 +137,7 @@ def test_an_attempt_that_was_replaced_publishes_nothing(
 
 
 def fail_one_rank(root: Path, failing_rank: int) -> None:
-    """One process cannot write: every process raises, and says what."""
+    """One process cannot write: every process raises, and records the error."""
     rank = int(os.environ["RANK"])
     model = tiny.model(seed=6)
     saver: Saver = saver_of(root / "checkpoints", model, tiny.tokenizer())
@@ -162,7 +162,7 @@ def test_an_error_of_one_process_is_raised_in_all(tmp_path: Path, rank: int) -> 
 def test_the_main_process_may_delete_the_announcements_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does so as soon as it sees the last of them, which is within the rename."""
+    """It deletes them as soon as it sees the last one, before the rename of that one returns."""
     rename = Path.replace
 
     def rename_and_delete(self: Path, target: Path) -> Path:

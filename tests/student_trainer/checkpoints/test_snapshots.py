@@ -77,7 +77,7 @@ def make_snapshots(
 
 
 def logprobs(model: Any, ids: Tensor) -> Tensor:
-    """By their definition, from full logits."""
+    """Return log-probs of the tokens from full logits."""
     with torch.no_grad():
         full_logprobs = model(ids).logits.double().log_softmax(2)
     return full_logprobs[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
@@ -104,7 +104,7 @@ def test_a_snapshot_is_the_exported_model(base: Path, tmp_path: Path, adapted: b
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_snapshot_of_adapters_has_nothing_else(base: Path, tmp_path: Path, sharding: str) -> None:
-    """It has a few KiB, and the base model with it gives the trainer's log-probs."""
+    """A few KiB; the base model with these adapters gives the trainer's log-probs."""
     student = student_of(base, sharding, adapted=True)
     snapshot = open_snapshot(make_snapshots(student, tmp_path, adapters=True).write(3).directory)
     assert all(".lora_" in name for name, _ in snapshot.tensors())
@@ -158,7 +158,7 @@ def test_old_versions_are_deleted(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_as_many_versions_as_there_is_room_for(base: Path, tmp_path: Path, lag: int) -> None:
-    """What the check of the disk counts, with evaluations of student and anchor in each step."""
+    """The number that the disk check assumes, with evaluations of student and anchor per step."""
     snapshots, max_versions = make_snapshots(student_of(base), tmp_path / "weights"), 0
     settings = SamplingSettings(1, 1.0, 0, 0, 2, 100)
 
@@ -217,7 +217,7 @@ def test_what_killed_trainers_left_in_memory_is_deleted(
 def test_another_trainer_deletes_a_directory_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two trainers that start at the same time: one finds the other's directory, still unlocked."""
+    """Two trainers start at the same time: one finds the unlocked directory of the other."""
     monkeypatch.setattr(memory_disk, "MEMORY_DISK", tmp_path)
     directories: list[Path] = []
     make_directory = tempfile.mkdtemp
@@ -241,7 +241,7 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
 
 
 def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None:
-    """The main process may write no file above 4 KiB: its error is that of a disk."""
+    """Limit files of the main process to 4 KiB, so that a write fails as on a full disk."""
     rank = torch.distributed.get_rank()
     snapshots = make_snapshots(
         student_of(base, sharding, adapted=adapted), out / "weights", adapters=adapted
@@ -254,7 +254,7 @@ def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None
     except Unavailable as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits_before)
         (out / f"{rank}.txt").write_text(str(error))
-    snapshots.write(0)  # all ranks are at the same collective
+    snapshots.write(0)  # all ranks reach the same collective
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -262,7 +262,7 @@ def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None
 def test_a_disk_that_fails_is_told_on_every_rank(
     base: Path, tmp_path: Path, sharding: str, adapted: bool
 ) -> None:
-    """Gathering the weights is collective: no rank is left waiting, and all say the same."""
+    """Gathering the weights is collective: no rank hangs, and all raise the same error."""
     group = tmp_path / "group"
     forks = Forks(2, group, _write_too_much, base, tmp_path, sharding, adapted)
     assert forks.wait() == [0, 0]

@@ -1,4 +1,4 @@
-"""Files that several processes write in place, against the safetensors library."""
+"""Files that several processes write in parallel, compared with the safetensors library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_PARTS = 5
 
 
 def tensors() -> dict[str, Tensor]:
-    """Scalars, empty ones, fewer rows than parts, and elements of four sizes."""
+    """Scalars, an empty tensor, tensors with fewer rows than parts, and elements of four sizes."""
     generator = torch.Generator().manual_seed(0)
     return {
         "embed.weight": torch.randn(13, 8, generator=generator),
@@ -77,7 +77,7 @@ def test_no_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_every_byte_is_in_one_part(tmp_path: Path, parts: int) -> None:
-    """A changed byte changes the digest of one part; one of the header may make it no file."""
+    """A changed byte changes the digest of one part; in the header it may make the file invalid."""
     path = tmp_path / "file"
     file = build_layout(tensors())
     digests = [write_part(path, file, tensors(), part, parts) for part in range(parts)]
@@ -100,7 +100,7 @@ def test_every_byte_is_in_one_part(tmp_path: Path, parts: int) -> None:
 
 
 def test_a_part_of_the_columns_is_no_view_of_the_rows(tmp_path: Path) -> None:
-    """A fused optimizer reads the numbers of weight, gradient and moments in their order."""
+    """A fused optimizer needs weight, gradient and moments with equal strides."""
     matrix = torch.arange(12.0).reshape(3, 4)
     save_file({"a": matrix}, tmp_path / "file")
     with safe_open(tmp_path / "file", "pt") as file:

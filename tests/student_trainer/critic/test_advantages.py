@@ -1,4 +1,4 @@
-"""PPO's advantages through the whole trainer: from the student's states to the critic's file."""
+"""PPO's advantages in the whole trainer, from the student's states to the critic's file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAMBDA = 0.9
 
 
 def advantages_by_recursion(values: Tensor, reward: float) -> Tensor:
-    """A_t = delta_t + lambda A_(t+1), one after the other, from the end."""
+    """Return A_t = delta_t + lambda A_(t+1), from the last token to the first."""
     advantage = next_value = 0.0
     advantages = []
     for t in reversed(range(len(values))):
@@ -37,7 +37,7 @@ def advantages_by_recursion(values: Tensor, reward: float) -> Tensor:
 
 
 def test_advantages_are_those_of_the_recursion(material: tiny.Material, tmp_path: Path) -> None:
-    """Of values by plain forward passes; and the critic learns of them, not the student."""
+    """With values from plain forward passes; the value loss trains the critic, not the student."""
     config = tiny.rl_job(
         material,
         method__advantages="gae",
@@ -101,7 +101,7 @@ def test_a_resume_goes_on_with_the_same_critic(material: tiny.Material, tmp_path
 def test_a_fault_after_the_critic_has_learned_leaves_no_checkpoint(
     material: tiny.Material, tmp_path: Path, advantages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The critic would be a step ahead of the student. Without one there is nothing to lose."""
+    """The critic would be a step ahead of the student. Without a critic, a checkpoint is saved."""
     config = tiny.rl_job(material, method__advantages=advantages, checkpoint__every=50)
     with trainer_of(tmp_path / "run", config) as trainer:
         learn = trainer._learn
@@ -123,7 +123,7 @@ def test_a_fault_after_the_critic_has_learned_leaves_no_checkpoint(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_critic_goes_on_where_its_weights_are(material: tiny.Material, tmp_path: Path) -> None:
-    """Its file is read on the CPU."""
+    """A checkpoint is loaded on the CPU; the critic stays on its device."""
     config = tiny.rl_job(material, method__advantages="gae")
     with trainer_of(tmp_path / "run", config) as trainer:
         values = trainer._critic

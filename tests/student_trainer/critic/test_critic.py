@@ -1,4 +1,4 @@
-"""The critic: its loss by hand, and beside the fused operator on the same states."""
+"""The critic's loss by hand, and together with the fused operator on the same states."""
 
 import torch
 
@@ -13,7 +13,7 @@ from student_trainer.losses import (
 
 
 def test_value_loss_by_hand():
-    # A value near its old one; one gone too far towards its target, and one too far away from it.
+    # A value near its old value, one too far towards its target, and one too far away from it.
     values = torch.tensor([0.1, 0.9, -0.9], dtype=torch.float64, requires_grad=True)
     losses = value_loss(values, torch.zeros(3), torch.ones(3), clip=0.2)
     expected = torch.tensor([0.9**2 / 2, 0.8**2 / 2, 1.9**2 / 2], dtype=torch.float64)
@@ -73,7 +73,7 @@ def test_one_pass_over_the_states_serves_policy_and_critic():
 
 
 def test_it_learns_what_is_to_be_expected():
-    """Two kinds of answers, told apart by their states; one is rewarded three times in four."""
+    """Two kinds of answers with different states; one kind is rewarded three times in four."""
     generator = torch.Generator().manual_seed(0)
     critic = Critic(2)
     optimizer = torch.optim.Adam(critic.parameters(), lr=0.03)

@@ -1,4 +1,4 @@
-"""Rows stand where they belong; every token is trained on once."""
+"""Rows are at their positions, and every token is trained on once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def make_scored(tokens: list[int], start: int, heads: list[list[int]]) -> ScoredSequence:
-    """Teacher log-probs that tell where they came from: -(token position), and a tenth a head."""
+    """Return a sequence with teacher log-probs -(token position), minus 0.1 in the head."""
     positions = np.arange(start, len(tokens), dtype=np.float32)
     return ScoredSequence(
         Rollout(

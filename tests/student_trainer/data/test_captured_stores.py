@@ -1,4 +1,4 @@
-"""What cannot be learned from is refused at once, in one sentence: field, fault, remedy."""
+"""Unusable stores are refused at the start, in one sentence: field, fault, remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is changed of a job that works; `spoil` has a copy of the store to work on."""
+    """Changes to a valid job that make it invalid; `spoil` damages a copy of the store."""
 
     changes: dict[str, Any]
     says: tuple[str, ...]  # the field first, then what is wrong, then the remedy
@@ -166,7 +166,7 @@ def test_tokens_of_a_store(material: tiny.Material, store: Path, tmp_path: Path)
     other_words = ["a", "x", "c"]
     with pytest.raises(WrongState, match="id 1 is 'x' to the student and 'b' to the teacher"):
         check_stored_vocabulary(training_store, other_words, 3, WORDS)
-    # Whatever stands there now is not what the store was captured with.
+    # The tokenizer that is at that path now is not the one of the capture.
     for stored_words in (None, ["a"]):
         with pytest.raises(WrongState, match="captured with another tokenizer than the student's"):
             check_stored_vocabulary(training_store, other_words, 3, stored_words)

@@ -73,7 +73,7 @@ def test_parquet_holds_the_same(chat: Any, tmp_path: Path) -> None:
 
 
 def test_half_a_character_becomes_a_question_mark(chat: Any, tmp_path: Path) -> None:
-    """JSON may hold one half of a pair of surrogates, which is no text for a tokenizer."""
+    """JSON may contain a lone surrogate, which a tokenizer does not accept."""
     conversation = [
         {"role": "user", "content": "1+1\ud83d="},
         {"role": "assistant", "content": "2\udc00"},
@@ -161,7 +161,7 @@ def test_the_data_set_of_an_error_is_named(mixture: DataConfig, words: Any) -> N
 def test_conversations_and_mixtures_of_rewards(
     chat: Any, material: tiny.Material, tmp_path: Path
 ) -> None:
-    """RL keeps all columns, for rewards and for the anchor's context."""
+    """RL jobs keep all columns, for rewards and for the anchor's context."""
     for name, numbers in (("a", range(10)), ("b", range(10, 20))):
         write(tmp_path / f"{name}.jsonl", [{"m": talk(n), "hint": name} for n in numbers])
     job = tiny.rl_job(

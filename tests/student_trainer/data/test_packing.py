@@ -1,4 +1,4 @@
-"""Several sequences in one line are read as if each was alone; what cannot do that is noticed."""
+"""Sequences packed in one line are independent; models that mix them are detected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def qwen(attention: str = "sdpa") -> Any:
 
 
 def gpt2() -> Any:
-    """With embeddings of absolute positions."""
+    """A model with absolute position embeddings."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -54,7 +54,7 @@ def gpt2() -> Any:
 
 
 def gemma2() -> Any:
-    """With layers that look back three tokens, and a head that is not linear."""
+    """A model with a sliding window of three tokens and a head that is not linear."""
     torch.manual_seed(0)
     return Gemma2ForCausalLM(
         Gemma2Config(
@@ -67,7 +67,7 @@ def gemma2() -> Any:
 
 
 def bloom() -> Any:
-    """It takes no positions at all."""
+    """A model that takes no position ids."""
     torch.manual_seed(0)
     return BloomForCausalLM(
         BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2, pad_token_id=0)
@@ -75,7 +75,7 @@ def bloom() -> Any:
 
 
 def mamba() -> Any:
-    """Its state runs on from one sequence into the next."""
+    """A model whose recurrent state continues from one sequence into the next."""
     torch.manual_seed(0)
     return MambaForCausalLM(
         MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, pad_token_id=0)
@@ -97,7 +97,7 @@ def random_items(lengths: list[int], *, seed: int = 0) -> list[ScoredSequence]:
 def losses_and_gradients(
     student: Student, groups: list[list[ScoredSequence]], layout: Layout
 ) -> Any:
-    """The loss of each token by its sequence, and the gradients of their sum."""
+    """Return the losses of tokens by sequence, and the gradients of their sum."""
     student.zero_grad()
     losses: dict[int, Tensor] = {}
     for group in groups:
@@ -142,7 +142,7 @@ def test_what_does_not_keep_sequences_apart_is_padded(make: Any) -> None:
 
 
 def test_a_model_that_ignores_positions_is_found_out() -> None:
-    """One whose sequences see each other, though it takes the argument."""
+    """A model that accepts position ids, but attends across sequences."""
     model = qwen()
     inner = model.model.forward
     model.model.forward = lambda position_ids=None, **inputs: inner(**inputs)

@@ -1,4 +1,4 @@
-"""Which prompts, in which order; and data that cannot be used."""
+"""Selection and order of prompts, and unusable data."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_file_of_held_out_prompts(data: DataConfig, words: Any, tmp_path: Path
 def test_long_prompts_are_left_out_and_counted(
     data: DataConfig, words: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """10 of 30 are short enough: 5 are held out, and each epoch has the other 5."""
+    """10 of 30 prompts are short enough: 5 are held out, and each epoch has the other 5."""
     chosen, held_out = load(data, words, max_tokens=4)
     epochs = [{p.answer for p in chosen.of_step(step, 5)} for step in range(1, 5)]
     assert all(epoch == epochs[0] for epoch in epochs)
@@ -101,7 +101,7 @@ def test_long_prompts_are_left_out_and_counted(
 
 
 def test_the_order_is_that_of_all_prompts_at_once(data: DataConfig, words: Any) -> None:
-    """By the permutations alone: lazily or not, a step has the same prompts."""
+    """Prompts of a step follow from the permutations alone, tokenized lazily or not."""
     everything = [pair["answer"] for pair in PAIRS]
     mixed = [everything[i] for i in permutation(30, 0, -1)]
     chosen, held_out = load(data, words)
@@ -115,7 +115,7 @@ def test_the_order_is_that_of_all_prompts_at_once(data: DataConfig, words: Any) 
 def test_skipped_steps_do_not_restart_an_epoch(
     data: DataConfig, words: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
-    """The rounds of dynamic sampling skip steps: 1, 4, 7, 8, 10, ...; each epoch is walked once."""
+    """Rounds of dynamic sampling skip steps (1, 4, 7, 8, 10, ...); each epoch is permuted once."""
     one_by_one, _ = load(data, words, max_tokens=max_tokens)
     expected = [keys(one_by_one.of_step(step, 3)) for step in range(1, 41)]
     epochs: list[int] = []

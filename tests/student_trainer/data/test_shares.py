@@ -1,4 +1,4 @@
-"""How prompts are divided among data sets, against the definition of Webster's method."""
+"""Division of prompts among data sets, compared with the definition of Webster's method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARES = [
 
 
 def assign_by_definition(shares: list[Fraction], total: int) -> list[int]:
-    """One prompt after the other, each to the data set with the largest share / (2 count + 1)."""
+    """Assign each prompt to the data set with the largest share / (2 count + 1)."""
     chosen: list[int] = []
     for _ in range(total):
         weights = [share / (2 * chosen.count(n) + 1) for n, share in enumerate(shares)]

@@ -1,5 +1,5 @@
-"""A retrieval server as Search-R1's: what its clients may rely on, and faults when asked for; and
-one of no kind, that never ends an answer.
+"""A retrieval server with the protocol of Search-R1 and scripted faults, and a server that never
+ends an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass
 class Library:
-    """Texts by query; `faults`: HTTP statuses, or bodies, of the next answers."""
+    """Answers by query; `faults`: HTTP statuses, or bodies, of the next answers."""
 
     texts: Mapping[str, list[str]]
     faults: list[int | bytes] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Library:
 
 @contextmanager
 def serve(library: Library) -> Iterator[str]:
-    """The address of a real server on this machine."""
+    """Serve `library` on this machine, and yield the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -72,8 +72,8 @@ def serve(library: Library) -> Iterator[str]:
 
 @contextmanager
 def serve_drips(text: bytes) -> Iterator[str]:
-    """The address of a server that answers everybody at once with `text`, and goes on, a byte at a
-    time, for as long as the client stays.
+    """Yield the address of a server that answers with `text` at once, and then sends one byte at a
+    time until the client disconnects.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = Thread(target=_drip, args=(server, text))

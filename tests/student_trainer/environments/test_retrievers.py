@@ -1,4 +1,4 @@
-"""Passages by words from a file and by HTTP from a server; what a broken server does."""
+"""Passages from a local file and from an HTTP server, and faults of the server."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_is_no_retriever_is_refused_at_once(library: Library, path: str) ->
 
 def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepted by the kernel, never answered
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/retrieve"
         with pytest.raises(Unavailable, match="timed out"):
             RemoteRetriever(url, timeout_seconds=0.05)
@@ -148,7 +148,7 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 def test_a_server_that_drips_bytes_is_given_up(
     monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
-    """Each byte comes in time, and the answer never does. Without a deadline this does not end."""
+    """Each byte arrives in time, but the answer never ends: only a deadline ends the request."""
     monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
     with (
         serve_drips(text) as url,
@@ -184,7 +184,7 @@ def test_what_is_no_address_is_refused(place: str) -> None:
 
 
 def test_no_redirect_is_followed(library: Library) -> None:
-    """It could lead to any address."""
+    """A redirect could lead to any address."""
     redirect = b"HTTP/1.1 307 Moved\r\nContent-Length: 0\r\nLocation: " + library.url.encode()
     with (
         serve_drips(redirect + b"\r\n\r\n") as url,

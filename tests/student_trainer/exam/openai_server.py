@@ -1,7 +1,7 @@
-"""A small OpenAI-compatible server with a real model, which counts what it is asked.
+"""A small OpenAI-compatible server with a real model, which counts its requests.
 
-It samples as such servers do, in code that shares nothing with ours: probabilities of a plain
-forward pass, cut to their nucleus, drawn by the request's seed.
+Its sampler shares no code with the product: probabilities of a plain forward pass, reduced to
+their nucleus, sampled by the request's seed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-Fault = Callable[[int], bytes | None]  # of request number n: what is sent in place of an answer
+Fault = Callable[[int], bytes | None]  # request number -> the bytes sent in place of an answer
 
 
 class OpenAIServer:
-    """`asked`: how often each seed, which names a prompt and a sample, was asked for."""
+    """`requests_by_seed`: number of requests of each seed; a seed identifies prompt and sample."""
 
     def __init__(self, model: Path, fault: Fault = lambda number: None) -> None:
         self.requests_by_seed: Counter[int] = Counter()
@@ -95,7 +95,7 @@ class OpenAIServer:
         number = self.requests
         self._open += 1
         self.most_at_once = max(self.most_at_once, self._open)
-        await asyncio.sleep(0.002)  # others may ask meanwhile
+        await asyncio.sleep(0.002)  # let other requests arrive meanwhile
         self._open -= 1
         fault = self.fault(number)
         if fault == b"":

@@ -1,4 +1,4 @@
-"""No answer is lost or kept twice, wherever a process is killed."""
+"""No answer is lost or stored twice, wherever a process is killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_answers_come_back(tmp_path: Path) -> None:
             for number in range(first, first + 8):
                 assert (number // 4, number % 4) not in store
                 store.add(answer(number))
-                store.add(answer(number))  # told twice, kept once
+                store.add(answer(number))  # added twice, stored once
     with open_store(tmp_path) as store:
         assert [store.get(n // 4, n % 4) for n in range(24)] == [answer(n) for n in range(24)]
         assert (6, 0) not in store
@@ -44,14 +44,14 @@ def test_answers_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept_bytes", range(0, 60, 7))
 def test_half_a_line_is_no_answer(tmp_path: Path, kept_bytes: int) -> None:
-    """A kill in the middle of a write, at any byte."""
+    """A process is killed in the middle of a write, at any byte."""
     with open_store(tmp_path) as store:
         store.add(answer(0))
         store.add(answer(1))
     journal = tmp_path / "journal.jsonl"
     first = (json.dumps(asdict(answer(0))) + "\n").encode()
     journal.write_bytes(journal.read_bytes()[: len(first) + kept_bytes])
-    for _ in range(2):  # what is left is whole, and stays so
+    for _ in range(2):  # the remaining lines are complete, also after reopening
         with open_store(tmp_path) as store:
             assert store.get(0, 0) == answer(0)
             assert (0, 1) not in store
@@ -62,7 +62,7 @@ def test_half_a_line_is_no_answer(tmp_path: Path, kept_bytes: int) -> None:
 
 
 class Killed(BaseException):
-    """As kill -9, to what is on disk."""
+    """Has the effect of kill -9 on the files."""
 
 
 @pytest.mark.parametrize("when", ["before the part is there", "before the journal is empty"])

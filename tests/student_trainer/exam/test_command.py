@@ -1,4 +1,4 @@
-"""`distill eval` as it is typed: what it prints, what it refuses, and with which exit code."""
+"""The command `distill eval`: output, refusals and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 def test_the_readme_s_commands(
     material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
-    """Of other models, and fewer answers: the first of a directory and a run, then of a server."""
+    """With other models and fewer answers: a directory and a run, then a server."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "student").symlink_to(material.model)
     (tmp_path / "jobs" / "trained").mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_the_readme_s_commands(
 
 @pytest.mark.usefixtures("forked_python")
 def test_two_models_side_by_side(material: Material, tmp_path: Path, capfd: Capture) -> None:
-    """A run directory stands for the model it made and for its anchor."""
+    """A run directory stands for its exported model and its anchor."""
     export = tmp_path / "run" / "export"
     export.mkdir(parents=True)
     for file in material.model.iterdir():
@@ -104,7 +104,7 @@ def test_answers_are_the_seed_s_and_judged_again_without_being_asked_again(
 
 def test_greedy(material: Material, tmp_path: Path) -> None:
     (row,) = run(exam(material, tmp_path, temperature=0.0, samples=3, prompts=4))
-    assert row["pass@3"] == row["pass@1"]  # all answers to a prompt are one
+    assert row["pass@3"] == row["pass@1"]  # all answers to a prompt are equal
 
 
 def test_prompts_of_a_task(material: Material, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_prompts_of_a_task(material: Material, tmp_path: Path) -> None:
 
 
 def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_path: Path) -> None:
-    """`0+0=` and two tokens are six; `10+10=` and two are eight."""
+    """`0+0=` and two new tokens are six tokens; `10+10=` and two are eight."""
     model = tmp_path / "model"
     shutil.copytree(material.model, model)
     shape = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 7}
@@ -240,7 +240,7 @@ def test_conversations_of_a_local_model(material: Material, tmp_path: Path) -> N
     assert (row["prompts"], row["samples"], row["errors"]) == (3, 2, 0)
     judged = pyarrow.parquet.read_table(tmp_path / "out" / "chat" / "judged.parquet").to_pylist()
     assert {answer["question"] for answer in judged} == {"2+2="}
-    # The answers depend on the system text: the directory keeps answers of one setting.
+    # Answers depend on the system text, and a directory has answers of one setting.
     with pytest.raises(InvalidInput, match="holds answers for system = None, not 9"):
         run(exam(material, tmp_path / "out", data=data | {"system": "9"}, **changes))
     plain_changes = {**changes, "models": {"plain": str(material.model)}}

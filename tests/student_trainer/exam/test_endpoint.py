@@ -1,4 +1,4 @@
-"""The same model behind a server: the same scores, no answer asked for twice, faults endured."""
+"""The same model behind a server: equal scores, no repeated requests, and faults of the server."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_faults_that_pass_are_endured(material: Material, tmp_path: Path) -> Non
     faults = {
         1: http_response(503, {"error": "loading"}),
         2: http_response(429, {"error": "busy"}, "Retry-After: 0\r\n"),
-        3: b"",  # the connection is closed without a word
+        3: b"",  # the connection is closed without an answer
         4: http_response(500, "a defect"),
         9: http_response(200, {"choices": []})[:-2],  # and in the middle of one
     }
@@ -106,7 +106,7 @@ def test_a_server_that_is_gone_is_waited_for_and_gone_on_with(
         assert len(server.requests_by_seed) == 40 - 20
         assert (row["prompts"], row["samples"]) == (5, 8)
         server.requests_by_seed.clear()
-        assert run(config) == [row]  # nothing is left to ask
+        assert run(config) == [row]  # all answers are stored
         larger_config = exam(material, tmp_path, endpoint=server.endpoint, prompts=5, samples=9)
         assert run(larger_config)[0]["samples"] == 9
         assert len(server.requests_by_seed) == 5
@@ -134,7 +134,7 @@ def test_faults_that_stay_end_it(
         config = exam(material, tmp_path, endpoint=server.endpoint, api="chat")
         with pytest.raises(category, match=message):
             run(config)
-    # Three prompts tell what a server says to every one of them.
+    # Evaluation stops after three prompts that the server refuses.
     assert server.requests <= (3 if category is InvalidInput else 1) * config.in_flight
 
 
@@ -148,7 +148,7 @@ def test_a_port_that_cannot_be_is_a_sentence(material: Material, tmp_path: Path)
 def test_a_refused_prompt_is_counted_and_asked_again(
     material: Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a server with too short a context, say, until it has another one."""
+    """For example by a server whose context is too short, until it is restarted."""
     refusal = http_response(400, {"error": "the context is 8 tokens"})
     shape = {"prompts": 3, "samples": 4, "in_flight": 1}
     with OpenAIServer(material.model, {1: refusal, 6: refusal}.get) as server:
@@ -193,7 +193,7 @@ def test_the_key_is_the_environment_s(
 
 
 def test_killed_and_gone_on_with(material: Material, tmp_path: Path) -> None:
-    """kill -9 of the command: what was answered is on disk, and never asked for again."""
+    """After kill -9 of the command, answers are on disk and are not requested again."""
     for number in range(REPEATS):
         kill_and_continue(material, tmp_path / str(number), after=20 + 37 * number % 200)
 
@@ -233,7 +233,7 @@ def whole_lines(journal: Path) -> list[bytes]:
 
 
 def wait_for_the_lock(lock: Path) -> None:
-    """The program of the command ends with it."""
+    """Wait until the killed command's program has ended, too."""
     import fcntl
 
     with lock.open("w") as file:
@@ -249,7 +249,7 @@ def test_an_endpoint_needs_no_torch(material: Material) -> None:
 
 
 def test_conversations(material: Material, tmp_path: Path) -> None:
-    """Messages, tools and template arguments go to the endpoint; the last answer stays here."""
+    """Messages, tools and template arguments are sent to the endpoint, the last answer is not."""
     talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"m": talk, "tools": [{"type": "function"}]}) + "\n")

@@ -1,4 +1,4 @@
-"""The tokens that top-p leaves, against those that transformers leaves."""
+"""The nucleus of top-p sampling, compared with that of transformers."""
 
 from __future__ import annotations
 

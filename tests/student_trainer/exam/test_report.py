@@ -1,4 +1,4 @@
-"""From rewards to the row of a model."""
+"""The row of a model in the report, computed from rewards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_row_of_a_model() -> None:
     means = {key: value["mean"] for key, value in row.items() if isinstance(value, dict)}
     assert means == pytest.approx(
         {
-            "pass@1": (1 / 4 + 3 / 4 + 0) / 3,  # half a reward, and none at all, are not right
+            "pass@1": (1 / 4 + 3 / 4 + 0) / 3,  # a reward of 0.5 or NaN does not count as correct
             "pass@2": (3 / 6 + 1 + 0) / 3,
             "pass@4": 2 / 3,
             "maj@4": (0 + 1 + 0) / 3,
@@ -41,7 +41,7 @@ def test_the_row_of_a_model() -> None:
 
 
 def test_a_gain_is_paired() -> None:
-    """Prompts differ far more than the two models do: only in pairs it shows."""
+    """Prompts differ far more than the two models: only paired differences show the gain."""
     hard = np.array([[1.0, 1, 1, 1], [0, 0, 0, 0]] * 12)
     better = hard.copy()
     better[1::2, 0] = 1

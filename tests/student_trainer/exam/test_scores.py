@@ -1,4 +1,4 @@
-"""Estimates against enumeration, and intervals against what they promise."""
+"""Estimates compared with enumeration, and the coverage of confidence intervals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_pass_at_k_of_many_answers_stays_finite() -> None:
         (["4", "5", "5"], [1, 0, 0], 0.0),
         (["4", "5"], [1, 0], 0.5),  # a tie
         (["4", "5", "6"], [1, 0, 0], 1 / 3),
-        (["", "", "4"], [0, 0, 1], 1.0),  # silence is no vote
+        (["", "", "4"], [0, 0, 1], 1.0),  # an empty answer is no vote
         (["", ""], [0, 0], 0.0),
     ],
 )
@@ -44,7 +44,7 @@ def test_majority(votes: list[str], right: list[int], expected: float) -> None:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """120 data sets of 60 prompts whose mean is known: 95% of intervals, give or take."""
+    """120 data sets of 60 prompts with a known mean: about 95% of the intervals contain it."""
     random = np.random.default_rng(0)
     covered = 0
     for _ in range(120):

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: rounded as published, and resumed exactly by other processes.
+"""AdamW with 8-bit moments: rounded as published, and resumed exactly by other process counts.
 
 `make test-8bit` installs torchao, which `make test` does not.
 """
@@ -38,7 +38,7 @@ NARROW = TrainConfig(optimizer="adamw_8bit", learning_rate=1e-2)
 
 
 def student() -> Any:
-    """70 rows of embeddings, 12 of which no process of 4 shares evenly; rows of 64 and 96."""
+    """Rows of 64 and 96, and 70 embeddings, which 4 processes cannot share evenly."""
     config = Qwen3Config(
         vocab_size=70,
         hidden_size=64,
@@ -55,7 +55,7 @@ def student() -> Any:
 
 @pytest.fixture(autouse=True)
 def _force_eager() -> Iterator[None]:
-    """The tests need torchao's arithmetic, not the minutes in which it is compiled."""
+    """Run torchao's code without compilation, which would take minutes."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -90,7 +90,7 @@ def test_moments_are_rounded_to_the_nearest_number_of_their_block() -> None:
         distance = (blocks[:, :, None] / block_max[:, :, None] - moment.qmap.double()).abs()
         nearest = moment.qmap.double()[distance.argmin(2)] * block_max
         assert torch.allclose(moment.dequantize().double().reshape(-1, BLOCK), nearest, rtol=1e-5)
-    # Rows of 96 have no whole blocks, and norms are small.
+    # Rows of 96 are no multiple of a block, and norms are too small for one.
     assert {(64, True), (128, True), (96, False), (64, False)} == kinds
 
 
@@ -106,7 +106,7 @@ def test_the_learning_rate_of_an_update_is_the_one_set() -> None:
 
 
 def continue_run(root: Path, sharding: str, resumed_step: int | None, update: int) -> None:
-    """Continue from the checkpoint `resumed`, do one update, and save it."""
+    """Load the checkpoint of `resumed_step`, make one update, and save it."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
         checkpoint_path = checkpoint.checkpoint_path(root, resumed_step) if resumed_step else None
@@ -123,9 +123,9 @@ def continue_run(root: Path, sharding: str, resumed_step: int | None, update: in
 
 
 def test_other_numbers_of_processes_resume_it_exactly(tmp_path: Path) -> None:
-    """Never stopped in one process; or stopped after every update, in 2, 9, 1 and 4 processes.
+    """One process without a stop, against 2, 9, 1 and 4 processes with a stop after every update.
 
-    Of 9 processes, the last have no row of some weights.
+    With 9 processes, the last ones have no row of some weights.
     """
     model = student()
     optimizer = optimizer_of(model)
@@ -169,7 +169,7 @@ def test_a_job_with_the_key_trains_and_resumes(material: tiny.Material, tmp_path
     }
 
     def losses(name: str, *ends: int) -> dict[int, float]:
-        """Train to each of the steps, in an attempt of its own."""
+        """Train to each of the steps in a new attempt, and return the losses by step."""
         run = RunDirectory.create(tmp_path / name, tiny.sft_job(material, **options))
         for attempt, end in enumerate(ends, 1):
             config = tiny.sft_job(material, **options, max_steps=end)

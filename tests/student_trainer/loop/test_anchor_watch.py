@@ -1,4 +1,4 @@
-"""What is said of the gap, against the gap itself, step by step."""
+"""Predictions for the gap between student and anchor, compared with a simulation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.student_trainer import tiny
 from tests.student_trainer.teachers.anchors import move, spread_student
 
 TAUS, PERIODS = [0.0, 0.5, 0.9, 1.0], [1, 2, 10]
-# alpha beta lambda: no pull, a weak one, half a step, to and fro, and beyond.
+# alpha beta lambda: no pull, weak, half a step, oscillating, and diverging.
 PULLS = [0.0, 0.01, 0.5, 1.9, 2.0, 2.02, 2.5]
 
 
 def simulate_gap(tau: float, period: int, pull: float, periods: int) -> float:
-    """The gap before an update of the anchor: student, anchor and a quadratic in between."""
+    """Return the gap before an update of the anchor, with a quadratic loss between the two."""
     theta, phi = 1.0, 0.0
     gap_before = 0.0
     for _ in range(periods):
@@ -47,7 +47,7 @@ def job() -> RLJob:
 
 
 def metrics(anchor: Anchor, *, kl: float) -> dict[str, float]:
-    """Of a step whose gradient is as long as its update: the rate is 1."""
+    """Return metrics of a step whose gradient has the norm of its update, so that the rate is 1."""
     rate, reach = 1e-3, math.sqrt(anchor.elements)
     gap = anchor.gap()
     anchor_metrics = {"anchor/gap": gap, "anchor/version": float(anchor.version), "kl/anchor": kl}
@@ -55,7 +55,7 @@ def metrics(anchor: Anchor, *, kl: float) -> dict[str, float]:
 
 
 def test_the_watch_warns_once(job: RLJob, caplog: pytest.LogCaptureFixture) -> None:
-    """beta lambda = KL / |d|^2: what it may be at most follows from tau = 0.8 and P = 2."""
+    """beta lambda = KL / |d|^2; its bound follows from tau = 0.8 and P = 2."""
     student = spread_student(tiny.model(seed=2))
     anchor = Anchor(student, tau=0.8, update_period=2)
     move(student, anchor, 1)
@@ -71,7 +71,7 @@ def test_the_watch_warns_once(job: RLJob, caplog: pytest.LogCaptureFixture) -> N
         watch.see(1, metrics(anchor, kl=0.99 * max_kl))
         watch.see(2, metrics(anchor, kl=-1.0))
         watch.see(3, metrics(anchor, kl=max_kl) | {"anchor/gap": 0.0})
-        # A step in which the anchor moves: 0.8 of the gap is left, the KL was of all of it.
+        # A step that updates the anchor: the gap is 0.8 of the one that the KL was measured at.
         anchor_metrics = {"anchor/gap": 0.8 * anchor.gap(), "anchor/version": anchor.version + 1.0}
         watch.see(3, metrics(anchor, kl=0.99 * max_kl) | anchor_metrics)
         watch.see(3, metrics(anchor, kl=0.0) | {"anchor/version": anchor.version + 1.0})

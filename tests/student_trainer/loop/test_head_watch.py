@@ -32,7 +32,7 @@ def test_a_small_head_that_stays_is_not(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_resumed_run_is_held_to_its_first_step(caplog: pytest.LogCaptureFixture) -> None:
-    """Not to that of its attempt: the head was half empty when that began."""
+    """The reference is step 1 of the run, not of the attempt, whose head mass is already halved."""
     history = [Point(0, {"eval/kl": 1.0})]
     history += [Point(step, {"topk/student_mass": 0.8 / step}) for step in (1, 2)]
     watch = HeadWatch(history)

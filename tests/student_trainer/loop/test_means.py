@@ -1,4 +1,4 @@
-"""The means of metrics: only the noise of a gradient is a root."""
+"""Means of metrics: only gradient_sd is the root of a mean."""
 
 from student_trainer.loop.step_metrics import compute_means
 

@@ -61,7 +61,7 @@ def test_the_fused_kernel_updates_the_weights_that_learn() -> None:
 def test_the_count_of_steps_is_loaded_where_the_kernel_reads_it(
     tmp_path: Path, fused: bool
 ) -> None:
-    """The fused kernel reads it on the device of the weight, here one without data."""
+    """The fused kernel reads it on the weight's device, here the meta device."""
     model = tiny.model(seed=3)
     path = save_after_an_update(tmp_path, model, torch.optim.AdamW(model.parameters()))
     resumed = torch.optim.AdamW(model.parameters(), fused=fused)

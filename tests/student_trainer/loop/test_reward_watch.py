@@ -1,4 +1,4 @@
-"""The warning that rewards cannot teach: when it comes, and for which jobs."""
+"""The warning that all rewards are equal: when it is logged, and for which jobs."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_wishes_to_stop(run: RunDirectory) -> None:
     assert make_progress(run, terminated=lambda: True).stop_wanted() == "checkpoint"
     run.write_control(Control("now"))
     assert make_progress(run, terminated=lambda: True).stop_wanted() == "now"
-    # The others do not read the file: they do as the main process.
+    # Other processes do not read the file; they follow the main process.
     assert make_progress(run, main=False).stop_wanted() == ""
     assert make_progress(run, main=False, agree=lambda wish: max(wish, 2)).stop_wanted() == "now"
 

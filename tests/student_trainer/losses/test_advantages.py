@@ -1,4 +1,4 @@
-"""Advantages against recursions, closed forms, and expectations over every token."""
+"""Advantages compared with recursions, closed forms, and expectations over every token."""
 
 import math
 
@@ -26,7 +26,7 @@ LENGTHS = torch.tensor([5, 1, 17, 2, 64])
 
 
 def tokens(seed):
-    """A number for each token of five answers."""
+    """Return a random number for each token of five answers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(int(LENGTHS.sum()), generator=generator, dtype=torch.float64)
 
@@ -56,7 +56,7 @@ def test_gae_is_the_recursion(gamma, lam):
 
 
 def test_gae_at_its_ends():
-    """lam = 1: what is still to come, less the value; lam = 0: one step ahead."""
+    """lam = 1: rewards to come minus the value; lam = 0: one-step TD errors."""
     rewards, values = tokens(0), tokens(1)
     remaining, _ = gae(rewards, values, SEQUENCE, gamma=1.0, lam=1.0)
     step, _ = gae(rewards, values, SEQUENCE, gamma=0.9, lam=0.0)
@@ -148,7 +148,7 @@ def test_kl_as_a_reward_has_the_gradient_of_the_kl_and_less_variance(vocab, k, o
             per_token = gradients(losses, case.student)
             assert (mu.exp() @ per_token - exact_gradient).abs().max() < EXACT
             variances.append(spread(per_token, mu.exp()))
-        if k == 0:  # all is one bucket, with a KL of zero: there is no baseline
+        if k == 0:  # one bucket of all ids has a KL of zero, so there is no baseline
             assert variances[0] == variances[1]
         else:
             assert variances[0] < variances[1]
@@ -210,7 +210,7 @@ def test_importance_weights_mend_another_policys_samples(direction: Direction, t
         return abs(value - exact_value.detach()), (gradient - exact_gradient).abs().max()
 
     assert max(bias(importance_weights(student.token_logprobs, mu))) < EXACT
-    assert min(bias(None)) > 1e-3  # so there was something to mend
+    assert min(bias(None)) > 1e-3  # without weights there is a bias
     bounded = importance_weights(student.token_logprobs, mu, clip=(0.8, 1.25))
     assert bounded.min() == 0.8
     assert bounded.max() == 1.25

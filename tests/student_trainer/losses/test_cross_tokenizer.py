@@ -1,4 +1,4 @@
-"""Losses of two tokenizers, enumerated: every answer of at most 5 bytes over two letters."""
+"""Losses across tokenizers, by enumeration of every answer of at most 5 bytes over two letters."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def costs(toy: Answers) -> tuple[Tensor, Tensor]:
 
 
 def exact_gradient(toy: Answers) -> Tensor:
-    """Of E[L]."""
+    """Return the gradient of E[L]."""
     log_p, cost = costs(toy)
     return gradient((log_p.exp() * cost).sum(), toy)
 
 
 def mean_loss(token_losses: Tensor, toy: Answers, answer: Tensor) -> Tensor:
-    """The mean over all answers of the sum of a loss of tokens [N]."""
+    """Return the mean over all answers of the sum of token losses [N]."""
     weights = costs(toy)[0].detach().exp()
     return (weights[answer] * token_losses).sum()
 
@@ -65,7 +65,7 @@ def relative_error(tensor: Tensor, reference: Tensor) -> float:
 
 
 def plain_loss(of_tokens: Tensor, shares: Tensor, segment: Tensor) -> Tensor:
-    """A_i grad log p_i with A_i the costs from token i to the end of its segment, [N]."""
+    """Return a loss [N] with gradient A_i grad log p_i; A_i: costs to come in token i's segment."""
     costs = (of_tokens - shares).detach()
     return costs + costs_to_come(costs, segment) * (of_tokens - of_tokens.detach())
 
@@ -121,7 +121,7 @@ def set_student(toy: Answers, answer_masses: Tensor) -> None:
 
 @pytest.mark.parametrize("constant", [0.0, 5.0])
 def test_the_minimum_divides_a_text_among_its_spellings(toy: Answers, constant: float) -> None:
-    """At p(a) ~ q(t(d(a))) the gradient of E[L] is 0; a constant for other spellings: e^-c."""
+    """At p(a) ~ q(t(d(a))) the gradient of E[L] is 0; a penalty c of other spellings: e^-c."""
     q = torch.stack([logprobs.sum() for logprobs in toy.teacher_logprobs()]).exp()
     penalty = torch.where(toy.canonical(), 0.0, constant).double()
     set_student(toy, q * torch.exp(-penalty))
@@ -131,7 +131,7 @@ def test_the_minimum_divides_a_text_among_its_spellings(toy: Answers, constant: 
 
 
 def test_weight_0_for_other_spellings_is_the_generalised_kl(toy: Answers) -> None:
-    """Which is at most 1 where no answer is canonical, however far the student is."""
+    """It is at most 1 where no answer is canonical, however far the student is."""
     log_p, cost = costs(toy)
     is_canonical, q = toy.canonical(), (log_p - cost).detach()
     p = log_p.exp()[is_canonical]
@@ -139,7 +139,7 @@ def test_weight_0_for_other_spellings_is_the_generalised_kl(toy: Answers) -> Non
     of_tokens, answer = toy.of_tokens()
     whole_loss = torch.where(is_canonical, cost, 0.0).detach()[answer] * of_tokens
     assert relative_error(gradient(mean_loss(whole_loss, toy, answer), toy), exact) < EXACT
-    # Of canonical answers, only what is to come: another spelling later depends on the future.
+    # Costs to come of canonical answers alone are biased: a later token decides the spelling.
     shares = toy.shares_to_the_end()
     partial_loss = plain_loss(of_tokens, shares, answer) * is_canonical[answer]
     bias = relative_error(gradient(mean_loss(partial_loss, toy, answer), toy), exact)
@@ -190,7 +190,7 @@ def test_equal_division_of_a_chunk_is_biased(toy: Answers) -> None:
 
 
 def test_costs_of_chunks_alone_are_biased(toy: Answers) -> None:
-    """Even where nothing but the next chunk matters: the minimum is another one."""
+    """The minimum differs even where only the next chunk matters."""
     of_tokens, answer = toy.of_tokens()
     chunk, of_chunk, _ = toy.chunks()
     last = torch.ones_like(chunk, dtype=torch.bool)
@@ -217,7 +217,7 @@ def test_words_to_the_end_are_unbiased(wordy: Answers) -> None:
     log_p, cost = costs(wordy)
     value = float(mean_loss(loss, wordy, answer).detach())
     assert value == pytest.approx(float((log_p.exp() * cost).sum().detach()), abs=EXACT)
-    # A token that begins a word has ended the one before: without the cost of that it is biased.
+    # A token that begins a word also ends the word before; without that word's cost it is biased.
     advantages = costs_to_come((of_tokens - shares).detach(), answer)
     partial_loss = mean_loss(advantages * of_tokens, wordy, answer)
     assert relative_error(gradient(partial_loss, wordy), exact) > 0.03
@@ -237,10 +237,10 @@ def test_a_word_is_all_that_changes_if_nothing_else_does(wordy: Answers) -> None
 
 
 def rows_of_matches(toy: Answers) -> tuple[Rows, Rows, Tensor, Tensor]:
-    """Rows of every token at the student's ids that are one teacher token, or the end.
+    """Return rows of every token at the student's ids that are one teacher token, or the end.
 
-    Also which sampled tokens are among them, and whether the teacher's encoding of the text before
-    lies on that of the answer. In the teacher's rows after 5 bytes only the end is left.
+    Also return which sampled tokens are among them, and whether the teacher's encoding of the text
+    before is a prefix of that of the answer. After 5 bytes, only the end is possible.
     """
     shared = [token for token in toy.student.vocabulary if token in toy.teacher.vocabulary]
     student_ids = [toy.student.vocabulary.index(token) for token in shared]
@@ -287,7 +287,7 @@ def test_the_control_variate_is_unbiased(toy: Answers) -> None:
     loss = controlled_topk_kl(student, teacher, in_head, advantages)
     exact = exact_gradient(toy)
     assert relative_error(gradient(mean_loss(loss, toy, answer), toy), exact) < EXACT
-    # Only where the prefix lies on the path of the answer: the future chooses the estimator.
+    # Biased if used only where the prefix is on the answer's path: later tokens decide that.
     uncontrolled = (of_tokens - of_tokens.detach()) * advantages
     student, teacher, in_head, _ = rows_of_matches(toy)
     mixed_loss = torch.where(
@@ -299,10 +299,10 @@ def test_the_control_variate_is_unbiased(toy: Answers) -> None:
 
 
 def heads_of_words(toy: Answers, *, within: bool = False) -> MatchedHead:
-    """S of every token that begins a word: ids that begin one, and are one teacher token.
+    """Return S of every token that begins a word: ids that begin a word and are one teacher token.
 
-    `within`: also within words, where the teacher's encoding of the text before lies on that of the
-    answer.
+    `within`: also within words, where the teacher's encoding of the text before is a prefix of that
+    of the answer.
     """
     student_tokens, teacher_tokens = toy.student.vocabulary, toy.teacher.vocabulary
     p, q = toy.student.logprobs(), toy.teacher.logprobs().detach()
@@ -356,7 +356,7 @@ def test_heads_of_words_do_not_change_the_mean(words_of: Answers, horizon: Horiz
     assert relative_error(mean(head), mean(None)) < EXACT
     if horizon == "answer":
         assert relative_error(mean(head), exact_gradient(words_of)) < EXACT
-    # Within a word, whether the text before is encoded alike depends on the token.
+    # Within a word, the encoding of the text before depends on the token.
     bias = relative_error(mean(heads_of_words(words_of, within=True)), mean(None))
     print(f"heads within words, {horizon}: {bias:.0%}")
     assert bias > 0.01
@@ -364,7 +364,7 @@ def test_heads_of_words_do_not_change_the_mean(words_of: Answers, horizon: Horiz
 
 @pytest.mark.parametrize("horizon", ["word", "answer"])
 def test_heads_of_words_lower_the_variance(words_of: Answers, horizon: Horizon) -> None:
-    """Of an answer's gradient, summed over all parameters."""
+    """The variance of an answer's gradient, summed over all parameters."""
     _, answer = words_of.of_tokens()
     p = costs(words_of)[0].detach().exp()
     variances = []
@@ -394,7 +394,7 @@ def test_importance_weights_multiply_the_control_variate_too(wordy: Answers) -> 
 
 
 def test_matched_tokens_alone_are_biased(toy: Answers) -> None:
-    """GOLD's part of matched tokens, with the rest in one bucket."""
+    """GOLD's loss of matched tokens, with all other tokens in one bucket."""
     _, answer = toy.of_tokens()
     student, teacher, in_head, _ = rows_of_matches(toy)
     matched = topk_kl(student, teacher, in_head, direction="reverse", tail="bucket")
@@ -432,7 +432,7 @@ def test_with_one_tokenizer_the_control_variate_is_bucket_and_sampled() -> None:
 
 
 def minimize_loss(form: str) -> float:
-    """E[L] after Adam has followed the mean of the form's gradient."""
+    """Return E[L] after minimisation with the mean gradient of a form by Adam."""
     student, teacher = Table(STUDENT_OF_WORDS, 1), Table(TEACHER_OF_WORDS, 2)
     toy = Answers(student, teacher, greedy(TEACHER_OF_WORDS))
     word, of_words = toy.words()
@@ -455,7 +455,7 @@ def minimize_loss(form: str) -> float:
 
 
 def test_where_the_forms_lead() -> None:
-    """That of words nearly to the minimum, that of chunks elsewhere."""
+    """The word form nearly reaches the minimum, the chunk form does not."""
     minima = {form: minimize_loss(form) for form in ("answer", "word", "chunk")}
     print({form: round(value, 3) for form, value in minima.items()})
     assert minima["word"] - minima["answer"] < 0.02

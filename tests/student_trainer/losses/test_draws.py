@@ -1,4 +1,4 @@
-"""Tail mode `bucket+draws` against the exact KL, by a sum over every outcome of the draws."""
+"""Tail mode `bucket+draws` equals the exact KL on average, over every outcome of the draws."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draws_kl(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The estimate [n] for draws `ids` [n, M]; `drawn` [n, M]: log-probs of drawing them."""
+    """Return the estimate [n] for draws `ids` [n, M], sampled with `draw_logprobs` [n, M]."""
     n = len(ids)
     token = torch.zeros(n, dtype=torch.long)
     student, teacher = (
@@ -53,7 +53,7 @@ def check_unbiased(
     draw_logprobs: Tensor | None,
     temperature: float = 1.0,
 ) -> None:
-    """Outcome i, the draws ids[i], has the probability weights[i]."""
+    """Check value and gradient on average; outcome i, draws ids[i], has probability weights[i]."""
     assert abs(weights.sum() - 1) < EXACT
     values = draws_kl(case, direction, ids, draw_logprobs, temperature=temperature)
     value, gradient = expectation(values, weights, case.student)
@@ -66,14 +66,14 @@ def check_unbiased(
 
 
 def independent_draws(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Every outcome of `count` independent draws: its probability [n], the ids [n, M]."""
+    """Return every outcome of `count` independent draws: probabilities [n] and ids [n, M]."""
     (support,) = probabilities.nonzero(as_tuple=True)
     ids = torch.cartesian_prod(*[support] * count).reshape(-1, count)
     return probabilities[ids].prod(1), ids
 
 
 def stratified_draws(policy: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every outcome of `draw_tail`: its probability [n], the ids and their log-probs [n, M].
+    """Return every outcome of `draw_tail`: probabilities [n], ids and their log-probs [n, M].
 
     As a function of its uniform number the draws are constant between breakpoints, so the length
     of each piece is the probability of its draws.
@@ -89,11 +89,11 @@ def stratified_draws(policy: Tensor, head: Tensor, count: int) -> tuple[Tensor, 
 
 
 def tail_of(case: Case, temperature: float = 1.0) -> Tensor:
-    """The distribution from which the policy mu draws: its tail, normalised, [V]."""
+    """Return the normalised tail of the policy mu, from which ids are drawn, [V]."""
     return (case.behaviour / temperature).index_fill(0, case.head, -torch.inf).softmax(0)
 
 
-# Every head size of a small vocabulary; pairs, fours and sixteens of draws.
+# Every head size of a small vocabulary, and 1, 2, 4 and 16 draws.
 SIZES = [*[(12, k, 1) for k in range(12)], (200, 8, 1), (30, 8, 2), (9, 4, 4), (8, 6, 16)]
 
 
@@ -142,7 +142,7 @@ def test_unbiased_at_a_temperature(direction, temperature):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("k", [0, 3, 11])
 def test_draws_of_more_than_the_tail_are_unbiased(k, direction):
-    """The head was not known when the ids were drawn, from everything: ids in it are ignored."""
+    """Ids drawn from the full distribution, before the head is known; those in it are ignored."""
     case = make_case(12, k, direction, on_policy=False)
     policy = case.behaviour.softmax(0).detach()
     outside = policy.log().index_fill(0, case.head, torch.inf)
@@ -155,9 +155,9 @@ def test_draws_of_more_than_the_tail_are_unbiased(k, direction):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_draws_and_ids_that_are_always_there_are_unbiased(direction):
-    """The student draws outside its own top-k, the head is another: its own top-k ids are added.
+    """The student draws outside its own top-k, which differs from the head, and adds its top-k ids.
 
-    With K ids that are always there and M draws, g is the expected number of times over K + M.
+    With K fixed ids and M draws, g is the expected count of an id divided by K + M.
     """
     case = make_case(14, 4, direction, on_policy=False)
     policy = case.behaviour.softmax(0).detach()
@@ -171,7 +171,7 @@ def test_draws_and_ids_that_are_always_there_are_unbiased(direction):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_ignored_draws_leave_the_bucket(direction):
-    """A head of everything, a student without a tail, placeholders of the sampler."""
+    """With a head of all ids, a student without a tail, or placeholders of the sampler."""
     case = make_case(10, 4, direction, on_policy=True)
     bucket = {"direction": direction, "tail": "bucket"}
     full_head = Case(case.student, case.teacher, case.behaviour, torch.arange(10))
@@ -230,7 +230,7 @@ def test_finite_at_huge_logits_and_with_a_masked_vocabulary(direction, dtype):
     huge = student.sign() * 1e4
     masked = teacher.clone()
     masked[:, [0, 5, 6]] = -torch.inf
-    masked[3, 2:] = -torch.inf  # certain of id 1, which is in no head
+    masked[3, 2:] = -torch.inf  # probability 1 at id 1, which is in no head
     ids = torch.randint(12, (6, 5), generator=generator)  # some of them head ids
     logprobs = torch.tensor([-1e-3, -30.0, -65504.0, -torch.inf, torch.inf], dtype=dtype)
     for student_logits in (student, huge, masked):

@@ -1,4 +1,4 @@
-"""The fused operator against plain autograd on materialised logits."""
+"""The fused operator compared with autograd on materialised logits."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def problem(n, vocab, k, seed=0, dtype=torch.float32):
 
 
 def samples_of(head, vocab, count=3):
-    """Ids outside the head, some of them twice; any, where the head is everything."""
+    """Return ids outside the head, some of them repeated; any ids, where the head has all."""
     is_outside = torch.ones(len(head), vocab).scatter_(1, head, 0)
     is_outside[is_outside.sum(1) == 0] = 1
     generator = torch.Generator().manual_seed(1)
@@ -53,7 +53,7 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
     old_logprobs = teacher.token_logprobs
 
     advantages = torch.linspace(-1, 1, len(old_logprobs), dtype=old_logprobs.dtype)
-    # Some policy's log-probs of the draws; the first draw of every row is to be ignored.
+    # Log-probs of the draws by some policy; the first draw of every row is ignored.
     draw_logprobs = torch.linspace(
         -6, -1, teacher.sample_logprobs.numel(), dtype=old_logprobs.dtype
     )
@@ -138,7 +138,7 @@ def compare(
     loss_fn = make_loss(name, head, tokens, teacher, weights)
     leaves = [hidden, weight, *([bias] if with_bias else [])]
 
-    # The reference is reckoned in float64: two float32 results may each be half the bound away.
+    # The reference is in float64: of two float32 results, each could be half the bound away.
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     logits = exact_leaves[0] @ exact_leaves[1].T + (exact_leaves[2] if with_bias else 0)
     samples = samples_of(head, vocab) if "teacher_samples" in name or "draws" in name else None
@@ -228,7 +228,7 @@ def test_frozen_head_or_body_costs_no_gradient():
 
 
 def sequence_loss(rows: Rows, old_logprobs):
-    """GSPO, and two losses of all rows that are nonsense otherwise."""
+    """Return GSPO's loss plus two artificial losses of all rows."""
     sequence = torch.arange(4).repeat_interleave(len(old_logprobs) // 4)
     log_ratio = sequence_log_ratio(rows.token_logprobs, old_logprobs, sequence)
     advantages = torch.linspace(-1, 1, 4, dtype=old_logprobs.dtype)[sequence]
@@ -246,7 +246,7 @@ def sequence_loss(rows: Rows, old_logprobs):
     with_bias=st.booleans(),
 )
 def test_losses_of_all_rows_at_once(length, vocab, data, temperature, chunk_rows, with_bias):
-    """Weights that only the whole batch knows: the logits are made twice, the gradient is exact."""
+    """A loss of the whole batch: logits are computed twice, and the gradient is exact."""
     k = data.draw(st.integers(0, vocab - 1))
     hidden, weight, bias, head, tokens, teacher, _ = problem(
         4 * length, vocab, k, dtype=torch.float64
@@ -286,7 +286,7 @@ def test_nothing_is_differentiated_where_nobody_asks():
 
 
 def test_no_derivative_is_made_where_nobody_asks():
-    """Not even the loss's own: an evaluation may run in inference mode, where there are none."""
+    """The loss is not differentiated either: an evaluation may run in inference mode."""
     hidden, weight, _, head, tokens, teacher, weights = problem(10, 30, 4)
     loss_fn = make_loss("reverse/bucket+sampled", head, tokens, teacher, weights)
     expected = fused_linear_loss(hidden, weight, head, tokens, loss_fn)
@@ -308,7 +308,7 @@ def test_a_second_derivative_is_refused():
 
 
 def test_autocast_counts_as_for_a_linear_layer():
-    """The states of a model under autocast may be float32: its last norm's are."""
+    """The states of a model under autocast may be float32, as those of its last norm."""
     hidden, weight, bias, head, tokens, teacher, weights = problem(16, 40, 5)
     loss_fn = make_loss("forward/bucket+sampled", head, tokens, teacher, weights)
 
@@ -330,7 +330,7 @@ def test_autocast_counts_as_for_a_linear_layer():
 
 
 def test_entropy_of_a_masked_vocabulary():
-    """A bias of -inf takes tokens out, inside and outside the head."""
+    """A bias of -inf masks tokens, inside and outside the head."""
     hidden, weight, bias, head, tokens, _, _ = problem(10, 30, 4)
     bias = bias.detach().clone()
     bias[[0, 1, int(head[0, 0])]] = -torch.inf

@@ -1,4 +1,4 @@
-"""Heads that are cut, scaled or capped: the fused operator against autograd in float64."""
+"""Heads that are truncated, scaled or capped: the fused operator and autograd in float64."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ N, K, WIDE = 24, 6, 53
 
 
 def compute_logits(logit_map: LogitMap, products: Tensor) -> Tensor:
-    """By their definition."""
+    """Return the logits of a map by their definition."""
     z = products[:, : logit_map.vocab_size] * logit_map.scale
     return z if logit_map.cap is None else logit_map.cap * torch.tanh(z / logit_map.cap)
 
 
 def inputs(logit_map: LogitMap, dtype: torch.dtype) -> tuple[list[Tensor], Any]:
-    """Leaves with padding of much mass, and ids and teacher rows about the ids that count."""
+    """Return leaves whose padding ids have much mass, and ids and teacher rows of the real ids."""
     count = logit_map.vocab_size or WIDE
     hidden, _, _, head, tokens, teacher, weights = problem(N, count, K, dtype=dtype)
     _, weight, bias, *_ = problem(N, WIDE, K, seed=1, dtype=dtype)
@@ -141,7 +141,7 @@ def test_ids_that_are_cut_off_get_no_gradient() -> None:
 
 
 def test_a_cap_in_float32_keeps_its_slope_where_half_precision_loses_it() -> None:
-    """At 0.999 c the slope is 0.002; the bfloat16 next to 0.999 is 1, whose slope is 0."""
+    """At 0.999 c the slope is 0.002, but 0.999 rounds to 1 in bfloat16, where the slope is 0."""
     cap = 30.0
     products = cap * torch.atanh(torch.tensor([[0.999, 0.5, -0.999]]))
     curve = LogitMap(cap=cap).curve(1.0)

@@ -1,4 +1,4 @@
-"""The noise of the draws, estimated from rows, against sums over every outcome of the draws."""
+"""The noise of the draws, estimated from rows, compared with sums over every outcome."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def make_logits(vocab, k, *, on_policy, seed=0):
 
 
 def estimate_kl(student, teacher, head, g, ids):
-    """Rows, log-probs of the draws and the estimated KL when the draws are `ids` [N, M]."""
+    """Return student rows, teacher rows and the estimated KL for draws `ids` [N, M]."""
     n = len(ids)
     rows, teacher_rows = (
         rows_from_logits(

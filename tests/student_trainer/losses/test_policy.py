@@ -1,4 +1,4 @@
-"""The policy gradient against float64 written out by hand: loops, no autograd."""
+"""The policy gradient compared with explicit loops in float64, without autograd."""
 
 import math
 
@@ -20,7 +20,7 @@ from student_trainer.losses import (
 )
 
 VOCAB, WIDTH = 11, 5
-# Three groups of four answers. Halves are exact in float32, which is what weights are kept in.
+# Three groups of four answers. Weights are float32, in which halves are exact.
 LENGTHS = torch.tensor([1, 4, 2, 8, 2, 2, 4, 1, 1, 1, 8, 4])
 REWARDS = [[1.0, 0, 0, 0.25], [0.1, 0.1, 0.1, 0.1], [0, 1, 1, math.nan]]
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
@@ -32,7 +32,7 @@ def randn(*shape, seed=0):
 
 
 def problem():
-    """hidden [N, H], weight [V, H], head ids, tokens, and what another policy gave the tokens."""
+    """Return hidden [N, H], weight [V, H], head ids, tokens, old log-probs [N] and sequence [N]."""
     n = int(LENGTHS.sum())
     hidden, weight = randn(n, WIDTH), randn(VOCAB, WIDTH, seed=1) / 2
     generator = torch.Generator().manual_seed(2)
@@ -64,7 +64,7 @@ def advantages_by_hand(scale_by_std):
 
 
 def grpo_by_hand(hidden, weight, tokens, old_logprobs, advantages, is_included, aggregate):
-    """(loss, gradient in the weight, clipped from above, clipped from below) of one update."""
+    """Return loss, gradient in the weight, and tokens clipped above and below, of one update."""
     loss, above, below, start = 0.0, 0, 0, 0
     gradient = [[0.0] * WIDTH for _ in range(VOCAB)]
     lengths = LENGTHS.tolist()
@@ -96,7 +96,7 @@ def grpo_by_hand(hidden, weight, tokens, old_logprobs, advantages, is_included, 
 @pytest.mark.parametrize("scale_by_std", [True, False])
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
 def test_grpo_over_several_updates(aggregate, scale_by_std, masked):
-    """The weights themselves move, so that ratios leave their clips on both sides."""
+    """The weights change, so that ratios leave the clip range on both sides."""
     hidden, weight, head, tokens, old_logprobs, _ = problem()
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
     per_answer = group_advantages(rewards, scale_by_std=scale_by_std).flatten()
@@ -152,7 +152,7 @@ def test_what_tokens_count():
 
 
 def gspo_by_autograd(logprobs, old_logprobs, advantages):
-    """GSPO's own formula: the ratio is differentiated as what it is, a geometric mean."""
+    """Return GSPO's loss; the ratio is differentiated as a geometric mean."""
     losses, start = [], 0
     for length, advantage in zip(LENGTHS.tolist(), advantages, strict=True):
         part = slice(start, start + length)
@@ -185,7 +185,7 @@ def test_sequence_ratio():
 
 
 def test_masked_tokens_have_no_gradient_at_all():
-    """Also where they would have had a large one: exactly zero, not nearly."""
+    """Exactly zero, also where the gradient would have been large."""
     hidden, weight, head, tokens, old_logprobs, _ = problem()
     hidden[0] *= 1e4
     hidden = hidden.float().requires_grad_()
@@ -215,7 +215,7 @@ def test_masked_tokens_have_no_gradient_at_all():
 
 @pytest.mark.parametrize("of_sequence", [False, True])
 def test_one_batch_of_eight_is_eight_of_one(of_sequence):
-    """Micro-batches hold whole answers, in any split: sums are divided once."""
+    """Micro-batches hold whole answers, in any split; the sum of all is divided once."""
     hidden, weight, head, tokens, old_logprobs, sequence = problem()
     old_logprobs = old_logprobs + 0.3 * randn(len(old_logprobs), seed=3)
     advantages = randn(len(LENGTHS), seed=5).repeat_interleave(LENGTHS)
@@ -246,7 +246,7 @@ def test_one_batch_of_eight_is_eight_of_one(of_sequence):
 
 
 def test_certain_and_impossible_tokens_stay_finite():
-    """A student at log-prob -inf or 0, a sampling policy that was sure of the contrary."""
+    """A student at log-prob -inf or 0, and a sampling policy at the opposite extreme."""
     student = torch.tensor([-torch.inf, 0.0, -80000.0, -1e-6], requires_grad=True)
     sampling = torch.tensor([-0.1, -torch.inf, 0.0, -70000.0])
     for advantage in (-1.0, 1.0):

@@ -51,7 +51,7 @@ def test_gradcheck_of_the_deterministic_modes(tail, direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("tail", ["published", "sampled", "bucket+sampled"])
 def test_gradient_of_the_sampled_modes_is_the_formula(tail, direction):
-    """Stop-gradients defeat finite differences, so the logits' gradient is written out by hand."""
+    """Finite differences cannot see stop-gradients, so the logits' gradient is derived by hand."""
     student, teacher, head, tokens = problem()
     student_rows, teacher_rows = (
         rows_from_logits(student, head, tokens),
@@ -124,7 +124,7 @@ def test_sampled_kinds_are_finite_at_huge_ratios(kind):
 @pytest.mark.parametrize("log_w", [0.01, 1.0, 20.0, 39.0, 99.0])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3++", "k4", "k5"])
 def test_float32_gradients_at_extreme_ratios(kind: str, log_w: float) -> None:
-    """By hand from the docstring's expressions; beyond e^40 the ratio w counts as e^40."""
+    """Compared with the docstring's formulas; a ratio w beyond e^40 counts as e^40."""
     student = torch.tensor([-log_w - 1], requires_grad=True)
     teacher = torch.tensor([-1.0])
     (gradient,) = torch.autograd.grad(sampled_kl(student, teacher, kind).sum(), student)
@@ -141,7 +141,7 @@ def test_float32_gradients_at_extreme_ratios(kind: str, log_w: float) -> None:
 
 
 def test_the_norm_of_a_gradient_with_the_highest_ratio_is_finite() -> None:
-    """Of one such token, times a hidden state of 4,096 entries; squared in float32."""
+    """The gradient of one token times a hidden state of 4,096 entries, squared in float32."""
     ratio = torch.tensor([HIGHEST_LOG_RATIO]).exp()
     assert (ratio * torch.ones(4096)).norm().isfinite()
 
@@ -152,7 +152,7 @@ def test_masked_vocabulary_and_empty_tail_are_finite(tail, direction):
     student, teacher, head, tokens = problem()
     masked = teacher.clone()
     masked[:, head[0, 0]] = -torch.inf  # inside some heads, and for some rows the actual token
-    masked[3, 1:] = -torch.inf  # a teacher that is certain: its tail mass is zero
+    masked[3, 1:] = -torch.inf  # a teacher with probability 1 for one id: its tail mass is zero
     for head_ids in (head, torch.arange(12).expand(6, 12)):
         s = rows_from_logits(student, head_ids, tokens)
         t = rows_from_logits(masked, head_ids, tokens)

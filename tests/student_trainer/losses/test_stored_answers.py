@@ -1,4 +1,4 @@
-"""Losses of answers that a teacher has written, enumerated."""
+"""Losses of answers written by a teacher, by enumeration."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.student_trainer.losses.toy_tokenizers import (
 )
 
 EXACT = 1e-12
-# One run: the student's tokens in it, as places in its table, and log q.
+# One run: the places of the student's tokens in its table, and log q.
 Run = tuple[list[tuple[int, int]], float]
 
 
 @dataclass(frozen=True)
 class TeacherAnswers:
-    """Every answer that a teacher can write in any of its encodings; the student reads them."""
+    """Every answer that a teacher can write in any of its encodings, read by the student."""
 
     student: Table
     teacher: Table
 
     def runs(self, answer: Tokens, unit: Unit) -> list[Run]:
-        """The runs of an answer of the teacher, and its end, by the definition."""
+        """Return the runs of an answer of the teacher, and its end, by their definition."""
         text = "".join(answer)
         student_tokens = greedy([token for token in self.student.vocabulary if token])(text)
         student_ends, teacher_ends = ends(student_tokens), ends(answer)
@@ -59,7 +59,7 @@ class TeacherAnswers:
         return [*token_runs, ([places[-1]], log_q[-1])]
 
     def of_tokens(self, unit: Unit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `chunk_divergence` takes of all answers, and the answer of each token, [N]."""
+        """Return inputs of `chunk_divergence` for all answers, and each token's answer, [N]."""
         table = self.student.logprobs()
         places, shares, units, answers = [], [], [], []
         number = -1
@@ -79,7 +79,7 @@ class TeacherAnswers:
         )
 
     def weights(self) -> Tensor:
-        """Q of each answer, [S]."""
+        """Return Q of each answer, [S]."""
         return self.teacher.of_answers(self.teacher.prefixes).detach().exp()
 
 
@@ -99,7 +99,7 @@ def teacher_answers(request: pytest.FixtureRequest) -> TeacherAnswers:
 
 
 def kl_by_definition(teacher_answers: TeacherAnswers, unit: Unit, t: float) -> Tensor:
-    """The mean over answers of the sum of the binarised KL of their runs, times t."""
+    """Return the mean over answers of the sum of the binarised KL of their runs, times t."""
     table = teacher_answers.student.logprobs()
     total = torch.zeros((), dtype=torch.float64)
     for answer, weight in zip(
@@ -125,7 +125,7 @@ def test_value_and_gradient_are_those_of_the_definition(
     assert bool((losses.detach() > -EXACT).all())
     mean = (teacher_answers.weights()[answer] * losses).sum()
     expected_mean = kl_by_definition(teacher_answers, unit, t)
-    # An end that is certain counts as e^-1e-6; so much the value may differ.
+    # An end with probability 1 counts as e^-1e-6, by which the value may differ.
     assert float(mean.detach()) == pytest.approx(float(expected_mean.detach()), rel=1e-4)
     gradient, expected_gradient = (
         torch.autograd.grad(value, teacher_answers.student.logits, retain_graph=True)[0]
@@ -217,9 +217,9 @@ def test_the_cross_entropy_has_the_gradient_of_the_forward_kl(
 def mapped_losses(
     teacher_answers: TeacherAnswers, k: int, *, within_words: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`mapped_kl` without shares of every token, [N], with the k likeliest ids of the teacher.
+    """Return `mapped_kl` of every token [N] without shares, with the teacher's k likeliest ids.
 
-    Also the answer of each token [N]. within_words: also where tokens of both begin within a word.
+    Also return the answer of each token [N]. within_words: also where tokens begin within a word.
     """
     student, teacher = (
         teacher_answers.student.logprobs(),
@@ -276,7 +276,7 @@ def student_gradient(teacher_answers: TeacherAnswers, value: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_rows_of_word_beginnings_do_not_change_the_mean(wordy: TeacherAnswers, k: int) -> None:
-    """Of value and gradient, with any head: those of -log p. Elsewhere they would."""
+    """The mean value and gradient are those of -log p, with any head. Rows in words are biased."""
     log_p, _, _, answer = wordy.of_tokens("chunk")
     cross_entropy = -(wordy.weights()[answer] * log_p).sum()
     losses, answers = mapped_losses(wordy, k)
@@ -314,7 +314,7 @@ def test_rows_of_word_beginnings_vary_less(wordy: TeacherAnswers) -> None:
 
 
 def test_with_one_tokenizer_it_is_the_kl_over_the_head() -> None:
-    """If the token is in the head, and the head is everything; otherwise a sample of the tail."""
+    """It holds if the head has all ids; otherwise the tail is sampled."""
     generator = torch.Generator().manual_seed(0)
     p, q = (
         torch.randn(7, 9, dtype=torch.float64, generator=generator).log_softmax(1) for _ in range(2)
@@ -334,7 +334,7 @@ def test_with_one_tokenizer_it_is_the_kl_over_the_head() -> None:
 
 
 def minimize_loss(form: str) -> float:
-    """KL(Q||P') of byte strings after Adam has followed the mean of the form's gradient."""
+    """Return KL(Q||P') of byte strings after Adam has followed the mean gradient of a form."""
     teacher_answers = TeacherAnswers(Table(STUDENT_OF_WORDS, 1), Table(TEACHER_OF_WORDS, 2))
     adam = torch.optim.Adam([teacher_answers.student.logits], lr=0.1)
     weights = teacher_answers.weights()
@@ -361,7 +361,7 @@ def minimize_loss(form: str) -> float:
 
 
 def test_where_the_forms_lead() -> None:
-    """Likelihoods of runs have another minimum: what follows a run decides its boundary."""
+    """Losses of runs have another minimum, as later text decides the boundary of a run."""
     minima = {form: minimize_loss(form) for form in ("row", "chunk", "word")}
     print({form: round(kl, 3) for form, kl in minima.items()})
     assert minima["row"] < 0.05

@@ -1,4 +1,4 @@
-"""The two Triton kernels against plain torch: interpreted on any machine, compiled on a GPU."""
+"""The two Triton kernels compared with plain torch: interpreted on CPUs, compiled on GPUs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CURVES = [Curve(1.0), Curve(0.7), Curve(4.0, 9.0)]
 
 @pytest.mark.parametrize("curve", CURVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-# Less than a block, a whole one, several and a bit.
+# Less than a block, one block, and several blocks plus a remainder.
 @pytest.mark.parametrize("vocab", [1, 5, 4096, 9000])
 def test_passes_equal_plain_torch(dtype, curve, vocab):
     generator = torch.Generator().manual_seed(vocab)
     logits = (5 * torch.randn(6, vocab, generator=generator)).to(dtype).to(DEVICE)
-    logits[0, : vocab // 2] = -torch.inf  # a first block with nothing in it
-    logits[1] = -torch.inf  # a head of everything
+    logits[0, : vocab // 2] = -torch.inf  # an empty first block
+    logits[1] = -torch.inf  # a head of all ids
     logits[2] = 1e4 * logits[2].sign()
     logits[3, vocab // 2] = 300.0
     expected = softmax_torch.tail_statistics(wide := logits.float().clone(), curve)
@@ -53,7 +53,7 @@ def test_passes_equal_plain_torch(dtype, curve, vocab):
     assert (statistics[2][is_empty] == 0).all()
     assert statistics[0].isfinite().all()
 
-    # The slope of a cap, 1 - u^2, has the rounding of u: 1e-7 of 1, and more of a slope near 0.
+    # The slope of a cap, 1 - u^2, has the absolute error of u: 1e-7, relatively more near 0.
     tolerance = 1e-30 if curve.height is None else 1e-6
 
     def compare(output, rounding):
@@ -75,7 +75,7 @@ def test_passes_equal_plain_torch(dtype, curve, vocab):
 
 @pytest.mark.parametrize("width", [1.0, 30.0])
 def test_the_cap_of_the_kernel_is_tanh(width):
-    """To the last digits near 0 and where it saturates: a chunk of one id per row."""
+    """With full precision near 0 and where it saturates; chunks of one id per row."""
     size = torch.logspace(-6, 3, 500, device=DEVICE)
     products = torch.cat([-size, torch.zeros(1, device=DEVICE), size])[:, None]
     top, _, _ = softmax_triton.tail_statistics(products, Curve(width, 30.0))
@@ -87,7 +87,7 @@ def test_the_cap_of_the_kernel_is_tanh(width):
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(60, 1.5, 3.0)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_operator_with_the_kernels(monkeypatch, name, logit_map):
-    """All that a GPU does with float32 states but its own arithmetic."""
+    """The code path of a GPU with float32 states, except its arithmetic."""
     _, weight, bias, *_ = problem(16, 70, 6, seed=1)
     hidden, _, _, head, tokens, teacher, weights = problem(16, logit_map.vocab_size or 70, 6)
     loss_fn = make_loss(name, head, tokens, teacher, weights)
@@ -119,7 +119,7 @@ def test_the_operator_with_the_kernels(monkeypatch, name, logit_map):
 
 @pytest.mark.parametrize("size", [0, 4])
 def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size):
-    """p - 1 of p = 0.9999: in a gradient of bfloat16, where p alone is 1."""
+    """The gradient p - 1 with p = 0.9999 in bfloat16, where p itself rounds to 1."""
     monkeypatch.setattr(chunk, "has_kernels", lambda tensor: tensor.dtype != torch.float64)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3000, (20,), generator=generator)
@@ -140,7 +140,7 @@ def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size)
 
 @pytest.mark.parametrize("size", [0, 4])
 def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size):
-    """Of 64 draws, 60 are the likeliest id of the tail; the others are the token, and unlikely."""
+    """60 of 64 draws are the likeliest id of the tail; others are the token and unlikely ids."""
     monkeypatch.setattr(chunk, "has_kernels", lambda tensor: tensor.dtype != torch.float64)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 3000, generator=generator)
@@ -170,7 +170,7 @@ def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(name, dtype, logit_map):
-    """Compiled kernels and cuBLAS against the CPU's float64."""
+    """Compiled kernels and cuBLAS, compared with float64 on the CPU."""
     hidden, weight, bias, head, tokens, teacher, weights = problem(64, 9000, 16)
     narrow_inputs = [x.detach().to(dtype) for x in (hidden, weight, bias)]
     loss_fn = make_loss(

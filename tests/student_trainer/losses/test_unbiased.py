@@ -1,4 +1,4 @@
-"""Every estimator against the exact KL, by enumeration in float64."""
+"""Every estimator compared with the exact KL, by enumeration in float64."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_value_and_gradient_are_unbiased(vocab, k, tail, direction, on_policy):
     [(200, 1, 1), (200, 8, 1), (200, 128, 1), (200, 150, 2), (20, 2, 2), (20, 0, 1), (20, 0, 3)],
 )
 def test_teacher_samples_are_unbiased(vocab, k, samples, mean_only):
-    """Over every draw (pair, triple of draws) from the teacher's tail; no token of a student."""
+    """On average over every tuple of draws from the teacher's tail, without a student's token."""
     case = make_case(vocab, k, "forward", on_policy=True)
     tail = torch.ones(vocab, dtype=torch.bool).index_fill(0, case.head, False).nonzero()[:, 0]
     draw_ids = torch.cartesian_prod(*[tail] * samples).reshape(-1, samples)
@@ -73,7 +73,7 @@ def test_teacher_samples_are_unbiased(vocab, k, samples, mean_only):
         rows_from_logits(logits.expand(len(draw_ids), -1), ids, token, sample_ids=draw_ids)
         for logits in (case.student, case.teacher)
     )
-    if mean_only:  # all that is stored
+    if mean_only:  # stores have only the mean
         mean = teacher.sample_logprobs.mean(1, keepdim=True)
         teacher = replace(teacher, sample_logprobs=mean)
     values = topk_kl(
@@ -252,7 +252,7 @@ def test_bucket_sampled_has_less_variance_than_sampled(direction):
 
 
 def test_the_example_of_the_readme():
-    """Where the vocabulary is the head, it is the exact KL, and its gradient with it."""
+    """With a head of all ids, the loss is the exact KL, with its gradient."""
     torch.manual_seed(0)
     student, teacher = torch.randn(2, 7, 32, dtype=torch.float64)
     student.requires_grad_()

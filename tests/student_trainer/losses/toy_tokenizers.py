@@ -1,8 +1,8 @@
-"""Every answer over an alphabet of two, of at most 5 bytes, with a student and teachers.
+"""Every answer of at most 5 bytes over an alphabet of two, with a student and teachers.
 
 The alphabet is {a, b}, or {a, " "} for words.
 
-Probabilities are tables: random logits for every prefix of tokens. So each expectation is a sum.
+Probabilities are tables of random logits for every prefix of tokens, so expectations are sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 LONGEST = 5
 END = ""
 STUDENT = ("a", "b", "ab", "ba")
-# Of words: no token goes on from one word into the next.
+# Vocabularies for words: no token spans two words.
 STUDENT_OF_WORDS = ("a", " ", "aa", " a")
 TEACHER_OF_WORDS = ("a", " ", "aaa", " aa")
 
@@ -26,7 +26,7 @@ Encode = Callable[[str], Tokens]
 
 
 def greedy(vocabulary: Sequence[str]) -> Encode:
-    """The longest token first."""
+    """Return an encoder that takes the longest matching token first."""
 
     def encode(text: str) -> Tokens:
         if not text:
@@ -38,7 +38,7 @@ def greedy(vocabulary: Sequence[str]) -> Encode:
 
 
 def bpe(*merges: tuple[str, str]) -> Encode:
-    """Byte-pair encoding: merges in the order of their rank, from the left."""
+    """Return a byte-pair encoder, which applies merges by rank, from the left."""
 
     def encode(text: str) -> Tokens:
         tokens = list(text)
@@ -61,7 +61,7 @@ TEACHERS: dict[str, tuple[Tokens, Encode]] = {
 
 
 def sequences(vocabulary: Tokens, prefix: Tokens = ()) -> Iterator[Tokens]:
-    """Every sequence of tokens of at most 5 bytes; those of a prefix come after it."""
+    """Yield every sequence of tokens of at most 5 bytes, a prefix before its continuations."""
     yield prefix
     for token in vocabulary:
         if len("".join(prefix)) + len(token) <= LONGEST:
@@ -69,7 +69,7 @@ def sequences(vocabulary: Tokens, prefix: Tokens = ()) -> Iterator[Tokens]:
 
 
 class Table:
-    """Random probabilities of the next token after every prefix. `logits`: a leaf, [P, V]."""
+    """Random probabilities of the next token after every prefix; `logits` [P, V] is a leaf."""
 
     def __init__(self, vocabulary: Tokens, seed: int) -> None:
         self.vocabulary = (*vocabulary, END)
@@ -84,11 +84,11 @@ class Table:
         self._impossible = lengths > bytes_left[:, None]
 
     def logprobs(self) -> Tensor:
-        """[P, V]: of the next token, -inf if it does not fit."""
+        """Return log-probs of the next token, [P, V]; -inf if it is too long."""
         return self.logits.masked_fill(self._impossible, -torch.inf).log_softmax(1)
 
     def places(self, answer: Tokens) -> list[tuple[int, int]]:
-        """Row and column of each token of an answer, with its end."""
+        """Return row and column of each token of an answer, and of its end."""
         tokens_and_end = (*answer, END)
         return [
             (self._number[answer[:i]], self.vocabulary.index(token))
@@ -96,7 +96,7 @@ class Table:
         ]
 
     def of_answers(self, answers: Sequence[Tokens]) -> Tensor:
-        """log p [answers]."""
+        """Return log p of each answer, [answers]."""
         table = self.logprobs()
         return torch.stack(
             [table[tuple(zip(*self.places(answer), strict=True))].sum() for answer in answers]
@@ -105,7 +105,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Answers:
-    """All answers of the student, their tokens one after the other: N tokens of S answers."""
+    """All S answers of the student, with N tokens in total."""
 
     student: Table
     teacher: Table
@@ -116,16 +116,16 @@ class Answers:
         return self.student.prefixes
 
     def encode_answers(self) -> list[Tokens]:
-        """The teacher's tokens of each answer, without its end."""
+        """Return the teacher's tokens of each answer, without its end."""
         return [self.encode("".join(answer)) for answer in self.all]
 
     def canonical(self) -> Tensor:
-        """Which answers the student's tokenizer writes, [S] bool."""
+        """Return which answers are the encoding by the student's tokenizer, [S] bool."""
         encode_student = greedy([token for token in self.student.vocabulary if token])
         return torch.tensor([encode_student("".join(answer)) == answer for answer in self.all])
 
     def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """The student's log-probs [N], and the number of each token's answer [N]."""
+        """Return the student's log-probs [N], and the number of each token's answer [N]."""
         table = self.student.logprobs()
         places = [self.student.places(answer) for answer in self.all]
         rows, columns = zip(
@@ -135,7 +135,7 @@ class Answers:
         return table[rows, columns], torch.arange(len(places)).repeat_interleave(lengths)
 
     def teacher_logprobs(self) -> list[Tensor]:
-        """The teacher's log-probs of its tokens of each answer, with its end."""
+        """Return the teacher's log-probs of its tokens of each answer, with its end."""
         table = self.teacher.logprobs().detach()
         return [
             table[tuple(zip(*self.teacher.places(tokens), strict=True))]
@@ -143,7 +143,7 @@ class Answers:
         ]
 
     def count_settled(self, prefix: str) -> int:
-        """sigma: the teacher's tokens that every continuation of a text begins with."""
+        """Return sigma: how many tokens of the teacher every continuation of a text begins with."""
         letters = [token for token in self.student.vocabulary if len(token) == 1]
         texts = [
             "".join(letters_of_text)
@@ -158,7 +158,7 @@ class Answers:
         )
 
     def shares_to_the_end(self) -> Tensor:
-        """log q of the tokens from sigma_i up to sigma_(i+1), [N]."""
+        """Return log q of the tokens from sigma_i up to sigma_(i+1), [N]."""
         shares = []
         for answer, q in zip(self.all, self.teacher_logprobs(), strict=True):
             bounds = [self.count_settled("".join(answer[:i])) for i in range(len(answer) + 1)]
@@ -167,7 +167,7 @@ class Answers:
         return torch.stack(shares)
 
     def chunks(self) -> tuple[Tensor, Tensor, list[int]]:
-        """The chunk of each token [N], log q of its chunk [N], and the tokens in it."""
+        """Return the chunk of each token [N], log q of the chunk [N], and its token count."""
         number, chunks, chunk_logprobs, chunk_sizes = -1, [], [], []
         for answer, tokens, q in zip(
             self.all, self.encode_answers(), self.teacher_logprobs(), strict=True
@@ -189,7 +189,7 @@ class Answers:
         return torch.tensor(chunks), torch.stack(chunk_logprobs), chunk_sizes
 
     def words(self) -> tuple[Tensor, Tensor]:
-        """The word of each token [N], and a share of its log q at its first token [N]."""
+        """Return the word of each token [N], and log q of words at their first tokens [N]."""
         number, words, shares = -1, [], []
         for answer, tokens, q in zip(
             self.all, self.encode_answers(), self.teacher_logprobs(), strict=True

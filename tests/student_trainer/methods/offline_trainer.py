@@ -1,4 +1,4 @@
-"""The trainer of an offline job, ready to learn, in the test's own process."""
+"""The trainer of an offline job in the test's process."""
 
 from __future__ import annotations
 

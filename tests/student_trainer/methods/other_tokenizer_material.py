@@ -1,4 +1,4 @@
-"""A student with another tokenizer than the teacher of a store: one token a character."""
+"""A student with another tokenizer than the teacher of a store: one token per character."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHT = 0.4
 
 @pytest.fixture(scope="module")
 def pair(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
-    """The teacher of `material`, and a student whose tokens are pairs of digits, often."""
+    """The teacher of `material`, and a student many of whose tokens are pairs of digits."""
     path = tmp_path_factory.mktemp("pair") / "student"
     numbers = "=".join(f"{number:02}" for number in range(100)) * 3
     words = make_tokenizer("bpe", [numbers], 330)
@@ -49,7 +49,7 @@ def job(pair: tiny.Material, store: Path, **changes: Any) -> OfflineJob:
 def first_row(
     log_q: torch.Tensor, log_p: torch.Tensor, token: int, words: PreTrainedTokenizerFast
 ) -> torch.Tensor:
-    """The control variate where an answer begins; there is no white space, so no other word."""
+    """Return the control variate of an answer's first token; without white space it is one word."""
     head = log_q.topk(4).indices
     if token not in head:
         return torch.zeros((), dtype=torch.float64)
@@ -64,7 +64,7 @@ def first_row(
 
 @dataclass(frozen=True)
 class FirstUpdate:
-    """Of a job: its mean metrics, its sequences, its gradients by name, and the model before it."""
+    """A job's first update: mean metrics, sequences, gradients by name, and the model before it."""
 
     means: Mapping[str, float]
     sequences: Sequence[TokenSequence]
@@ -82,7 +82,7 @@ class FirstUpdate:
         return cls(means, sequences, model, gradients)
 
     def assert_is_that_of(self, mean: torch.Tensor) -> None:
-        """`mean`: the loss a token, made with `model`."""
+        """Compare metrics and gradients with `mean`, the loss per token, computed with `model`."""
         mean.backward()
         assert self.means["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
         for name, parameter in self.model.named_parameters():

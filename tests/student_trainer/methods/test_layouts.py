@@ -1,4 +1,4 @@
-"""How sequences share lines, and when their rows arrive, changes nothing but rounding."""
+"""The layout of sequences, and the order in which rows arrive, change only rounding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = {
 
 
 def assert_shared(items: Sequence[PendingRows]) -> None:
-    """Several micro-batches, with sequences that share lines."""
+    """Check that there are several micro-batches, with sequences that share lines."""
     groups = micro_batches(items, MAX_TOKENS, "lines")
     lines = [
         place_sequences([len(item.sequence.token_ids) for item in group], "lines")
@@ -42,7 +42,7 @@ def assert_shared(items: Sequence[PendingRows]) -> None:
 
 
 def cut_to_lengths(pending: Sequence[PendingRows]) -> list[PendingRows]:
-    """The same sequences, cut to different lengths: a random student hardly ever ends."""
+    """Return the sequences cut to different lengths, as a random student hardly ever ends."""
     cut_items = []
     for number, item in enumerate(pending):
         length = 1 + number % len(item.sequence.completion)
@@ -106,13 +106,13 @@ def test_on_policy(material: tiny.Material, tmp_path: Path, draws: int) -> None:
     ids=["grpo", "gspo", "critic", "kl as reward", "k3", "privileged anchor"],
 )
 def test_rl(material: tiny.Material, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """The rows of the anchor, p_old and the critic's advantages are those of padded batches too."""
+    """Rows of the anchor, p_old and the critic's advantages equal those of padded batches."""
     config = tiny.rl_job(material, method__temperature=HOT, **LONG, **changes)
     steps: dict[Layout, list[Any]] = {}
     grads: dict[Layout, Any] = {}
     for layout in cast(list[Layout], ["padded", "lines"]):
         with trainer_of(tmp_path / layout, config) as trainer:
-            assert trainer._student.full.layout == "lines"  # what the probe found
+            assert trainer._student.full.layout == "lines"  # found by the probe
             trainer._student.full.layout = layout
             trainer._train_step(1)
             answers = cast(Any, trainer._steps).__self__._answers
@@ -166,7 +166,7 @@ class Ragged:
 def test_the_order_of_micro_batches_is_that_of_the_requests(
     material: tiny.Material, tmp_path: Path
 ) -> None:
-    """Rows that arrive in another order give the same bits; and the first forward pass does not
+    """Rows that arrive in another order give the same bits, and the first forward pass does not
     wait for the last rows.
     """
     config = tiny.job(material, **LONG)
@@ -192,7 +192,7 @@ def test_the_order_of_micro_batches_is_that_of_the_requests(
             late_rows[number].set_result(pending[number].rows.result())
 
     def answer_and_forward(*inputs: Any) -> Any:
-        """Only a forward pass of one group makes the rows of the next one arrive."""
+        """Deliver the rows of the next group when the forward pass of one group starts."""
         nonlocal count
         count += 1
         if count < len(places):
@@ -201,7 +201,7 @@ def test_the_order_of_micro_batches_is_that_of_the_requests(
 
     student.forward = answer_and_forward  # type: ignore[method-assign]
     answer(places[0])
-    with ThreadPoolExecutor(1) as pool:  # a wait for later rows would never end
+    with ThreadPoolExecutor(1) as pool:  # waiting for later rows would hang
         learn = pool.submit(trainer._learn, waiting_items)
         try:
             means, _ = learn.result(timeout=60)

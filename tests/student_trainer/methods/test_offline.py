@@ -1,4 +1,4 @@
-"""Learning from a store: what is read, in what order, and what its gradient is."""
+"""Learning from a store: sequences that are read, their order, and the gradient."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def learn_first_step(trainer: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """The first step's means and gradients."""
+    """Return means and gradients of the first step."""
     means, _ = trainer._learn(trainer._steps(1).updates[0])
     model = trainer._student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -45,7 +45,7 @@ def learn_first_step(trainer: Trainer) -> tuple[dict[str, float], dict[str, torc
 
 
 def expected_loss(model: Any, teacher: Any, text: Text, weight: float) -> torch.Tensor:
-    """Of each token, from the whole distribution: KL by its summands, cross-entropy added."""
+    """Return each token's loss from full distributions: a sum of KL terms, and cross-entropy."""
     ids, start = text
     logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double() / 1.3
     log_p, log_q = logits.log_softmax(1), logprobs_of(teacher, text, 1.3)
@@ -145,7 +145,7 @@ def test_order_is_a_pure_function_of_the_seed(store: Path) -> None:
     chosen = range(30)
     steps = steps_of(data, chosen)
     tokens_by_step = [tokens_of_step(steps, step) for step in range(1, 11)]
-    # As a resume would: in the middle of an epoch, with no state.
+    # A resume in the middle of an epoch, without state.
     resumed_steps = steps_of(LogitDataset(store), chosen)
     assert [tokens_of_step(resumed_steps, step) for step in (7, 8, 9)] == tokens_by_step[6:9]
     expected_epoch = sorted(tuple(TEXTS[index][0]) for index in chosen)
@@ -178,7 +178,7 @@ def test_held_out_is_never_learned(material: tiny.Material, store: Path) -> None
 def test_nor_is_a_copy_of_what_is_held_out(
     material: tiny.Material, tmp_path: Path, has_eval_path: bool
 ) -> None:
-    """Data that says a thing twice, or an eval_path that is the data itself."""
+    """Data with duplicates, or an eval_path that is the training data."""
     teacher = load_model(tiny.job(material, student__model=str(material.teacher)).student)
     texts = TEXTS[:20] * (1 if has_eval_path else 3)
     path = write_store(tmp_path / "rows", teacher, texts)
@@ -209,7 +209,7 @@ def test_a_store_that_is_deleted_stays_readable(store: Path, tmp_path: Path) -> 
 
 
 def test_a_damaged_sequence_is_named(store: Path, tmp_path: Path) -> None:
-    """The first step that has it raises, the ones before are as they were."""
+    """The first step with the damaged sequence raises; steps before it are unchanged."""
     store_copy = tmp_path / "copied"
     shutil.copytree(store, store_copy)
     data = LogitDataset(store_copy)
@@ -217,7 +217,7 @@ def test_a_damaged_sequence_is_named(store: Path, tmp_path: Path) -> None:
     order = steps._order
     victim = order.of_step(4, 6)[2]
     shard, _ = data._locate(victim)
-    # In the payload of its rows: the map shows what the file becomes.
+    # Change the payload of its rows; the memory map shows the change.
     content = bytearray((store_copy / shard.name).read_bytes())
     offset = content.index(bytes(data.entry(victim).rows[-40:]))
     with (store_copy / shard.name).open("r+b") as stream:

@@ -1,4 +1,4 @@
-"""PPO's ratio compares the student with itself, not with the log-probs of the sampler."""
+"""PPO's ratio compares the student with its own old log-probs, not with those of the sampler."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.student_trainer.methods.test_rl import HOT, trainer_of
 
 
 def use_sampler_logprobs(item: PendingRLSequence) -> PendingRLSequence:
-    """The item as it was before: the sampler's log-probs in place of the student's own."""
+    """Return the item with the sampler's log-probs in place of the student's old log-probs."""
     sequence = cast(Rollout, item.sequence)
     return replace(item, old_logprobs=sequence.token_logprobs)
 
 
 def add_rounding(item: PendingRLSequence) -> PendingRLSequence:
-    """The item as a sampler of other arithmetic writes it, whatever this processor's is.
+    """Return the item with the rounding errors of a sampler with other arithmetic.
 
     0.025 is the standard deviation between a bfloat16 sampler and trainer with equal weights.
     """
@@ -37,7 +37,7 @@ def add_rounding(item: PendingRLSequence) -> PendingRLSequence:
 
 
 def clipped_share(trainer: Trainer, items: Sequence[PendingRLSequence]) -> float:
-    """The share of tokens whose ratio is beyond one of the clips, whatever their advantage."""
+    """Return the share of tokens whose ratio is outside the clip range, for any advantage."""
     share = 0.0
     for advantage in (-1.0, 1.0):
         means, _ = trainer._learn(
@@ -52,7 +52,7 @@ def clipped_share(trainer: Trainer, items: Sequence[PendingRLSequence]) -> float
 def test_identical_weights_in_bfloat16_clip_nothing(
     updates: int, material: tiny.Material, tmp_path: Path
 ) -> None:
-    """GSPO with its published clips: every update is made with the weights that sampled."""
+    """GSPO with its published clips; in every update the weights are those that sampled."""
     torch.manual_seed(0)
     words = tiny.tokenizer()
     deep = make_model(len(words), words, 4, 64)
@@ -86,6 +86,6 @@ def test_the_log_probs_are_those_before_the_step(material: tiny.Material, tmp_pa
             old_logprobs = cast(PendingRLSequence, item).old_logprobs
             assert old_logprobs is not None
             assert old_logprobs.dtype == torch.float32
-            # In float32 the sampler agrees.
+            # In float32 the sampler has equal log-probs.
             sampler_logprobs = cast(Rollout, item.sequence).token_logprobs
             assert (old_logprobs - sampler_logprobs).abs().max() < 1e-5

@@ -1,4 +1,4 @@
-"""The trainer's own step: its gradient is that of the mean over all tokens, however it is cut."""
+"""A step of the trainer: the gradient is that of the mean over all tokens, in any micro-batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VOCABULARY = len(tiny.ALPHABET) + 1
 def make_trainer(
     material: tiny.Material, run: RunDirectory, *, top_k: int = 4, log: bool = False
 ) -> tuple[Trainer, Student, ModelTeacher]:
-    """All of the real parts but the network."""
+    """Return a trainer with all real parts except the network."""
     config = run.config()
     words = load_tokenizer(config.student)
     model = load_model(config.student)
@@ -98,7 +98,7 @@ def new_run(material: tiny.Material, path: Path, **changes: int) -> RunDirectory
 
 @pytest.mark.parametrize("tokens", [1, 48, 100])
 def test_micro_batches_change_nothing(material: tiny.Material, tmp_path: Path, tokens: int) -> None:
-    """8 rollouts at once, one by one, and in between."""
+    """8 rollouts in one micro-batch, in one each, and in between."""
     results = []
     for number, size in enumerate((100_000, tokens)):
         run = new_run(material, tmp_path / str(number), train__tokens_per_micro_batch=size)
@@ -115,7 +115,7 @@ def test_micro_batches_change_nothing(material: tiny.Material, tmp_path: Path, t
 
 
 def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: Path) -> None:
-    """k = |V|: the whole pipeline against the KL of two plain forward passes, token by token."""
+    """With k = |V|, the pipeline equals the KL of two plain forward passes, token by token."""
     trainer, student, teacher = make_trainer(
         material, new_run(material, tmp_path / "run"), top_k=VOCABULARY
     )
@@ -143,7 +143,7 @@ def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: 
 def test_a_gradient_that_is_no_number_changes_nothing(
     material: tiny.Material, tmp_path: Path, bad: float
 ) -> None:
-    """Two updates in a row may be skipped, a third may not; a good one starts the count again."""
+    """Two updates in a row may be skipped, a third raises; a finite gradient resets the count."""
     run = new_run(material, tmp_path / "run", train__max_skipped_updates=2)
     trainer, student, _ = make_trainer(material, run)
     pending = trainer._steps(1).updates[0]
@@ -177,7 +177,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(
 
 
 def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path) -> None:
-    """A whole run, in this process: every name that is written is explained, and the other way."""
+    """In a run in this process, the written names are exactly the documented ones."""
     from student_trainer.run import metrics
     from tests.end_to_end.processes import metrics_of
 
@@ -199,7 +199,7 @@ def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path)
 def test_weights_multiply_the_loss_of_their_sequences(
     material: tiny.Material, tmp_path: Path
 ) -> None:
-    """Over the number of tokens, not the sum of weights; metrics count every token once."""
+    """The sum is divided by the number of tokens, not of weights; metrics count tokens once."""
     run = RunDirectory.create(tmp_path / "run", tiny.job(material))
     trainer, student, _ = make_trainer(material, run)
     pending = trainer._steps(1).updates[0]

@@ -1,4 +1,4 @@
-"""Learning from a store whose teacher has another tokenizer: one token a character."""
+"""Learning from a store whose teacher has another tokenizer, one token per character."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refuse_job(tmp_path: Path, config: OfflineJob) -> DistillError:
 def expected_losses(
     model: Any, teacher: Any, words: PreTrainedTokenizerFast, text: Text, match: str
 ) -> tuple[torch.Tensor, int]:
-    """Of an answer, and its tokens. A teacher's token is a character: chunks are student tokens."""
+    """Return an answer's loss and token count. As the teacher has characters, chunks are tokens."""
     ids, start = text
     characters = tiny.tokenizer()
     prompt, answer = (characters.decode(part) for part in (ids[:start], ids[start:-1]))

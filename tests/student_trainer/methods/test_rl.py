@@ -1,4 +1,4 @@
-"""Learning from rewards, through the whole trainer: what its gradient is, and of which tokens."""
+"""Learning from rewards in the whole trainer: the gradient, and the tokens in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import completion_logprobs
 
 VOCABULARY = len(tiny.ALPHABET) + 1
-HOT = 3.0  # a random student has one favourite token; rewards need answers that differ
+HOT = 3.0  # a random student prefers one token, and rewards need different answers
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def trainer_of(path: Path, config: RLJob) -> Iterator[Trainer]:
 
 
 class ForeignTokens:
-    """Rollouts of which an environment wrote every third token, as far as anyone can tell."""
+    """Rollouts that mark every third token as written by an environment."""
 
     in_process = True
 
@@ -86,12 +86,12 @@ def assert_near(
 def run_plain_passes(
     trainer: Trainer, items: Sequence[PendingRows]
 ) -> Iterator[tuple[PendingRLSequence, Tensor, Tensor, Tensor]]:
-    """(item, log p [T, V], log q [T, V] of the anchor, log p/mu [T]) of each, in float64."""
+    """Yield (item, log p [T, V], log q [T, V] of the anchor, log p/mu [T]) in float64."""
     model = trainer._student.trained.model
     assert trainer._anchor is not None
     pending = [cast(PendingRLSequence, item) for item in items]
     rollouts = [cast(Rollout, item.sequence) for item in pending]
-    # All at once: the anchor takes the student's place, which no graph may outlive.
+    # All items first: in_student_place() swaps weights, which an autograd graph must not span.
     with trainer._anchor.in_student_place():
         anchor_logprobs = [completion_logprobs(model, rollout, HOT) for rollout in rollouts]
     for item, rollout, log_q in zip(pending, rollouts, anchor_logprobs, strict=True):
@@ -104,7 +104,7 @@ def run_plain_passes(
 def expected_gradient(
     trainer: Trainer, items: Sequence[PendingRows], beta: float, by_sequence: bool
 ) -> dict[str, Tensor]:
-    """Of GRPO's loss and the exact KL, written down once more, for the tokens that count."""
+    """Return the gradient of GRPO's loss and the exact KL, from an independent implementation."""
     losses = []
     for item, log_p, log_q, log_ratio in run_plain_passes(trainer, items):
         rollout = cast(Rollout, item.sequence)
@@ -136,8 +136,8 @@ def expected_gradient(
 def test_the_gradient_is_that_of_the_formula(
     material: tiny.Material, tmp_path: Path, foreign: bool, changes: dict[str, Any]
 ) -> None:
-    """k = |V|, in the second update of a step: the policy is no longer the one that sampled, and
-    the anchor is another one than the student. Foreign tokens have no part in it.
+    """With k = |V|, in the second update of a step: the policy differs from the sampling policy and
+    from the anchor. Foreign tokens have no gradient.
     """
     config = tiny.rl_job(
         material,
@@ -160,13 +160,13 @@ def test_the_gradient_is_that_of_the_formula(
         assert_near(gradients, expected, 2e-3)
         assert means["tokens"] == sum(item.sequence.learned for item in second)
         assert any(cast(PendingRLSequence, item).advantage for item in second)
-        # Not trivially so: some tokens are beyond their clip, and the anchor is not the student.
+        # The test is not trivial: some tokens are clipped, and the anchor is not the student.
         assert by_sequence or 0 < means["ratio/clipped"] < 1
         assert means["kl/anchor"] > 1e-3
 
 
 def test_updates_take_the_steps_prompts_in_turn(material: tiny.Material, tmp_path: Path) -> None:
-    """As PPO: the rollouts of a step are written once, by the policy before its first update."""
+    """As in PPO, the policy before the first update of a step samples all its rollouts."""
     ids_by_run = []
     for updates in (1, 2):
         config = tiny.rl_job(material, method__updates_per_step=updates, method__temperature=HOT)
@@ -190,7 +190,7 @@ def prompts_of(step: Any) -> int:
 
 
 def test_truncated_answers_can_be_left_out(material: tiny.Material, tmp_path: Path) -> None:
-    """The gradient is that of the other answers alone; of none, it is exactly zero."""
+    """The gradient is that of the other answers; without any, it is exactly zero."""
     config = tiny.rl_job(
         material, method__mask_truncated=True, method__temperature=HOT, method__updates_per_step=1
     )
@@ -198,7 +198,7 @@ def test_truncated_answers_can_be_left_out(material: tiny.Material, tmp_path: Pa
         (pending,) = trainer._steps(1).updates
         items = [cast(PendingRLSequence, item) for item in pending]
         assert all(item.is_included != cast(Rollout, item.sequence).truncated for item in items)
-        # A random student hardly ever ends by itself: let some have done so.
+        # A random student hardly ever ends: mark some answers as ended.
         ended_items = [
             replace(item, is_included=True, weight=float(item.sequence.learned)) for item in items
         ]
@@ -213,7 +213,7 @@ def test_truncated_answers_can_be_left_out(material: tiny.Material, tmp_path: Pa
 
 
 def test_a_pull_that_is_a_reward(material: tiny.Material, tmp_path: Path) -> None:
-    """kl_in = "reward": the sampled KL is weighed like a reward, against the KL of the row."""
+    """kl_in = "reward": the sampled KL is an advantage, with the KL of the row as its baseline."""
     config = tiny.rl_job(
         material,
         method__kl_in="reward",
@@ -238,7 +238,7 @@ def test_a_pull_that_is_a_reward(material: tiny.Material, tmp_path: Path) -> Non
 
 
 def test_a_pull_that_is_a_reward_is_clipped_as_one(material: tiny.Material, tmp_path: Path) -> None:
-    """Nobody else rewards, and yet ratios meet their clips."""
+    """Ratios are clipped without any other reward."""
     config = tiny.rl_job(
         material,
         reward=None,

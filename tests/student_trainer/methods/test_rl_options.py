@@ -30,7 +30,7 @@ from tests.student_trainer.methods.test_rl import (
 
 
 def texts_of(step: Step) -> list[list[list[int]]]:
-    """The token ids of each update."""
+    """Return the token ids of each update."""
     return [[item.sequence.token_ids.tolist() for item in update] for update in step.updates]
 
 
@@ -47,7 +47,7 @@ PAIRS: dict[str, Any] = {
 
 
 def groups_of(trainer: Trainer, step: int) -> list[tuple[list[list[int]], bool]]:
-    """(token ids of the answers, whether one of them is better) of each group of a step."""
+    """Return (token ids of the answers, whether rewards differ) of each group of a step."""
     (update, *later_updates) = trainer._steps(step).updates
     items = [cast(PendingRLSequence, item) for part in (update, *later_updates) for item in part]
     groups = []
@@ -59,7 +59,7 @@ def groups_of(trainer: Trainer, step: int) -> list[tuple[list[list[int]], bool]]
 
 
 def test_rounds_replace_groups_with_equal_rewards(material: tiny.Material, tmp_path: Path) -> None:
-    """Against the definition, from the groups of a job without them; and of any step alone."""
+    """Compared with the definition, from groups of a job without rounds; steps are independent."""
     with trainer_of(tmp_path / "plain", tiny.rl_job(material, **PAIRS)) as trainer:
         groups_by_step = {step: groups_of(trainer, step) for step in range(1, 4 * ROUNDS + 1)}
     expected, counts = {}, {}
@@ -72,7 +72,7 @@ def test_rounds_replace_groups_with_equal_rewards(material: tiny.Material, tmp_p
             for ids, differs in groups_by_step[(step - 1) * ROUNDS + rounds]:
                 (unequal_groups if differs else equal_groups).append(ids)
         chosen = (unequal_groups + equal_groups)[:PROMPTS]
-        # Dealt to the two updates in turn: each has its part of the good groups.
+        # Groups alternate between the two updates, so each has a share of the unequal groups.
         expected[step] = [[ids for group in chosen[n::2] for ids in group] for n in range(2)]
         counts[step] = (rounds, PROMPTS * (rounds - 1))
     assert {rounds for rounds, _ in counts.values()} > {2}, "it depends on the step"
@@ -92,7 +92,7 @@ def test_rounds_replace_groups_with_equal_rewards(material: tiny.Material, tmp_p
 
 
 def test_rounds_that_find_nothing_end(material: tiny.Material, tmp_path: Path) -> None:
-    """No answer is good: the step has the groups of its first round."""
+    """If no answer is rewarded, the step has the groups of its first round."""
     config = tiny.rl_job(
         material,
         **{**PAIRS, "reward": {"type": "regex", "pattern": "x"}},
@@ -115,7 +115,7 @@ def test_rounds_that_find_nothing_end(material: tiny.Material, tmp_path: Path) -
 def test_the_second_epoch_has_the_gradient_of_the_formula(
     material: tiny.Material, tmp_path: Path
 ) -> None:
-    """The same rollouts once more, against p_old, with the weights after the first epoch."""
+    """The second epoch has the same rollouts and p_old, and the weights after the first epoch."""
     config = tiny.rl_job(
         material,
         method__top_k=VOCABULARY,
@@ -196,7 +196,7 @@ def test_adam_has_the_betas_of_the_job(material: tiny.Material, tmp_path: Path) 
 
 
 def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_path: Path) -> None:
-    """eval/reward and its standard error over prompts, from a sampler and numbers of our own."""
+    """eval/reward and its standard error over prompts, compared with samples of the test."""
     samples, temperature = 3, 2.0
     config: RLJob = tiny.rl_job(
         material,

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: which tokens are learned, and that the loss is their cross-entropy."""
+"""Supervised fine-tuning: the learned tokens, and their cross-entropy as the loss."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trainer_of(path: Path, config: SFTJob) -> Iterator[Trainer]:
 
 
 def learn_step(trainer: Trainer, step: int = 1) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """The means and gradients of a step."""
+    """Return means and gradients of a step."""
     means, _ = trainer._learn(trainer._steps(step).updates[0])
     model = trainer._student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -68,7 +68,7 @@ def learn_step(trainer: Trainer, step: int = 1) -> tuple[dict[str, float], dict[
 
 
 def segments(words: Any, record: Mapping[str, Any]) -> list[tuple[list[int], bool]]:
-    """The pieces of a sequence in plain words of this test, and whether they are learned."""
+    """Return pieces of a sequence, made without a chat template, and whether they are learned."""
 
     def ids(text: str) -> list[int]:
         return [words.convert_tokens_to_ids(character) for character in text]
@@ -88,9 +88,9 @@ def segments(words: Any, record: Mapping[str, Any]) -> list[tuple[list[int], boo
 def reference_losses(
     config: SFTJob, texts: Sequence[str], *, all_answers: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Cross-entropies [N] and weights [N] of learned tokens, by transformers in float64.
+    """Return cross-entropies [N] and weights [N] of learned tokens, by transformers in float64.
 
-    `texts`: the sequences to look up among the records, decoded; one forward pass for each.
+    `texts`: decoded sequences, which are looked up among the records; one forward pass for each.
     """
     words = AutoTokenizer.from_pretrained(config.student.model)
     model = AutoModelForCausalLM.from_pretrained(config.student.model, dtype=torch.float64)
@@ -198,7 +198,7 @@ def test_the_names_of_metrics(chats: tiny.Material, tmp_path: Path) -> None:
 def test_what_is_left_out_is_counted(
     material: tiny.Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Long sequences and empty answers: not cut, not learned as an end alone."""
+    """Long sequences are not cut, and empty answers are not learned as an end token."""
     words = tiny.tokenizer()
     records = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
     records += [{"prompt": "1+1=", "answer": ""}, {"prompt": "1+1=", "answer": "2" * 21}]
@@ -256,7 +256,7 @@ def test_all_answers_need_marks(chats: tiny.Material) -> None:
 def test_a_conversation_that_starts_with_the_answer(
     material: tiny.Material, tmp_path: Path
 ) -> None:
-    """The row is refused before training, though only the last step of an epoch would need it."""
+    """The row is refused before training, though only the last step of an epoch has it."""
     words = tiny.tokenizer(CHARACTERS)
     talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path, eval_path = tmp_path / "data.jsonl", tmp_path / "aside.jsonl"

@@ -1,4 +1,4 @@
-"""Learning from packed plain text of a teacher with another tokenizer: one token a character."""
+"""Learning from packed plain text of a teacher with another tokenizer, one token per character."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE = 20
 
 
 def pieces() -> list[Text]:
-    """The documents one after the other, cut after every 20 tokens, as a capture does."""
+    """Return the concatenated documents, cut after every 20 tokens, as a capture does."""
     ids = [token for text, _ in sums(60) for token in text]
     return [(ids[i : i + SIZE], 1) for i in range(0, len(ids) - SIZE + 1, SIZE)]
 
@@ -43,7 +43,7 @@ def store(material: tiny.Material, teacher: Any, tmp_path_factory: pytest.TempPa
 
 
 def encode_piece(ids: list[int], words: PreTrainedTokenizerFast) -> list[int]:
-    """The student's tokens of a piece: of each document, with its end."""
+    """Return the student's tokens of a piece: those of each document and its end."""
     texts = tiny.tokenizer().decode(ids).split("<|end|>")
     documents = [words(text)["input_ids"] if text else [] for text in texts]
     return [token for document in documents for token in [*document, words.eos_token_id]][:-1]
@@ -52,7 +52,7 @@ def encode_piece(ids: list[int], words: PreTrainedTokenizerFast) -> list[int]:
 def expected_losses(
     model: Any, teacher: Any, words: PreTrainedTokenizerFast, ids: list[int], match: str
 ) -> tuple[torch.Tensor, int]:
-    """Of a piece, and its learned tokens: all but the first, and the last two of what is open.
+    """Return a piece's loss and learned tokens: all but the first, and the last two if open.
 
     A token of the teacher is a character, so a chunk is a token of the student. The row of the
     teacher's first token is not stored, so the student's first is not learned.

@@ -1,4 +1,4 @@
-"""One of several processes that load a student and take their shares; the first prints the peak."""
+"""One of several processes that load a student and take their shards; the first prints the peak."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save_student(path: Path, width: int, dtype: torch.dtype) -> int:
 
 
 class Peak(threading.Thread):
-    """The most anonymous memory of this process, sampled every 2 ms."""
+    """Peak anonymous memory of this process, sampled every 2 ms."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -55,7 +55,7 @@ def load(path: str, accelerator: Accelerator) -> Replicated | Sharded:
 
 def main(small: str, large: str) -> None:
     accelerator = Accelerator(cpu=True)
-    load(small, accelerator)  # what libraries need in any case
+    load(small, accelerator)  # memory of the libraries
     bytes_before, peak = anonymous_bytes(), Peak()
     student = load(large, accelerator)
     peak.stop_requested.set()

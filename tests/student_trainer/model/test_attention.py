@@ -1,4 +1,4 @@
-"""Which attention a student gets, and what variable-length flash attention is given to read."""
+"""The choice of a student's attention, and the inputs of variable-length flash attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.student_trainer.data.test_packing import losses_and_gradients, random
 def plain_flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> Tensor:
-    """The published interface of flash-attn, [B, T, heads, size], by its definition."""
+    """Attention by its definition, with flash-attn's interface, [B, T, heads, size]."""
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     scores = torch.einsum("bthd,bshd->bhts", q, k) * (softmax_scale or q.shape[-1] ** -0.5)
@@ -47,7 +47,7 @@ def plain_flash_varlen(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """[T, heads, size]: each sequence for itself."""
+    """Attention of each sequence separately, [T, heads, size]."""
     assert torch.equal(cu_seqlens_q, cu_seqlens_k)
     ends = cu_seqlens_q.tolist()
     parts = [
@@ -59,7 +59,7 @@ def plain_flash_varlen(
 
 @pytest.fixture
 def install_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own path to flash-attn, with the kernels written out for a CPU."""
+    """Make transformers call plain CPU functions in place of flash-attn's kernels."""
     process = flash_attention._lazy_define_process_function(plain_flash_varlen)
     name = "flash_attention_2"
     for attribute, value in {
@@ -163,7 +163,7 @@ def test_auto_takes_what_is_installed(
     implementation: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Never a kernel of the hub, nor flash attention in float32."""
+    """Neither a kernel of the hub, nor flash attention in float32."""
     monkeypatch.setattr(attention, "_installed_flash", lambda: installed)
     model = SimpleNamespace(
         device=torch.device(device), _compatible_flash_implementations=compatible

@@ -1,4 +1,4 @@
-"""Compiled layers compute what eager ones do, and new lengths compile nothing again."""
+"""Compiled layers equal eager ones, and new lengths cause no recompilation."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from tests.student_trainer import tiny
 from tests.student_trainer.methods.test_sft import learn_step, trainer_of
 from tests.student_trainer.saving import LIMIT
 
-# PyTorch hides this warning of its own where warnings are no errors.
+# PyTorch suppresses this warning itself, unless warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-# Of each batch: several lines and one line, with and without padding.
+# Lengths of each batch: several lines and one line, with and without padding.
 LENGTHS = ([5, 9], [8, 8], [6], [4, 3, 20])
 MORE = ([7, 3, 4], [12, 11, 10], [9, 9, 9], [8], [20, 3], [3, 6, 5, 2, 7], [30])
-# Dynamo and autograd as with the C++ compiler, which takes minutes for a layer on a slow machine.
+# Dynamo and autograd without the C++ compiler, which takes minutes per layer on a slow machine.
 FAST = "aot_eager"
 
 
 @pytest.fixture(autouse=True)
 def _reset_compiler() -> Iterator[None]:
-    """The compiler keeps what it has compiled, for all models of a class."""
+    """Reset the compiler, whose cache is shared by all models of a class."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -51,7 +51,7 @@ def _reset_compiler() -> Iterator[None]:
 
 
 def use_backend(backend: str, patch: Callable[..., None]) -> None:
-    """Let torch.compile have another default backend."""
+    """Change the default backend of torch.compile."""
     original = torch.compile
     patch(torch, "compile", lambda *of, **options: original(*of, backend=backend, **options))
 
@@ -69,7 +69,7 @@ def batch(lengths: Sequence[int], layout: Layout) -> Batch:
 def learn(student: Any, layout: Layout, model: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of all batches, and the sums of their gradients.
 
-    MORE compiles nothing again.
+    The lengths of MORE cause no recompilation.
     """
     losses, graphs = [], 0
     for lengths in (*LENGTHS, *MORE):
@@ -102,7 +102,7 @@ def learn_with_layers(
 
 
 def gpt2() -> Any:
-    """In float64 everywhere, unlike the norms of newer models."""
+    """A model in float64 everywhere, unlike newer models, whose norms use float32."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 13, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -161,7 +161,7 @@ def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def learn_in_group(sharding: str, bf16: bool, out: Path) -> None:
-    """Learn eager and compiled, in each process; score without a gradient between."""
+    """Learn with eager and compiled layers in each process; score without a gradient between."""
     use_backend(FAST, setattr)
     results = []
     for compiled in (False, True):

@@ -1,4 +1,4 @@
-"""A mixture of experts whose experts are shared out over processes learns as in one process."""
+"""A mixture of experts sharded over processes learns as in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from student_trainer.parallel.shards import full_tensor, local
 from tests.forks import Forks
 from tests.student_trainer.teachers.anchors import rollouts, spread_student
 
-EXPERTS, WORLD = 5, 2  # no even number of experts
+EXPERTS, WORLD = 5, 2  # experts that the processes cannot share evenly
 
 
 def make_experts() -> Qwen3MoeForCausalLM:
@@ -36,7 +36,7 @@ def make_experts() -> Qwen3MoeForCausalLM:
 
 
 def learn_updates(out: Path, sharding: str, bf16: bool) -> None:
-    """Two updates on six answers, in two micro-batches; saves the weights and the shares' sizes."""
+    """Make two updates on six answers in two micro-batches; save weights and shard shapes."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     student = spread_student(make_experts(), sharding, bf16=bf16)
     optimizer = torch.optim.SGD(student.trained.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Heads that scale and cap: found by the probe, and fused like a plain one."""
+"""Heads that scale and cap logits: found by the probe, and computed by the fused operator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LATENT = {
 
 
 def family(name: str, **values: Any) -> Callable[[], Any]:
-    """A tiny model whose embeddings are large enough for a cap to bend its logits."""
+    """Return a constructor of a tiny model with logits large enough for a cap to change them."""
 
     def make_family() -> Any:
         torch.manual_seed(5)
@@ -70,14 +70,14 @@ def test_the_probe_finds_the_head(name: str) -> None:
     logit_map = find_logit_map(make())
     assert logit_map is not None
     assert logit_map.cap == expected.cap
-    if name != "minicpm3":  # which scales its states instead, by a number of its sizes
+    if name != "minicpm3":  # which scales its states by a factor of its sizes instead
         assert logit_map.scale == pytest.approx(expected.scale, rel=1e-6)
 
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_fused_path_is_the_plain_one(name: str, dtype: torch.dtype) -> None:
-    """Against the model's own logits: in float64 the two are one, in float32 to its digits."""
+    """Compared with the model's logits: equal up to the rounding of the dtype."""
     model = HEADS[name][0]()
     batch = batch_of(model)
     student = Student(model.to(dtype))
@@ -90,7 +90,7 @@ def test_the_fused_path_is_the_plain_one(name: str, dtype: torch.dtype) -> None:
     assert abs(float((fused_result.loss_sum - plain_result.loss_sum).detach())) < tolerance * size
     assert fused_grads.keys() == plain_grads.keys()
     for key, grad in fused_grads.items():
-        # Of two float32 gradients through the layers, each has the rounding of its own.
+        # Both float32 gradients through the layers have rounding errors.
         bound = 10 * tolerance * max(float(plain_grads[key].norm()), 1e-3)
         assert float((grad - plain_grads[key]).norm()) < bound, key
 
@@ -98,7 +98,7 @@ def test_the_fused_path_is_the_plain_one(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_padding_is_left_out(name: str, fused: bool) -> None:
-    """Of 16 ids, the last 3 are padding: rows and gradients are those of a model without them."""
+    """The last 3 of 16 ids are padding: rows and gradients equal those of a model without them."""
     torch.manual_seed(0)
     narrow = HEADS[name][0]()
     batch = batch_of(narrow)
@@ -142,7 +142,7 @@ def test_a_head_that_fits_neither_takes_the_plain_path(monkeypatch: pytest.Monke
 
 
 class _ScaledHead(torch.nn.Linear):
-    """A head with a learned factor for each id, all 1 at first."""
+    """A head with a trained factor for each id, initially 1."""
 
     def __init__(self, like: torch.nn.Linear) -> None:
         super().__init__(like.in_features, like.out_features, bias=False)

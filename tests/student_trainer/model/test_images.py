@@ -1,4 +1,4 @@
-"""Students that see: sampling, rows and gradients against plain passes of transformers."""
+"""Students with images: sampling, rows and gradients, compared with passes of transformers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def short_ids(rollout: Rollout) -> tuple[list[int], list[bytes]]:
 
 
 def expected_logprobs(kind: str, rollout: Rollout) -> torch.Tensor:
-    """By a plain pass, of the completion: [learned, V]."""
+    """Return log-probs of the completion from a plain pass, [learned, V]."""
     logits = tiny_vision.plain_logits(tiny_vision.model(kind), *short_ids(rollout))
     return logits.log_softmax(-1)[-1 - rollout.learned : -1]
 
@@ -117,7 +117,7 @@ def test_the_sampler_sees_the_images(
 
 
 def test_no_placeholder_is_sampled(student: Student, reader: ImageReader, tmp_path: Path) -> None:
-    """Not even where nearly nothing else is likely; the records are of the policy with it."""
+    """Even where it has nearly all probability; the records are those of the unmasked policy."""
     with torch.no_grad():
         student.model.lm_head.weight[PLACEHOLDER] += 5 * student.model.lm_head.weight.abs().max()
     prompts = prompts_in(tmp_path, RECORDS, reader)
@@ -141,7 +141,7 @@ def test_rows_are_those_of_a_plain_pass(
 def test_the_gradient_is_that_of_a_plain_pass(
     student: Student, reader: ImageReader, kind: str, tmp_path: Path
 ) -> None:
-    """Of all weights, those that see among them."""
+    """For all weights, including those of the vision encoder."""
     rollouts = sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader))
 
     def loss(rows: Rows, _: slice) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_the_gradient_is_that_of_a_plain_pass(
 def test_a_batch_without_images_has_a_gradient_for_every_weight(
     student: Student, reader: ImageReader, tmp_path: Path
 ) -> None:
-    """Of zero, where there is nothing to see: DDP waits for all of them."""
+    """Weights of the vision encoder have a zero gradient, as DDP waits for all gradients."""
     rollouts_without_images = [
         rollout
         for rollout in sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader))
@@ -253,7 +253,7 @@ def test_a_file_that_changes_is_noticed(reader: ImageReader, tmp_path: Path) -> 
 
 
 def test_parquet_may_hold_the_images(reader: ImageReader, tmp_path: Path) -> None:
-    """As data sets of the hub have them; a reward gets the other columns."""
+    """As in data sets of the hub; a reward gets the other columns."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -277,7 +277,7 @@ def test_parquet_may_hold_the_images(reader: ImageReader, tmp_path: Path) -> Non
 def test_without_pillow(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job is refused in one sentence; a teacher serves text."""
+    """A job is refused in one sentence, and a teacher still serves text."""
     import sys
 
     from teacher_service.engines.hf import HfEngine
@@ -329,7 +329,7 @@ def test_adapters_beside_frozen_weights_in_bfloat16(path: Path, reader: ImageRea
 
 
 def test_adapters_see(path: Path, reader: ImageReader, kind: str, tmp_path: Path) -> None:
-    """At first they change nothing; each of them has a gradient."""
+    """New adapters change nothing, and each has a gradient."""
     config = StudentConfig.model_validate({"model": str(path), "lora": {"rank": 2}})
     student = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
     rollouts = sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader))

@@ -1,4 +1,4 @@
-"""Which linear modules a process gathers as one: those that every forward pass calls."""
+"""Linear modules that a process gathers as one: those called in every forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.student_trainer import tiny
 
 
 class Mixer(nn.Module):
-    """As hybrid models do: one weight is read without a call, and experts see some tokens only."""
+    """As in hybrid models, one weight is read without a call, and experts get only some tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Adapters: what learns, what is kept, and that all that comes out of them is the same model."""
+"""Adapters: trained weights, checkpoints, and exports of the same model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def load_adapted(student: StudentConfig) -> Any:
-    """As after some training; without any, B is zero."""
+    """Return a student with random adapters, as after training; initially B is zero."""
     return randomize_adapters(load_model(student))
 
 
@@ -118,7 +118,7 @@ def test_a_capped_head_is_fused_too() -> None:
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 def test_a_mixture_of_experts_is_refused_before_it_learns() -> None:
-    """Its export would fail when all is done."""
+    """Its export would fail at the end of training."""
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=13,
@@ -169,7 +169,7 @@ def test_bfloat16_keeps_what_learns_in_float32(base: Path) -> None:
         )
 
 
-# peft asks transformers for a name that it left behind.
+# peft reads a deprecated name of transformers.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head", HEADS)

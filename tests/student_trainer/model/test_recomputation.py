@@ -1,4 +1,4 @@
-"""Every policy of recomputation gives the gradients of none, and recomputes what it says."""
+"""Recomputation policies keep the gradients, and recompute the documented layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = 4
 
 
 def run_backward(policy: Any, *, bf16: bool = False) -> tuple[dict[str, Tensor], int, list[int]]:
-    """Gradients, floating-point operations of the backward pass, and calls of each layer's norm."""
+    """Return gradients, FLOPs of the backward pass, and calls of each layer's norm."""
     model = tiny.model(layers=LAYERS)
     recompute_activations(model, policy)
     calls = [0] * LAYERS

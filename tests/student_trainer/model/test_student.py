@@ -1,4 +1,4 @@
-"""Student: two paths to the same loss, and models that are not taken."""
+"""Student: the fused and the plain path to the same loss, and models that are refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def gradients_of(student: Student, batch: Batch) -> tuple[FusedLoss, dict[str, T
 
 
 def exact_rows(model: Any, batch: Batch) -> Rows:
-    """By the definition of a row, in float64."""
+    """Return rows by their definition, in float64."""
     logits = batch.select(model(input_ids=batch.input_ids).logits.detach()).double()
     logprobs = (logits / METHOD.temperature).log_softmax(1)
     outside = logprobs.exp().scatter(1, batch.head_ids, 0.0).sum(1).log()
@@ -111,7 +111,7 @@ def test_the_fused_path_is_the_plain_one(make: Any) -> None:
     fused, fused_grads = gradients_of(student, batch)
     student._logit_map = None
     plain, plain_grads = gradients_of(student, batch)
-    # A token's loss has either sign: the sum is small, the terms are not.
+    # Losses of tokens have either sign: the sum is small, the terms are not.
     size = float(plain.metrics["loss"].abs().sum())
     assert abs(float((fused.loss_sum - plain.loss_sum).detach())) < 1e-6 * size
     assert fused_grads.keys() == plain_grads.keys()
@@ -122,7 +122,7 @@ def test_the_fused_path_is_the_plain_one(make: Any) -> None:
 
 
 def test_the_paths_are_one_in_bfloat16_too() -> None:
-    """The head's product as well is made in it, though the states come out of the norm wider."""
+    """The head's product is in bfloat16, too, though the norm returns float32 states."""
     model = tiny.model(seed=4)
     batch = batch_of(model)
     student = Student(model, bf16=True)
@@ -139,7 +139,7 @@ def test_a_capped_head_is_not_taken_for_a_linear_one() -> None:
     out, grads = gradients_of(Student(model), batch)
     assert_rows(out.rows, exact_rows(model, batch))
     assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
-    # The uncapped rows would be far away: the test would notice.
+    # Uncapped rows differ enough for the test to fail.
     model.config.final_logit_softcapping = None
     assert find_logit_map(model) == LogitMap()
     with pytest.raises(AssertionError):
@@ -147,7 +147,7 @@ def test_a_capped_head_is_not_taken_for_a_linear_one() -> None:
 
 
 def test_masked_positions_get_no_gradient() -> None:
-    """Prompts and padding: nothing of the loss comes out of their positions."""
+    """States at positions of prompts and padding have a zero gradient."""
     model = tiny.model(seed=4, spread=0.2)
     batch = batch_of(model)
     for fused in (True, False):

@@ -1,4 +1,4 @@
-"""Tokens that another policy sampled: sums over every token in float64, in place of statistics."""
+"""Losses on tokens of another policy, by exact sums over every token in float64."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EVERYTHING = slice(0, VOCAB)
 
 
 def batch_of(case: Case, **of_rl: Any) -> Any:
-    """One row for every token that mu may have sampled."""
+    """Return a batch with one row for every token that mu can sample."""
     nothing, tokens = torch.zeros(VOCAB, dtype=torch.long), torch.arange(VOCAB)
     kind = RLBatch if of_rl else Batch
     return kind(
@@ -74,7 +74,7 @@ def rl_batch(case: Case, advantages: Tensor, old_logprobs: Tensor | None = None)
 
 
 def as_if_on_policy(batch: Any, rows: Rows) -> Any:
-    """The same batch for a loss that ignores who sampled it: every weight is 1."""
+    """Return the batch with the student as its sampler, so that every importance weight is 1."""
     return replace(batch, sampling_logprobs=rows.token_logprobs.detach())
 
 
@@ -84,7 +84,7 @@ def exact_gradient(case: Case, direction: Direction) -> tuple[Tensor, Tensor]:
 
 
 def bias(values: Tensor, case: Case, expected: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """|E_mu[value] - wanted| and the largest |E_mu[gradient] - wanted|."""
+    """Return |E_mu[value] - expected| and the largest |E_mu[gradient] - expected|."""
     value, gradient = expectation(values, case.behaviour.softmax(0), case.student)
     return float(abs(value - expected[0])), float((gradient - expected[1]).abs().max())
 
@@ -103,7 +103,7 @@ def test_the_loss_of_distillation(direction: Direction, tail: Tail) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_loss_of_distillation_with_draws_of_the_sampler(count: int) -> None:
-    """Every outcome of M draws from the tail of mu, which the batch has with their log-probs."""
+    """On average over every outcome of M draws from the tail of mu, with their log-probs."""
     case = make_case(VOCAB, K, "reverse", on_policy=False)
 
     def tail_of(logits: Tensor) -> Tensor:
@@ -147,13 +147,13 @@ def test_the_loss_of_distillation_with_draws_of_the_sampler(count: int) -> None:
 
 
 def mean_metric(case: Case, name: str, metrics_of: Any) -> float:
-    """E_mu of a metric: each token alone, times its probability."""
+    """Return E_mu of a metric: its value for each token, times the token's probability."""
     mu = case.behaviour.softmax(0)
     return sum(float(mu[y]) * float(metrics_of(y)[name][0]) for y in range(VOCAB))
 
 
 def batch_of_token(batch: Any, y: int) -> Any:
-    """The batch of the sampled token y alone."""
+    """Return the batch of only the sampled token y."""
     values = {
         name: value[y : y + 1] if isinstance(value, Tensor | Rows) else value
         for name, value in vars(batch).items()
@@ -194,7 +194,7 @@ def make_config(**changes: Any) -> RLConfig:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("top_k", [K, 0])
 def test_the_kl_of_rl_with_one_update(direction: Direction, top_k: int) -> None:
-    """RLObjective used no weights with updates_per_step = 1."""
+    """Importance weights are used with updates_per_step = 1, too."""
     case = make_case(VOCAB, K, direction, on_policy=False)
     method = make_config(
         divergence=f"{direction}_kl", top_k=top_k, tail="bucket+sampled" if top_k else None
@@ -205,7 +205,7 @@ def test_the_kl_of_rl_with_one_update(direction: Direction, top_k: int) -> None:
     expected = exact_gradient(case, direction)
     loss_bias = bias(objective.loss(batch)(rows, EVERYTHING), case, expected)
     ignoring_loss = objective.loss(as_if_on_policy(batch, rows))
-    # The values of k4 and k5 are those of other estimators; their gradient is the KL's.
+    # Only the gradients of k4 and k5 are those of the KL; their values estimate something else.
     relevant = max if top_k else (lambda pair: pair[1])
     assert relevant(loss_bias) < EXACT
     assert bias(ignoring_loss(rows, EVERYTHING), case, expected)[1] > 1e-3
@@ -225,14 +225,14 @@ def test_the_kl_of_rl_with_one_update(direction: Direction, top_k: int) -> None:
 
 
 def policy_gradient(case: Case, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """-E_p[A] and its gradient."""
+    """Return -E_p[A] and its gradient."""
     value = -(case.student.softmax(0) * advantages).sum()
     return value.detach(), torch.autograd.grad(value, case.student)[0]
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_the_policy_gradient_of_the_first_update_is_exact(ratio: str) -> None:
-    """Its ratio to p_old is 1, so nothing is clipped, however far away the sampler is."""
+    """The ratio to p_old is 1, so nothing is clipped, however far away the sampler is."""
     case = make_case(VOCAB, K, "reverse", on_policy=False)
     advantages = torch.randn(VOCAB, dtype=torch.float64)
     objective = RLObjective(make_config(ratio=ratio), (), has_reward=True)
@@ -241,7 +241,7 @@ def test_the_policy_gradient_of_the_first_update_is_exact(ratio: str) -> None:
     expected = policy_gradient(case, advantages)
     assert max(bias(objective.loss(batch)(rows, EVERYTHING), case, expected)) < EXACT
     assert objective.metrics(batch, whole_result(rows))["ratio/clipped"][0] == 0
-    # Formerly the sampler was in place of p_old, so that far tokens were clipped.
+    # With the sampler in place of p_old, tokens with a large ratio would be clipped.
     sampler_clipped = clipped_surrogate(
         rows.token_logprobs - batch.sampler_logprobs, advantages, clip_low=0.2, clip_high=0.28
     )
@@ -282,7 +282,7 @@ def test_bounded_weights_are_counted() -> None:
 
 
 def test_truncated_and_masked_weights() -> None:
-    """TIS and IcePop as their papers write them."""
+    """TIS and IcePop as their papers define them."""
     generator = torch.Generator().manual_seed(0)
     log_p, log_mu = torch.randn(2, 200, dtype=torch.float64, generator=generator).unbind()
     rho = [math.exp(p - m) for p, m in zip(log_p.tolist(), log_mu.tolist(), strict=True)]

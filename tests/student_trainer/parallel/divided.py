@@ -1,4 +1,4 @@
-"""Students of several architectures, and updates that one process or a mesh of them makes."""
+"""Students of several architectures, and updates by one process or a mesh of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer.teachers.anchors import rollouts, spread_student
 
-# Grouped heads; 45 units of the MLP for each process of a group, no even number for FSDP2.
+# Grouped heads; 45 MLP units for each process of a group, which FSDP2 cannot share evenly.
 SIZES: dict[str, Any] = {
     "vocab_size": 13,
     "hidden_size": 32,
@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-# Architecture -> other settings: biases, norms of heads, windows, tied weights, gelu.
+# Architecture -> settings: biases, norms of heads, windows, tied weights, gelu.
 STUDENTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {},
@@ -82,7 +82,7 @@ def batch(rank: int, world: int) -> Batch:
 
 
 def loss(rows: Rows, _: slice) -> Tensor:
-    """A loss that reads the head, the tail and the token."""
+    """Return a loss that depends on head, tail and token."""
     head = rows.head_logprobs
     return (head.exp() * head).sum(1) + rows.tail_logmass.exp() - rows.token_logprobs
 
@@ -114,7 +114,7 @@ def learn(
 
 
 def check_shards(student: Sharded) -> None:
-    """The shards are where `own_slices` says, and together the model."""
+    """Check that shards are at `own_slices`, and that all shards form the model."""
     for name, weight in student.trained.model.named_parameters():
         full_weight = full_tensor(weight.detach())
         shard = local(weight.detach())
@@ -131,7 +131,7 @@ def check_shards(student: Sharded) -> None:
 def learn_in_process(
     out: Path, size: int, policy: bool | int | str, names: tuple[str, ...]
 ) -> None:
-    """One of the processes of a mesh whose groups have `size`: what each student has learned."""
+    """Train each student as one process of a mesh with groups of `size`, and save the weights."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in names:
         student = spread_student(make(name), "fsdp2", size)
@@ -146,7 +146,7 @@ def learn_in_process(
 def run_processes(
     world: int, size: int, out: Path, names: tuple[str, ...], policy: bool | int | str = False
 ) -> None:
-    """`work` in so many processes."""
+    """Run `learn_in_process` in `world` processes."""
     assert (
         Forks(world, out / "group", learn_in_process, out, size, policy, names).wait(240)
         == [0] * world

@@ -33,10 +33,10 @@ from tests.student_trainer.parallel.divided import MAX_GRADIENT_NORM, UPDATES, m
 from tests.student_trainer.teachers.anchors import spread_student
 
 VOCABULARY, K, DRAWS = 13, 4, 3
-# Of each process in turn: no multiple of a group's size, a sequence longer than the others
-# together, and one of two tokens, of which a process of a group has none.
+# Lengths of each process in turn: no multiple of a group's size; two tokens, of which a process
+# of a group has none; and a sequence longer than the others together.
 LENGTHS = ((7, 3, 5), (2,), (23, 4, 6, 2), (9, 8))
-# Objective -> method of the RL objectives: a ratio of whole answers, and a KL in the reward.
+# Objective -> options of its RL method: a sequence-level ratio, and a KL in the reward.
 METHODS: dict[str, dict[str, Any]] = {
     "on_policy": {},
     "offline": {},
@@ -58,7 +58,7 @@ def objective(name: str) -> Objective:
 
 
 def sequences(name: str, rank: int) -> list[ScoredSequence]:
-    """What a process learns from: random tokens, and random rows of them."""
+    """Return the training data of a process: random tokens with random rows."""
     generator = torch.Generator().manual_seed(rank)
     return [_make_sequence(name, length, generator) for length in LENGTHS[rank % len(LENGTHS)]]
 
@@ -108,7 +108,7 @@ def learn(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Make updates in float64 from the sequences of `ranks`, each of which is a batch.
 
-    Returns the metrics of the last one, and the weights after it.
+    Return the metrics of the last update, and the weights after it.
     """
     student.trained.double()
     student.trained.train()
@@ -142,7 +142,7 @@ def learn(
 
 
 def _double_batch(batch: Batch) -> Batch:
-    """The batch with rows in float64, as those of the student."""
+    """Return the batch with float64 rows, as those of the student."""
     float64_tensors = {
         name: value.double()
         for name, value in vars(batch).items()
@@ -166,7 +166,7 @@ def student_of(architecture: str, attention: str, *, lora: bool) -> Any:
 def learn_in_process(
     out: Path, size: int, cases: Sequence[tuple[str, str, Layout, str, Any, bool]]
 ) -> None:
-    """One of the processes of groups of `size`: what each student has learned."""
+    """Train each student as one process of groups of `size`, and save metrics and weights."""
     rank = int(os.environ["RANK"])
     for number, (architecture, name, layout, attention, policy, lora) in enumerate(cases):
         model = student_of(architecture, attention, lora=lora)
@@ -178,14 +178,14 @@ def learn_in_process(
 
 
 def run_processes(world: int, out: Path, *arguments: Any) -> None:
-    """`work` in so many processes."""
+    """Run `learn_in_process` in `world` processes."""
     assert Forks(world, out / "group", learn_in_process, out, *arguments).wait(240) == [0] * world
 
 
 def check_students(out: Path, students: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """One of the processes of a group: whether it takes each student, in the layout it chooses.
+    """Record, as one process of a group, whether it accepts each student, in its chosen layout.
 
-    students: architecture and settings. The rows of one that it takes are those of its full copy.
+    students: architecture and settings. Rows of an accepted student equal those of the full model.
     """
     size = int(os.environ["WORLD_SIZE"])
     for number, (name, changes) in enumerate(students):
@@ -201,7 +201,7 @@ def check_students(out: Path, students: Sequence[tuple[str, dict[str, Any]]]) ->
 
 
 def _check_rows(student: Replicated | Sharded) -> None:
-    """Inside `gathered()`: the rows that a group computes together, of drawn ids too."""
+    """Compare the rows computed by a group, with draws, with the full copy; inside `gathered()`."""
     batch = objective("rl").batch(sequences("rl", 2), student.device, student.full.layout)
     _, expected = student.full.rows(batch, 1.3)
     _, rows = student.rows(batch, 1.3)

@@ -1,4 +1,4 @@
-"""Groups that share the tokens of sequences learn what one process learns, in float64."""
+"""Context-parallel groups learn as one process does, in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.student_trainer.parallel.shared_tokens import (
 from tests.student_trainer.teachers.anchors import spread_student
 
 ERROR = 1e-10
-# transformers takes the softmax of eager attention in float32, also of a float64 model.
+# transformers computes the softmax of eager attention in float32, even in a float64 model.
 EAGER_ERROR = 1e-6
 Case = tuple[str, str, Layout, str, Any, bool]
 # Architecture, objective, layout, attention, recomputation, LoRA.
@@ -32,7 +32,7 @@ OF_TWO: Sequence[Case] = [
     ("qwen2", "offline", "padded", "sdpa", True, True),
     ("olmo2", "on_policy", "padded", "eager", 2, False),
 ]
-# Two heads of keys for four processes: each is repeated.
+# Two key heads for four processes: each head is repeated.
 OF_FOUR: Sequence[Case] = [
     ("qwen3", "rl", "padded", "sdpa", True, False),
     ("llama", "on_policy", "lines", "sdpa", "selective", True),

@@ -1,4 +1,4 @@
-"""Gradients of a mesh of processes: one norm, and equal copies in a group."""
+"""Gradients of a mesh of processes: a common norm, and equal copies in a group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNDIVIDED = ("model.norm.weight", "model.layers.0.self_attn.q_norm.weight")
 
 
 def clip_unequal_copies(out: Path) -> None:
-    """Every process gives its copies of undivided weights another gradient."""
+    """Give the copies of undivided weights a different gradient in every process, and clip."""
     student = spread_student(make("qwen3"), "fsdp2", 2)
     assert isinstance(student, Sharded)
     weights = dict(student.trained.model.named_parameters())

@@ -1,4 +1,4 @@
-"""Processes on several machines find each other, and tell a lost one from an error of their own."""
+"""Processes on several machines connect, and distinguish a lost process from their own errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from student_trainer.parallel.other_processes import is_lost_process_error, sele
 from tests.namespaces import namespace
 
 ROOT = Path(__file__).parents[3]
-# As both machines resolve their own name to their loopback, gloo alone would announce that.
+# Both machines resolve their own name to the loopback, which gloo would announce by default.
 PROGRAM = """
 from datetime import timedelta
 from student_trainer.parallel.collectives import max_over_ranks, make_accelerator

@@ -1,4 +1,4 @@
-"""Forward passes without a gradient: layer by layer, whatever the processes have to score."""
+"""Forward passes without a gradient, layer by layer, with different work in each process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.student_trainer.parallel.divided import make
 from tests.student_trainer.teachers.anchors import rollouts, spread_student
 
 TOKENS = 12  # of a micro-batch
-# Rollouts of each process: more and fewer micro-batches, and none.
+# Rollouts of each process: several, none, and one.
 SHARES = ((0, 1, 2, 3, 4), (), (5,), (6,))
 
 
@@ -32,7 +32,7 @@ def refuse_gathering(*_: object) -> AbstractContextManager[None]:
 
 
 def score_share(student: Replicated | Sharded, share: Sequence[Rollout]) -> dict[str, torch.Tensor]:
-    """States, log-probs and top ids of each rollout."""
+    """Return states, log-probs, top ids and losses of each rollout."""
     student.trained.eval()
     passes = {
         "states": student.states,
@@ -61,7 +61,7 @@ def score_in_process(out: Path, groups: tuple[int, int], compiled: bool) -> None
         compile_layers(student.trained)
     Sharded.gathered = refuse_gathering  # type: ignore[method-assign,assignment]
     score_share(student, [rollouts()[number] for number in SHARES[rank]])
-    with torch.no_grad():  # what is scored next has the new weights, embeddings and head as well
+    with torch.no_grad():  # the next scores use the new weights, including embeddings and head
         for weight in student.trained.parameters():
             local(weight).mul_(1.5)
     scores = score_share(student, [rollouts()[number] for number in SHARES[rank]])
@@ -96,7 +96,7 @@ def test_compiled_layers_score_eagerly(tmp_path: Path) -> None:
 
 
 def test_a_batch_is_made_when_its_turn_comes() -> None:
-    """Those of a step may be larger than the memory of a device."""
+    """All batches of a step may exceed a device's memory."""
     calls: list[tuple[str, int]] = []
 
     def record_call(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Students divided over groups of processes learn what one process learns, in float64."""
+"""Tensor-parallel students learn as in one process, in float64."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from student_trainer.parallel.tensor_parallel import check_divisible, parallel_s
 from tests.student_trainer.parallel.divided import STUDENTS, UPDATES, learn, make, run_processes
 from tests.student_trainer.teachers.anchors import spread_student
 
-# transformers' norms and softmax round to float32 on the way. So sums in another order may be seen;
-# where they are not, the errors are 1e-13.
+# transformers' norms and softmax use float32, where the order of sums matters; without them, the
+# errors are 1e-13.
 ERROR = 1e-6
 CASES = [
     (4, 2, False, tuple(STUDENTS)),
@@ -26,7 +26,7 @@ CASES = [
 
 
 def assert_learned_as_one(out: Path, name: str, processes: int) -> None:
-    """Norms, weights and the anchor's gap, in every process."""
+    """Compare norms, weights and the anchor's gap of every process with those of one process."""
     norms, expected, gap = learn(spread_student(make(name)), 0, 1)
     for rank in range(processes):
         stored_weights = load_file(out / f"{name}-{rank}.safetensors")
@@ -40,9 +40,9 @@ def assert_learned_as_one(out: Path, name: str, processes: int) -> None:
 
 
 def assert_held_in_shares(out: Path, name: str, processes: int, size: int) -> None:
-    """Each weight of a linear module is held once; of the others, each process of a group has one.
+    """Check that weights of linear modules are stored once, and others in each process of a group.
 
-    A bias that is added after the sum over the group is one of the others.
+    A bias that is added after the sum over the group counts as one of the others.
     """
     model = make(name)
     styles = parallel_styles(model)

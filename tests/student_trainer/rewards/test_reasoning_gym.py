@@ -1,4 +1,4 @@
-"""Prompts that are made on the fly: the same for ever, and none of the held-out ones among them."""
+"""Generated prompts: reproducible, and disjoint from the held-out ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 @pytest.fixture(scope="module")
 def sums() -> Task:
-    """Of two digits: a few hundred questions, so that training meets held-out ones all the time."""
+    """Sums of two digits: a few hundred questions, so that training often meets held-out ones."""
     return Task("chain_sum", SUMS)
 
 
 def test_steps_are_the_same_whatever_ran_before(sums: Task) -> None:
     questions = TaskQuestions(sums, seed=3, held_out=8)
-    random.random()  # the library draws from the global generator in places
+    random.random()  # some tasks of the library use the global generator
     questions_of_step_7 = questions.of_step(7, 16)
     same_questions = TaskQuestions(Task("chain_sum", SUMS), seed=3, held_out=8)
     assert same_questions.of_step(7, 16) == questions_of_step_7

@@ -1,4 +1,4 @@
-"""Answers that cannot be judged: counted, and never the end of those who asked."""
+"""Answers that cannot be judged are counted, and never end the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clients.config.tables.reward import LengthPenalty, RewardConfig
 from protos.errors import InvalidInput
 from student_trainer.rewards import Rewards, RewardSample, length_penalty
 
-# The answer says what becomes of the process that judges it.
+# The answer selects what happens to the judge's process.
 FUNCTION = """
 import os, signal, subprocess, sys, time
 print("what is printed is in nobody's way")
@@ -101,7 +101,7 @@ def test_reward_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_judges_end_with_a_killed_trainer(tmp_path: Path) -> None:
-    """Even one that hangs in the function, and reads nothing: its own alarm ends it."""
+    """A judge that hangs in the function is ended by its own alarm."""
     (tmp_path / "mine.py").write_text(
         "import os, pathlib, time\n"
         "def reward(prompt, answer, reference, fields):\n"
@@ -130,7 +130,7 @@ def test_judges_end_with_a_killed_trainer(tmp_path: Path) -> None:
 
 
 def wait_until_gone(pid: int) -> None:
-    """The test's own timeout is the only one. A zombie is gone: its new parent may be slow."""
+    """Only the test's timeout applies. A zombie counts as gone, as its new parent may be slow."""
     stat = Path(f"/proc/{pid}/stat")
     while stat.exists():
         try:

@@ -1,4 +1,4 @@
-"""Rollout services that the trainer starts: ready, restarted, given up, and their resources."""
+"""Rollout services started by the trainer: readiness, restarts, failure, and resources."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def process_of(services: RolloutServices) -> psutil.Process:
 
 @pytest.fixture
 def loss_recorder() -> Iterator[Any]:
-    """Collects the error of a service that is given up."""
+    """A callback that records the error of a failed service."""
     errors: list[DistillError] = []
     is_recorded = threading.Event()
 
@@ -99,7 +99,7 @@ def test_deaf_services_are_killed_after_one_period_for_all(
     children = [psutil.Process(service._process.pid) for service in services._services]  # type: ignore[union-attr]
     began = time.monotonic()
     services.stop()
-    assert time.monotonic() - began < 18  # one after the other: 20 s
+    assert time.monotonic() - began < 18  # sequentially it would take 20 s
     assert not any(child.is_running() for child in children)
 
 
@@ -132,7 +132,7 @@ def test_one_that_always_dies_is_given_up(loss_recorder: Any) -> None:
     assert isinstance(error, Unavailable)
     assert "has ended 4 times" in error.message
     assert "out of memory" in error.message
-    services.call_when_lost(loss_recorder)  # also whoever asks later
+    services.call_when_lost(loss_recorder)  # a later callback is called, too
     services.stop()
 
 
@@ -166,7 +166,7 @@ def test_other_ranks_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_shared(
     own: int, processes: int, lag: int, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(threads of a process of the trainer, threads of all engines)."""
+    """Compare (threads of a trainer process, threads of all engines)."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(own))
     config = job(lag=lag, engine="vllm")
     config = config.model_copy(
@@ -191,7 +191,7 @@ def test_engines_get_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch
 def test_engines_without_gpus_of_their_own_share_the_trainers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One on the GPU of each process; without lag they take turns, and free the memory."""
+    """One engine on the GPU of each process; without lag, engine and trainer alternate."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5")
     config = job(engine="vllm")
     config = config.model_copy(update={"train": config.train.model_copy(update={"processes": 2})})

@@ -1,4 +1,4 @@
-"""Rollouts in a checkpoint come back as they were, from one process or several."""
+"""Rollouts in a checkpoint are restored unchanged, from one process or several."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ class StartService(Protocol):
 
 @pytest.fixture(scope="session")
 def student_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The student before its first step."""
+    """The directory of a student before its first step."""
     return tiny.save(student(0), tiny.tokenizer(), tmp_path_factory.mktemp("student"))
 
 
 @pytest.fixture
 def start_service(tmp_path: Path, student_path: Path) -> Iterator[StartService]:
-    """Starts rollout services; what still runs at the end of the test is killed."""
+    """Starts rollout services, and kills them at the end of the test."""
     services: list[ServiceProcess] = []
 
     def start_process(*args: str, port: int = 0, failpoint: str = "") -> ServiceProcess:

@@ -1,4 +1,4 @@
-"""What the trainer's own process samples for an order: the oracle of the services."""
+"""Sampling of orders in the trainer's process, the reference for the services."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.student_trainer import tiny
 
 
 def sample_in_process(order: Order, model: Any, *, bf16: bool = False) -> list[SampledTokens]:
-    """The sequences of an order whose limits are equal, by `HuggingFaceRollouts`."""
+    """Sample an order, whose limits must be equal, with `HuggingFaceRollouts`."""
     settings = order.settings
     rollouts = HuggingFaceRollouts(
         model,

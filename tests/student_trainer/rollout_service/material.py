@@ -24,7 +24,7 @@ TOP_K, DRAWS = 4, 3
 
 
 def student(number: int, **options: Any) -> Any:
-    """The student after so many steps: its weights are those of a seed."""
+    """Return the student of step `number`, with random weights by seed."""
     return tiny.model(seed=100 + number, spread=0.2, **options)
 
 
@@ -36,7 +36,7 @@ def probe_of(model: Any) -> Probe:
 
 
 def snapshot(root: Path, number: int, model: Any = None, probe: Probe | None = None) -> Path:
-    """A complete snapshot of version `number`."""
+    """Write a complete snapshot of version `number`, and return its directory."""
     directory = root / f"v{number}"
     directory.mkdir(parents=True)
     model = student(number) if model is None else model
@@ -80,7 +80,7 @@ def tensors_of(sampled: SampledTokens) -> Sequence[Tensor]:
 
 
 def assert_same(actual: SampledTokens, expected: SampledTokens) -> None:
-    """Equal to the bit, apart from the versions."""
+    """Check that all but the versions is bit-identical."""
     pairs = zip(tensors_of(actual), tensors_of(expected), strict=True)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
     assert (actual.ended, actual.closed) == (expected.ended, expected.closed)

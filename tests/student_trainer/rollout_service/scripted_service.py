@@ -1,4 +1,4 @@
-"""A rollout service in this process, around an engine that a test controls."""
+"""A rollout service in this process, with an engine that a test controls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = 50_000
 
 
 class ScriptedEngine:
-    """Samples all tokens of each sequence from its number alone, once the test lets it."""
+    """Returns tokens that depend only on a sequence's number, once the test sets `go`."""
 
     def __init__(self, *, sleeps: bool = False) -> None:
         self.info = RolloutEngineInfo(
@@ -76,7 +76,7 @@ def scripted_tokens(order: Order, index: int, version: int) -> SampledTokens:
 
 @contextmanager
 def serve_on_thread(servicer: RolloutServicer) -> Iterator[str]:
-    """Serve on a thread of its own; yields the address."""
+    """Serve on a separate thread, and yield the address."""
     ready: list[tuple[str, asyncio.AbstractEventLoop]] = []
     started, stop = threading.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The client with real services: bits, divided orders, lost replicas, and errors."""
+"""The client with real services: bit-identical samples, divided orders, lost replicas, errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VOCAB = len(tiny.tokenizer())
 
 
 def collect_sequences(client: EngineClient, requested: Order) -> list[SampledTokens]:
-    """The sequences of an order, each exactly once, in the order's order."""
+    """Return the sequences of an order by index, and check that each comes exactly once."""
     sequences: dict[int, SampledTokens] = {}
     for index, sequence in client.sample(requested):
         assert index not in sequences
@@ -86,7 +86,7 @@ def test_an_order_is_divided_over_the_replicas_by_rank(
             )
     for address in addresses:
         with EngineClient([address]) as client:
-            # The whole parts of three ranks, and the single sequences of one or two of them.
+            # Parts of the order of three ranks, and the single sequences of one or two of them.
             assert client._replicas[0].request_info().result().weight_loads == 1
 
 
@@ -124,7 +124,7 @@ def test_several_threads_may_order_at_once(start_service: StartService, tmp_path
 def test_a_replica_that_is_killed_at_random_points(
     start_service: StartService, tmp_path: Path, replicas: int
 ) -> None:
-    """10 kills in mid-order, the replica started again each time: no sequence lost or doubled."""
+    """10 kills during orders, with restarts: no sequence is lost or repeated."""
     moments = random.Random(replicas)
     ports = free_ports(replicas)
     services = [start_service(port=port) for port in ports]
@@ -173,7 +173,7 @@ def test_a_replica_that_is_killed_at_random_points(
 def test_a_replica_that_dies_at_a_chosen_point(
     start_service: StartService, tmp_path: Path, failpoint: str
 ) -> None:
-    """Another replica samples its part, to the bit."""
+    """Another replica samples its part, bit-identically."""
     addresses = [start_service(failpoint=failpoint).address, start_service().address]
     sent_order = order(snapshot(tmp_path, 1), sequences=16, batch_tokens=40)
     expected = [*sample_in_process(part_of(sent_order, 0, 8), student(1))]
@@ -190,7 +190,7 @@ def test_no_replica_for_too_long(start_service: StartService, tmp_path: Path) ->
             collect_sequences(client, sent_order)
         assert caught.value.field == "rollouts.address"
         assert f"no rollout service answers at {service.address} for 0.5 s" in str(caught.value)
-        with pytest.raises(Unavailable) as caught:  # nobody takes the order
+        with pytest.raises(Unavailable) as caught:  # no service accepts the order
             client.sample(sent_order)
         assert caught.value.field == "rollouts.address"
 
@@ -198,7 +198,7 @@ def test_no_replica_for_too_long(start_service: StartService, tmp_path: Path) ->
 def test_an_order_waits_longer_than_the_patience(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """A service that has an order may take its time."""
+    """The patience does not limit a service that has the order."""
     service = start_service(failpoint="batch-sampled:sleep:0.6")
     sent_order = order(snapshot(tmp_path, 1), sequences=3, batch_tokens=1)
     with EngineClient([service.address], patience_seconds=0.3) as client:
@@ -260,7 +260,7 @@ def test_a_server_that_is_no_rollout_service(tmp_path: Path) -> None:
 def test_another_program_in_place_of_a_service_is_waited_out(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """As a gateway does that answers 404 while the machine of the service is away."""
+    """For example a gateway that answers 404 while the service's machine is down."""
     service = start_service()
     sent_order = order(snapshot(tmp_path, 1), sequences=3)
     with EngineClient([service.address], patience_seconds=60.0) as client:
@@ -324,7 +324,7 @@ def test_a_frozen_replica_leaves_time_for_another(
 
 
 def test_an_order_that_cannot_be_sent_leaves_no_thread(tmp_path: Path) -> None:
-    """Its second part is too large for a message, and the first has been started."""
+    """Its second part exceeds a message, after the first part has started."""
     sent_order = order(tmp_path, sequences=2)
     large_sequence = replace(
         sent_order.sequences[1], token_ids=torch.zeros(1 << 20, dtype=torch.long)

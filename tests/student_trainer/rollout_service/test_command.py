@@ -1,4 +1,4 @@
-"""The command distill-rollouts: one line when ready, one sentence when not, a clean end."""
+"""The command distill-rollouts: ready line, one-sentence errors, and clean shutdown."""
 
 from __future__ import annotations
 

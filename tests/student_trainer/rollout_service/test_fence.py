@@ -1,4 +1,4 @@
-"""Trainers that are gone: a later attempt replaces them, or they no longer answer."""
+"""Trainers that are replaced by a later attempt, or no longer respond."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of_attempt(order_of_job: Order, attempt: int, job: str = "job") -> Order:
 
 
 def test_a_later_attempt_ends_the_earlier_one(start_service: StartService, tmp_path: Path) -> None:
-    """As behind a network split that has healed: one order runs, one waits, one comes later."""
+    """As after a network split: one order runs, one waits, one comes later."""
     address = start_service().address
     directory, second_snapshot = snapshot(tmp_path, 1), snapshot(tmp_path, 2)
     with EngineClient([address]) as zombie, EngineClient([address]) as trainer:
@@ -57,7 +57,8 @@ def test_the_fence_forgets_what_it_has_not_heard_for_long() -> None:
     fence = Fence(max_jobs=2)
     for job, attempt in [("a", 5), ("b", 5), ("a", 5), ("c", 5)]:
         fence.admit(weights(job, attempt).weights)
-    assert isinstance(fence.admit(weights("b", 1).weights), WrongState)  # forgotten: its first
+    # "b" was forgotten, so that attempt 1 is admitted as its first.
+    assert isinstance(fence.admit(weights("b", 1).weights), WrongState)
     with pytest.raises(WrongState, match="attempt 5"):
         fence.admit(weights("c", 4).weights)
     assert fence.admit(order(Path("/x")).weights) is None  # of no job
@@ -66,7 +67,7 @@ def test_the_fence_forgets_what_it_has_not_heard_for_long() -> None:
 def test_orders_of_a_frozen_trainer_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection stands, as that of a machine without power does. Here it has 2 s, not 40."""
+    """Its connection stays open, as that of a machine without power. The limit here is 2 s."""
     quick = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 1000}
     quick["grpc.http2.ping_timeout_ms"] = 1000
     options = [(key, quick.get(key, value)) for key, value in scripted_service.SERVER_OPTIONS]

@@ -1,4 +1,4 @@
-"""The hf engine with a student that learns adapters (LoRA): they alone are loaded."""
+"""The hf engine with a student that trains LoRA adapters: only adapters are loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RANK = 3
 
 
 def load_adapted(path: Path, number: int, rank: int = RANK) -> Any:
-    """The student of `path` with the adapters of version `number`, which change every answer."""
+    """Return the student of `path` with the adapters of version `number`, which change answers."""
     lora = LoraConfig(rank=rank, alpha=5.0)
     torch.manual_seed(number)
     model = load_model(StudentConfig(model=str(path), lora=lora)).eval()
@@ -44,7 +44,7 @@ def load_adapted(path: Path, number: int, rank: int = RANK) -> Any:
 
 
 def write_adapter_snapshot(root: Path, number: int, model: Any) -> Path:
-    """A snapshot of the adapters of a model."""
+    """Write a snapshot of a model's adapters, and return its directory."""
     directory = root / f"adapters-{number}"
     directory.mkdir(parents=True)
     write_adapters(directory, model, trainable_weights(model))
@@ -61,9 +61,9 @@ def load_and_sample(engine: HfRolloutEngine, sent_order: Order) -> list[SampledT
 
 
 def test_bits_of_the_trainers_process(student_path: Path, tmp_path: Path) -> None:
-    """The trainer samples with adapters beside the weights of their layers, and so does the engine.
+    """Trainer and engine sample with unmerged adapters.
 
-    Its own alpha, which is another one, does not count.
+    The engine uses the snapshot's alpha, not its own.
     """
     engine = HfRolloutEngine(str(student_path), dtype="float32", lora_rank=RANK)
     tokens_by_load: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The hf engine: the bits of the trainer's process, and weights that are proven or refused."""
+"""The hf engine: samples equal to the trainer's, and weights that are verified or refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_orders_at_once_do_not_change_each_other(engine: HfRolloutEngine, tmp_pa
 def test_turns_of_a_rollout_use_its_random_numbers_and_marks(
     engine: HfRolloutEngine, tmp_path: Path
 ) -> None:
-    """`used` and `marks`, against the sampler that `SearchRollouts` calls."""
+    """`used` and `marks`, compared with the sampler that `SearchRollouts` calls."""
     sent_order = order(snapshot(tmp_path, 1), stream_tokens=30, marks=("12", "5"))
     requests = [
         replace(turn, used=n, limit=5 + n, number=n) for n, turn in enumerate(sent_order.sequences)
@@ -156,7 +156,7 @@ def make_experts(seed: int) -> Qwen3MoeForCausalLM:
 
 
 def test_weights_that_transformers_converts_are_loaded(tmp_path: Path) -> None:
-    """Qwen3-MoE's format has each expert; the model has the experts of a layer in one tensor."""
+    """Qwen3-MoE's files store experts separately; the model has a layer's experts in one tensor."""
     path = tiny.save(make_experts(1), tiny.tokenizer(), tmp_path / "model")
     trained_model = make_experts(2)
     directory = tmp_path / "v1"
@@ -256,7 +256,7 @@ def test_weights_that_the_probe_disproves_are_not_sampled(
 
 
 def test_closing_the_iterator_ends_the_sampling(engine: HfRolloutEngine, tmp_path: Path) -> None:
-    """At the next token, not after the 2,000 of the batch or the 50 batches."""
+    """It ends at the next token, not after the batch's 2,000 tokens or the 50 batches."""
     long_order = order(snapshot(tmp_path, 1), limit=2000, batch_tokens=1, sequences=50)
     short_order = order(long_order.weights.directory, sequences=1)
 

@@ -1,4 +1,4 @@
-"""What an operator sees of a running rollout service: /metrics."""
+"""Metrics of a running rollout service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights through a process group: bits, late engines, and what dies in the middle of a push."""
+"""Weights through a process group: exactness, late engines, and processes that die in a push."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.student_trainer.rollout_service.in_process import sample_in_process
 from tests.student_trainer.rollout_service.material import assert_same, order, student
 from tests.student_trainer.rollout_service.pushing import SMALL_BUCKET, Trainer, open_trainer
 
-# Of the small student.
+# Buckets of the small student.
 BUCKETS = len(
     list(
         buckets(
@@ -42,7 +42,7 @@ def order_of(version: WeightsVersion, **options: Any) -> Order:
 
 
 def assert_sampled(client: EngineClient, version: WeightsVersion, number: int) -> None:
-    """An order of a version has the bits of the trainer's own process, part by part."""
+    """Check that an order of a version equals samples of the trainer's process, part by part."""
     sent_order = order_of(version)
     sequences = dict(client.sample(sent_order))
     parts = len(client.replicas)
@@ -58,7 +58,7 @@ def assert_sampled(client: EngineClient, version: WeightsVersion, number: int) -
 
 
 def push_and_sample(addresses: list[str], root: Path, sharding: str) -> None:
-    """In each process of a trainer: several pushes through one group."""
+    """Push several versions through one group, in each process of a trainer."""
     with open_trainer(student(0), root, addresses, sharding=sharding) as trainer:
         groups = set()
         for number in (1, 2, 3):
@@ -105,13 +105,13 @@ def test_an_engine_that_was_replaced_is_in_the_next_group(
 def test_two_trainers_share_two_engines(
     start_service: StartService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named in opposite orders. An engine with one offer lets the other one wait."""
+    """They list the engines in opposite orders. An engine with one offer delays the other."""
     first_address, second_address = (start_service().address for _ in range(2))
     original_push = Replica.push
 
     def push_slowly(self: Replica, parts: Any) -> Any:
         call = original_push(self, parts)
-        time.sleep(0.3)  # so that both trainers have an offer out
+        time.sleep(0.3)  # so that both trainers have sent an offer
         return call
 
     monkeypatch.setattr(Replica, "push", push_slowly)
@@ -130,7 +130,7 @@ def test_two_trainers_share_two_engines(
 
 
 def test_an_engine_is_not_ready_in_time(start_service: StartService, tmp_path: Path) -> None:
-    """Another trainer has offered weights and does not send them: this one writes files."""
+    """Another trainer offers weights and does not send them, so this one writes files."""
     address = start_service().address
     with (
         open_trainer(student(0), tmp_path / "a", [address]) as holder,
@@ -171,7 +171,7 @@ def test_an_engine_that_missed_a_push_gets_files(
 def test_an_engine_dies_in_a_push(
     start_service: StartService, tmp_path: Path, failpoint: str
 ) -> None:
-    """The other engine loads the files that are written then, and is in the next group."""
+    """The other engine loads the files written in its place, and is in the next group."""
     victim, survivor = start_service(failpoint=failpoint), start_service()
     addresses = [victim.address, survivor.address]
     with open_trainer(student(0), tmp_path / "weights", addresses) as trainer:
@@ -231,7 +231,7 @@ def test_a_push_of_an_earlier_attempt_is_refused(
 
 
 def test_a_push_of_another_model_is_refused(start_service: StartService, tmp_path: Path) -> None:
-    """The engine keeps no mixture of weights: it has none until the next push."""
+    """The engine drops partly loaded weights, and has none until the next push."""
     address = start_service().address
     with open_trainer(student(0, layers=3), tmp_path / "1", [address]) as other_trainer:
         assert not other_trainer.push(1, student(1, layers=3)).pushed

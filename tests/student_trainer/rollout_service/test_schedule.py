@@ -1,4 +1,4 @@
-"""Which orders start when: every decision of the schedule, with a load that the test controls."""
+"""Decisions of the schedule of orders, with loads that the test controls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from student_trainer.rollout_service.schedule import Schedule, ScheduleEntry
 
 
 class Weights:
-    """Loads that end when the test says so."""
+    """A loader whose loads end on the test's call of `end`."""
 
     def __init__(self) -> None:
         self.requested_versions: list[str] = []
@@ -77,7 +77,7 @@ def test_another_version_drains() -> None:
         old = [schedule.enter(version("a1")) for _ in range(2)]
         await weights.end()
         new = schedule.enter(version("a2"))
-        late = schedule.enter(version("a1"))  # while its weights are there
+        late = schedule.enter(version("a1"))  # while its weights are loaded
         assert is_running(late)
         for entry in (*old, late):
             await settle()
@@ -91,7 +91,7 @@ def test_another_version_drains() -> None:
 
 
 def test_two_lineages_take_turns_by_age() -> None:
-    """A trainer with one order after the other of one version keeps no other waiting."""
+    """A trainer with a sequence of orders of one version does not block other trainers."""
 
     async def scenario() -> None:
         weights = Weights()

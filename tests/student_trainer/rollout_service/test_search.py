@@ -1,4 +1,4 @@
-"""Conversations at real rollout services: the bits of those that the trainer's process samples."""
+"""Conversations sampled by real rollout services equal those of the trainer's process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.student_trainer.rollout_service.material import snapshot
 from tests.student_trainer.rollouts.asking import PROMPTS, WORDS, Facts, asking_student
 
 NEW, SEED = 200, 3
-# Of batches: about four conversations, all of them.
+# Tokens of a batch: about four conversations, or all of them.
 BATCHES = [900, 100_000]
 
 
@@ -110,7 +110,7 @@ def test_the_bits_of_the_trainers_process(
 def test_rollouts_come_as_they_end(
     student: Any, start_service: StartService, version: WeightsVersion
 ) -> None:
-    """Those without a query first; nothing is lost, whatever service sampled it."""
+    """Conversations without a query come first; none is lost with two services."""
     expected = sample_in_process(student, range(40), 100_000)
     addresses = [start_service().address for _ in range(2)]
     with EngineClient(addresses) as client:
@@ -120,7 +120,7 @@ def test_rollouts_come_as_they_end(
     turns = [rollout.queries for _, rollout in entries]
     assert turns[0] == 0
     assert max(turns[-3:]) == 2
-    # Two batches of half the size round otherwise; a random number hardly lies on a boundary.
+    # Batches of half the size round differently, which hardly ever changes a sampled token.
     equal_count = sum(
         torch.equal(rollout.token_ids, expected[i].token_ids) for i, rollout in entries
     )

@@ -66,7 +66,7 @@ def info_of(address: str) -> rollouts_pb2.RolloutInfo:
 
 
 def test_two_trainers_share_a_service(start_service: StartService, tmp_path: Path) -> None:
-    """Each with its own lineage, whose versions have the same numbers."""
+    """The trainers have different lineages with equal version numbers."""
     address = start_service().address
     unfinished: list[str] = []
 
@@ -182,7 +182,7 @@ def test_sequences_of_16k_tokens_cross_in_parts(tmp_path: Path) -> None:
 
 
 def test_a_client_that_does_not_read_holds_the_engine_back(tmp_path: Path) -> None:
-    """The service keeps two sequences for it, and what gRPC buffers."""
+    """The service buffers two sequences, besides gRPC's buffers."""
     engine = ScriptedEngine()
     servicer = RolloutServicer(engine)
     sent_order = order(tmp_path, sequences=40, limit=8192, top_k=64, draws=0)
@@ -228,7 +228,7 @@ def test_an_order_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPat
 def test_an_overloaded_service_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than the patience: the service answers."""
+    """The client waits longer than its patience, as the service responds."""
     monkeypatch.setattr(Overloaded, "retry_after_ms", 50)
     engine = ScriptedEngine()
     engine.go.clear()
@@ -277,7 +277,7 @@ def test_a_defect_of_the_engine_ends_one_order(tmp_path: Path) -> None:
 
 
 def test_orders_whose_weights_are_lost_end_with_the_reason(tmp_path: Path) -> None:
-    """The weights of the next version are loaded while they run, and are half loaded then."""
+    """Loading the next version while they run fails, and leaves partly loaded weights."""
     engine = ScriptedEngine()
     engine.go.clear()
 
@@ -300,7 +300,7 @@ def test_orders_whose_weights_are_lost_end_with_the_reason(tmp_path: Path) -> No
 
 
 def test_it_sleeps_between_orders_only(tmp_path: Path) -> None:
-    """A client that asks for it while another one's order runs finds it awake, without an error."""
+    """A request to sleep during another client's order is ignored without an error."""
     engine = ScriptedEngine(sleeps=True)
     sent_order = order(tmp_path, sequences=3)
     with serve_on_thread(RolloutServicer(engine)) as address, EngineClient([address]) as client:

@@ -1,4 +1,4 @@
-"""Jobs that share a rollout service, whatever their run directories are called."""
+"""Jobs that share a rollout service, with any names of run directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.student_trainer.teachers.anchors import spread_student
 
 
 def engine_of(number: int, run: Path, address: str, material: tiny.Material) -> EngineConnection:
-    """The engine of the first attempt of a run whose student is `student(number)`."""
+    """Connect the first attempt of a run whose student is `student(number)`."""
     config: OnPolicyJob = tiny.job(material, rollouts__address=address)
     services = RolloutServices([address], "")
     model = spread_student(student(number))
@@ -31,7 +31,7 @@ def engine_of(number: int, run: Path, address: str, material: tiny.Material) -> 
 def test_runs_of_the_same_name_have_their_own_weights(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """A directory that was deleted and used again, or two machines with runs of the same name."""
+    """For example a directory that was deleted and reused, or two machines with equal run names."""
     address = start_service().address
     material = tiny.Material.at(tmp_path)
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""The worker's half of the vllm engine without vLLM: batches that change from step to step."""
+"""The worker side of the vllm engine, without vLLM, with batches that change in each step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def order_of(settings: SamplingSettings, numbers: list[int], limit: int, used: i
 
 
 class Batches:
-    """The steps of vLLM's scheduler for `orders`, with logits that only the position decides."""
+    """Scheduler steps of `orders` as in vLLM, with logits that depend on request and position."""
 
     def __init__(self, **orders: Order) -> None:
         self.worker = WorkerOrders()
@@ -55,7 +55,7 @@ class Batches:
                 self.fields[f"{name}-{index}"] = request_fields(name, order, index)
 
     def step(self, *rows: tuple[str, int], due: list[bool] | None = None) -> Tensor:
-        """One step for rows of (request, position)."""
+        """Sample one step for rows of (request, position)."""
         return self.worker.sample(
             torch.cat([logits_at(name, position) for name, position in rows]),
             [name for name, _ in rows],
@@ -82,7 +82,7 @@ def hash_of(name: str) -> int:
 
 
 def expected_tokens(order: Order, name: str, index: int, length: int) -> SampledTokens:
-    """The same, one sequence and one token at a time."""
+    """Return the tokens of a sequence, sampled one at a time."""
     settings, sequence = order.settings, order.sequences[index]
     steps = []
     for step_number in range(length):
@@ -130,7 +130,7 @@ def assert_same(actual: SampledTokens, order: Order, name: str, index: int) -> N
 
 
 def test_rows_move_and_orders_mix() -> None:
-    """The bits of a sequence do not depend on its place in the batch, or on who is beside it."""
+    """A sequence does not depend on its place in the batch, or on the other sequences."""
     a = order_of(SETTINGS, [5, -6, 7], 4, used=3)
     b = order_of(replace(SETTINGS, seed=None, top_k=0, temperature=1.2), [5], 4)
     c = order_of(replace(SETTINGS, draws=0, seed=12, vocab_size=7), [5, 8], 4)
@@ -154,7 +154,7 @@ def test_the_tokens_go_to_their_rows() -> None:
 
 
 def test_a_token_that_is_not_due_or_beyond_the_limit_has_no_record() -> None:
-    """A part of a prompt gives logits, too; and vLLM may run one step more than it needs."""
+    """Chunks of a prompt have logits, too, and vLLM may run one step more than needed."""
     order = order_of(SETTINGS, [1], 2)
     batches = Batches(a=order)
     batches.step(("a-0", -5), due=[False])
@@ -177,7 +177,7 @@ def test_versions_are_those_of_each_token() -> None:
 
 
 def test_a_token_that_is_sampled_again_replaces_its_record() -> None:
-    """vLLM drops what it had in flight when it recomputes a sequence."""
+    """vLLM discards tokens in flight when it recomputes a sequence."""
     order = order_of(SETTINGS, [1], 3)
     batches = Batches(a=order)
     batches.worker.version = 1
@@ -199,7 +199,7 @@ def test_a_dropped_order_is_gone() -> None:
 
 
 def test_an_order_uses_memory_for_what_was_sampled() -> None:
-    """Its arrays would take 45 GB, more than the memory of many machines."""
+    """Arrays for the full limits would take 45 GB."""
     order = order_of(
         replace(SETTINGS, top_k=32, draws=8, stream_tokens=32_000), list(range(4000)), 32_000
     )

@@ -1,4 +1,4 @@
-"""A student that has learned to ask a retriever, and a retriever: for tests of conversations."""
+"""A student trained to query a retriever, and a retriever, for tests of conversations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROMPTS = [
 
 
 def asking_student(width: int = 32) -> Any:
-    """A small model that has seen a few talks, and is not yet sure of anything in them."""
+    """Return a small model, briefly trained on a few conversations, so that its samples vary."""
     torch.manual_seed(5)
     model = tiny.make_model(len(WORDS), WORDS, 1, width)
     information = "\n\n<information>Doc 1(Title: 1) 12=\nDoc 2(Title: 1) 12=</information>\n\n"
@@ -54,7 +54,7 @@ def asking_student(width: int = 32) -> Any:
 
 
 class Facts:
-    """A retriever that says which query it heard; None to some if it is told to."""
+    """A retriever whose passages show the query's length; None for queries with `fails` in them."""
 
     def __init__(self, fails: str | None = None) -> None:
         self.fails = fails

@@ -1,4 +1,4 @@
-"""The cache in bfloat16 holds half of the bytes, and changes no bit of a rollout."""
+"""The bfloat16 cache has half of the size, and keeps rollouts bit-identical."""
 
 from __future__ import annotations
 

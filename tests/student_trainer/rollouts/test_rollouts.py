@@ -1,4 +1,4 @@
-"""What the student wrote is what it believed, and nothing else decides it."""
+"""Rollouts: recorded log-probs, the sampled distribution, and reproducibility."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def generate_rollouts(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_records_are_those_of_a_whole_forward_pass(student: Any, temperature: float) -> None:
-    """Left padding, the cache of keys and mixed lengths change nothing."""
+    """Left padding, the KV cache and mixed lengths do not change records."""
     for rollout in generate_rollouts(
         make_rollouts(student, temperature=temperature), PROMPTS, range(5)
     ):
@@ -116,7 +116,7 @@ def test_number_and_seed_decide(student: Any) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_samples_have_the_exact_distribution(student: Any, temperature: float) -> None:
-    """Chi-square of 4,000 first tokens, each of a stream of its own, on neighbouring numbers."""
+    """Chi-square of 4,000 first tokens, each from the random stream of consecutive numbers."""
     count = 4000
     rollouts = make_rollouts(student, temperature=temperature, new=1, batch=10**6)
     counts = torch.zeros(len(tiny.tokenizer()), dtype=torch.float64)
@@ -125,7 +125,7 @@ def test_samples_have_the_exact_distribution(student: Any, temperature: float) -
     ids = torch.tensor([*PROMPTS[1].ids, 0])
     rollout = Rollout(ids, len(ids) - 1, ids, ids, True, "")
     expected = completion_logprobs(student, rollout, temperature)[0].exp() * count
-    is_frequent = expected >= 5  # the rule of thumb of the test
+    is_frequent = expected >= 5  # rule of thumb of the chi-square test
     pooled_expected = torch.cat([expected[is_frequent], expected[~is_frequent].sum()[None]])
     pooled_counts = torch.cat([counts[is_frequent], counts[~is_frequent].sum()[None]])
     chi_square = float(
@@ -202,7 +202,7 @@ def test_greedy_takes_the_likeliest(student: Any) -> None:
 
 @pytest.mark.parametrize("draws", [0, 3])
 def test_padding_is_never_sampled(draws: int) -> None:
-    """Bit by bit what a model without the padding samples, whatever mass the padding has."""
+    """Samples are bit-identical to those of a model without padding ids, whatever their mass."""
     narrow_model, wide_model = tiny.model(seed=2), tiny.model(seed=2)
     wide_model.resize_token_embeddings(16, mean_resizing=False)
     with torch.no_grad():

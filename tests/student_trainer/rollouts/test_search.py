@@ -1,4 +1,4 @@
-"""A talk with a retriever: whose tokens are whose, what is learned from, what decides it."""
+"""Conversations with a retriever: token ownership, learned tokens, and reproducibility."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_material_has_all_there_is_to_see(sampled_talks: list[Rollout]) -> N
 def test_two_turns_rebuilt_by_hand_have_the_same_log_probs(
     student: Any, sampled_talks: list[Rollout]
 ) -> None:
-    """One plain forward pass over the whole talk; rows of passages are not looked at."""
+    """One plain forward pass over the conversation; rows of passages are not compared."""
     for rollout in sampled_talks:
         exact_logprobs = completion_logprobs(student, rollout)
         is_own = own_mask(rollout)
@@ -121,7 +121,7 @@ def test_neighbours_and_batches_do_not_matter(student: Any, sampled_talks: list[
 def test_all_turns_together_keep_to_the_budget(student: Any, new: int) -> None:
     for rollout in generate_talks(make_search(student, Facts(), new=new), range(40)):
         assert len(rollout.completion) <= new
-        assert bool(own_mask(rollout)[-1])  # what nobody answers to is not read either
+        assert bool(own_mask(rollout)[-1])  # no passage follows the last query
         is_finished = rollout.completion[-1] in (
             WORDS.eos_token_id,
             IDS["</answer>"],
@@ -157,8 +157,8 @@ def test_a_query_that_fails_is_the_fault_of_that_answer_alone(
 
 
 def test_passages_have_no_gradient_and_no_rows(sampled_talks: list[Rollout]) -> None:
-    """The rows of a batch are the student's own tokens; what is about others, however absurd,
-    changes nothing.
+    """The rows of a batch are the student's own tokens; invalid values of other tokens have no
+    effect.
     """
     torch.manual_seed(0)
     student = tiny.make_model(len(WORDS), WORDS, 1, 32)
@@ -226,7 +226,7 @@ def test_actions(turn: str, expected: tuple[str | None, str]) -> None:
 
 @pytest.mark.parametrize("text", ["so: </search>", "a</search>.", "</searc>h", "x</answer", "b>"])
 def test_a_mark_is_found_whatever_its_tokens(text: str) -> None:
-    """Byte-level BPE that cuts the marks in pieces, against a search in the text."""
+    """Byte-level BPE that splits the marks, compared with a search in the text."""
     bpe = tiny.make_tokenizer("bpe", ["the </sea h> rch a.b >. </a"] * 20, 300)
     marks = Marks(bpe, ["</search>", "</answer>"])
     ids = torch.tensor(bpe(text)["input_ids"])
@@ -243,7 +243,7 @@ def test_a_mark_is_found_whatever_its_tokens(text: str) -> None:
 
 
 def test_draws_of_passages_are_placeholders(student: Any, sampled_talks: list[Rollout]) -> None:
-    """The draws of own tokens use one random number a token; tokens are as without draws."""
+    """Draws of own tokens use one random number per token, and do not change tokens."""
     rollouts = make_search(student, Facts(), draws=3)
     talks_with_draws = generate_talks(rollouts, range(60))
     for number, (rollout, expected) in enumerate(zip(talks_with_draws, sampled_talks, strict=True)):

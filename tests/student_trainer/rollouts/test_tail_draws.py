@@ -1,4 +1,4 @@
-"""Draws of the tail: their distribution by enumeration, and what the sampler records of them."""
+"""Draws of the tail: their distribution, by enumeration, and the sampler's records."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ M = 6
 
 
 def expected_counts(weights: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Integrate over the uniform number: mean, least and most draws of each id, [V] each."""
+    """Return mean, least and most draws of each id over the uniform number, [V] each."""
     tail = weights.index_fill(0, head, 0.0)
     ends = (tail.cumsum(0) / tail.sum()).clamp(max=1)
     points = torch.cat([(ends * count).frac(), torch.tensor([0.0, 1.0])]).sort().values
-    is_piece = points.diff() > 1e-13  # pieces that rounding made
+    is_piece = points.diff() > 1e-13  # drop pieces that are rounding errors
     points, widths = points[:-1][is_piece] + points.diff()[is_piece] / 2, points.diff()[is_piece]
     tail_draws = draw_tail(
         weights.repeat(len(points), 1), head.expand(len(points), -1), points, count
@@ -45,7 +45,7 @@ def expected_counts(weights: Tensor, head: Tensor, count: int) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("count", [1, 4, 16, 64])
-# Less than a group of 64 ids, one, one and a bit, several.
+# Less than a group of 64 ids, one group, one plus a remainder, and several.
 @pytest.mark.parametrize("vocab", [1, 5, 64, 65, 200, 1025, 1100])
 def test_every_id_is_drawn_in_proportion_to_its_weight(vocab: int, count: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
@@ -66,7 +66,7 @@ def test_every_id_is_drawn_in_proportion_to_its_weight(vocab: int, count: int) -
 
 
 def make_large_tail(vocab: int = 151_936) -> tuple[Tensor, Tensor]:
-    """A tail of mass 1e-9: after 64 likely ids, probabilities over 13 orders of magnitude."""
+    """Return weights of 64 likely ids and a tail of mass 1e-9 over 13 orders of magnitude."""
     generator = torch.Generator().manual_seed(0)
     weights = (5 * torch.randn(1, vocab, dtype=torch.float64, generator=generator)).exp()
     head = weights.topk(64, dim=1).indices
@@ -74,7 +74,7 @@ def make_large_tail(vocab: int = 151_936) -> tuple[Tensor, Tensor]:
 
 
 def test_a_large_vocabulary_by_counts() -> None:
-    """Of 100,000 stratified draws, each id has its share to within one draw."""
+    """The count of each id in 100,000 stratified draws is exact to within one draw."""
     weights, head = make_large_tail()
     expected = weights.scatter(1, head, 0)[0]
     expected = expected / expected.sum() * 100_000
@@ -84,7 +84,7 @@ def test_a_large_vocabulary_by_counts() -> None:
 
 
 def test_a_large_vocabulary_by_chi_square() -> None:
-    """One draw each of 2,000 uniform numbers, in 40 ranges of ids."""
+    """One draw for each of 2,000 uniform numbers, counted in 40 ranges of ids."""
     weights, head = make_large_tail()
     tail = weights.scatter(1, head, 0)[0]
     uniforms = rollout_noise(5, 3, 2000, draws=True)
@@ -160,7 +160,7 @@ def drawn_ids(rollout: Rollout) -> list[list[int]]:
 def test_draws_are_those_of_a_whole_forward_pass(
     student: Any, temperature: float, top_k: int
 ) -> None:
-    """They are of the tail of softmax(logits / temperature), the distribution of the loss."""
+    """Draws are of the tail of softmax(logits / temperature), the distribution of the loss."""
     rollouts = generate_rollouts(student, range(5), temperature=temperature, top_k=top_k)
     for number, rollout in enumerate(rollouts):
         exact_logprobs = completion_logprobs(student, rollout, temperature)
@@ -221,11 +221,11 @@ def test_the_numbers_of_draws_are_of_another_stream() -> None:
     assert abs(correlation) < 4 / math.sqrt(4000)
     assert abs(draws.mean() - 0.5) < 4 / math.sqrt(12 * 4000)
     assert torch.equal(draws[:10], rollout_noise(3, 1, 10, draws=True))
-    rollout_noise(-1, 2**31, 1, draws=True)  # any seed and number that the tokens take
+    rollout_noise(-1, 2**31, 1, draws=True)  # any seed and number of the tokens' stream
 
 
 def test_top_p_and_ends_leave_the_draws_alone(student: Any) -> None:
-    """Draws are of the policy before the nucleus, and only of tokens that are kept."""
+    """Draws are of the policy before top-p, and only for tokens of the answer."""
     prompt_ids = [torch.from_numpy(prompt.ids).long() for prompt in PROMPTS]
     noise = [rollout_noise(n, 3, 20) for n in range(5)]
     levels = [rollout_noise(n, 3, 20, draws=True) for n in range(5)]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a step, whatever happened before."""
+"""metrics.jsonl: one line per step, also after a resume or a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run directory tells of the code that an attempt ran."""
+"""The record of an attempt's source code in the run directory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_commit_and_changes(
     assert read_environment(run)["commit"] == f"{commit}, and code.diff"
     diff = run.code_diff.read_text()
     assert "-one = 1\n+one = 2\n" in diff
-    # It is whole: who has the commit has the code.
+    # The diff is complete: with the commit it gives the code.
     git(checkout, "checkout", "-q", ".")
     subprocess.run(["git", "-C", str(checkout), "apply"], input=diff, text=True, check=True)
     assert (checkout / "package" / "code.py").read_text() == "one = 2\n"
@@ -66,7 +66,7 @@ def test_commit_and_changes(
 def test_no_checkout_of_its_own(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An environment in somebody's checkout, a repository without a commit, no git."""
+    """An environment in another project's checkout, a repository without a commit, or no git."""
     assert source_code(checkout / "package") is None
     assert source_code(tmp_path) is None
     (tmp_path / "empty").mkdir()
@@ -82,7 +82,7 @@ def test_no_checkout_of_its_own(
 def test_neither_a_caller_s_repository_nor_its_taste(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hook of git tells what it starts of its own repository."""
+    """A git hook sets variables about its own repository."""
     commit = git(checkout, "rev-parse", "HEAD")
     git(checkout, "config", "diff.noprefix", "true")
     (checkout / "package" / "code.py").write_text("one = 2\n")

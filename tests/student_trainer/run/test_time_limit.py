@@ -1,4 +1,4 @@
-"""The time limit of a collective, by hand."""
+"""The time limit of a collective, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers: what they are told, and that none of them can stop a run."""
+"""Trackers: logged values, and faults, which never stop a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from student_trainer.run.trackers import ThreadedTracker
 from tests.student_trainer import tiny
 
 NAME = "on-policy-x-7f3a"
-# Each attempt in a process of its own, as a resume is.
+# Each attempt runs in a new process, as after a resume.
 ATTEMPT = """
 import sys
 from clients.config.tables.common import (TrackConfig, TrackerConfig)
@@ -55,7 +55,7 @@ def _delete_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class FailingTracker:
-    """Takes one step, then raises at the next, or at the end."""
+    """Raises at the start, at the second step, or at the end."""
 
     def __init__(self, failing_call: str) -> None:
         self._failing_call = failing_call
@@ -132,8 +132,8 @@ def skip_without(name: str) -> pytest.MarkDecorator:
 
 
 def read_leveldb(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log behind a header of 7 bytes: blocks of 32 KiB, whose pieces have
-    a checksum, a length, and a type: 1 is a whole record, 2 to 4 its first, middle and last part.
+    """Yield the records of a LevelDB log after a header of 7 bytes: blocks of 32 KiB, whose pieces
+    have a checksum, a length, and a type: 1 is a whole record, 2 to 4 first, middle, last part.
     """
     position, block, parts = 7, 32768, b""
     while position + 7 < len(data):

@@ -1,4 +1,4 @@
-"""One of several processes over gloo that share an anchor, and what each of them says of it."""
+"""One of several gloo processes with shards of an anchor, and the report of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TAU, PERIOD = 0.9, 2
 def run_process(
     out: Path, sharding: str, until: int, resumed_checkpoint: Path | None = None
 ) -> Path:
-    """Updates of the student, from the first or from the checkpoint `resumed` on, and a save."""
+    """Update the student, from step 1 or `resumed_checkpoint`; write a report and a checkpoint."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     words, model = tiny.tokenizer(), tiny.model(seed=2, layers=2)
     student = spread_student(model, sharding)
@@ -69,7 +69,7 @@ def run_process(
 def run_processes(
     world: int, out: Path, sharding: str, until: int, resumed_checkpoint: Path | None = None
 ) -> Path:
-    """`work` in so many processes; the checkpoint."""
+    """Run `run_process` in `world` processes, and return the checkpoint."""
     forks = Forks(
         world, out.with_suffix(".group"), run_process, out, sharding, until, resumed_checkpoint
     )
@@ -78,7 +78,7 @@ def run_processes(
 
 
 def score_without_a_column(out: Path) -> None:
-    """The second process has an answer to a sample that the context does not fit."""
+    """Score with a sample in the second process that lacks a column of the context."""
     rank = int(os.environ["RANK"])
     student = spread_student(tiny.model(seed=2), "fsdp2")
     teacher = teacher_of(
@@ -94,5 +94,5 @@ def score_without_a_column(out: Path) -> None:
 
 
 def read_reports(out: Path) -> list[Any]:
-    """What each process said, by rank."""
+    """Return the report of each process, by rank."""
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank-*.json"))]

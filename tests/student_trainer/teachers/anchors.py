@@ -1,4 +1,4 @@
-"""Anchors of small students that are moved to where a test knows them to be."""
+"""Anchors of small students, with updates that tests can repeat."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def spread_student(
 
 
 def theta(name: str, like: Tensor, update: int) -> Tensor:
-    """The whole of a weight after an update."""
+    """Return the full weight after an update."""
     generator = torch.Generator().manual_seed(1000 * update + sum(name.encode()))
     return 0.3 * torch.randn(like.shape, generator=generator)
 
 
 def move(student: Replicated | Sharded, anchor: Anchor, update: int) -> None:
-    """An update of the student that everyone can repeat."""
+    """Set the student's weights to those of an update, and update the anchor."""
     with torch.no_grad():
         for name, parameter in student.trained.model.named_parameters():
             if parameter.requires_grad:
@@ -55,7 +55,7 @@ def move(student: Replicated | Sharded, anchor: Anchor, update: int) -> None:
 
 
 def rollouts(count: int = 7, top_k: int = 4) -> list[Rollout]:
-    """Of all lengths, and with head ids in no order."""
+    """Return rollouts of different lengths, with unordered head ids."""
     generator = torch.Generator().manual_seed(0)
     sequences = []
     for number in range(count):
@@ -90,7 +90,7 @@ def teacher_of(anchor: Anchor, student: Replicated | Sharded, **options: Any) ->
 
 
 def rows_of(teacher: AnchorTeacher, sequences: Sequence[Rollout]) -> list[RowBlock]:
-    """As a step asks: every rollout first, then `finish`."""
+    """Score as a step does: all rollouts first, then `finish`."""
     futures = [teacher.score(rollout) for rollout in sequences]
     teacher.finish()
     return [future.result(timeout=0) for future in futures]

@@ -1,4 +1,4 @@
-"""The anchor is the average it is said to be, scores as a teacher, and disturbs nothing."""
+"""The anchor is the documented average, scores as a teacher, and does not affect training."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_gap_is_the_relative_distance(tau: float) -> None:
 
 
 def test_with_tau_1_it_is_a_frozen_reference() -> None:
-    """Weights and rows, bit by bit, while the student learns."""
+    """Weights and rows stay bit-identical while the student learns."""
     model = tiny.model(seed=2)
     frozen_model = copy.deepcopy(model)
     student, anchor = make_anchored(model, tau=1.0, update_period=1)
@@ -140,7 +140,7 @@ def bytes_of(block: RowBlock) -> list[bytes]:
 
 
 def test_scoring_changes_nothing_of_the_training() -> None:
-    """The same bits as of a student that no anchor is scored by; also where scoring fails."""
+    """Training is bit-identical to training without scoring, also if scoring fails."""
     runs = []
     for is_scored in (False, True):
         model = tiny.model(seed=2)
@@ -167,7 +167,7 @@ def fail_in_place(anchor: Anchor) -> None:
 
 
 def model_in_place(anchor: Anchor, student: Replicated | Sharded) -> Any:
-    """A model of its own with the anchor's weights."""
+    """Return a copy of the model with the anchor's weights."""
     with anchor.in_student_place():
         return copy.deepcopy(student.full.model).eval()
 
@@ -199,7 +199,7 @@ def test_rows_are_those_of_the_averaged_model(
 
 @pytest.mark.parametrize("make", [tiny.model, soft_capped])
 def test_draws_are_scored_beside_the_head(make: Callable[[], Any]) -> None:
-    """Against a log_softmax in float64; all else of the rows is as without draws."""
+    """Compared with a log_softmax in float64; the other columns equal those without draws."""
     student, anchor = make_anchored(make())
     move(student, anchor, 1)
     model, plain_rollouts = model_in_place(anchor, student), rollouts()
@@ -249,7 +249,7 @@ def test_likeliest_ids_are_found_chunk_by_chunk() -> None:
 
 
 def test_what_an_environment_wrote_has_rows_too() -> None:
-    """As from any teacher: one row a token of the completion."""
+    """As for any teacher, there is one row per token of the completion."""
     student, anchor = make_anchored(tiny.model(seed=2))
     (rollout,) = [candidate for candidate in rollouts() if len(candidate.completion) == 5][:1]
     own_mask = torch.tensor([True, False, False, True, True])
@@ -261,7 +261,7 @@ def test_what_an_environment_wrote_has_rows_too() -> None:
 
 
 def test_a_privileged_anchor_reads_a_prompt_of_its_own() -> None:
-    """Its sequences, built by hand: rows still stand at the tokens of the completion."""
+    """Compared with sequences built by hand; rows are at the tokens of the completion."""
     words = tiny.tokenizer()
     student, anchor = make_anchored(tiny.model(seed=2))
     move(student, anchor, 1)

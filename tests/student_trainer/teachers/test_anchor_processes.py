@@ -1,4 +1,4 @@
-"""An anchor in shares: what several processes have together is the anchor of one, to the bit."""
+"""A sharded anchor: the shards of several processes form the anchor of one, bit-identically."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def single_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of four processes, each with its share."""
+    """The checkpoint of four processes, each with a shard."""
     return run_processes(4, tmp_path_factory.mktemp("four") / "out", "fsdp2", 5)
 
 
@@ -47,7 +47,7 @@ def rows_by_number(out: Path) -> dict[str, Any]:
 
 
 def assert_same_words(anchor_path: Path, expected_path: Path, *, shares: bool) -> None:
-    """Gap, version and rows of all processes, against those of one."""
+    """Compare gap, version and rows of all processes with those of one."""
     (expected_report,), reports = (
         read_reports(expected_path.parent),
         read_reports(anchor_path.parent),
@@ -84,7 +84,7 @@ def test_two(single_checkpoint: Path, sharding: str, tmp_path: Path) -> None:
 
 
 def test_saved_by_four_resumed_by_two_and_by_one(shared_checkpoint: Path, tmp_path: Path) -> None:
-    """As if one had gone all the way."""
+    """The result is that of one process without a stop."""
     two_process_checkpoint = run_processes(2, tmp_path / "two", "fsdp2", 7, shared_checkpoint)
     one_process_checkpoint = run_process(tmp_path / "one", "none", 9, two_process_checkpoint)
     assert_same_anchor(one_process_checkpoint, run_process(tmp_path / "all", "none", 9))

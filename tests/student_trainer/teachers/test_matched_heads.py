@@ -1,4 +1,4 @@
-"""Head ids of the student as tokens of the teacher, compared with the tokenizers themselves."""
+"""Head ids of the student mapped to tokens of the teacher, compared with the tokenizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAIRS = [
     (trained.byte_level(290), trained.byte_level(340)),
     (trained.byte_level(290), trained.byte_fallback(330, APART)),
     (trained.byte_fallback(330, APART), trained.byte_level(300)),
-    # The teacher has tokens from one word into the next.
+    # The teacher has tokens that span two words.
     (trained.byte_level(290), trained.byte_fallback(330)),
 ]
 
@@ -43,7 +43,7 @@ def aligner(request: pytest.FixtureRequest) -> tuple[Aligner, int]:
 
 
 def heads_of(aligner: Aligner, ids: np.ndarray, end: int) -> np.ndarray:
-    """The token itself, the end and other ids."""
+    """Return heads with the token, the end and other ids."""
     random = np.random.default_rng(0)
     heads = [
         [
@@ -60,7 +60,7 @@ def heads_of(aligner: Aligner, ids: np.ndarray, end: int) -> np.ndarray:
 def match_by_definition(
     aligner: Aligner, ids: np.ndarray, head: np.ndarray, i: int, end: int
 ) -> dict[int, int]:
-    """The set S of token i, with the teacher's token of each id."""
+    """Return the set S of token i, with the teacher's token of each id."""
     prefix = aligner.writer.data(ids[:i])
     matches = {}
     for u in head.tolist():
@@ -107,7 +107,7 @@ def test_the_sets_and_where_the_teacher_reads_them(aligner: tuple[Aligner, int])
         teacher_row = len(encode_exactly(word_aligner.reader, prefix))
         assert matched.teacher_rows[i] == teacher_row
         assert teacher_ids[teacher_row].tolist() == matched.ids[i].tolist()
-        for u in expected:  # whichever comes, the text before is encoded alike
+        for u in expected:  # the encoding of the text before does not depend on the id
             continued = prefix + word_aligner.writer.data(np.array([u])) + b"at cat"
             assert encode_exactly(word_aligner.reader, continued)[:teacher_row] == encode_exactly(
                 word_aligner.reader, prefix
@@ -133,7 +133,7 @@ def test_without_an_end_the_last_tokens_have_none(aligner: tuple[Aligner, int]) 
 
 
 class TableClient:
-    """A client that answers with the log-prob -row - id / 1000 at every id."""
+    """A client that returns the log-prob -row - id / 1000 at every id."""
 
     def submit(self, query: ScoreQuery) -> Any:
         assert query.head_ids is not None

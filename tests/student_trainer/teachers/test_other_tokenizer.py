@@ -1,4 +1,4 @@
-"""Rows of a teacher with another tokenizer: what each word costs, and what is left out."""
+"""Rows of a teacher with another tokenizer: costs of words, and tokens without a cost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rollout_of(ids: np.ndarray, *, ended: bool) -> Rollout:
 
 
 def rows_of(teacher_ids: np.ndarray) -> RowBlock:
-    """Log-probs that say which token they are of: -1, -2, ..."""
+    """Return rows whose log-probs encode the token: -1, -2, ..."""
     count = len(teacher_ids)
     logprobs = -np.arange(1, count + 1, dtype=np.float32)
     no_tail = np.zeros(count, np.float32)
@@ -74,7 +74,7 @@ def encode_text(text: str) -> np.ndarray:
 
 
 def costs_of_words(text: str) -> list[float]:
-    """-log q of each word and of the end, read one token at a time."""
+    """Return -log q of each word and of the end, one token at a time."""
     teacher = TEACHER.encode(text)
     sums, number = [], 0
     for i, token in enumerate(teacher):
@@ -139,7 +139,7 @@ def test_a_special_token_within_an_answer_is_nearly_impossible() -> None:
 
 
 class AnsweringClient:
-    """A client that answers at once, and keeps what was asked."""
+    """A client that answers at once, and records its queries."""
 
     def __init__(self) -> None:
         self.queries: list[ScoreQuery] = []

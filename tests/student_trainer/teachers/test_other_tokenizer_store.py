@@ -32,7 +32,7 @@ TEXT = "the cat sat there. 12 + 34"
 
 
 def align_text(text: str, *, ended: bool) -> tuple[Alignment, np.ndarray]:
-    """Also log-probs that say which token they are of: -1, -2, ..."""
+    """Return the alignment, and log-probs that encode the token: -1, -2, ..."""
     ids = TEACHER.encode(text)
     if ended:
         ids = np.append(ids, np.int32(0))
@@ -42,7 +42,7 @@ def align_text(text: str, *, ended: bool) -> tuple[Alignment, np.ndarray]:
 
 
 def token_ends(text: str, logprobs: np.ndarray) -> list[tuple[int, float]]:
-    """Where each token of the teacher ends, and its log-prob."""
+    """Return the end and the log-prob of each token of the teacher."""
     ends = TEACHER.ends(TEACHER.encode(text)).tolist()
     return list(zip(ends, logprobs.tolist(), strict=False))
 
@@ -96,7 +96,7 @@ def decode_ids(ids: Any) -> str:
 
 
 def test_a_plain_prompt_is_its_text() -> None:
-    """Special tokens in front, such as <s>, are left out, and the template is already there."""
+    """Leading special tokens, such as <s>, are dropped, and the template is not applied again."""
     prompt_ids = TEACHER.encode("the cat")
     for ids in (prompt_ids, np.append(np.int32([0]), prompt_ids)):
         assert decode_ids(prompts_of()(ids)) == "the cat"
@@ -125,7 +125,7 @@ def test_a_prompt_in_a_chat_template_must_be_known() -> None:
 def test_prompts_of_the_captured_data(
     tmp_path: Path, record: dict[str, Any], column: str | None, text: str
 ) -> None:
-    """Both sides render them, each with its own tokenizer; an answer and what follows are cut."""
+    """Both render prompts with their own tokenizers; the answer and later turns are cut."""
     (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
     student_words, teacher_words = (
         tiny.tokenizer(CHARACTERS),
@@ -160,14 +160,14 @@ def test_every_token_has_a_first_token_of_the_student() -> None:
 
 
 def test_the_weights_of_head_ids() -> None:
-    """Against the definition, one token at a time."""
+    """Compared with the definition, one token at a time."""
     alignment, logprobs = align_text(TEXT, ended=True)
     ids = np.append(TEACHER.encode(TEXT), np.int32(0))
     random = np.random.default_rng(0)
     words = np.flatnonzero(TOKENS.begins)
     heads = np.stack([random.permutation(len(TEACHER.lengths))[:HEAD] for _ in ids])
     heads[:, 0] = words[:: max(1, len(words) // len(ids))][: len(ids)]
-    for row, token in zip(heads, ids, strict=True):  # the token is in some heads
+    for row, token in zip(heads, ids, strict=True):  # put the token into some heads
         if token not in row and random.random() < 0.7:
             row[3] = token
     log_q = np.log(random.dirichlet(np.ones(HEAD), len(ids))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A teacher that reads another prompt, or other special tokens: rows of prompts made by hand."""
+"""Teachers with another prompt or other special tokens, compared with prompts made by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THINKING = PLAIN.replace("A", "{% if not thinking %}N{% endif %}A", 1)
 
 
 class InProcessClient:
-    """A client that scores with an engine, and keeps what it was asked."""
+    """A client that scores with an engine, and records its queries."""
 
     def __init__(self, engine: HfEngine) -> None:
         self._engine = engine
@@ -68,7 +68,7 @@ def assert_rows(actual: RowBlock, expected: RowBlock) -> None:
 
 
 def add_draws(rollout: Rollout) -> Rollout:
-    """The rollout with draws outside its head."""
+    """Return the rollout with draws outside its head."""
     head_ids = np.asarray(rollout.head_ids)
     ids = np.stack([np.setdiff1d(np.arange(13), row)[:3] for row in head_ids]).astype(np.int32)
     return replace(rollout, draws=TailDraws(torch.from_numpy(ids), torch.zeros(ids.shape)))
@@ -121,7 +121,7 @@ def test_the_arguments_of_the_teachers_template() -> None:
     assert render_prompt(
         teacher__template_arguments={"thinking": True}
     ) == prompt_without_thinking.replace("N", "")
-    # Arguments of the student's template are for it alone, unless the teacher's reads them too.
+    # Arguments of the student's template apply to the teacher's only if that reads them.
     assert render_prompt(
         data__template_arguments={"thinking": True, "other": 1}
     ) == prompt_without_thinking.replace("N", "")
@@ -153,7 +153,7 @@ def pair(tmp_path: Path) -> tuple[Any, Any, Path]:
 
 @pytest.mark.parametrize("forward", [False, True])
 def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: bool) -> None:
-    """Those of a teacher whose embeddings are in the order of the student's roles."""
+    """Rows equal those of a teacher whose embeddings are permuted to the student's ids."""
     student, words, path = pair
     chosen_roles = {"<start>": "<think>"}
     job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles=chosen_roles)

@@ -12,14 +12,14 @@ from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from student_trainer.teachers.role_store import RoleStore
 
-# The teacher's id of each of the student's.
+# The teacher's id of each student id.
 IDS = np.array([0, 1, 4, 2, 3, 5], np.int32)
 STUDENT_IDS = {teacher_id: student_id for student_id, teacher_id in enumerate(IDS.tolist())}
 STORED = [4, 2, 1, 3, 0, 5]
 
 
 class RoleSource:
-    """One sequence of the teacher's ids, whose rows have heads and samples of it."""
+    """A data set of one sequence in the teacher's ids, whose rows have heads and samples."""
 
     lengths = np.array([len(STORED)])
 

@@ -1,4 +1,4 @@
-"""Packed text as a line of the student, against the definition, one token at a time."""
+"""Packed text encoded for the student, compared with the definition, one token at a time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NONE = np.zeros(0, np.int32)
 
 
 def pack_documents(documents: list[str]) -> np.ndarray:
-    """The last document is open; the piece begins within the first."""
+    """Return a piece that begins within the first document and ends within the last."""
     ids = np.concatenate([np.append(TEACHER.encode(text), np.int32(END)) for text in documents])
     return ids[1:-1].astype(np.int32)
 
 
 def block_of(ids: np.ndarray) -> RowBlock:
-    """Log-probs that say which token they are of: -1, -2, ... from the second on."""
+    """Return rows whose log-probs encode the token: -1, -2, ... from the second token on."""
     count = len(ids) - 1
     no_tail = np.zeros(count, np.float32)
     head = np.zeros((count, 2), np.int32)
@@ -48,7 +48,7 @@ def make_reader(unit: Unit, longest: int | None = None, **begins: Any) -> Stored
 
 
 def token_spans(ids: np.ndarray, tokenizer: Any, end: int) -> list[tuple[int, int, int]]:
-    """Document, first byte in it, and byte after the last, of each token; an end has one."""
+    """Return (document, first byte, byte after the last) of each token; an end has one byte."""
     spans, document, offset = [], 0, 0
     for token in ids.tolist():
         size = 1 if token == end else int(tokenizer.lengths[token])
@@ -120,7 +120,7 @@ def test_a_line_is_cut_where_the_student_reads_no_further() -> None:
 
 
 def test_each_side_has_its_own_begin_of_a_document() -> None:
-    """The teacher has one (here its id 5 stands in), and so has the student (6, 6)."""
+    """Begin tokens of documents: the teacher's id 5 stands in; the student's are two ends."""
     begin = np.array([5], np.int32)
     lengths = TEACHER.lengths.copy()
     try:
