@@ -21,7 +21,7 @@ from student_trainer.checkpoints.tensor_file import (
 )
 from student_trainer.parallel.shards import rows_of_part
 
-MOST_PARTS = 5
+MAX_PARTS = 5
 
 
 def tensors() -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def write_part(
     return writer.finish()
 
 
-@pytest.mark.parametrize("parts", range(1, MOST_PARTS + 1))
+@pytest.mark.parametrize("parts", range(1, MAX_PARTS + 1))
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
 def test_the_bytes_of_the_library(
     tmp_path: Path, parts: int, metadata: dict[str, str] | None

@@ -9,8 +9,8 @@ from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.questions import Question
 from student_trainer.exam.report import GradedAnswers, format_row, summarize, table_columns
 
-NONE = np.nan
-REWARD = np.array([[1, 0, 0, NONE], [1, 1, 0.5, 1], [0, 0, NONE, 0]])
+NAN = np.nan
+REWARD = np.array([[1, 0, 0, NAN], [1, 1, 0.5, 1], [0, 0, NAN, 0]])
 VOTES = [["7", "8", "8", ""], ["9", "9", "1", "9"], ["", "", "", "3"]]
 
 

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao"),
     pytest.mark.filterwarnings("ignore"),  # of torchao's import
 ]
-NARROW = TrainConfig(optimizer="adamw_8bit", learning_rate=1e-2)
+EIGHT_BIT = TrainConfig(optimizer="adamw_8bit", learning_rate=1e-2)
 
 
 def student() -> Any:
@@ -60,7 +60,7 @@ def _force_eager() -> Iterator[None]:
         yield
 
 
-def optimizer_of(model: Any, settings: TrainConfig = NARROW) -> torch.optim.Optimizer:
+def optimizer_of(model: Any, settings: TrainConfig = EIGHT_BIT) -> torch.optim.Optimizer:
     return make_optimizer(settings, model)
 
 
@@ -147,14 +147,14 @@ def test_other_numbers_of_processes_resume_it_exactly(tmp_path: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("settings", [NARROW, TrainConfig()])
+@pytest.mark.parametrize("settings", [EIGHT_BIT, TrainConfig()])
 def test_the_state_of_the_other_optimizer_is_refused(tmp_path: Path, settings: TrainConfig) -> None:
     model = student()
     optimizer = optimizer_of(model, settings)
     step_once(model, optimizer, 0)
     words = tiny.tokenizer()
     path = save_checkpoint(tmp_path, 1, model=model, tokenizer=words, optimizer=optimizer)
-    other_settings = TrainConfig() if settings is NARROW else NARROW
+    other_settings = TrainConfig() if settings is EIGHT_BIT else EIGHT_BIT
     with pytest.raises(InvalidInput, match="another optimizer") as caught:
         checkpoint.load_optimizer(path, model, optimizer_of(model, other_settings))
     assert caught.value.field == "train.optimizer"

@@ -32,7 +32,7 @@ MAPS = {
     "capped": LogitMap(cap=2.0),
     "cut, scaled and capped": LogitMap(40, scale=1.7, cap=3.0),
 }
-EVERY = pytest.mark.parametrize("logit_map", MAPS.values(), ids=MAPS)
+EVERY_MAP = pytest.mark.parametrize("logit_map", MAPS.values(), ids=MAPS)
 N, K, WIDE = 24, 6, 53
 
 
@@ -50,7 +50,7 @@ def inputs(logit_map: LogitMap, dtype: torch.dtype) -> tuple[list[Tensor], Any]:
     return [hidden, weight, bias], (head, tokens, teacher, weights)
 
 
-@EVERY
+@EVERY_MAP
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)], ids=["f32", "f64"]
@@ -97,7 +97,7 @@ def test_gradients_equal_autograd(
     torch.testing.assert_close(fused.metrics["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)
 
 
-@EVERY
+@EVERY_MAP
 def test_losses_of_all_rows_at_once(logit_map: LogitMap) -> None:
     leaves, (head, tokens, teacher, _) = inputs(logit_map, torch.float64)
     logits = compute_logits(logit_map, leaves[0] @ leaves[1].T + leaves[2])
@@ -120,7 +120,7 @@ def test_losses_of_all_rows_at_once(logit_map: LogitMap) -> None:
     torch.testing.assert_close(entropy, entropy_from_logits(logits))
 
 
-@EVERY
+@EVERY_MAP
 def test_the_likeliest_ids(logit_map: LogitMap) -> None:
     (hidden, weight, bias), _ = inputs(logit_map, torch.float64)
     top_ids = fused_linear_top_ids(hidden, weight, 5, bias=bias, logit_map=logit_map)

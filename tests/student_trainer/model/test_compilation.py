@@ -36,9 +36,9 @@ from tests.student_trainer.saving import LIMIT
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 # Lengths of each batch: several lines and one line, with and without padding.
 LENGTHS = ([5, 9], [8, 8], [6], [4, 3, 20])
-MORE = ([7, 3, 4], [12, 11, 10], [9, 9, 9], [8], [20, 3], [3, 6, 5, 2, 7], [30])
+NEW_LENGTHS = ([7, 3, 4], [12, 11, 10], [9, 9, 9], [8], [20, 3], [3, 6, 5, 2, 7], [30])
 # Dynamo and autograd without the C++ compiler, which takes minutes per layer on a slow machine.
-FAST = "aot_eager"
+FAST_BACKEND = "aot_eager"
 
 
 @pytest.fixture(autouse=True)
@@ -69,11 +69,11 @@ def batch(lengths: Sequence[int], layout: Layout) -> Batch:
 def learn(student: Any, layout: Layout, model: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of all batches, and the sums of their gradients.
 
-    The lengths of MORE cause no recompilation.
+    NEW_LENGTHS cause no recompilation.
     """
     losses, graphs = [], 0
-    for lengths in (*LENGTHS, *MORE):
-        if lengths == MORE[0]:
+    for lengths in (*LENGTHS, *NEW_LENGTHS):
+        if lengths == NEW_LENGTHS[0]:
             graphs = counters["stats"]["unique_graphs"]
         out = student(batch(lengths, layout), lambda rows, _: -rows.token_logprobs.exp(), 1.0)
         out.loss_sum.backward()
@@ -133,7 +133,7 @@ def test_compiled_code_computes_the_same() -> None:
 def test_layouts_and_recomputation(
     monkeypatch: pytest.MonkeyPatch, policy: bool | int | str, layout: Layout, bf16: bool
 ) -> None:
-    use_backend(FAST, monkeypatch.setattr)
+    use_backend(FAST_BACKEND, monkeypatch.setattr)
 
     def model() -> Any:
         student_model = tiny.model(layers=2)
@@ -148,7 +148,7 @@ def test_layouts_and_recomputation(
 
 @pytest.mark.slow
 def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_backend(FAST, monkeypatch.setattr)
+    use_backend(FAST_BACKEND, monkeypatch.setattr)
 
     def model() -> Any:
         adapted_model = tiny.model(layers=2)
@@ -162,7 +162,7 @@ def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def learn_in_group(sharding: str, bf16: bool, out: Path) -> None:
     """Learn with eager and compiled layers in each process; score without a gradient between."""
-    use_backend(FAST, setattr)
+    use_backend(FAST_BACKEND, setattr)
     results = []
     for compiled in (False, True):
         accelerator = make_accelerator(LIMIT)
@@ -194,7 +194,7 @@ def test_two_processes(tmp_path: Path, sharding: str, bf16: bool) -> None:
 def test_a_job_with_the_key_learns_compiled(
     monkeypatch: pytest.MonkeyPatch, material: tiny.Material, tmp_path: Path
 ) -> None:
-    use_backend(FAST, monkeypatch.setattr)
+    use_backend(FAST_BACKEND, monkeypatch.setattr)
     losses = []
     for compiled in (False, True):
         config = tiny.sft_job(material, student__compile=compiled)

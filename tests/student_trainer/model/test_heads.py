@@ -61,10 +61,10 @@ HEADS: dict[str, tuple[Callable[[], Any], LogitMap]] = {
     "nanochat": (family("NanoChatConfig", final_logit_softcapping=15.0), LogitMap(cap=15.0)),
     "minicpm3": (family("MiniCPM3Config", **LATENT), LogitMap(scale=1.0)),
 }
-EVERY = pytest.mark.parametrize("name", HEADS)
+EVERY_HEAD = pytest.mark.parametrize("name", HEADS)
 
 
-@EVERY
+@EVERY_HEAD
 def test_the_probe_finds_the_head(name: str) -> None:
     make, expected = HEADS[name]
     logit_map = find_logit_map(make())
@@ -74,7 +74,7 @@ def test_the_probe_finds_the_head(name: str) -> None:
         assert logit_map.scale == pytest.approx(expected.scale, rel=1e-6)
 
 
-@EVERY
+@EVERY_HEAD
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_fused_path_is_the_plain_one(name: str, dtype: torch.dtype) -> None:
     """Compared with the model's logits: equal up to the rounding of the dtype."""

@@ -40,7 +40,7 @@ from tests.student_trainer.losses.enumeration import (
 VOCAB, K = 50, 6
 EXACT = 1e-12
 DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
-EVERYTHING = slice(0, VOCAB)
+ALL_ROWS = slice(0, VOCAB)
 
 
 def batch_of(case: Case, **of_rl: Any) -> Any:
@@ -96,9 +96,9 @@ def test_the_loss_of_distillation(direction: Direction, tail: Tail) -> None:
     objective = DistillationObjective(direction, tail, 1.0)
     batch, rows = batch_of(case), rows_for_every_token(case.student, case.head)
     expected = exact_gradient(case, direction)
-    assert max(bias(distillation_loss(batch, objective)(rows, EVERYTHING), case, expected)) < EXACT
+    assert max(bias(distillation_loss(batch, objective)(rows, ALL_ROWS), case, expected)) < EXACT
     ignoring_loss = distillation_loss(as_if_on_policy(batch, rows), objective)
-    assert min(bias(ignoring_loss(rows, EVERYTHING), case, expected)) > 1e-3
+    assert min(bias(ignoring_loss(rows, ALL_ROWS), case, expected)) > 1e-3
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -203,12 +203,12 @@ def test_the_kl_of_rl_with_one_update(direction: Direction, top_k: int) -> None:
     rows = rows_for_every_token(case.student, case.head)
     batch = rl_batch(case, torch.zeros(VOCAB, dtype=torch.float64))
     expected = exact_gradient(case, direction)
-    loss_bias = bias(objective.loss(batch)(rows, EVERYTHING), case, expected)
+    loss_bias = bias(objective.loss(batch)(rows, ALL_ROWS), case, expected)
     ignoring_loss = objective.loss(as_if_on_policy(batch, rows))
     # Only the gradients of k4 and k5 are those of the KL; their values estimate something else.
     relevant = max if top_k else (lambda pair: pair[1])
     assert relevant(loss_bias) < EXACT
-    assert bias(ignoring_loss(rows, EVERYTHING), case, expected)[1] > 1e-3
+    assert bias(ignoring_loss(rows, ALL_ROWS), case, expected)[1] > 1e-3
     if top_k:
         weighted, unweighted = (
             mean_metric(
@@ -239,7 +239,7 @@ def test_the_policy_gradient_of_the_first_update_is_exact(ratio: str) -> None:
     rows = rows_for_every_token(case.student, case.head)
     batch = rl_batch(case, advantages)
     expected = policy_gradient(case, advantages)
-    assert max(bias(objective.loss(batch)(rows, EVERYTHING), case, expected)) < EXACT
+    assert max(bias(objective.loss(batch)(rows, ALL_ROWS), case, expected)) < EXACT
     assert objective.metrics(batch, whole_result(rows))["ratio/clipped"][0] == 0
     # With the sampler in place of p_old, tokens with a large ratio would be clipped.
     sampler_clipped = clipped_surrogate(
@@ -262,7 +262,7 @@ def test_a_later_update_is_weighed_by_both_ratios() -> None:
     rows = rows_for_every_token(case.student, case.head)
     expected = policy_gradient(case, advantages)
     objective = RLObjective(make_config(clip_low=1.0, clip_high=1e9), (), has_reward=True)
-    assert max(bias(objective.loss(batch)(rows, EVERYTHING), case, expected)) < EXACT
+    assert max(bias(objective.loss(batch)(rows, ALL_ROWS), case, expected)) < EXACT
 
 
 def test_bounded_weights_are_counted() -> None:

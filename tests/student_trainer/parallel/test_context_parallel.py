@@ -26,14 +26,14 @@ ERROR = 1e-10
 EAGER_ERROR = 1e-6
 Case = tuple[str, str, Layout, str, Any, bool]
 # Architecture, objective, layout, attention, recomputation, LoRA.
-OF_TWO: Sequence[Case] = [
+CASES_OF_TWO: Sequence[Case] = [
     *[("qwen3", name, "lines", "sdpa", False, False) for name in METHODS],
     ("llama", "sft", "one_line", "sdpa", "selective", False),
     ("qwen2", "offline", "padded", "sdpa", True, True),
     ("olmo2", "on_policy", "padded", "eager", 2, False),
 ]
 # Two key heads for four processes: each head is repeated.
-OF_FOUR: Sequence[Case] = [
+CASES_OF_FOUR: Sequence[Case] = [
     ("qwen3", "rl", "padded", "sdpa", True, False),
     ("llama", "on_policy", "lines", "sdpa", "selective", True),
     ("mistral", "sft", "one_line", "sdpa", False, False),
@@ -44,9 +44,9 @@ OF_FOUR: Sequence[Case] = [
 @pytest.mark.parametrize(
     ("world", "size", "cases"),
     [
-        (2, 2, OF_TWO),
-        pytest.param(4, 4, OF_FOUR, marks=pytest.mark.slow),
-        pytest.param(4, 2, OF_TWO[:1] + OF_FOUR[:2], marks=pytest.mark.slow),
+        (2, 2, CASES_OF_TWO),
+        pytest.param(4, 4, CASES_OF_FOUR, marks=pytest.mark.slow),
+        pytest.param(4, 2, CASES_OF_TWO[:1] + CASES_OF_FOUR[:2], marks=pytest.mark.slow),
     ],
     ids=["one group of two", "one group of four", "two groups of two"],
 )
@@ -76,7 +76,7 @@ def test_learns_as_one_process(
 
 
 # Architecture and settings -> why its tokens cannot be divided; "" if they can.
-CHECKED: Sequence[tuple[str, dict[str, Any], str]] = [
+CHECKED_STUDENTS: Sequence[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {}, ""),
     ("gemma2", {"query_pre_attn_scalar": 8}, ""),
     ("gpt2", {}, "its forward pass fails with a part of them"),
@@ -91,10 +91,10 @@ CHECKED: Sequence[tuple[str, dict[str, Any], str]] = [
 
 
 def test_students_that_cannot_be_divided(tmp_path: Path) -> None:
-    students = [(name, changes) for name, changes, _ in CHECKED]
+    students = [(name, changes) for name, changes, _ in CHECKED_STUDENTS]
     group = Forks(2, tmp_path / "group", check_students, tmp_path, students)
     assert group.wait(240) == [0, 0]
-    for number, (name, _, why) in enumerate(CHECKED):
+    for number, (name, _, why) in enumerate(CHECKED_STUDENTS):
         for rank in range(2):
             verdict = (tmp_path / f"{number}-{rank}").read_text()
             assert verdict.startswith("train.context_parallel: the tokens of " if why else "")

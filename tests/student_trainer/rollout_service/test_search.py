@@ -23,7 +23,7 @@ from tests.student_trainer.rollout_service.conftest import StartService
 from tests.student_trainer.rollout_service.material import snapshot
 from tests.student_trainer.rollouts.asking import PROMPTS, WORDS, Facts, asking_student
 
-NEW, SEED = 200, 3
+MAX_NEW_TOKENS, SEED = 200, 3
 # Tokens of a batch: about four conversations, or all of them.
 BATCHES = [900, 100_000]
 
@@ -41,7 +41,7 @@ def student_path(student: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
 def conversations(batch_tokens: int | None) -> SearchConversations:
     config = SearchConfig(retriever="corpus.jsonl", max_turns=2)
     return SearchConversations(
-        WORDS, Facts(fails="7"), config, max_new_tokens=NEW, batch_tokens=batch_tokens
+        WORDS, Facts(fails="7"), config, max_new_tokens=MAX_NEW_TOKENS, batch_tokens=batch_tokens
     )
 
 
@@ -49,7 +49,7 @@ def search_at_engine(
     client: EngineClient, version: WeightsVersion, batch_tokens: int | None
 ) -> EngineSearch:
     settings = SamplingSettings(
-        top_k=4, temperature=1.0, draws=3, seed=SEED, stream_tokens=NEW, batch_tokens=1
+        top_k=4, temperature=1.0, draws=3, seed=SEED, stream_tokens=MAX_NEW_TOKENS, batch_tokens=1
     )
     return EngineSearch(client, settings, lambda: version, conversations(batch_tokens))
 
@@ -58,7 +58,9 @@ def sample_in_process(
     student: Any, numbers: Sequence[int], batch_tokens: int, *, greedy: bool = False
 ) -> list[Rollout]:
     sampler = Sampler(student, WORDS, top_k=4, temperature=1.0, draws=3)
-    rollouts = SearchRollouts(conversations(batch_tokens), sampler, WORDS, stream_tokens=NEW)
+    rollouts = SearchRollouts(
+        conversations(batch_tokens), sampler, WORDS, stream_tokens=MAX_NEW_TOKENS
+    )
     return generate_all(rollouts, numbers, greedy)
 
 

@@ -21,11 +21,11 @@ from tests.clients.alignment import trained
 from tests.student_trainer.teachers.test_other_tokenizer import rollout_of
 
 TEXT = "the cat sat there too, and  the 12 cats\nsat. 34"
-APART = trained.TEXT.replace(" ", "\n ")
+TEXT_WITH_LINES = trained.TEXT.replace(" ", "\n ")
 PAIRS = [
     (trained.byte_level(290), trained.byte_level(340)),
-    (trained.byte_level(290), trained.byte_fallback(330, APART)),
-    (trained.byte_fallback(330, APART), trained.byte_level(300)),
+    (trained.byte_level(290), trained.byte_fallback(330, TEXT_WITH_LINES)),
+    (trained.byte_fallback(330, TEXT_WITH_LINES), trained.byte_level(300)),
     # The teacher has tokens that span two words.
     (trained.byte_level(290), trained.byte_fallback(330)),
 ]

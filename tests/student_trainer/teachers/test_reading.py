@@ -27,7 +27,7 @@ from tests.student_trainer.model_teacher import ModelTeacher
 from tests.student_trainer.teachers.anchors import rollouts
 from tests.student_trainer.teachers.test_other_tokenizer import connected_teacher
 
-NOWHERE = tiny.Material(Path(), Path(), Path())
+NO_MATERIAL = tiny.Material(Path(), Path(), Path())
 THINKING = PLAIN.replace("A", "{% if not thinking %}N{% endif %}A", 1)
 
 
@@ -76,7 +76,7 @@ def add_draws(rollout: Rollout) -> Rollout:
 
 def test_rows_with_a_context_are_those_of_the_prompt_with_it(tmp_path: Path) -> None:
     words, teacher_model = tiny.tokenizer(), tiny.model(seed=1, layers=2)
-    job = tiny.job(NOWHERE, teacher__context="{hint}={answer}", data__template="{prompt}0")
+    job = tiny.job(NO_MATERIAL, teacher__context="{hint}={answer}", data__template="{prompt}0")
     reading = Reading(teacher_prompt(job, words))
     teacher, client = teacher_of(teacher_model, words, tmp_path, reading)
     oracle = ModelTeacher(teacher_model, temperature=1.3)
@@ -95,13 +95,13 @@ def test_rows_with_a_context_are_those_of_the_prompt_with_it(tmp_path: Path) -> 
 
 
 def test_a_prompt_that_is_too_long_for_the_teacher() -> None:
-    job = tiny.job(NOWHERE, teacher__context="{hint}=")
+    job = tiny.job(NO_MATERIAL, teacher__context="{hint}=")
     prompt = teacher_prompt(job, tiny.tokenizer(), 8)
     with pytest.raises(InvalidInput, match="the teacher would read 9 tokens") as caught:
         prompt(rollouts(1)[0])
     assert caught.value.field == "teacher.context"
     words = tiny.tokenizer()
-    bare = teacher_prompt(tiny.job(NOWHERE), words, 3)
+    bare = teacher_prompt(tiny.job(NO_MATERIAL), words, 3)
     with pytest.raises(InvalidInput, match="with its own prompt the teacher would") as caught:
         bare(rollouts(1)[0])
     assert caught.value.field == "method.max_prompt_tokens"
@@ -113,7 +113,7 @@ def test_the_arguments_of_the_teachers_template() -> None:
     rollout = replace(rollouts(1)[0], fields={"m": TALK})
 
     def render_prompt(**changes: Any) -> str:
-        job = tiny.job(NOWHERE, data__messages_column="m", **changes)
+        job = tiny.job(NO_MATERIAL, data__messages_column="m", **changes)
         return str(words.decode(teacher_prompt(job, words)(rollout)))
 
     prompt_without_thinking = render_prompt()
@@ -129,7 +129,7 @@ def test_the_arguments_of_the_teachers_template() -> None:
         render_prompt(data__template_arguments={"thinking": True}, teacher__template_arguments={})
         == prompt_without_thinking
     )
-    job = tiny.job(NOWHERE, teacher__template_arguments={"thinkin": True})
+    job = tiny.job(NO_MATERIAL, teacher__template_arguments={"thinkin": True})
     with pytest.raises(InvalidInput, match="reads no argument 'thinkin'") as caught:
         teacher_form(job, words)
     assert caught.value.field == "teacher.template_arguments"
@@ -156,7 +156,7 @@ def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: boo
     """Rows equal those of a teacher whose embeddings are permuted to the student's ids."""
     student, words, path = pair
     chosen_roles = {"<start>": "<think>"}
-    job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles=chosen_roles)
+    job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", teacher__roles=chosen_roles)
     role_pair = find_tokenizer_pair(job, connected_teacher(str(path), words), student)
     assert isinstance(role_pair, RolePair)
     end = str(words.eos_token)
@@ -222,7 +222,7 @@ def test_keys_of_aligned_tokens_are_refused(
 ) -> None:
     student, words, path = pair
     changes: dict[str, Any] = {f"method__{key}": value}
-    job = tiny.job(NOWHERE, teacher__tokenizer="auto", **changes)
+    job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", **changes)
     for teacher_words, message in (
         (words, "differ in special tokens only"),
         (student, "the student's token"),
@@ -239,14 +239,14 @@ def test_text_without_a_role_is_aligned(pair: tuple[Any, Any, Path], tmp_path: P
     words.save_pretrained(path)
 
     def find_pair(**changes: Any) -> Any:
-        job = tiny.job(NOWHERE, teacher__tokenizer="auto", **changes)
+        job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", **changes)
         return find_tokenizer_pair(job, connected_teacher(path, words), student)
 
     assert not isinstance(find_pair(), RolePair)
     assert isinstance(find_pair(teacher__roles={"<start>": "</t>"}), RolePair)
     other_words = tiny.tokenizer("0123456789+=xyz")
     other_words.save_pretrained(path)
-    job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles={"<start>": "</t>"})
+    job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", teacher__roles={"<start>": "</t>"})
     with pytest.raises(InvalidInput, match="differ in more than special tokens") as caught:
         find_tokenizer_pair(job, connected_teacher(path, other_words), student)
     assert caught.value.field == "teacher.roles"

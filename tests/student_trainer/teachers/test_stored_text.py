@@ -21,7 +21,7 @@ STUDENT = trained.as_bytes(trained.byte_fallback(330, first_space=False))
 END, STUDENT_END = 0, 1
 ALIGNER = Aligner(TEACHER, STUDENT, STUDENT_END)
 DOCUMENTS = ["the cat sat there. 12 + 34", "the dog", "caf\u00e9 12, and"]
-NONE = np.zeros(0, np.int32)
+NO_IDS = np.zeros(0, np.int32)
 
 
 def pack_documents(documents: list[str]) -> np.ndarray:
@@ -42,7 +42,7 @@ def make_reader(unit: Unit, longest: int | None = None, **begins: Any) -> Stored
     def rows(alignment: Alignment, _: np.ndarray, block: RowBlock) -> AlignedRows:
         return unit_rows(alignment, block.token_logprobs, unit)
 
-    begin_ids = {"begins": NONE, "teacher_begins": NONE} | begins
+    begin_ids = {"begins": NO_IDS, "teacher_begins": NO_IDS} | begins
     ends = np.array([END], np.int32)
     return StoredText(ALIGNER, ends, **begin_ids, rows=rows, longest=longest)
 
