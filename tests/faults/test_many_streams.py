@@ -131,6 +131,7 @@ def settled_bytes(server: psutil.Process) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_streams_that_read_nothing_share_one_budget(
     start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

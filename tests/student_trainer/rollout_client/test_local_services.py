@@ -136,6 +136,7 @@ def test_one_that_always_dies_is_given_up(loss_recorder: Any) -> None:
     services.stop()
 
 
+@pytest.mark.slow
 def test_one_of_two_that_is_given_up_ends_nothing(loss_recorder: Any) -> None:
     dying_program = f"import sys; {READY}; sys.exit('error: out of memory')"
     services = services_of(dying_program, f"import time; {READY}; time.sleep(99)")
