@@ -86,7 +86,7 @@ def test_an_engine_that_sleeps_while_the_trainer_learns(
     """As vLLM does on the trainer's GPU: its weights are gone, and each order loads them again."""
     from student_trainer.rollout_service.engines.hf import HfRolloutEngine
     from student_trainer.rollout_service.service import RolloutServicer
-    from tests.student_trainer.rollout_service.scripted_service import served
+    from tests.student_trainer.rollout_service.scripted_service import serve_on_thread
     from tests.student_trainer.tiny import job
 
     class Sleeper(HfRolloutEngine):
@@ -102,7 +102,7 @@ def test_an_engine_that_sleeps_while_the_trainer_learns(
     engine = Sleeper(str(material.student))
     engine._info = replace(engine.info, sleeps=True)
     here = finish(new_run(tmp_path / "here", job(material, teacher, max_steps=STEPS)))
-    with served(RolloutServicer(engine)) as address:
+    with serve_on_thread(RolloutServicer(engine)) as address:
         config = job(material, teacher, max_steps=STEPS, rollouts__address=address)
         there = finish(new_run(tmp_path / "there", config))
     assert without_lag(curve_of(there)) == curve_of(here)

@@ -1,4 +1,4 @@
-"""A teacher in this process: rows by their definition, from a plain log_softmax."""
+"""A teacher in this process, with rows by their definition, from a plain log_softmax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from student_trainer.data.rollout import Rollout
 
 
 class ModelTeacher:
-    """`top_k` 0: rows at the rollout's own head ids."""
+    """Scores rollouts at their head ids, or at its own `top_k` ids if `top_k` > 0."""
 
     any_time = True
 
@@ -26,13 +26,13 @@ class ModelTeacher:
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         logprobs = completion_logprobs(self._model, rollout, self._temperature)
         head = logprobs.topk(self._top_k).indices if self._top_k else rollout.head_ids.long()
-        outside = logprobs.exp().scatter(1, head, 0.0)
+        outside_probabilities = logprobs.exp().scatter(1, head, 0.0)
         future: Future[RowBlock] = Future()
         future.set_result(
             RowBlock(
                 head_ids=head.numpy().astype(np.int32),
                 head_logprobs=logprobs.gather(1, head).float().numpy(),
-                tail_logmass=outside.sum(1).log().float().numpy(),
+                tail_logmass=outside_probabilities.sum(1).log().float().numpy(),
                 token_logprobs=logprobs.gather(1, rollout.completion[:, None])[:, 0]
                 .float()
                 .numpy(),
@@ -46,12 +46,12 @@ class ModelTeacher:
         return future
 
     def finish(self) -> None:
-        """Nothing to do: `score` answers at once."""
+        """Do nothing, as `score` returns finished futures."""
 
 
 @torch.no_grad()
 def completion_logprobs(model: Any, rollout: Rollout, temperature: float = 1.0) -> Tensor:
-    """[tokens of the answer, V] in float64, from one forward pass over nothing but this rollout."""
+    """Return log-probs of the answer [tokens, V] in float64, from a pass over this rollout."""
     logits = model(input_ids=rollout.token_ids[None], use_cache=False).logits[0]
     scaled = logits[rollout.start - 1 : -1].double() / temperature
     return scaled.log_softmax(1)

@@ -1,4 +1,4 @@
-"""Checkpoints of a state, saved by the processes of a group, or by this one."""
+"""Saving of checkpoints by all processes of a group, or by one."""
 
 from __future__ import annotations
 

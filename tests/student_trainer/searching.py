@@ -13,9 +13,9 @@ from tests.student_trainer.tiny import Material, model, rl_job, save, tokenizer
 
 
 def searching_job(material: Material, folder: Path, **changes: Any) -> RLJob:
-    """A job of a few steps; its student and its corpus are written into `folder`.
+    """Return a job of a few steps, whose student and corpus are written into `folder`.
 
-    Prompts end with `=`; to a random student the tags and two digits are the same, and so likely.
+    Prompts end with `=`; tags and two digits get its embedding, and so are likely.
     """
     characters = "0123456789+=\nDoc(Title): "
     tags = ["<search>", "</search>", "<answer>", "</answer>"]

@@ -1,4 +1,4 @@
-"""Captured stores written by the definition of a row: from a plain log_softmax in float64."""
+"""Captured stores with rows by their definition, from a plain log_softmax in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Text = tuple[list[int], int]  # token ids, first scored position
 
 
 def sums(count: int, *, seed: int = 0) -> list[Text]:
-    """Additions in the tokens of `tiny`: `12+34=46` and the end token."""
+    """Return additions in the tokens of `tiny`: `12+34=46` and the end token."""
     from tests.student_trainer import tiny
 
     words = tiny.tokenizer()
@@ -35,25 +35,25 @@ def sums(count: int, *, seed: int = 0) -> list[Text]:
 
 @torch.no_grad()
 def logprobs_of(model: Any, text: Text, temperature: float = 1.0) -> Tensor:
-    """[scored tokens, V] in float64."""
+    """Return log-probs [scored tokens, V] in float64."""
     ids, start = text
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]
     return (logits.double() / temperature).log_softmax(1)
 
 
 def block_of(model: Any, text: Text, *, top_k: int, samples: int, temperature: float) -> RowBlock:
-    """Samples are drawn from the tail with replacement, from one stream for each text."""
+    """Return the rows of a text; tail samples have one random stream per text."""
     ids, start = text
     logprobs = logprobs_of(model, text, temperature)
     head = logprobs.topk(top_k).indices
     tail = logprobs.exp().scatter(1, head, 0.0)
-    found: dict[str, Any] = {}
+    tail_samples: dict[str, Any] = {}
     if samples:
         generator = torch.Generator().manual_seed(sum(ids))
-        drawn = tail.multinomial(samples, replacement=True, generator=generator)
-        found = {
-            "tail_sample_ids": drawn.numpy().astype(np.int32),
-            "tail_sample_logprob": logprobs.gather(1, drawn).mean(1).float().numpy(),
+        draws = tail.multinomial(samples, replacement=True, generator=generator)
+        tail_samples = {
+            "tail_sample_ids": draws.numpy().astype(np.int32),
+            "tail_sample_logprob": logprobs.gather(1, draws).mean(1).float().numpy(),
         }
     token = torch.tensor(ids[start:])[:, None]
     return RowBlock(
@@ -61,7 +61,7 @@ def block_of(model: Any, text: Text, *, top_k: int, samples: int, temperature: f
         head_logprobs=logprobs.gather(1, head).float().numpy(),
         tail_logmass=tail.sum(1).log().float().numpy(),
         token_logprobs=logprobs.gather(1, token)[:, 0].float().numpy(),
-        **found,
+        **tail_samples,
     )
 
 

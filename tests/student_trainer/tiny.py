@@ -1,4 +1,4 @@
-"""Random models that know the characters of an addition, and jobs for them: made in a blink."""
+"""Random models with the characters of an addition as vocabulary, and jobs for them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from student_trainer.tools import addition
 from student_trainer.tools.pretrain import make_model, make_tokenizer
 
 ALPHABET = "0123456789+="
-PROMPTS = 1200  # as many as the longest test uses; every attempt encodes them all
+PROMPTS = 1200  # as many as the longest test uses, as every attempt encodes all
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a job needs, on disk: prompts, and a teacher and a student of one tokenizer."""
+    """Files of a job: prompts, and a teacher and a student with one tokenizer."""
 
     prompts: Path
     teacher: Path
@@ -47,17 +47,17 @@ def tokenizer(characters: str = ALPHABET) -> PreTrainedTokenizerFast:
 def model(
     *, seed: int = 0, layers: int = 1, spread: float = 0.5, characters: str = ALPHABET
 ) -> Qwen3ForCausalLM:
-    """`spread`: of the tied embeddings, and so of the logits."""
+    """Return a random model; `spread`: standard deviation of the tied embeddings."""
     torch.manual_seed(seed)
     words = tokenizer(characters)
-    made = make_model(len(words), words, layers, 32).eval()
+    student = make_model(len(words), words, layers, 32).eval()
     with torch.no_grad():
-        made.get_input_embeddings().weight.normal_(std=spread)
-    return made
+        student.get_input_embeddings().weight.normal_(std=spread)
+    return student
 
 
-def save(made: Any, words: PreTrainedTokenizerFast, path: Path) -> Path:
-    made.save_pretrained(path)
+def save(saved_model: Any, words: PreTrainedTokenizerFast, path: Path) -> Path:
+    saved_model.save_pretrained(path)
     words.save_pretrained(path)
     return path
 
@@ -73,7 +73,7 @@ def save_material(root: Path) -> Material:
 
 
 def job(material: Material, address: str = "localhost:1", **changes: Any) -> OnPolicyJob:
-    """A job of a few seconds. `train__processes=2` sets train.processes."""
+    """Return a job of a few seconds. `train__processes=2` sets train.processes."""
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "teacher": {"address": address, "top_k": 4},
@@ -91,52 +91,52 @@ def job(material: Material, address: str = "localhost:1", **changes: Any) -> OnP
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    values = _changed(values, changes)
+    values = _apply_changes(values, changes)
     if "teachers" in values:
         values["teacher"].pop("address", None)  # refused beside `teachers`
     return OnPolicyJob.model_validate(values)
 
 
 def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
-    """The same job from a store."""
-    plain = job(material)
+    """Return the same job with a store."""
+    defaults = job(material)
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "data": {"path": str(store)},
-        "max_steps": plain.max_steps,
+        "max_steps": defaults.max_steps,
         "method": {"type": "offline"},
-        "train": plain.train.model_dump(),
+        "train": defaults.train.model_dump(),
         "eval": {"every": 10, "prompts": 8},
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    values = _changed(values, changes)
+    values = _apply_changes(values, changes)
     if values["method"].get("on_policy_fraction") or values["eval"].get("metric", "none") != "none":
         values["method"].setdefault("max_new_tokens", 6)  # refused in a job that samples nothing
     return OfflineJob.model_validate(values)
 
 
 def sft_job(material: Material, **changes: Any) -> SFTJob:
-    """The same job from the answers of the data, with no teacher."""
-    plain = job(material)
+    """Return the same job with the answers of the data and without a teacher."""
+    defaults = job(material)
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "data": {"path": str(material.prompts)},
-        "max_steps": plain.max_steps,
+        "max_steps": defaults.max_steps,
         "method": {"type": "sft", "max_tokens": 24},
-        "train": plain.train.model_dump(),
+        "train": defaults.train.model_dump(),
         "eval": {"every": 10, "prompts": 8},
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    return SFTJob.model_validate(_changed(values, changes))
+    return SFTJob.model_validate(_apply_changes(values, changes))
 
 
 def rl_job(material: Material, **changes: Any) -> RLJob:
-    """Answers with a 1 in them are good: of a random student, some are. Two updates a step, of the
-    student, and one of the anchor.
+    """Return an RL job that rewards answers with a 1, which a random student sometimes writes.
+    Each step has two updates of the student and one of the anchor.
     """
-    plain = job(material)
+    defaults = job(material)
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "data": {"path": str(material.prompts)},
@@ -153,18 +153,18 @@ def rl_job(material: Material, **changes: Any) -> RLJob:
             "max_new_tokens": 6,
             "temperature": 5.0,
         },
-        "train": plain.train.model_dump(),
+        "train": defaults.train.model_dump(),
         "eval": {"every": 4, "prompts": 8, "metric": "exact_match"},
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    values = _changed(values, changes)
+    values = _apply_changes(values, changes)
     if not values["method"]["beta"]:
         del values["anchor"]  # refused in a job without an anchor
     return RLJob.model_validate(values)
 
 
-def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _apply_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in changes.items():
         *tables, key = name.split("__")
         table = values
@@ -178,7 +178,7 @@ TIMES = ("time/", "tokens_per_sec", "memory/")
 
 
 def curve(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What must not depend on the machine, the attempt or the clock."""
+    """Return the metrics that must not depend on the machine, the attempt or the clock."""
     return [
         {name: v for name, v in line.items() if name != "attempt" and not name.startswith(TIMES)}
         for line in lines

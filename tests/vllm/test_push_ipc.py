@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 from student_trainer.rollout_client.push.pusher import WeightPusher  # noqa: E402
-from tests.student_trainer.rollout_service.pushing import trainer  # noqa: E402
+from tests.student_trainer.rollout_service.pushing import open_trainer  # noqa: E402
 from tests.vllm.test_rollout_kills import assert_exact, start  # noqa: E402
 from tests.vllm.test_rollout_pushes import order, students_in  # noqa: E402
 
@@ -25,7 +25,7 @@ def test_an_engine_on_the_same_gpu_reads_the_trainers_buffer(tmp_path: Path) -> 
     students = students_in(tmp_path)
     service = start(students[0], tmp_path / "log")
     try:
-        with trainer(
+        with open_trainer(
             students[0].frozen().model, tmp_path / "weights", [service.address]
         ) as weight_trainer:
             device = torch.device("cuda", 0)

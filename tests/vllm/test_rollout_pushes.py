@@ -17,7 +17,7 @@ from student_trainer.rollout_client.push.stream import WeightSpec, buckets
 from student_trainer.rollouts.sampler import SampledTokens
 from tests.forks import Forks
 from tests.student_trainer.rollout_service.processes import ServiceProcess
-from tests.student_trainer.rollout_service.pushing import SMALL_BUCKET, trainer
+from tests.student_trainer.rollout_service.pushing import SMALL_BUCKET, open_trainer
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),
@@ -72,7 +72,7 @@ def push_and_sample(
             torch.distributed.barrier()  # no engine has other weights before all have sampled
         return samples
 
-    with trainer(
+    with open_trainer(
         students[0].frozen().model, weights, addresses, sharding=sharding
     ) as weight_trainer:
         for number in (0, 1, 2):
@@ -121,7 +121,7 @@ def test_sequences_in_flight_go_on_with_pushed_weights(
     students = students_in(tmp_path, tied=tied)
     addresses = [entry.address for entry in services]
     model = students[0].frozen().model
-    with trainer(
+    with open_trainer(
         model, tmp_path / "weights", addresses, attempt=9, in_flight="recompute"
     ) as weight_trainer:
         first = order(weight_trainer.push(0, students[0].model), LONG)
@@ -168,7 +168,7 @@ def test_an_engine_dies_in_a_phase_of_a_push(
     attempt = 1 + PHASES.index(failpoint)
     model = endless[0].frozen().model
     try:
-        with trainer(
+        with open_trainer(
             model, tmp_path / "weights", addresses, attempt=attempt, in_flight="recompute"
         ) as weight_trainer:
             version = weight_trainer.push(0, endless[0].model)

@@ -25,11 +25,15 @@ def test_the_conversations_of_transformers(tmp_path: Path) -> None:
     from tests.student_trainer import tiny
     from tests.student_trainer.rollout_service.material import probe_of
     from tests.student_trainer.rollout_service.processes import ServiceProcess
-    from tests.student_trainer.rollout_service.test_search import at_engine, in_process, listed
+    from tests.student_trainer.rollout_service.test_search import (
+        generate_all,
+        sample_in_process,
+        search_at_engine,
+    )
     from tests.student_trainer.rollouts.asking import WORDS, asking_student
 
     student = asking_student(width=64)  # heads of 32, the least that vLLM has on a CPU
-    expected = in_process(student, range(40), 100_000)
+    expected = sample_in_process(student, range(40), 100_000)
     version = WeightsVersion("run.1", 5, tmp_path / "v5")
     version.directory.mkdir()
     weights = {name: of for name, of in student.state_dict().items() if name != "lm_head.weight"}
@@ -40,7 +44,7 @@ def test_the_conversations_of_transformers(tmp_path: Path) -> None:
     service = ServiceProcess(*arguments, log=tmp_path / "service.log")
     try:
         with EngineClient([service.address]) as client:
-            conversations = listed(at_engine(client, version, None), range(40))
+            conversations = generate_all(search_at_engine(client, version, None), range(40))
     finally:
         service.close()
     assert {conversation.queries for conversation in expected} == {0, 1, 2}

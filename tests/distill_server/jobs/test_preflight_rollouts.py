@@ -20,7 +20,7 @@ from tests.distill_server.jobs.preflight_site import Teacher, checking, job, lis
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.material import student
 from tests.student_trainer.rollout_service.processes import ServiceProcess
-from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
+from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, serve_on_thread
 
 ADMIN, READ = "a" * MIN_TOKEN_CHARS, "r" * MIN_TOKEN_CHARS
 NOBODY = "127.0.0.1:1"
@@ -36,7 +36,7 @@ def teacher() -> Iterator[str]:
 def service() -> Iterator[str]:
     from student_trainer.rollout_service.service import RolloutServicer
 
-    with served(RolloutServicer(ScriptedEngine())) as found:
+    with serve_on_thread(RolloutServicer(ScriptedEngine())) as found:
         yield found
 
 

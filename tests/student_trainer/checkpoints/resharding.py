@@ -1,7 +1,6 @@
-"""A run of updates that any number of processes can continue, and the files that it must write.
+"""A run of updates that any number of processes can continue, and its expected checkpoint files.
 
-`expected` writes a checkpoint in one process with transformers and safetensors alone, as this
-project did before each process wrote its part.
+`write_expected` writes checkpoints in one process with transformers and safetensors alone.
 """
 
 from __future__ import annotations
@@ -38,9 +37,11 @@ def student_config(base: Path, adapted: bool) -> StudentConfig:
     return StudentConfig(model=str(base), lora=lora)
 
 
-def fresh(base: Path, adapted: bool, saved: Path | None = None) -> Any:
+def load_student(base: Path, adapted: bool, checkpoint_path: Path | None = None) -> Any:
     torch.manual_seed(7)  # new adapters
-    return load_model(student_config(base, adapted), saved / "model" if saved else None)
+    return load_model(
+        student_config(base, adapted), checkpoint_path / "model" if checkpoint_path else None
+    )
 
 
 def optimizer_of(model: Any) -> torch.optim.AdamW:
@@ -56,31 +57,33 @@ def update_once(model: Any, optimizer: torch.optim.Optimizer, anchor: Anchor, up
     anchor.after_update()
 
 
-def work(
+def continue_run(
     root: Path,
     base: Path,
     adapted: bool,
     sharding: str,
-    resumed: int | None,
+    resumed_step: int | None,
     update: int,
     tensor_parallel: int,
 ) -> None:
-    """Continue from the checkpoint `resumed`, do one update, and save it as step `update`."""
-    saved = checkpoint.checkpoint_path(root, resumed) if resumed else None
-    student = spread_student(fresh(base, adapted, saved), sharding, tensor_parallel)
+    """Load the checkpoint of `resumed_step`, make one update, and save it as step `update`."""
+    checkpoint_path = checkpoint.checkpoint_path(root, resumed_step) if resumed_step else None
+    student = spread_student(
+        load_student(base, adapted, checkpoint_path), sharding, tensor_parallel
+    )
     model = student.trained.model
     optimizer = optimizer_of(model)
     anchor = Anchor(student, tau=TAU, update_period=PERIOD)
-    if saved is not None:
-        checkpoint.load_optimizer(saved, model, optimizer)
-        checkpoint.load_anchor(saved, anchor)
+    if checkpoint_path is not None:
+        checkpoint.load_optimizer(checkpoint_path, model, optimizer)
+        checkpoint.load_anchor(checkpoint_path, anchor)
     update_once(model, optimizer, anchor, update)
     save_checkpoint(
         root, update, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer, anchor=anchor
     )
 
 
-def run(
+def run_processes(
     world: int,
     root: Path,
     base: Path,
@@ -89,34 +92,36 @@ def run(
     update: int,
     tensor_parallel: int = 1,
 ) -> Path:
-    """`work` in so many processes, from the update before; the checkpoint."""
-    resumed = update - 1 or None
+    """Run `continue_run` in `world` processes from the update before, and return the checkpoint."""
+    resumed_step = update - 1 or None
     group = root.with_name(f"{root.name}-{update}.group")
-    how = (adapted, sharding, resumed, update, tensor_parallel)
-    forks = Forks(world, group, work, root, base, *how)
+    options = (adapted, sharding, resumed_step, update, tensor_parallel)
+    forks = Forks(world, group, continue_run, root, base, *options)
     assert forks.wait() == [0] * world
     return checkpoint.checkpoint_path(root, update)
 
 
-def expected(root: Path, base: Path, adapted: bool, updates: int) -> None:
-    """Do the updates in this process, and write the checkpoint of each."""
-    student = spread_student(fresh(base, adapted))
+def write_expected(root: Path, base: Path, adapted: bool, updates: int) -> None:
+    """Make the updates in this process, and write a checkpoint after each."""
+    student = spread_student(load_student(base, adapted))
     model = student.trained.model
     optimizer = optimizer_of(model)
     anchor = Anchor(student, tau=TAU, update_period=PERIOD)
     for update in range(1, updates + 1):
         update_once(model, optimizer, anchor, update)
-        _write(checkpoint.checkpoint_path(root, update), model, optimizer, anchor, update)
+        _write_checkpoint(
+            checkpoint.checkpoint_path(root, update), model, optimizer, anchor, update
+        )
 
 
-def _write(
+def _write_checkpoint(
     path: Path, model: Any, optimizer: torch.optim.Optimizer, anchor: Anchor, step: int
 ) -> None:
     path.mkdir(parents=True)
     if hasattr(model, "peft_config"):
         (path / "model").mkdir()
         model.peft_config["default"].save_pretrained(path / "model")
-        save_file(_adapters(model), path / "model" / "adapter_model.safetensors")
+        save_file(_adapter_weights(model), path / "model" / "adapter_model.safetensors")
     else:
         model.save_pretrained(path / "model")
     tiny.tokenizer().save_pretrained(path / "model")
@@ -134,8 +139,8 @@ def _write(
     (path / "manifest.json").write_text(json.dumps({"files": digests}, indent=1) + "\n")
 
 
-def _adapters(model: Any) -> dict[str, Tensor]:
-    """By the names of peft; a tied head under both of its names."""
+def _adapter_weights(model: Any) -> dict[str, Tensor]:
+    """Return the adapter weights by peft's names; a tied head appears under both of its names."""
     return {
         "base_model.model." + name.replace(".default.", "."): parameter.detach().clone()
         for name, parameter in model.named_parameters(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Whole checkpoints, or none; never one that was touched."""
+"""Checkpoints are complete and intact, or they are ignored."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.student_trainer.saving import save_checkpoint
 
 
 @pytest.fixture(scope="module")
-def trained() -> tuple[Any, torch.optim.Optimizer]:
-    """A model and an optimizer with moments."""
+def training_state() -> tuple[Any, torch.optim.Optimizer]:
+    """A model, and an optimizer whose state has moments."""
     model = tiny.model(seed=6).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(3):
@@ -37,37 +37,37 @@ def step_once(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def save(root: Path, step: int, trained: tuple[Any, torch.optim.Optimizer]) -> Path:
-    model, optimizer = trained
+def save(root: Path, step: int, training_state: tuple[Any, torch.optim.Optimizer]) -> Path:
+    model, optimizer = training_state
     save_checkpoint(root, step, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer)
     return checkpoint.checkpoint_path(root, step)
 
 
 @pytest.fixture
-def root(tmp_path: Path, trained: tuple[Any, torch.optim.Optimizer]) -> Path:
+def root(tmp_path: Path, training_state: tuple[Any, torch.optim.Optimizer]) -> Path:
     for step in (5, 10):
-        save(tmp_path, step, trained)
+        save(tmp_path, step, training_state)
     return tmp_path
 
 
 def test_a_round_trip_goes_on_bit_by_bit(
-    tmp_path: Path, trained: tuple[Any, torch.optim.Optimizer]
+    tmp_path: Path, training_state: tuple[Any, torch.optim.Optimizer]
 ) -> None:
-    model, optimizer = trained
-    path = save(tmp_path, 3, trained)
-    again = type(model).from_pretrained(path / "model").train()
-    moments = torch.optim.AdamW(again.parameters(), lr=1e-2, weight_decay=0.1)
-    checkpoint.load_optimizer(path, again, moments)
+    model, optimizer = training_state
+    path = save(tmp_path, 3, training_state)
+    loaded = type(model).from_pretrained(path / "model").train()
+    moments = torch.optim.AdamW(loaded.parameters(), lr=1e-2, weight_decay=0.1)
+    checkpoint.load_optimizer(path, loaded, moments)
     assert len(moments.state) == len(optimizer.state) > 0
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert optimizer.state[one].keys() == moments.state[other].keys()
-        for kind, value in optimizer.state[one].items():
-            assert torch.equal(value, moments.state[other][kind]), kind
+    for parameter, loaded_parameter in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert optimizer.state[parameter].keys() == moments.state[loaded_parameter].keys()
+        for kind, value in optimizer.state[parameter].items():
+            assert torch.equal(value, moments.state[loaded_parameter][kind]), kind
     for step in range(3, 6):
-        step_once(again, moments, step)
+        step_once(loaded, moments, step)
         step_once(model, optimizer, step)
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, loaded_parameter in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(parameter, loaded_parameter)
 
 
 def test_the_newest_is_taken(root: Path) -> None:
@@ -80,13 +80,13 @@ def files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def harmed(data: bytes, harm: str, name: str) -> bytes:
-    place = len(data) // 2
-    if name == "manifest.json":  # it vouches for the others: a digit of one of its digests
-        place = data.index(b'": "') + 6
+def damage_bytes(data: bytes, harm: str, name: str) -> bytes:
+    offset = len(data) // 2
+    if name == "manifest.json":  # change a digit of one of its digests
+        offset = data.index(b'": "') + 6
     match harm:
         case "flip":
-            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+            return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
         case "cut":
             return data[:-3]  # of the manifest: its last bracket
         case "grow":
@@ -96,33 +96,33 @@ def harmed(data: bytes, harm: str, name: str) -> bytes:
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "grow"])
 def test_a_harmed_file_is_found_whichever_it_is(root: Path, tmp_path: Path, harm: str) -> None:
-    whole = root / "step-000010"
-    names = [str(file.relative_to(whole)) for file in files(whole)]
+    directory = root / "step-000010"
+    names = [str(file.relative_to(directory)) for file in files(directory)]
     expected = {"manifest.json", "optimizer.safetensors", "state.json", "model/model.safetensors"}
     assert expected <= set(names)
     for name in names:
-        shutil.copytree(whole, tmp_path / "kept")
-        file = whole / name
-        file.write_bytes(harmed(file.read_bytes(), harm, name))
+        shutil.copytree(directory, tmp_path / "kept")
+        file = directory / name
+        file.write_bytes(damage_bytes(file.read_bytes(), harm, name))
         if harm == "remove":
             file.unlink()
-        assert not is_intact(whole), name
+        assert not is_intact(directory), name
         assert checkpoint.newest_checkpoint(root) == (5, root / "step-000005")
-        shutil.rmtree(whole)
-        (tmp_path / "kept").rename(whole)
-    assert is_intact(whole)
+        shutil.rmtree(directory)
+        (tmp_path / "kept").rename(directory)
+    assert is_intact(directory)
 
 
 def test_every_byte_of_a_small_file_counts(root: Path) -> None:
     file = root / "step-000010" / "state.json"
-    whole = file.read_bytes()
-    for place in range(len(whole)):
+    content = file.read_bytes()
+    for offset in range(len(content)):
         for bit in range(8):
-            data = bytearray(whole)
-            data[place] ^= 1 << bit
+            data = bytearray(content)
+            data[offset] ^= 1 << bit
             file.write_bytes(data)
             assert not is_intact(file.parent)
-    file.write_bytes(whole)
+    file.write_bytes(content)
     assert is_intact(file.parent)
 
 
@@ -133,32 +133,32 @@ def test_a_checkpoint_that_is_asked_for_must_be_good(root: Path) -> None:
             checkpoint.newest_checkpoint(root, step)
         assert caught.value.hint == "steps with a checkpoint: 5, 10"
     (root / "step-000010" / "manifest.json").unlink()
-    # To start again from nothing would throw away what somebody may still mend.
+    # An error, not a restart from step 0: the user may still repair the checkpoint.
     with pytest.raises(Corrupt, match=r"every checkpoint in .* is incomplete or damaged"):
         checkpoint.newest_checkpoint(root)
 
 
 class Crash(BaseException):
-    """What nothing catches."""
+    """An error that no `except Exception` catches."""
 
 
-@pytest.mark.parametrize("written", [0, 1, 2, 3])
-def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, written: int) -> None:
-    """Real kills are in tests/end_to_end; this one stops after each file."""
+@pytest.mark.parametrize("crash_at", [0, 1, 2, 3])
+def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, crash_at: int) -> None:
+    """Stops after each file. Real kills are tested in tests/end_to_end."""
 
     def write(partial: Path) -> None:
         for number in range(3):
-            if number == written:
+            if number == crash_at:
                 raise Crash
             (partial / f"file-{number}").write_text(str(number))
 
     path = checkpoint.checkpoint_path(tmp_path, 4)
-    if written < 3:
+    if crash_at < 3:
         with pytest.raises(Crash):
             write_atomically(path, write)
         assert checkpoint.newest_checkpoint(tmp_path) is None
         assert not path.exists()
-        written = 3  # the next attempt gets through, over what was left
+        crash_at = 3  # the next attempt succeeds, over the partial files
     write_atomically(path, write)
     assert checkpoint.newest_checkpoint(tmp_path) == (4, path)
     assert [file.name for file in files(path)] == ["file-0", "file-1", "file-2", "manifest.json"]
@@ -173,7 +173,7 @@ def test_a_rewritten_checkpoint_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_every_attempt_go(tmp_path: Path) -> None:
-    """The export has one name for all attempts, and versions before had one for its leftovers."""
+    """An export has one name for all attempts; earlier versions had one name for partial files."""
     for name in (".export.tmp", ".export.1.tmp", ".other.1.tmp"):
         (tmp_path / name / "model").mkdir(parents=True)
     write_atomically(tmp_path / "export", lambda partial: (partial / "file").touch())
@@ -181,7 +181,7 @@ def test_leftovers_of_every_attempt_go(tmp_path: Path) -> None:
 
 
 def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
-    # 1,000,000 has a digit more: by its name it would be older than 2.
+    # Step 1,000,000 has one digit more; sorted by name it would come before step 2.
     for step in (2, 9, 11, 1_000_000):
         path = checkpoint.checkpoint_path(tmp_path, step)
         write_atomically(path, lambda partial: (partial / "file").touch())
@@ -198,18 +198,20 @@ def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_export_has_the_dtype_of_the_job(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Files and configuration agree, and the model in memory keeps its weights and its own."""
+    """Files and config.json have the dtype; the model in memory keeps its weights and config."""
     model = tiny.model(seed=6)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    described = copy.deepcopy(model.config.to_dict())
+    weights_before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    config_before = copy.deepcopy(model.config.to_dict())
     export = tmp_path / "export"
     export_model(export, model=model, tokenizer=tiny.tokenizer(), dtype=dtype)
     stored = load_file(export / "model.safetensors")
     assert stored
     for name, weight in stored.items():
-        assert torch.equal(weight, before[name].to(dtype))
+        assert torch.equal(weight, weights_before[name].to(dtype))
         assert weight.dtype == dtype
     loaded = AutoModelForCausalLM.from_pretrained(export, dtype="auto")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert model.config.to_dict() == described
+    assert all(
+        torch.equal(weight, weights_before[name]) for name, weight in model.state_dict().items()
+    )
+    assert model.config.to_dict() == config_before

@@ -1,4 +1,4 @@
-"""Copies of a run in an object storage: complete or ignored, the newest and the best one kept."""
+"""Copies of a run in object storage: complete or ignored; the newest and the best are kept."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.object_storage import BUCKET, S3Server, prefix, server
 
 __all__ = ["prefix", "server"]
 
-pytestmark = pytest.mark.filterwarnings("default")  # moto's own
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of moto
 
 
 @pytest.fixture(autouse=True)
-def _environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def _set_environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
 
@@ -47,7 +47,7 @@ def job(prefix: str, **change: Any) -> SFTJob:
 
 
 class Machine:
-    """A run directory of its own, and the copies of its newest attempt."""
+    """A run directory on one machine, with the copies of its newest attempt."""
 
     def __init__(self, path: Path, config: SFTJob) -> None:
         self.run = RunDirectory.create(path, config)
@@ -61,23 +61,23 @@ class Machine:
         return RunCopies(self.config, self.run, number, Accelerator(cpu=True), progress)
 
     def resume(self, number: int = 1, from_step: int | None = None) -> int:
-        """Begin an attempt as `assemble` does, and return the step from which it goes on."""
+        """Start an attempt as `assemble` does, and return the step from which it continues."""
         self.copies.close()
         self.copies = self.attempt(number)
         self.copies.fetch(from_step)
-        found = checkpoint.newest_checkpoint(
+        newest = checkpoint.newest_checkpoint(
             self.run.checkpoints, from_step, intact=self.copies.is_intact
         )
-        step = found[0] if found else 0
+        step = newest[0] if newest else 0
         checkpoint.delete_after(self.run.checkpoints, step)
         lines = self.run.metrics.read_text().splitlines() if self.run.metrics.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        self.run.metrics.write_text("".join(f"{line}\n" for line in kept))
+        kept_lines = [line for line in lines if json.loads(line)["step"] <= step]
+        self.run.metrics.write_text("".join(f"{line}\n" for line in kept_lines))
         self.copies.resume_from(step)
         return step
 
     def make(self, step: int, kl: float | None = None, mark: bytes = b"") -> None:
-        """Write a checkpoint and a line of metrics, and wait until the copy is there."""
+        """Write a checkpoint and a line of metrics, and wait until the copy is complete."""
         with self.run.metrics.open("a") as file:
             metrics = {} if kl is None else {"eval/kl": kl}
             file.write(json.dumps({"attempt": 1, "step": step, **metrics}) + "\n")
@@ -116,7 +116,7 @@ def test_the_newest_and_the_best_are_there(server: S3Server, prefix: str, tmp_pa
     assert second.run.checkpoint_steps() == (5,)
     assert second.files(5) == first.files(5)
     lines = [json.loads(line) for line in second.run.metrics.read_text().splitlines()]
-    assert [(one["attempt"], one["step"]) for one in lines] == [(3, n) for n in range(1, 6)]
+    assert [(line["attempt"], line["step"]) for line in lines] == [(3, n) for n in range(1, 6)]
     second.make(6, 0.6)
     assert steps_in(server, prefix) == [2, 5, 6], "the best one of the first machine is kept"
     with pytest.raises(WrongState, match="another process is writing to"):
@@ -171,7 +171,7 @@ def test_from_an_earlier_step(server: S3Server, prefix: str, tmp_path: Path) -> 
 
 
 def test_a_rewound_run_replaces_its_copies(server: S3Server, prefix: str, tmp_path: Path) -> None:
-    """In one run directory, which still has the later checkpoints when the storage is asked."""
+    """The run directory still has the later checkpoints when the storage is read."""
     machine = Machine(tmp_path / "run", job(prefix))
     assert machine.resume() == 0
     for step in (1, 2, 3):
@@ -188,8 +188,8 @@ def test_a_rewound_run_replaces_its_copies(server: S3Server, prefix: str, tmp_pa
     machine.copies.close()
 
 
-def damage(path: Path, how: str) -> None:
-    match how:
+def damage(path: Path, kind: str) -> None:
+    match kind:
         case "a file is missing":
             (path / "model" / "weights.bin").unlink()
         case "the manifest is cut":
@@ -198,53 +198,55 @@ def damage(path: Path, how: str) -> None:
             (path / "model" / "weights.bin").write_bytes(b"x" * 100_000)
 
 
-@pytest.mark.parametrize("how", ["a file is missing", "the manifest is cut", "other bytes"])
+@pytest.mark.parametrize("kind", ["a file is missing", "the manifest is cut", "other bytes"])
 def test_a_damaged_checkpoint_is_not_copied(
-    server: S3Server, prefix: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: S3Server, prefix: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = Machine(tmp_path / "run", job(prefix))
     machine.resume()
     for step, kl in ((1, 0.1), (2, 0.5), (3, 0.4)):
         machine.make(step, kl)
-    # All are damaged in the run directory: the newest one comes from the storage.
-    place = f"{prefix}/the run/checkpoints"
-    whole = machine.files(3)
+    # All checkpoints of the run directory are damaged: the newest one comes from the storage.
+    folder = f"{prefix}/the run/checkpoints"
+    files_of_step_3 = machine.files(3)
     for step in (1, 2, 3):
-        damage(machine.run.checkpoint(step), how)
+        damage(machine.run.checkpoint(step), kind)
     assert machine.resume(2) == 3
-    assert machine.files(3) == whole
-    for name in server.names(place):
-        assert server.read(f"{place}/{name}/model/weights.bin") == bytes([int(name[5:])]) * 100_000
+    assert machine.files(3) == files_of_step_3
+    for name in server.names(folder):
+        assert server.read(f"{folder}/{name}/model/weights.bin") == bytes([int(name[5:])]) * 100_000
     # The storage has lost all copies: the best one is damaged, and stays in the run directory.
-    for name in server.names(place):
+    for name in server.names(folder):
         machine.copies._folder.delete_folder(f"checkpoints/{name}")
     assert machine.resume(3) == 3
     machine.copies.finish(3)
     assert steps_in(server, prefix) == [3]
     assert "step-000001 is damaged, and is not copied" in caplog.text
-    # And the newest one: the run goes on from the one before, and sends that step anew.
+    # The newest one is damaged too: the run continues from the one before, and copies it again.
     machine.make(4, 0.3)
-    for name in server.names(place):
+    for name in server.names(folder):
         machine.copies._folder.delete_folder(f"checkpoints/{name}")
-    damage(machine.run.checkpoint(4), how)
+    damage(machine.run.checkpoint(4), kind)
     assert machine.resume(4) == 3
     machine.make(4, 0.3, b"N")
-    assert server.read(f"{place}/step-000004/model/weights.bin") == b"N" * 100_000
+    assert server.read(f"{folder}/step-000004/model/weights.bin") == b"N" * 100_000
     machine.copies.close()
 
 
 def test_asked_to_stop_while_the_storage_is_silent(prefix: str, tmp_path: Path) -> None:
-    """At the start, with a storage that nobody can reach: it says so, and ends as cancelled."""
+    """With an unreachable storage, the status says so and the run ends as cancelled."""
     machine = Machine(tmp_path / "run", job(prefix))
-    asked = threading.Event()
-    progress = Progress(machine.run, attempt=1, max_steps=9, main=True, terminated=asked.is_set)
+    stop_requested = threading.Event()
+    progress = Progress(
+        machine.run, attempt=1, max_steps=9, main=True, terminated=stop_requested.is_set
+    )
     copies = RunCopies(machine.config, machine.run, 1, Accelerator(cpu=True), progress)
     phases = []
 
     def stop() -> None:
         status = machine.run.read_status()
         phases.append(status and status.phase)
-        asked.set()
+        stop_requested.set()
 
     def attempt() -> Verdict:
         stopping = threading.Timer(1, stop)
@@ -274,7 +276,7 @@ def test_a_file_that_is_away_is_told(prefix: str, tmp_path: Path) -> None:
 def test_a_fault_of_this_machine_does_not_end_the_training(
     server: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """It is in the log, and the next checkpoint is copied again."""
+    """The error is logged, and the next checkpoint is copied."""
     machine = Machine(tmp_path / "run", job(prefix))
     machine.copies.fetch(None)
     with monkeypatch.context() as broken:
@@ -294,7 +296,7 @@ def test_a_fault_of_this_machine_does_not_end_the_training(
 def test_what_a_machine_lacks_and_what_the_storage_lacks(
     server: S3Server, prefix: str, tmp_path: Path
 ) -> None:
-    """A run directory that was newer than its copies is copied; an older one is brought forward."""
+    """A run directory newer than its copies is copied; an older one gets the newer checkpoints."""
     late = Machine(tmp_path / "late", job(prefix, checkpoint={}))
     late.make(1)
     late.config = job(prefix)
@@ -303,10 +305,10 @@ def test_what_a_machine_lacks_and_what_the_storage_lacks(
     late.copies.resume_from(1)
     late.copies.finish(1)
     assert steps_in(server, prefix) == [1]
-    other = Machine(tmp_path / "other", job(prefix))
-    other.copies.fetch(None)
-    other.make(2)
-    other.copies.close()
+    other_machine = Machine(tmp_path / "other", job(prefix))
+    other_machine.copies.fetch(None)
+    other_machine.make(2)
+    other_machine.copies.close()
     late.copies.close()
     late.copies = late.attempt(3)
     late.copies.fetch(None)
@@ -318,7 +320,7 @@ def test_another_job_is_refused(server: S3Server, prefix: str, tmp_path: Path) -
     first = Machine(tmp_path / "first", job(prefix))
     first.copies.fetch(None)
     first.make(1)
-    elsewhere = job(
+    moved_job = job(
         prefix,
         student={"model": "/there/tiny"},
         data={"path": "/there/x.jsonl"},
@@ -326,21 +328,21 @@ def test_another_job_is_refused(server: S3Server, prefix: str, tmp_path: Path) -
         labels={"a": "b"},
         train={"processes": 2},
     )
-    same = Machine(tmp_path / "same", elsewhere)
-    same.copies.fetch(None)
-    assert same.run.checkpoint_steps() == (1,)
-    same.copies.close()
+    moved_machine = Machine(tmp_path / "same", moved_job)
+    moved_machine.copies.fetch(None)
+    assert moved_machine.run.checkpoint_steps() == (1,)
+    moved_machine.copies.close()
     for change, text in (
         ({"train": {"learning_rate": 0.5}}, "another train.learning_rate: 1e-05, not 0.5"),
         ({"student": {"model": "/here/large"}}, "another student.model: 'tiny', not 'large'"),
         ({"seed": 3}, "another seed: 0, not 3"),
     ):
-        other = Machine(tmp_path / text[:12], job(prefix, **change))
+        changed_machine = Machine(tmp_path / text[:12], job(prefix, **change))
         with pytest.raises(InvalidInput, match=text) as caught:
-            other.copies.fetch(None)
+            changed_machine.copies.fetch(None)
         assert caught.value.field == "checkpoint.copy_to"
-        other.copies.close()
-        assert not other.run.checkpoint_steps()
+        changed_machine.copies.close()
+        assert not changed_machine.run.checkpoint_steps()
     first.copies.close()
 
 
@@ -364,7 +366,7 @@ def test_refused_with_the_key(server: S3Server, prefix: str, tmp_path: Path) -> 
 def test_a_storage_that_is_away(
     server: S3Server, prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is waited for; a run that is asked to stop does not wait."""
+    """The run waits for the storage, unless it is asked to stop."""
     machine = Machine(tmp_path / "run", job(prefix))
     machine.copies.fetch(None)
     machine.make(1)

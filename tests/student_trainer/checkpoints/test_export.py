@@ -1,4 +1,4 @@
-"""Exports that are written layer by layer: the bytes that transformers writes at once."""
+"""Exports are written layer by layer, with the bytes of `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.student_trainer.teachers.anchors import spread_student
 
 
 def mixture() -> Any:
-    """Experts, which transformers stacks in memory and stores one by one."""
+    """A mixture of experts: transformers stacks experts in memory and stores them one by one."""
     torch.manual_seed(3)
     config = Qwen3MoeConfig(
         vocab_size=13,
@@ -43,7 +43,7 @@ def mixture() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def with_buffer() -> Any:
+def model_with_buffer() -> Any:
     model = tiny.model(seed=4, layers=2)
     model.get_decoder().register_buffer("counts", torch.arange(5))
     return model
@@ -53,7 +53,7 @@ MODELS = {
     "tied": lambda: tiny.model(seed=6, layers=11),
     "untied": lambda: untied(bias=True),
     "mixture": mixture,
-    "buffer": with_buffer,
+    "buffer": model_with_buffer,
 }
 
 
@@ -66,13 +66,16 @@ def tensors_of(path: Path) -> dict[str, list[Any]]:
     return {name: weight.tolist() for file in files for name, weight in file.items()}
 
 
-def rounded(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Of all weights; names that share a tensor share it here too."""
-    found = {
-        id(one): one.to(dtype) if one.is_floating_point() else one
-        for one in model.state_dict(keep_vars=True).values()
+def round_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return all weights in `dtype`; names that share a tensor still share it."""
+    rounded_weights = {
+        id(weight): weight.to(dtype) if weight.is_floating_point() else weight
+        for weight in model.state_dict(keep_vars=True).values()
     }
-    return {name: found[id(one)] for name, one in model.state_dict(keep_vars=True).items()}
+    return {
+        name: rounded_weights[id(weight)]
+        for name, weight in model.state_dict(keep_vars=True).items()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,20 +84,20 @@ def rounded(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def test_the_bytes_of_save_pretrained(
     tmp_path: Path, name: str, files: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = 50_000_000_000 if files == "one" else 6000
-    monkeypatch.setattr(model_directory, "_MAX_FILE_BYTES", most)
+    max_file_bytes = 50_000_000_000 if files == "one" else 6000
+    monkeypatch.setattr(model_directory, "_MAX_FILE_BYTES", max_file_bytes)
     model = MODELS[name]()
     model.save_pretrained(
-        tmp_path / "expected", state_dict=rounded(model, dtype), max_shard_size=most
+        tmp_path / "expected", state_dict=round_weights(model, dtype), max_shard_size=max_file_bytes
     )
     export_model(tmp_path / "found", model=model, tokenizer=tiny.tokenizer(), dtype=dtype)
-    found, expected = weights_of(tmp_path / "found"), weights_of(tmp_path / "expected")
+    exported, expected = weights_of(tmp_path / "found"), weights_of(tmp_path / "expected")
     if (name, files) == ("mixture", "several"):
-        # transformers divides the views of one tensor otherwise than tensors of their own.
+        # transformers splits views of one tensor into files differently from separate tensors.
         assert tensors_of(tmp_path / "found") == tensors_of(tmp_path / "expected")
     else:
-        assert found == expected
-    assert (len(found) > 2) == (files == "several")
+        assert exported == expected
+    assert (len(exported) > 2) == (files == "several")
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "buffer"])
@@ -109,27 +112,27 @@ def test_a_checkpoint_names_its_weights_as_save_pretrained_does(tmp_path: Path, 
         optimizer=torch.optim.AdamW(model.parameters()),
     )
     expected = {file.name: file.read_bytes() for file in (tmp_path / "expected").iterdir()}
-    found = {file.name: file.read_bytes() for file in (path / "model").iterdir()}
-    assert expected.items() <= found.items()
+    checkpoint_files = {file.name: file.read_bytes() for file in (path / "model").iterdir()}
+    assert expected.items() <= checkpoint_files.items()
 
 
 def test_a_mixture_is_resumed_and_exported_as_before(tmp_path: Path) -> None:
-    """Its checkpoint has the stacked experts, its export the published ones: also when resumed."""
+    """Checkpoints have stacked experts, exports the published format, also after a resume."""
     words = tiny.tokenizer()
     base = tiny.save(mixture(), words, tmp_path / "base")
     model = load_model(StudentConfig(model=str(base)))
     optimizer = torch.optim.AdamW(model.parameters())
     path = save_checkpoint(tmp_path, 1, model=model, tokenizer=words, optimizer=optimizer)
-    again = load_model(StudentConfig(model=str(base)), path / "model")
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
-    for name, one in (("before", model), ("after", again)):
-        export_model(tmp_path / name, model=one, tokenizer=words)
+    resumed = load_model(StudentConfig(model=str(base)), path / "model")
+    for weight, resumed_weight in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(weight, resumed_weight)
+    for name, exported in (("before", model), ("after", resumed)):
+        export_model(tmp_path / name, model=exported, tokenizer=words)
     assert weights_of(tmp_path / "before") == weights_of(tmp_path / "after") == weights_of(base)
 
 
-def shared(root: Path) -> None:
-    """The export of sharded weights; only the main process writes."""
+def export_sharded(root: Path) -> None:
+    """Export sharded weights; only the main process writes."""
     student = spread_student(tiny.model(seed=2, layers=2), "fsdp2")
     main = os.environ.get("RANK", "0") == "0"
     model, words = student.trained.model, tiny.tokenizer()
@@ -138,8 +141,8 @@ def shared(root: Path) -> None:
 
 def test_processes_export_what_one_does(tmp_path: Path) -> None:
     model = tiny.model(seed=2, layers=2)
-    model.save_pretrained(tmp_path / "expected", state_dict=rounded(model, torch.bfloat16))
-    assert Forks(3, tmp_path / "group", shared, tmp_path).wait() == [0] * 3
+    model.save_pretrained(tmp_path / "expected", state_dict=round_weights(model, torch.bfloat16))
+    assert Forks(3, tmp_path / "group", export_sharded, tmp_path).wait() == [0] * 3
     assert weights_of(tmp_path / "export") == weights_of(tmp_path / "expected")
 
 
@@ -165,10 +168,12 @@ print(total, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 @pytest.mark.slow
 def test_an_export_needs_the_memory_of_a_layer(tmp_path: Path) -> None:
-    """A rounded copy of all weights would be half of them; a layer is a 24th, rounded a 48th."""
-    done = subprocess.run(
+    """A bfloat16 copy of all weights would need half of their size; one layer needs a 48th."""
+    measurement = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    total, more = map(int, done.stdout.split())
-    print(f"{total / 1e6:.0f} MB of weights, {more / 1e6:.1f} MB more while they are exported")
-    assert more < total / 8
+    total, added_bytes = map(int, measurement.stdout.split())
+    print(
+        f"{total / 1e6:.0f} MB of weights, {added_bytes / 1e6:.1f} MB more while they are exported"
+    )
+    assert added_bytes < total / 8

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written while training continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def state() -> tuple[Any, torch.optim.Optimizer]:
 
 
 @pytest.fixture(autouse=True)
-def _disarmed() -> Any:
+def _disarm_failpoints() -> Any:
     yield
     failpoints.arm("")
 
@@ -48,7 +48,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_the_state_when_it_was_asked_for(
     tmp_path: Path, state: tuple[Any, torch.optim.Optimizer]
 ) -> None:
-    """The weights change before the thread has written the first byte, at each of two saves."""
+    """At each of two saves, the weights change before the thread writes its first byte."""
     failpoints.arm("checkpoint-writing:sleep:0.2")
     model, _ = state
     saver = saver_of(tmp_path, model, tiny.tokenizer())
@@ -61,30 +61,30 @@ def test_a_checkpoint_is_the_state_when_it_was_asked_for(
                 parameter.add_(1.0)
     saver.finish()
     for step in (1, 2):
-        found = weights_of(checkpoint_path(tmp_path, step))
-        assert found
-        for name, weight in found.items():
+        stored_weights = weights_of(checkpoint_path(tmp_path, step))
+        assert stored_weights
+        for name, weight in stored_weights.items():
             assert torch.equal(weight, expected[step - 1][name])
 
 
 def test_training_goes_on_while_it_is_written(
     tmp_path: Path, state: tuple[Any, torch.optim.Optimizer]
 ) -> None:
-    """One at a time: the second save waits until the first checkpoint is there."""
+    """One checkpoint at a time: the second save waits until the first one is published."""
     may_publish = threading.Event()
     published: list[int] = []
 
-    def note() -> None:
-        found = newest_checkpoint(tmp_path)
-        assert found is not None
-        published.append(found[0])
+    def record_newest() -> None:
+        newest = newest_checkpoint(tmp_path)
+        assert newest is not None
+        published.append(newest[0])
 
     saver = saver_of(
         tmp_path,
         state[0],
         tiny.tokenizer(),
         before_publication=may_publish.wait,
-        after_publication=note,
+        after_publication=record_newest,
     )
     assert saver.poll()
     saver.save(1, collect_contents(*state))
@@ -110,7 +110,7 @@ def test_a_failed_write_is_raised_and_leaves_nothing(
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
     assert list(tmp_path.iterdir()) == []
     failpoints.arm("")
-    saver.save(3, collect_contents(*state))  # the fault is mended
+    saver.save(3, collect_contents(*state))  # the fault is gone
     saver.finish()
     assert is_intact(path)
 
@@ -118,26 +118,26 @@ def test_a_failed_write_is_raised_and_leaves_nothing(
 def test_an_attempt_that_was_replaced_publishes_nothing(
     tmp_path: Path, state: tuple[Any, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither when it was replaced while it wrote, nor before. Its successor's files stay."""
+    """Neither if it is replaced while writing, nor before. The files of the new attempt stay."""
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
     root = tmp_path / "checkpoints"
-    theirs = root / ".step-000004.2.tmp" / "model"
+    successor_model = root / ".step-000004.2.tmp" / "model"
 
-    def replaced() -> None:
+    def replace_attempt() -> None:
         raise_fence(tmp_path, 2)
-        theirs.mkdir(parents=True)
+        successor_model.mkdir(parents=True)
 
-    saver = saver_of(root, state[0], tiny.tokenizer(), before_publication=replaced)
+    saver = saver_of(root, state[0], tiny.tokenizer(), before_publication=replace_attempt)
     saver.save(4, collect_contents(*state))
     with pytest.raises(WrongState, match="attempt 1 was replaced"):
         saver.finish()
     with pytest.raises(WrongState, match="attempt 1 was replaced"):
         saver.save(5, collect_contents(*state))
-    assert list(root.rglob("*")) == [theirs.parent, theirs]
+    assert list(root.rglob("*")) == [successor_model.parent, successor_model]
 
 
-def failing(root: Path, failing_rank: int) -> None:
-    """One process cannot write: every process raises, and says what."""
+def fail_one_rank(root: Path, failing_rank: int) -> None:
+    """One process cannot write: every process raises, and records the error."""
     rank = int(os.environ["RANK"])
     model = tiny.model(seed=6)
     saver: Saver = saver_of(root / "checkpoints", model, tiny.tokenizer())
@@ -153,16 +153,16 @@ def failing(root: Path, failing_rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_process_is_raised_in_all(tmp_path: Path, rank: int) -> None:
-    assert Forks(2, tmp_path / "group", failing, tmp_path, rank).wait() == [0, 0]
-    said = [json.loads((tmp_path / f"rank-{one}.json").read_text()) for one in (0, 1)]
-    assert said == [["OSError", errno.EIO]] * 2
+    assert Forks(2, tmp_path / "group", fail_one_rank, tmp_path, rank).wait() == [0, 0]
+    errors = [json.loads((tmp_path / f"rank-{process}.json").read_text()) for process in (0, 1)]
+    assert errors == [["OSError", errno.EIO]] * 2
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_the_main_process_may_delete_the_announcements_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does so as soon as it sees the last of them, which is within the rename."""
+    """It deletes them as soon as it sees the last one, before the rename of that one returns."""
     rename = Path.replace
 
     def rename_and_delete(self: Path, target: Path) -> Path:

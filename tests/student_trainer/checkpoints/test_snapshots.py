@@ -35,7 +35,7 @@ from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import NoTeacher
 from tests.forks import Forks
 from tests.student_trainer import tiny
-from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
+from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, serve_on_thread
 from tests.student_trainer.saving import LIMIT
 from tests.student_trainer.teachers.anchors import spread_student
 
@@ -59,7 +59,7 @@ def student_of(base: Path, sharding: str = "none", *, adapted: bool = False) -> 
     return student
 
 
-def writer(
+def make_snapshots(
     student: Any, root: Path, dtype: torch.dtype = torch.float32, *, adapters: bool = False
 ) -> Snapshots:
     return Snapshots(
@@ -77,36 +77,36 @@ def writer(
 
 
 def logprobs(model: Any, ids: Tensor) -> Tensor:
-    """By their definition, from full logits."""
+    """Return log-probs of the tokens from full logits."""
     with torch.no_grad():
-        every = model(ids).logits.double().log_softmax(2)
-    return every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+        full_logprobs = model(ids).logits.double().log_softmax(2)
+    return full_logprobs[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_snapshot_is_the_exported_model(base: Path, tmp_path: Path, adapted: bool) -> None:
     student = student_of(base, adapted=adapted)
-    version = writer(student, tmp_path / "weights").write(3)
+    version = make_snapshots(student, tmp_path / "weights").write(3)
     assert (version.lineage, version.number, version.in_flight) == ("run-1", 3, "drain")
     snapshot = open_snapshot(version.directory)
     export_model(tmp_path / "export", model=student.trained.model, tokenizer=tiny.tokenizer())
     exported = load_file(tmp_path / "export" / "model.safetensors")
-    found = dict(snapshot.tensors())
-    assert found.keys() == exported.keys()
-    assert all(torch.equal(found[name], exported[name]) for name in found)
-    plain = load_model(StudentConfig(model=str(tmp_path / "export")))
-    assert verify(snapshot.probe(), lambda ids: logprobs(plain, ids), "float32") < 1e-5
-    other = load_model(StudentConfig(model=str(base)))
-    other.get_input_embeddings().weight.data[3] += 0.01
+    snapshot_tensors = dict(snapshot.tensors())
+    assert snapshot_tensors.keys() == exported.keys()
+    assert all(torch.equal(snapshot_tensors[name], exported[name]) for name in snapshot_tensors)
+    exported_model = load_model(StudentConfig(model=str(tmp_path / "export")))
+    assert verify(snapshot.probe(), lambda ids: logprobs(exported_model, ids), "float32") < 1e-5
+    other_model = load_model(StudentConfig(model=str(base)))
+    other_model.get_input_embeddings().weight.data[3] += 0.01
     with pytest.raises(Corrupt, match="does not have the weights of this version"):
-        verify(snapshot.probe(), lambda ids: logprobs(other, ids), "float32")
+        verify(snapshot.probe(), lambda ids: logprobs(other_model, ids), "float32")
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_snapshot_of_adapters_has_nothing_else(base: Path, tmp_path: Path, sharding: str) -> None:
-    """It has a few KiB, and the base model with it gives the trainer's log-probs."""
+    """A few KiB; the base model with these adapters gives the trainer's log-probs."""
     student = student_of(base, sharding, adapted=True)
-    snapshot = open_snapshot(writer(student, tmp_path, adapters=True).write(3).directory)
+    snapshot = open_snapshot(make_snapshots(student, tmp_path, adapters=True).write(3).directory)
     assert all(".lora_" in name for name, _ in snapshot.tensors())
     fresh = load_model(StudentConfig(model=str(base), lora=LoraConfig(rank=3, alpha=1.0)))
     load_adapters(snapshot.directory, fresh)
@@ -119,16 +119,16 @@ def test_a_snapshot_of_adapters_has_nothing_else(base: Path, tmp_path: Path, sha
 
 def test_bfloat16_halves_it(base: Path, tmp_path: Path) -> None:
     student = student_of(base)
-    whole = writer(student, tmp_path / "whole").write(0)
-    half = writer(student, tmp_path / "half", torch.bfloat16).write(0)
-    expected = dict(open_snapshot(whole.directory).tensors())
-    for name, tensor in open_snapshot(half.directory).tensors():
+    float32_version = make_snapshots(student, tmp_path / "whole").write(0)
+    bfloat16_version = make_snapshots(student, tmp_path / "half", torch.bfloat16).write(0)
+    expected = dict(open_snapshot(float32_version.directory).tensors())
+    for name, tensor in open_snapshot(bfloat16_version.directory).tensors():
         assert torch.equal(tensor, expected[name].bfloat16())
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "missing", "unsealed"])
 def test_a_damaged_snapshot_is_refused(base: Path, tmp_path: Path, harm: str) -> None:
-    directory = writer(student_of(base), tmp_path / "weights").write(1).directory
+    directory = make_snapshots(student_of(base), tmp_path / "weights").write(1).directory
     weights = directory / "model.safetensors"
     if harm == "cut":
         weights.write_bytes(weights.read_bytes()[:-1])
@@ -146,7 +146,7 @@ def test_a_damaged_snapshot_is_refused(base: Path, tmp_path: Path, harm: str) ->
 
 def test_old_versions_are_deleted(base: Path, tmp_path: Path) -> None:
     root = tmp_path / "weights"
-    snapshots = writer(student_of(base), root)
+    snapshots = make_snapshots(student_of(base), root)
     for number in range(4):
         snapshots.write(number)
         snapshots.delete_before(number - 1)
@@ -158,14 +158,17 @@ def test_old_versions_are_deleted(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_as_many_versions_as_there_is_room_for(base: Path, tmp_path: Path, lag: int) -> None:
-    """What the check of the disk counts, with evaluations of student and anchor in each step."""
-    snapshots, most = writer(student_of(base), tmp_path / "weights"), 0
+    """The number that the disk check assumes, with evaluations of student and anchor per step."""
+    snapshots, max_versions = make_snapshots(student_of(base), tmp_path / "weights"), 0
     settings = SamplingSettings(1, 1.0, 0, 0, 2, 100)
 
-    def asked(step: int) -> tuple[list[Prompt], list[int]]:
+    def prompts_of_step(step: int) -> tuple[list[Prompt], list[int]]:
         return [tiny.prompt(1, 2, 3)] * 2, [2 * step, 2 * step + 1]
 
-    with served(RolloutServicer(ScriptedEngine())) as address, EngineClient([address]) as client:
+    with (
+        serve_on_thread(RolloutServicer(ScriptedEngine())) as address,
+        EngineClient([address]) as client,
+    ):
         ahead = RolloutsAhead(
             make_accelerator(LIMIT),
             client,
@@ -176,11 +179,11 @@ def test_as_many_versions_as_there_is_room_for(base: Path, tmp_path: Path, lag: 
             last_step=12,
         )
         for step in range(1, 9):
-            assert len(ahead.of_step(step, asked)) == 2
+            assert len(ahead.of_step(step, prompts_of_step)) == 2
             for anchor in (False, True):
                 ahead.publish(step, anchor=anchor)
-                most = max(most, len(list((tmp_path / "weights").iterdir())))
-    assert most == RolloutsConfig(lag=lag).versions + 1, "and one of the anchor"
+                max_versions = max(max_versions, len(list((tmp_path / "weights").iterdir())))
+    assert max_versions == RolloutsConfig(lag=lag).versions + 1, "and one of the anchor"
 
 
 def test_a_full_disk_is_told_before_anything_is_written(
@@ -188,7 +191,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(module, "snapshot_bytes", lambda *_, **__: 1 << 60)
     with pytest.raises(Unavailable, match="MiB"):
-        writer(student_of(base), tmp_path / "weights").write(0)
+        make_snapshots(student_of(base), tmp_path / "weights").write(0)
 
 
 def test_what_killed_trainers_left_in_memory_is_deleted(
@@ -201,9 +204,9 @@ def test_what_killed_trainers_left_in_memory_is_deleted(
     run = tmp_path / "run"
     lock = os.open(alive, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    mine = choose_snapshot_root(run, 2, 1000, local=True)
-    assert mine.parent == tmp_path
-    assert {path.name for path in tmp_path.iterdir()} == {alive.name, mine.name}
+    chosen = choose_snapshot_root(run, 2, 1000, local=True)
+    assert chosen.parent == tmp_path
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, chosen.name}
     os.close(lock)
     assert choose_snapshot_root(run, 2, 1 << 60, local=True) == run / "weights" / "attempt-2"
     (run / "weights" / "attempt-1").mkdir(parents=True)
@@ -214,44 +217,44 @@ def test_what_killed_trainers_left_in_memory_is_deleted(
 def test_another_trainer_deletes_a_directory_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two trainers that start at the same time: one finds the other's directory, still unlocked."""
+    """Two trainers start at the same time: one finds the unlocked directory of the other."""
     monkeypatch.setattr(memory_disk, "MEMORY_DISK", tmp_path)
-    made: list[Path] = []
-    make = tempfile.mkdtemp
+    directories: list[Path] = []
+    make_directory = tempfile.mkdtemp
 
-    def meddled(**options: Any) -> str:
-        made.append(Path(make(**options)))
-        if len(made) == 1:
-            locks.append(os.open(made[0], os.O_RDONLY))
+    def interfere(**options: Any) -> str:
+        directories.append(Path(make_directory(**options)))
+        if len(directories) == 1:
+            locks.append(os.open(directories[0], os.O_RDONLY))
             fcntl.flock(locks[0], fcntl.LOCK_EX)  # it is about to delete it
-        elif len(made) == 2:
-            made[1].rmdir()
-        return str(made[-1])
+        elif len(directories) == 2:
+            directories[1].rmdir()
+        return str(directories[-1])
 
     locks: list[int] = []
-    monkeypatch.setattr(tempfile, "mkdtemp", meddled)
-    mine = choose_snapshot_root(tmp_path / "run", 1, 1000, local=True)
+    monkeypatch.setattr(tempfile, "mkdtemp", interfere)
+    chosen = choose_snapshot_root(tmp_path / "run", 1, 1000, local=True)
     os.close(locks[0])
-    assert mine == made[2]
+    assert chosen == directories[2]
     with pytest.raises(BlockingIOError):
-        memory_disk._lock_directory(mine)
+        memory_disk._lock_directory(chosen)
 
 
 def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None:
-    """The main process may write no file above 4 KiB: its error is that of a disk."""
+    """Limit files of the main process to 4 KiB, so that a write fails as on a full disk."""
     rank = torch.distributed.get_rank()
-    snapshots = writer(
+    snapshots = make_snapshots(
         student_of(base, sharding, adapted=adapted), out / "weights", adapters=adapted
     )
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits_before[1]))
     try:
         snapshots.write(0)
     except Unavailable as error:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits_before)
         (out / f"{rank}.txt").write_text(str(error))
-    snapshots.write(0)  # all ranks are at the same collective
+    snapshots.write(0)  # all ranks reach the same collective
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -259,28 +262,30 @@ def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None
 def test_a_disk_that_fails_is_told_on_every_rank(
     base: Path, tmp_path: Path, sharding: str, adapted: bool
 ) -> None:
-    """Gathering the weights is collective: no rank is left waiting, and all say the same."""
+    """Gathering the weights is collective: no rank hangs, and all raise the same error."""
     group = tmp_path / "group"
     forks = Forks(2, group, _write_too_much, base, tmp_path, sharding, adapted)
     assert forks.wait() == [0, 0]
-    told = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
-    assert len(told) == 1
-    assert "cannot write the weights for the rollout engine" in told.pop()
+    messages = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
+    assert len(messages) == 1
+    assert "cannot write the weights for the rollout engine" in messages.pop()
     assert open_snapshot(tmp_path / "weights" / "version-000000").number == 0
 
 
 def _write_in_group(base: Path, root: Path, sharding: str) -> None:
-    writer(student_of(base, sharding), root).write(5)
+    make_snapshots(student_of(base, sharding), root).write(5)
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_several_processes_write_the_same_bytes(base: Path, tmp_path: Path, sharding: str) -> None:
-    expected = writer(student_of(base), tmp_path / "one").write(5)
+    expected_version = make_snapshots(student_of(base), tmp_path / "one").write(5)
     forks = Forks(2, tmp_path / "group", _write_in_group, base, tmp_path / "two", sharding)
     assert forks.wait() == [0, 0]
-    found = open_snapshot(tmp_path / "two" / "version-000005")
-    mine = open_snapshot(expected.directory)
+    group_snapshot = open_snapshot(tmp_path / "two" / "version-000005")
+    own_snapshot = open_snapshot(expected_version.directory)
     name = "model.safetensors"
-    assert (found.directory / name).read_bytes() == (mine.directory / name).read_bytes()
-    difference = (found.probe().logprobs - mine.probe().logprobs).abs().max()
+    assert (group_snapshot.directory / name).read_bytes() == (
+        own_snapshot.directory / name
+    ).read_bytes()
+    difference = (group_snapshot.probe().logprobs - own_snapshot.probe().logprobs).abs().max()
     assert difference < 1e-5

@@ -1,4 +1,4 @@
-"""PPO's advantages through the whole trainer: from the student's states to the critic's file."""
+"""PPO's advantages in the whole trainer, from the student's states to the critic's file."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.student_trainer.methods.test_rl import HOT, trainer_of
 LAMBDA = 0.9
 
 
-def recursion(values: Tensor, reward: float) -> Tensor:
-    """A_t = delta_t + lambda A_(t+1), one after the other, from the end."""
-    later = next_value = 0.0
-    found = []
+def advantages_by_recursion(values: Tensor, reward: float) -> Tensor:
+    """Return A_t = delta_t + lambda A_(t+1), from the last token to the first."""
+    advantage = next_value = 0.0
+    advantages = []
     for t in reversed(range(len(values))):
-        earned = reward if t == len(values) - 1 else 0.0
-        later = earned + next_value - float(values[t]) + LAMBDA * later
+        token_reward = reward if t == len(values) - 1 else 0.0
+        advantage = token_reward + next_value - float(values[t]) + LAMBDA * advantage
         next_value = float(values[t])
-        found.append(later)
-    return torch.tensor(found[::-1], dtype=torch.float64)
+        advantages.append(advantage)
+    return torch.tensor(advantages[::-1], dtype=torch.float64)
 
 
 def test_advantages_are_those_of_the_recursion(material: tiny.Material, tmp_path: Path) -> None:
-    """Of values by plain forward passes; and the critic learns of them, not the student."""
+    """With values from plain forward passes; the value loss trains the critic, not the student."""
     config = tiny.rl_job(
         material,
         method__advantages="gae",
@@ -46,25 +46,27 @@ def test_advantages_are_those_of_the_recursion(material: tiny.Material, tmp_path
         method__temperature=HOT,
         method__updates_per_step=1,
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        values = made._critic
+    with trainer_of(tmp_path / "run", config) as trainer:
+        values = trainer._critic
         assert values is not None
-        model = made._student.trained.model
+        model = trainer._student.trained.model
         torch.nn.init.normal_(values._critic.linear.weight, std=0.1)
-        before = {name: tensor.clone() for name, tensor in values.state().items()}
-        step = made._steps(1)
+        state_before = {name: tensor.clone() for name, tensor in values.state().items()}
+        step = trainer._steps(1)
         rewarded = 0
         for item in step.updates[0]:
             rollout = cast(Rollout, item.sequence)
             states = model.get_decoder()(input_ids=rollout.token_ids[None]).last_hidden_state[0]
-            weight, bias = before["linear.weight"], before["linear.bias"]
+            weight, bias = state_before["linear.weight"], state_before["linear.bias"]
             expected = (states[rollout.start - 1 : -1].detach() @ weight.T + bias)[:, 0]
             reward = float("1" in tiny.tokenizer().decode(rollout.completion))
             rewarded += reward > 0
-            found = cast(PendingRLSequence, item).advantage.double()
-            torch.testing.assert_close(found, recursion(expected, reward), rtol=1e-4, atol=1e-5)
+            advantage = cast(PendingRLSequence, item).advantage.double()
+            torch.testing.assert_close(
+                advantage, advantages_by_recursion(expected, reward), rtol=1e-4, atol=1e-5
+            )
         assert 0 < rewarded < len(step.updates[0])
-        assert not torch.equal(values.state()["linear.weight"], before["linear.weight"])
+        assert not torch.equal(values.state()["linear.weight"], state_before["linear.weight"])
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -78,17 +80,17 @@ def test_a_resume_goes_on_with_the_same_critic(material: tiny.Material, tmp_path
         method__temperature=HOT,
     )
     run = RunDirectory.create(tmp_path / "run", config)
-    found: list[Any] = []
+    files_of_attempts: list[Any] = []
     assert config.reward is not None
     for attempt, from_step in ((1, None), (2, 2)):
         progress = Progress(run, attempt=attempt, max_steps=4, main=True, terminated=lambda: False)
         with make_rewards(config.reward) as rewards:
-            made = assemble(config, run, {}, None, progress, attempt, from_step, rewards)
-            assert made.train() == "succeeded"
-        saved = run.checkpoints / "step-000004"
-        files = [saved / "critic.safetensors", run.export / "model.safetensors"]
-        found.append([load_file(file) for file in files])
-    for first, second in zip(*found, strict=True):
+            trainer = assemble(config, run, {}, None, progress, attempt, from_step, rewards)
+            assert trainer.train() == "succeeded"
+        checkpoint_path = run.checkpoints / "step-000004"
+        files = [checkpoint_path / "critic.safetensors", run.export / "model.safetensors"]
+        files_of_attempts.append([load_file(file) for file in files])
+    for first, second in zip(*files_of_attempts, strict=True):
         assert first.keys() == second.keys()
         assert all(torch.equal(value, second[name]) for name, value in first.items())
     losses = [line["critic/loss"] for line in metrics_of(run) if line["step"] > 0]
@@ -99,32 +101,34 @@ def test_a_resume_goes_on_with_the_same_critic(material: tiny.Material, tmp_path
 def test_a_fault_after_the_critic_has_learned_leaves_no_checkpoint(
     material: tiny.Material, tmp_path: Path, advantages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The critic would be a step ahead of the student. Without one there is nothing to lose."""
+    """The critic would be a step ahead of the student. Without a critic, a checkpoint is saved."""
     config = tiny.rl_job(material, method__advantages=advantages, checkpoint__every=50)
-    with trainer_of(tmp_path / "run", config) as made:
-        learn = made._learn
+    with trainer_of(tmp_path / "run", config) as trainer:
+        learn = trainer._learn
 
-        def lost_in_step_2(pending: Any) -> Any:
-            if made._step == 1:
+        def fail_in_step_2(pending: Any) -> Any:
+            if trainer._step == 1:
                 raise Unavailable("no teacher")
             return learn(pending)
 
-        monkeypatch.setattr(made, "_learn", lost_in_step_2)
+        monkeypatch.setattr(trainer, "_learn", fail_in_step_2)
         with pytest.raises(Unavailable):
-            made.train()
-    saved = sorted(path.name for path in (tmp_path / "run").glob("**/step-*") if path.is_dir())
-    assert saved == ([] if advantages == "gae" else ["step-000001"])
+            trainer.train()
+    checkpoint_names = sorted(
+        path.name for path in (tmp_path / "run").glob("**/step-*") if path.is_dir()
+    )
+    assert checkpoint_names == ([] if advantages == "gae" else ["step-000001"])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_critic_goes_on_where_its_weights_are(material: tiny.Material, tmp_path: Path) -> None:
-    """Its file is read on the CPU."""
+    """A checkpoint is loaded on the CPU; the critic stays on its device."""
     config = tiny.rl_job(material, method__advantages="gae")
-    with trainer_of(tmp_path / "run", config) as made:
-        values = made._critic
+    with trainer_of(tmp_path / "run", config) as trainer:
+        values = trainer._critic
         assert values is not None
-        made._steps(1)
-        saved = {name: tensor.cpu() for name, tensor in values.state().items()}
-        values.load_state(saved.__getitem__)
-        made._steps(2)
+        trainer._steps(1)
+        cpu_state = {name: tensor.cpu() for name, tensor in values.state().items()}
+        values.load_state(cpu_state.__getitem__)
+        trainer._steps(2)

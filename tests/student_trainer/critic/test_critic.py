@@ -1,4 +1,4 @@
-"""The critic: its loss by hand, and beside the fused operator on the same states."""
+"""The critic's loss by hand, and together with the fused operator on the same states."""
 
 import torch
 
@@ -13,7 +13,7 @@ from student_trainer.losses import (
 
 
 def test_value_loss_by_hand():
-    # A value near its old one; one gone too far towards its target, and one too far away from it.
+    # A value near its old value, one too far towards its target, and one too far away from it.
     values = torch.tensor([0.1, 0.9, -0.9], dtype=torch.float64, requires_grad=True)
     losses = value_loss(values, torch.zeros(3), torch.ones(3), clip=0.2)
     expected = torch.tensor([0.9**2 / 2, 0.8**2 / 2, 1.9**2 / 2], dtype=torch.float64)
@@ -37,8 +37,8 @@ def test_one_pass_over_the_states_serves_policy_and_critic():
     lengths = torch.tensor([3, 4, 5])
     sequence = torch.arange(3).repeat_interleave(lengths)
     rewards = reward_at_last_token(randn(3), lengths)
-    old = critic((inputs @ body).detach()).detach()
-    advantages, targets = gae(rewards, old, sequence, gamma=1.0, lam=0.9)
+    old_values = critic((inputs @ body).detach()).detach()
+    advantages, targets = gae(rewards, old_values, sequence, gamma=1.0, lam=0.9)
     sampling = (inputs @ body @ weight.T).log_softmax(1).gather(1, tokens[:, None])[:, 0].detach()
     leaves = [body, weight, critic.linear.weight, critic.linear.bias]
 
@@ -56,22 +56,24 @@ def test_one_pass_over_the_states_serves_policy_and_critic():
         ),
         chunk_rows=5,
     )
-    judged = value_loss(critic(hidden), old, targets, clip=0.2).sum()
-    found = torch.autograd.grad(fused.loss_sum + judged, leaves)
+    critic_loss = value_loss(critic(hidden), old_values, targets, clip=0.2).sum()
+    gradients = torch.autograd.grad(fused.loss_sum + critic_loss, leaves)
 
     hidden = (inputs @ body).tanh()
-    plain = (hidden @ weight.T).log_softmax(1).gather(1, tokens[:, None])[:, 0]
-    ratio = (plain - sampling).exp()
+    logprobs = (hidden @ weight.T).log_softmax(1).gather(1, tokens[:, None])[:, 0]
+    ratio = (logprobs - sampling).exp()
     surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).sum()
     values = hidden.detach() @ critic.linear.weight[0] + critic.linear.bias
-    near = torch.minimum(torch.maximum(values, old - 0.2), old + 0.2)
-    squares = torch.maximum((values - targets) ** 2, (near - targets) ** 2).sum() / 2
-    for got, wanted in zip(found, torch.autograd.grad(surrogate + squares, leaves), strict=True):
-        torch.testing.assert_close(got, wanted)
+    clipped_values = torch.minimum(torch.maximum(values, old_values - 0.2), old_values + 0.2)
+    squares = torch.maximum((values - targets) ** 2, (clipped_values - targets) ** 2).sum() / 2
+    for gradient, expected_gradient in zip(
+        gradients, torch.autograd.grad(surrogate + squares, leaves), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected_gradient)
 
 
 def test_it_learns_what_is_to_be_expected():
-    """Two kinds of answers, told apart by their states; one is rewarded three times in four."""
+    """Two kinds of answers with different states; one kind is rewarded three times in four."""
     generator = torch.Generator().manual_seed(0)
     critic = Critic(2)
     optimizer = torch.optim.Adam(critic.parameters(), lr=0.03)

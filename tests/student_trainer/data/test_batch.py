@@ -1,4 +1,4 @@
-"""Rows stand where they belong; every token is trained on once."""
+"""Rows are at their positions, and every token is trained on once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from student_trainer.data.rollout import Rollout
 CPU = torch.device("cpu")
 
 
-def scored(tokens: list[int], start: int, heads: list[list[int]]) -> ScoredSequence:
-    """Teacher log-probs that tell where they came from: -(token position), and a tenth a head."""
+def make_scored(tokens: list[int], start: int, heads: list[list[int]]) -> ScoredSequence:
+    """Return a sequence with teacher log-probs -(token position), minus 0.1 in the head."""
     positions = np.arange(start, len(tokens), dtype=np.float32)
     return ScoredSequence(
         Rollout(
@@ -39,7 +39,11 @@ def scored(tokens: list[int], start: int, heads: list[list[int]]) -> ScoredSeque
 
 def test_a_batch_made_by_hand() -> None:
     batch = make_batch(
-        [scored([5, 6, 7], 1, [[6, 1], [2, 3]]), scored([8, 9, 4, 3, 2], 3, [[3, 1], [1, 0]])], CPU
+        [
+            make_scored([5, 6, 7], 1, [[6, 1], [2, 3]]),
+            make_scored([8, 9, 4, 3, 2], 3, [[3, 1], [1, 0]]),
+        ],
+        CPU,
     )
     assert batch.input_ids.tolist() == [[5, 6, 7, 0, 0], [8, 9, 4, 3, 2]]
     assert batch.sequence.tolist() == [0, 0, 1, 1]
@@ -58,7 +62,11 @@ def test_a_batch_made_by_hand() -> None:
 
 def test_row_t_comes_from_position_t_minus_1() -> None:
     batch = make_batch(
-        [scored([5, 6, 7], 1, [[6, 1], [2, 3]]), scored([8, 9, 4, 3, 2], 3, [[3, 1], [1, 0]])], CPU
+        [
+            make_scored([5, 6, 7], 1, [[6, 1], [2, 3]]),
+            make_scored([8, 9, 4, 3, 2], 3, [[3, 1], [1, 0]]),
+        ],
+        CPU,
     )
     # The output at (sequence, position) says so.
     outputs = torch.tensor([[[s, p] for p in range(5)] for s in range(2)])
@@ -70,25 +78,25 @@ class Item:
     sequence: Rollout
 
 
-def items(lengths: list[int]) -> list[Item]:
+def make_items(lengths: list[int]) -> list[Item]:
     empty = torch.zeros(0)
     return [Item(Rollout(torch.zeros(n), 1, empty, empty, False, "")) for n in lengths]
 
 
-@pytest.mark.parametrize("most", [1, 7, 20, 64, 10_000])
-def test_micro_batches_cover_everything_once(most: int) -> None:
-    made = items([int(n) for n in np.random.default_rng(0).integers(2, 30, 50)])
-    groups = micro_batches(made, most)
+@pytest.mark.parametrize("max_tokens", [1, 7, 20, 64, 10_000])
+def test_micro_batches_cover_everything_once(max_tokens: int) -> None:
+    items = make_items([int(n) for n in np.random.default_rng(0).integers(2, 30, 50)])
+    groups = micro_batches(items, max_tokens)
     flat = [id(item) for group in groups for item in group]
-    assert sorted(flat) == sorted(id(item) for item in made)
+    assert sorted(flat) == sorted(id(item) for item in items)
     for group in groups:
         lengths = [len(item.sequence.token_ids) for item in group]
-        assert len(group) == 1 or len(group) * max(lengths) <= most
-    if most == 10_000:
+        assert len(group) == 1 or len(group) * max(lengths) <= max_tokens
+    if max_tokens == 10_000:
         assert len(groups) == 1
-    if most == 1:
+    if max_tokens == 1:
         assert len(groups) == 50
 
 
 def test_micro_batches_of_nothing() -> None:
-    assert micro_batches(items([]), 10) == []
+    assert micro_batches(make_items([]), 10) == []

@@ -32,8 +32,8 @@ def write(path: Path, records: list[Any]) -> str:
 
 
 def talk(number: int, *, answered: bool = True) -> list[dict[str, str]]:
-    asked = [{"role": "user", "content": f"{number}+1="}]
-    return asked + [{"role": "assistant", "content": f"{number + 1}"}] * answered
+    question = [{"role": "user", "content": f"{number}+1="}]
+    return question + [{"role": "assistant", "content": f"{number + 1}"}] * answered
 
 
 def load(data: DataConfig, words: Any, **changes: Any) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
@@ -43,11 +43,11 @@ def load(data: DataConfig, words: Any, **changes: Any) -> tuple[ItemsOfSteps[Pro
 def test_the_last_answer_is_the_reference(chat: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"m": talk(n)} for n in range(9)])
     chosen, held_out = load(DataConfig(path=path, messages_column="m"), chat)
-    found = [*chosen.of_step(1, 7), *held_out]
-    assert {prompt.answer for prompt in found} == {str(n) for n in range(1, 10)}
-    for prompt in found:
-        asked = f"{int(prompt.answer) - 1}+1="
-        assert (chat.decode(prompt.ids), prompt.text) == (f"U{asked}A", asked)
+    prompts = [*chosen.of_step(1, 7), *held_out]
+    assert {prompt.answer for prompt in prompts} == {str(n) for n in range(1, 10)}
+    for prompt in prompts:
+        question = f"{int(prompt.answer) - 1}+1="
+        assert (chat.decode(prompt.ids), prompt.text) == (f"U{question}A", question)
 
 
 def test_a_column_of_answers_is_the_reference_if_there_is_one(chat: Any, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_column_of_answers_is_the_reference_if_there_is_one(chat: Any, tmp_pat
     data = DataConfig(
         path=write(tmp_path / "a.jsonl", records), messages_column="m", answer_column="a"
     )
-    assert {one.answer for one in load(data, chat)[0].of_step(1, 2)} < {
+    assert {prompt.answer for prompt in load(data, chat)[0].of_step(1, 2)} < {
         f"final {n}" for n in range(4)
     }
 
@@ -73,9 +73,14 @@ def test_parquet_holds_the_same(chat: Any, tmp_path: Path) -> None:
 
 
 def test_half_a_character_becomes_a_question_mark(chat: Any, tmp_path: Path) -> None:
-    """JSON may hold one half of a pair of surrogates, which is no text for a tokenizer."""
-    asked = [{"role": "user", "content": "1+1\ud83d="}, {"role": "assistant", "content": "2\udc00"}]
-    path = write(tmp_path / "a.jsonl", [{"m": asked, "weight\ud800": 1}, {"m": asked}])
+    """JSON may contain a lone surrogate, which a tokenizer does not accept."""
+    conversation = [
+        {"role": "user", "content": "1+1\ud83d="},
+        {"role": "assistant", "content": "2\udc00"},
+    ]
+    path = write(
+        tmp_path / "a.jsonl", [{"m": conversation, "weight\ud800": 1}, {"m": conversation}]
+    )
     chosen, _ = load(DataConfig(path=path, messages_column="m"), chat, held_out=1)
     (prompt,) = chosen.of_step(1, 1)
     assert (prompt.text, prompt.answer) == ("1+1?=", "2?")
@@ -107,8 +112,8 @@ def test_held_out_data_needs_no_weights(words: Any, tmp_path: Path) -> None:
 def mixture(tmp_path: Path) -> DataConfig:
     """Three data sets of 30, 8 and 5 prompts; 2 of the first are held out."""
     paths = []
-    for name, sign, many in (("a", "+", 30), ("b", "=", 8), ("c", "+=", 5)):
-        records = [{"prompt": f"{n}{sign}", "answer": name} for n in range(many)]
+    for name, sign, count in (("a", "+", 30), ("b", "=", 8), ("c", "+=", 5)):
+        records = [{"prompt": f"{n}{sign}", "answer": name} for n in range(count)]
         paths.append(write(tmp_path / f"{name}.jsonl", records))
     mix = [{"path": paths[1], "share": 0.3}, {"path": paths[2], "share": 0.1}]
     return DataConfig.model_validate({"path": paths[0], "mix": mix})
@@ -127,8 +132,8 @@ def test_every_step_has_the_shares(mixture: DataConfig, words: Any) -> None:
 
 def test_shares_are_met_over_steps_that_they_do_not_divide(mixture: DataConfig, words: Any) -> None:
     chosen, _ = load(mixture, words)
-    found = Counter(p.answer for step in range(1, 101) for p in chosen.of_step(step, 3))
-    assert found == {"a": 180, "b": 90, "c": 30}
+    counts = Counter(p.answer for step in range(1, 101) for p in chosen.of_step(step, 3))
+    assert counts == {"a": 180, "b": 90, "c": 30}
 
 
 def test_a_mixed_step_is_a_pure_function(mixture: DataConfig, words: Any) -> None:
@@ -137,11 +142,13 @@ def test_a_mixed_step_is_a_pure_function(mixture: DataConfig, words: Any) -> Non
 
     chosen, _ = load(mixture, words)
     expected = {step: keys(chosen.of_step(step, 7)) for step in range(1, 20)}
-    again, _ = load(mixture, words)
+    same_chosen, _ = load(mixture, words)
     for step in (19, 3, 11, 3, 1):
-        assert keys(again.of_step(step, 7)) == expected[step]
-    other, _ = load(mixture, words, seed=1)
-    assert [keys(other.of_step(step, 7)) for step in range(1, 4)] != list(expected.values())[:3]
+        assert keys(same_chosen.of_step(step, 7)) == expected[step]
+    other_chosen, _ = load(mixture, words, seed=1)
+    assert [keys(other_chosen.of_step(step, 7)) for step in range(1, 4)] != list(expected.values())[
+        :3
+    ]
 
 
 def test_the_data_set_of_an_error_is_named(mixture: DataConfig, words: Any) -> None:
@@ -154,7 +161,7 @@ def test_the_data_set_of_an_error_is_named(mixture: DataConfig, words: Any) -> N
 def test_conversations_and_mixtures_of_rewards(
     chat: Any, material: tiny.Material, tmp_path: Path
 ) -> None:
-    """RL keeps all columns, for rewards and for the anchor's context."""
+    """RL jobs keep all columns, for rewards and for the anchor's context."""
     for name, numbers in (("a", range(10)), ("b", range(10, 20))):
         write(tmp_path / f"{name}.jsonl", [{"m": talk(n), "hint": name} for n in numbers])
     job = tiny.rl_job(
@@ -165,9 +172,9 @@ def test_conversations_and_mixtures_of_rewards(
         eval__prompts=2,
     )
     training = load_rl_prompts(job, chat).training
-    found = training.of_step(1, 8)
-    assert Counter(prompt.fields["hint"] for prompt in found) == {"a": 4, "b": 4}
-    for prompt in found:
-        asked = f"{int(prompt.answer) - 1}+1="
-        assert (chat.decode(prompt.ids), prompt.text) == (f"U{asked}A", asked)
-        assert prompt.fields["m"][0]["content"] == asked
+    prompts = training.of_step(1, 8)
+    assert Counter(prompt.fields["hint"] for prompt in prompts) == {"a": 4, "b": 4}
+    for prompt in prompts:
+        question = f"{int(prompt.answer) - 1}+1="
+        assert (chat.decode(prompt.ids), prompt.text) == (f"U{question}A", question)
+        assert prompt.fields["m"][0]["content"] == question

@@ -1,4 +1,4 @@
-"""Several sequences in one line are read as if each was alone; what cannot do that is noticed."""
+"""Sequences packed in one line are independent; models that mix them are detected."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ VOCABULARY = len(tiny.ALPHABET) + 1
 
 
 def qwen(attention: str = "sdpa") -> Any:
-    made = tiny.model(seed=3, layers=2)
-    made.set_attn_implementation(attention)
-    return made
+    model = tiny.model(seed=3, layers=2)
+    model.set_attn_implementation(attention)
+    return model
 
 
 def gpt2() -> Any:
-    """With embeddings of absolute positions."""
+    """A model with absolute position embeddings."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -54,7 +54,7 @@ def gpt2() -> Any:
 
 
 def gemma2() -> Any:
-    """With layers that look back three tokens, and a head that is not linear."""
+    """A model with a sliding window of three tokens and a head that is not linear."""
     torch.manual_seed(0)
     return Gemma2ForCausalLM(
         Gemma2Config(
@@ -67,7 +67,7 @@ def gemma2() -> Any:
 
 
 def bloom() -> Any:
-    """It takes no positions at all."""
+    """A model that takes no position ids."""
     torch.manual_seed(0)
     return BloomForCausalLM(
         BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2, pad_token_id=0)
@@ -75,27 +75,29 @@ def bloom() -> Any:
 
 
 def mamba() -> Any:
-    """Its state runs on from one sequence into the next."""
+    """A model whose recurrent state continues from one sequence into the next."""
     torch.manual_seed(0)
     return MambaForCausalLM(
         MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, pad_token_id=0)
     )
 
 
-def scored(lengths: list[int], *, seed: int = 0) -> list[ScoredSequence]:
+def random_items(lengths: list[int], *, seed: int = 0) -> list[ScoredSequence]:
     """Random tokens of these lengths, with rows of a teacher."""
     rng = np.random.default_rng(seed)
     teacher = tiny.model(seed=9)
-    found = []
+    items = []
     for length in lengths:
         text: Text = (rng.integers(0, VOCABULARY, length).tolist(), int(rng.integers(1, length)))
         block = block_of(teacher, text, top_k=3, samples=2, temperature=OBJECTIVE.temperature)
-        found.append(ScoredSequence(TokenSequence(torch.tensor(text[0]), text[1]), block))
-    return found
+        items.append(ScoredSequence(TokenSequence(torch.tensor(text[0]), text[1]), block))
+    return items
 
 
-def learned(student: Student, groups: list[list[ScoredSequence]], layout: Layout) -> Any:
-    """The loss of each token by its sequence, and the gradients of their sum."""
+def losses_and_gradients(
+    student: Student, groups: list[list[ScoredSequence]], layout: Layout
+) -> Any:
+    """Return the losses of tokens by sequence, and the gradients of their sum."""
     student.zero_grad()
     losses: dict[int, Tensor] = {}
     for group in groups:
@@ -117,15 +119,17 @@ def test_packed_is_alone(make: Any) -> None:
     student = Student(model)
     choose_attention(student, student, StudentConfig(model="-"))
     assert student.layout == "lines"
-    items = scored([9, 2, 5, 3, 3, 7, 2, 4, 6, 2])
+    items = random_items([9, 2, 5, 3, 3, 7, 2, 4, 6, 2])
     groups = micro_batches(items, 18, "lines")
     assert any(make_batch(group, CPU, "lines").position_ids is not None for group in groups)
-    packed, packed_grads = learned(student, groups, "lines")
-    alone, grads = learned(student, [[item] for item in items], "padded")
-    assert packed.keys() == alone.keys()
-    for name, losses in alone.items():
-        torch.testing.assert_close(packed[name], losses, rtol=1e-5, atol=1e-5)
-    for name, grad in grads.items():
+    packed_losses, packed_grads = losses_and_gradients(student, groups, "lines")
+    padded_losses, padded_grads = losses_and_gradients(
+        student, [[item] for item in items], "padded"
+    )
+    assert packed_losses.keys() == padded_losses.keys()
+    for name, losses in padded_losses.items():
+        torch.testing.assert_close(packed_losses[name], losses, rtol=1e-5, atol=1e-5)
+    for name, grad in padded_grads.items():
         assert float((packed_grads[name] - grad).norm() / grad.norm()) < 1e-5, name
 
 
@@ -138,18 +142,18 @@ def test_what_does_not_keep_sequences_apart_is_padded(make: Any) -> None:
 
 
 def test_a_model_that_ignores_positions_is_found_out() -> None:
-    """One whose sequences see each other, though it takes the argument."""
+    """A model that accepts position ids, but attends across sequences."""
     model = qwen()
     inner = model.model.forward
     model.model.forward = lambda position_ids=None, **inputs: inner(**inputs)
     assert not separates_packed_sequences(Student(model))
 
 
-@pytest.mark.parametrize("most", [1, 30, 64, 10_000])
-def test_lines_are_full_and_no_longer_than_the_longest(most: int) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 30, 64, 10_000])
+def test_lines_are_full_and_no_longer_than_the_longest(max_tokens: int) -> None:
     rng = np.random.default_rng(1)
-    items = scored([int(n) for n in rng.integers(2, 30, 60)])
-    groups = micro_batches(items, most, "lines")
+    items = random_items([int(n) for n in rng.integers(2, 30, 60)])
+    groups = micro_batches(items, max_tokens, "lines")
     flat = [id(item) for group in groups for item in group]
     assert sorted(flat) == sorted(id(item) for item in items), "each one once"
     tokens = sum(len(item.sequence.token_ids) for item in items)
@@ -158,13 +162,15 @@ def test_lines_are_full_and_no_longer_than_the_longest(most: int) -> None:
         batch = make_batch(group, CPU, "lines")
         lengths = [len(item.sequence.token_ids) for item in group]
         assert batch.input_ids.shape[1] == max(lengths)
-        assert len(group) == 1 or batch.input_ids.numel() <= max(most, max(lengths))
+        assert len(group) == 1 or batch.input_ids.numel() <= max(max_tokens, max(lengths))
         area += batch.input_ids.numel()
         for number, item in enumerate(group):
-            mine = batch.sequence == number
-            found = batch.input_ids[batch.line[mine], batch.position[mine]]
-            assert found.tolist() == item.sequence.completion.tolist()
-    padded = sum(make_batch(group, CPU).input_ids.numel() for group in micro_batches(items, most))
-    assert tokens <= area <= padded
-    if most == 10_000:
-        assert area < 1.1 * tokens < padded
+            rows_of_item = batch.sequence == number
+            targets = batch.input_ids[batch.line[rows_of_item], batch.position[rows_of_item]]
+            assert targets.tolist() == item.sequence.completion.tolist()
+    padded_area = sum(
+        make_batch(group, CPU).input_ids.numel() for group in micro_batches(items, max_tokens)
+    )
+    assert tokens <= area <= padded_area
+    if max_tokens == 10_000:
+        assert area < 1.1 * tokens < padded_area

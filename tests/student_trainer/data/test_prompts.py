@@ -1,4 +1,4 @@
-"""Which prompts, in which order; and data that cannot be used."""
+"""Selection and order of prompts, and unusable data."""
 
 from __future__ import annotations
 
@@ -58,20 +58,24 @@ def test_an_epoch_visits_each_prompt_once(data: DataConfig, words: Any) -> None:
 def test_a_step_is_a_pure_function(data: DataConfig, words: Any) -> None:
     chosen, _ = load(data, words)
     expected = {step: keys(chosen.of_step(step, 7)) for step in range(1, 20)}
-    again, _ = load(data, words)
+    same_chosen, _ = load(data, words)
     for step in (19, 3, 11, 3, 1):
-        assert keys(again.of_step(step, 7)) == expected[step]
-    other, _ = load(data, words, seed=1)
-    assert [keys(other.of_step(step, 7)) for step in range(1, 4)] != list(expected.values())[:3]
+        assert keys(same_chosen.of_step(step, 7)) == expected[step]
+    other_chosen, _ = load(data, words, seed=1)
+    assert [keys(other_chosen.of_step(step, 7)) for step in range(1, 4)] != list(expected.values())[
+        :3
+    ]
 
 
 def test_held_out_prompts_are_never_trained_on(data: DataConfig, words: Any) -> None:
     chosen, held_out = load(data, words)
     assert len(held_out) == 5
-    trained = {prompt.answer for step in range(1, 100) for prompt in chosen.of_step(step, 4)}
-    apart = {prompt.answer for prompt in held_out}
-    assert trained | apart == {pair["answer"] for pair in PAIRS}
-    assert not trained & apart
+    trained_answers = {
+        prompt.answer for step in range(1, 100) for prompt in chosen.of_step(step, 4)
+    }
+    held_out_answers = {prompt.answer for prompt in held_out}
+    assert trained_answers | held_out_answers == {pair["answer"] for pair in PAIRS}
+    assert not trained_answers & held_out_answers
 
 
 def test_a_file_of_held_out_prompts(data: DataConfig, words: Any, tmp_path: Path) -> None:
@@ -85,19 +89,21 @@ def test_a_file_of_held_out_prompts(data: DataConfig, words: Any, tmp_path: Path
 def test_long_prompts_are_left_out_and_counted(
     data: DataConfig, words: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """10 of 30 are short enough: 5 are held out, and each epoch has the other 5."""
+    """10 of 30 prompts are short enough: 5 are held out, and each epoch has the other 5."""
     chosen, held_out = load(data, words, max_tokens=4)
     epochs = [{p.answer for p in chosen.of_step(step, 5)} for step in range(1, 5)]
     assert all(epoch == epochs[0] for epoch in epochs)
     assert epochs[0] | {p.answer for p in held_out} == {str(n + 1) for n in range(10)}
     counts = [int(message.split()[2]) for message in caplog.messages]
     assert counts == [1, 2, 4, 8, 16], "all 20 have been met"
-    again, _ = load(data, words, max_tokens=4)
-    assert keys(again.of_step(90, 3)) == keys([chosen.of_step(267 + n, 1)[0] for n in (1, 2, 3)])
+    same_chosen, _ = load(data, words, max_tokens=4)
+    assert keys(same_chosen.of_step(90, 3)) == keys(
+        [chosen.of_step(267 + n, 1)[0] for n in (1, 2, 3)]
+    )
 
 
 def test_the_order_is_that_of_all_prompts_at_once(data: DataConfig, words: Any) -> None:
-    """By the permutations alone: lazily or not, a step has the same prompts."""
+    """Prompts of a step follow from the permutations alone, tokenized lazily or not."""
     everything = [pair["answer"] for pair in PAIRS]
     mixed = [everything[i] for i in permutation(30, 0, -1)]
     chosen, held_out = load(data, words)
@@ -111,17 +117,17 @@ def test_the_order_is_that_of_all_prompts_at_once(data: DataConfig, words: Any) 
 def test_skipped_steps_do_not_restart_an_epoch(
     data: DataConfig, words: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
-    """The rounds of dynamic sampling skip steps: 1, 4, 7, 8, 10, ...; each epoch is walked once."""
+    """Rounds of dynamic sampling skip steps (1, 4, 7, 8, 10, ...); each epoch is permuted once."""
     one_by_one, _ = load(data, words, max_tokens=max_tokens)
     expected = [keys(one_by_one.of_step(step, 3)) for step in range(1, 41)]
     epochs: list[int] = []
 
-    def counted(size: int, seed: int, epoch: int) -> Any:
+    def record_epoch(size: int, seed: int, epoch: int) -> Any:
         epochs.append(epoch)
         return permutation(size, seed, epoch)
 
     chosen, _ = load(data, words, max_tokens=max_tokens)
-    monkeypatch.setattr(prompts, "permutation", counted)
+    monkeypatch.setattr(prompts, "permutation", record_epoch)
     for step in (1, 4, 7, 8, 10, 11, 12, 13, 16, 19, 22, 23, 25, 28, 29, 31, 34, 37, 40):
         assert keys(chosen.of_step(step, 3)) == expected[step - 1]
     assert epochs == list(range(epochs[-1] + 1))
@@ -132,21 +138,23 @@ def test_skipped_steps_do_not_restart_an_epoch(
 def test_only_prompts_that_are_needed_are_tokenized(
     data: DataConfig, words: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    questions: list[str] = []
 
     ids = PromptFormat.ids
 
-    def counted(form: PromptFormat, tokenizer: Any, asking: Conversation, where: str) -> list[int]:
-        asked.append(asking.question)
-        return ids(form, tokenizer, asking, where)
+    def record_question(
+        form: PromptFormat, tokenizer: Any, conversation: Conversation, where: str
+    ) -> list[int]:
+        questions.append(conversation.question)
+        return ids(form, tokenizer, conversation, where)
 
-    monkeypatch.setattr(PromptFormat, "ids", counted)
+    monkeypatch.setattr(PromptFormat, "ids", record_question)
     chosen, _ = load(data, words)
-    assert len(asked) == 6, "5 held out, and one to know that there is a training prompt"
+    assert len(questions) == 6, "5 held out, and one to know that there is a training prompt"
     for _ in range(2):
         chosen.of_step(1, 4)
     chosen.of_step(2, 4)
-    assert len(asked) == len(set(asked)) == 5 + 8
+    assert len(questions) == len(set(questions)) == 5 + 8
 
 
 def test_template_and_columns(words: Any, tmp_path: Path) -> None:
@@ -183,10 +191,10 @@ def test_an_end_token_does_not_end_a_prompt(data: DataConfig) -> None:
 def test_parquet(data: DataConfig, words: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "data.parquet")
     pyarrow.parquet.write_table(pa.Table.from_pylist(PAIRS), path)
-    found, found_aside = load(DataConfig(path=path), words)
-    expected, expected_aside = load(data, words)
-    assert keys(found.of_step(1, 25)) == keys(expected.of_step(1, 25))
-    assert keys(found_aside) == keys(expected_aside) != []
+    chosen, held_out = load(DataConfig(path=path), words)
+    expected_chosen, expected_held_out = load(data, words)
+    assert keys(chosen.of_step(1, 25)) == keys(expected_chosen.of_step(1, 25))
+    assert keys(held_out) == keys(expected_held_out) != []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How prompts are divided among data sets, against the definition of Webster's method."""
+"""Division of prompts among data sets, compared with the definition of Webster's method."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHARES = [
 ]
 
 
-def of_definition(shares: list[Fraction], total: int) -> list[int]:
-    """One prompt after the other, each to the data set with the largest share / (2 count + 1)."""
+def assign_by_definition(shares: list[Fraction], total: int) -> list[int]:
+    """Assign each prompt to the data set with the largest share / (2 count + 1)."""
     chosen: list[int] = []
     for _ in range(total):
         weights = [share / (2 * chosen.count(n) + 1) for n, share in enumerate(shares)]
@@ -26,11 +26,11 @@ def of_definition(shares: list[Fraction], total: int) -> list[int]:
     return chosen
 
 
-@pytest.mark.parametrize("written", SHARES, ids=" ".join)
-def test_shares(written: list[str]) -> None:
-    shares = [Fraction(share) for share in written]
+@pytest.mark.parametrize("share_texts", SHARES, ids=" ".join)
+def test_shares(share_texts: list[str]) -> None:
+    shares = [Fraction(share) for share in share_texts]
     assert sum(shares) == 1
-    expected = of_definition(shares, 300)
+    expected = assign_by_definition(shares, 300)
     assert assign_sets(shares, 0, 300) == expected
     for first in range(0, 280, 7):
         counts = [expected[:first].count(number) for number in range(len(shares))]

@@ -1,5 +1,5 @@
-"""A retrieval server as Search-R1's: what its clients may rely on, and faults when asked for; and
-one of no kind, that never ends an answer.
+"""A retrieval server with the protocol of Search-R1 and scripted faults, and a server that never
+ends an answer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 @dataclass
 class Library:
-    """Texts by query; `faults`: HTTP statuses, or bodies, of the next answers."""
+    """Answers by query; `faults`: HTTP statuses, or bodies, of the next answers."""
 
     texts: Mapping[str, list[str]]
     faults: list[int | bytes] = field(default_factory=list)
     poison: str = "poison"
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    questions: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
     def answer(self, path: str, question: dict[str, Any]) -> tuple[int, bytes]:
-        self.asked.append(question)
+        self.questions.append(question)
         if self.faults:
             fault = self.faults.pop(0)
             return (fault, b"") if isinstance(fault, int) else (200, fault)
@@ -36,14 +36,16 @@ class Library:
         for query in question["queries"]:
             texts = self.texts.get(query, [])[: question["topk"] or 10]
             documents = [{"id": str(i), "contents": text} for i, text in enumerate(texts)]
-            scored = [{"document": d, "score": 1.0 / (i + 1)} for i, d in enumerate(documents)]
-            result.append(scored if question["return_scores"] else documents)
+            scored_documents = [
+                {"document": d, "score": 1.0 / (i + 1)} for i, d in enumerate(documents)
+            ]
+            result.append(scored_documents if question["return_scores"] else documents)
         return 200, json.dumps({"result": result}).encode()
 
 
 @contextmanager
-def serving(library: Library) -> Iterator[str]:
-    """The address of a real server on this machine."""
+def serve(library: Library) -> Iterator[str]:
+    """Serve `library` on this machine, and yield the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -69,9 +71,9 @@ def serving(library: Library) -> Iterator[str]:
 
 
 @contextmanager
-def dripping(text: bytes) -> Iterator[str]:
-    """The address of a server that answers everybody at once with `text`, and goes on, a byte at a
-    time, for as long as the client stays.
+def serve_drips(text: bytes) -> Iterator[str]:
+    """Yield the address of a server that answers with `text` at once, and then sends one byte at a
+    time until the client disconnects.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = Thread(target=_drip, args=(server, text))

@@ -1,4 +1,4 @@
-"""EM and F1 against what their papers define, case by case."""
+"""EM and F1 as their papers define them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passages by words from a file and by HTTP from a server; what a broken server does."""
+"""Passages from a local file and from an HTTP server, and faults of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from student_trainer.environments import remote_retriever
 from student_trainer.environments.local_retriever import LocalRetriever
 from student_trainer.environments.remote_retriever import RemoteRetriever
 from student_trainer.environments.retriever import format_passages, make_retriever
-from tests.student_trainer.environments.server import Library, dripping, serving
+from tests.student_trainer.environments.server import Library, serve, serve_drips
 
 CORPUS = [
     "Paris\nThe capital of France, on the Seine.",
@@ -38,11 +38,13 @@ def corpus(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_words_find_their_passages(corpus: str) -> None:
-    found = LocalRetriever(corpus).passages(["river France", "STRIPES?", "nothing like it", ""], 3)
-    assert found[0] is not None
-    assert found[0][0] == CORPUS[2]
-    assert set(found[0]) == {CORPUS[2], CORPUS[0]}
-    assert found[1:] == [[CORPUS[3]], [], []]
+    passages = LocalRetriever(corpus).passages(
+        ["river France", "STRIPES?", "nothing like it", ""], 3
+    )
+    assert passages[0] is not None
+    assert passages[0][0] == CORPUS[2]
+    assert set(passages[0]) == {CORPUS[2], CORPUS[0]}
+    assert passages[1:] == [[CORPUS[3]], [], []]
     assert LocalRetriever(corpus).passages(["capital"], 1)[0] in ([CORPUS[0]], [CORPUS[1]])
 
 
@@ -57,14 +59,14 @@ def test_passages_are_written_as_in_search_r1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "said"), [('{"text": "a"}\n', "no column 'contents'"), ("", "has no passages")]
+    ("records", "message"), [('{"text": "a"}\n', "no column 'contents'"), ("", "has no passages")]
 )
-def test_a_file_that_is_no_corpus_is_refused(tmp_path: Path, records: str, said: str) -> None:
+def test_a_file_that_is_no_corpus_is_refused(tmp_path: Path, records: str, message: str) -> None:
     path = tmp_path / "corpus.jsonl"
     with pytest.raises(InvalidInput, match="no such file"):
         LocalRetriever(str(path))
     path.write_text(records)
-    with pytest.raises(InvalidInput, match=said) as raised:
+    with pytest.raises(InvalidInput, match=message) as raised:
         LocalRetriever(str(path))
     assert raised.value.field == "environment.retriever"
 
@@ -79,7 +81,7 @@ def test_neither_a_file_nor_an_address_is_refused(retriever: str) -> None:
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
     library = Library({"france": CORPUS[:3], "zebra": CORPUS[3:]})
-    with serving(library) as url:
+    with serve(library) as url:
         library.url = url
         yield library
 
@@ -87,8 +89,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 def test_a_server_is_asked_as_search_r1_asks(library: Library) -> None:
     retriever = make_retriever(SearchConfig(retriever=library.url))
     assert retriever.passages(["zebra", "france", "?"], 2) == [CORPUS[3:], CORPUS[:2], []]
-    asked = {"queries": ["zebra", "france", "?"], "topk": 2, "return_scores": True}
-    assert library.asked[-1] == asked
+    question = {"queries": ["zebra", "france", "?"], "topk": 2, "return_scores": True}
+    assert library.questions[-1] == question
 
 
 @pytest.mark.parametrize(
@@ -107,14 +109,14 @@ def test_a_fault_that_passes_is_not_noticed(library: Library, faults: list[int |
 
 def test_one_query_that_breaks_the_server_fails_alone(library: Library) -> None:
     retriever = RemoteRetriever(library.url, timeout_seconds=5)
-    before = len(library.asked)
+    before = len(library.questions)
     assert retriever.passages(["zebra", "poison", "?"], 3) == [CORPUS[3:], None, []]
-    assert len(library.asked) - before == 4 + 3  # together, four times; then each alone
+    assert len(library.questions) - before == 4 + 3  # together, four times; then each alone
 
 
 def test_a_server_that_is_gone_is_no_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
-    with serving(Library({})) as url:
+    with serve(Library({})) as url:
         retriever = RemoteRetriever(url, timeout_seconds=5)
     assert retriever.passages(["a", "b"], 3) == [None, None]
 
@@ -133,7 +135,7 @@ def test_what_is_no_retriever_is_refused_at_once(library: Library, path: str) ->
 
 def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepted by the kernel, never answered
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/retrieve"
         with pytest.raises(Unavailable, match="timed out"):
             RemoteRetriever(url, timeout_seconds=0.05)
@@ -146,10 +148,10 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 def test_a_server_that_drips_bytes_is_given_up(
     monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
-    """Each byte comes in time, and the answer never does. Without a deadline this does not end."""
+    """Each byte arrives in time, but the answer never ends: only a deadline ends the request."""
     monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
     with (
-        dripping(text) as url,
+        serve_drips(text) as url,
         pytest.raises(Unavailable, match=r"no complete answer within 0\.2 s"),
     ):
         RemoteRetriever(f"{url}/retrieve", timeout_seconds=0.2)
@@ -182,8 +184,11 @@ def test_what_is_no_address_is_refused(place: str) -> None:
 
 
 def test_no_redirect_is_followed(library: Library) -> None:
-    """It could lead to any address."""
-    moved = b"HTTP/1.1 307 Moved\r\nContent-Length: 0\r\nLocation: " + library.url.encode()
-    with dripping(moved + b"\r\n\r\n") as url, pytest.raises(Unavailable, match="answered 307"):
+    """A redirect could lead to any address."""
+    redirect = b"HTTP/1.1 307 Moved\r\nContent-Length: 0\r\nLocation: " + library.url.encode()
+    with (
+        serve_drips(redirect + b"\r\n\r\n") as url,
+        pytest.raises(Unavailable, match="answered 307"),
+    ):
         RemoteRetriever(f"{url}/retrieve", timeout_seconds=5)
-    assert not library.asked
+    assert not library.questions

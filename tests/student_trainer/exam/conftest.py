@@ -15,7 +15,7 @@ from tests.student_trainer import tiny
 
 @dataclass(frozen=True)
 class Material:
-    """A model of many opinions, and prompts for it."""
+    """A random model whose answers vary, and prompts for it."""
 
     model: Path
     prompts: Path
@@ -32,7 +32,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 
 def exam(material: Material, out: Path, **changes: Any) -> ExamConfig:
-    """10 prompts, 24 answers of two tokens each."""
+    """Return the settings of an evaluation: 10 prompts, 24 answers of two tokens each."""
     values: dict[str, Any] = {
         "models": {"tiny": str(material.model)},
         "out": str(out),

@@ -1,4 +1,4 @@
-"""`distill eval` as it is typed: what it prints, what it refuses, and with which exit code."""
+"""The command `distill eval`: output, refusals and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 def test_the_readme_s_commands(
     material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
-    """Of other models, and fewer answers: the first of a directory and a run, then of a server."""
+    """With other models and fewer answers: a directory and a run, then a server."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "student").symlink_to(material.model)
     (tmp_path / "jobs" / "trained").mkdir(parents=True)
@@ -36,28 +36,28 @@ def test_the_readme_s_commands(
     prompts = material.prompts.read_text().replace('"prompt"', '"question"')
     (tmp_path / "test.jsonl").write_text(prompts)
     (block,) = blocks("docs/evaluation.md", "eval")
-    here, served = (shlex.split(command)[1:] for command in block.commands)
-    fewer = ["--prompts", "4", "--samples", "16", "--max-tokens", "2"]
-    assert main(["-q", *here, *fewer]) == ExitCode.OK
-    shown, printed = block.body.splitlines()[2:4], capfd.readouterr().out.splitlines()
-    assert printed[0].split() == shown[0].split()  # the columns
-    assert [row.split()[0] for row in printed[1:]] == ["student", "trained"]
+    local_command, served_command = (shlex.split(command)[1:] for command in block.commands)
+    size_options = ["--prompts", "4", "--samples", "16", "--max-tokens", "2"]
+    assert main(["-q", *local_command, *size_options]) == ExitCode.OK
+    shown_lines, printed_lines = block.body.splitlines()[2:4], capfd.readouterr().out.splitlines()
+    assert printed_lines[0].split() == shown_lines[0].split()  # the columns
+    assert [row.split()[0] for row in printed_lines[1:]] == ["student", "trained"]
     monkeypatch.setenv("NO_PROXY", "*")
     with OpenAIServer(material.model) as server:
-        served[served.index("http://localhost:8000/v1")] = server.endpoint
-        assert main(["-q", *served, *fewer, "--out", "served"]) == ExitCode.OK
+        served_command[served_command.index("http://localhost:8000/v1")] = server.endpoint
+        assert main(["-q", *served_command, *size_options, "--out", "served"]) == ExitCode.OK
     assert server.paths == {"/v1/chat/completions"}
     assert capfd.readouterr().out.splitlines()[1].startswith("Qwen3-0.6B ")
 
 
 @pytest.mark.usefixtures("forked_python")
 def test_two_models_side_by_side(material: Material, tmp_path: Path, capfd: Capture) -> None:
-    """A run directory stands for the model it made and for its anchor."""
-    made = tmp_path / "run" / "export"
-    made.mkdir(parents=True)
+    """A run directory stands for its exported model and its anchor."""
+    export = tmp_path / "run" / "export"
+    export.mkdir(parents=True)
     for file in material.model.iterdir():
-        (made / file.name).symlink_to(file)
-    (made / "anchor").symlink_to(material.model)
+        (export / file.name).symlink_to(file)
+    (export / "anchor").symlink_to(material.model)
     arguments = [
         *("eval", str(tmp_path / "run"), "--data", str(material.prompts), "--prompts", "6"),
         *("--samples", "4", "--max-tokens", "2", "--reward", "exact_match"),
@@ -80,22 +80,31 @@ def test_answers_are_the_seed_s_and_judged_again_without_being_asked_again(
     material: Material, tmp_path: Path
 ) -> None:
     (row,) = run(exam(material, tmp_path / "one"))
-    (other,) = run(exam(material, tmp_path / "two", prompts=3))
+    (smaller_row,) = run(exam(material, tmp_path / "two", prompts=3))
     table = pyarrow.parquet.read_table(tmp_path / "one" / "tiny" / "judged.parquet").to_pylist()
-    few = pyarrow.parquet.read_table(tmp_path / "two" / "tiny" / "judged.parquet").to_pylist()
-    assert (row["prompts"], other["prompts"], len(table), len(few)) == (10, 3, 240, 72)
-    texts = {(one["prompt"], one["sample"]): one["text"] for one in table}
-    assert all(texts[one["prompt"], one["sample"]] == one["text"] for one in few)
-    assert sum(one["reward"] for one in table) / 240 == pytest.approx(row["pass@1"]["mean"])
-    before = (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns
+    small_table = pyarrow.parquet.read_table(
+        tmp_path / "two" / "tiny" / "judged.parquet"
+    ).to_pylist()
+    assert (row["prompts"], smaller_row["prompts"], len(table), len(small_table)) == (
+        10,
+        3,
+        240,
+        72,
+    )
+    texts = {(answer["prompt"], answer["sample"]): answer["text"] for answer in table}
+    assert all(
+        texts[answer["prompt"], answer["sample"]] == answer["text"] for answer in small_table
+    )
+    assert sum(answer["reward"] for answer in table) / 240 == pytest.approx(row["pass@1"]["mean"])
+    time_before = (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns
     looser = exam(material, tmp_path / "one", reward={"type": "regex", "pattern": "="})
     assert run(looser)[0]["pass@1"]["mean"] > row["pass@1"]["mean"]
-    assert (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns == before
+    assert (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns == time_before
 
 
 def test_greedy(material: Material, tmp_path: Path) -> None:
     (row,) = run(exam(material, tmp_path, temperature=0.0, samples=3, prompts=4))
-    assert row["pass@3"] == row["pass@1"]  # all answers to a prompt are one
+    assert row["pass@3"] == row["pass@1"]  # all answers to a prompt are equal
 
 
 def test_prompts_of_a_task(material: Material, tmp_path: Path) -> None:
@@ -106,7 +115,7 @@ def test_prompts_of_a_task(material: Material, tmp_path: Path) -> None:
 
 
 def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_path: Path) -> None:
-    """`0+0=` and two tokens are six; `10+10=` and two are eight."""
+    """`0+0=` and two new tokens are six tokens; `10+10=` and two are eight."""
     model = tmp_path / "model"
     shutil.copytree(material.model, model)
     shape = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 7}
@@ -124,7 +133,7 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["m", "--reward", "maths", "--data", "x.jsonl"], ExitCode.USAGE, "reward.type: must be"),
         (
@@ -177,31 +186,41 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
     ],
 )
 def test_refusals_are_one_sentence(
-    material: Material, capsys: Capture, arguments: list[str], code: int, said: str
+    material: Material, capsys: Capture, arguments: list[str], code: int, message: str
 ) -> None:
-    given = [str(material.prompts) if one == "DATA" else one for one in arguments]
-    assert main(["eval", *given]) == code
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {said}")
-    assert told.count("\n") == 1
+    command_line = [
+        str(material.prompts) if argument == "DATA" else argument for argument in arguments
+    ]
+    assert main(["eval", *command_line]) == code
+    error_output = capsys.readouterr().err
+    assert error_output.startswith(f"error: {message}")
+    assert error_output.count("\n") == 1
 
 
 def test_what_only_the_program_finds_is_told_likewise(tmp_path: Path, capfd: Capture) -> None:
     out = ("--out", str(tmp_path), "--samples", "1")
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1", "answer": "1"}\n' * 20 + '{"prompt": "1"}\n')
-    given = ["-q", "eval", "m=nowhere", "--reward", "exact_match", "--data", str(data)]
-    assert main([*given, *out]) == ExitCode.USAGE
-    told = capfd.readouterr().err
-    assert told.startswith("error: --answer-column: there is no column 'answer' in row 21")
+    command_line = ["-q", "eval", "m=nowhere", "--reward", "exact_match", "--data", str(data)]
+    assert main([*command_line, *out]) == ExitCode.USAGE
+    error_output = capfd.readouterr().err
+    assert error_output.startswith("error: --answer-column: there is no column 'answer' in row 21")
 
 
 def test_a_column_that_is_not_there_is_told_at_once(material: Material, capfd: Capture) -> None:
-    given = ["-q", "eval", "m=nowhere", "--reward", "exact_match", "--data", str(material.prompts)]
-    assert main([*given, "--set", "data.answer_column=solution"]) == ExitCode.USAGE
-    told = capfd.readouterr().err
-    assert told.startswith("error: data.answer_column: ")
-    assert told.endswith(
+    command_line = [
+        "-q",
+        "eval",
+        "m=nowhere",
+        "--reward",
+        "exact_match",
+        "--data",
+        str(material.prompts),
+    ]
+    assert main([*command_line, "--set", "data.answer_column=solution"]) == ExitCode.USAGE
+    error_output = capfd.readouterr().err
+    assert error_output.startswith("error: data.answer_column: ")
+    assert error_output.endswith(
         "has no column 'solution'; the data has the columns prompt, answer; set data.answer_column"
         " to one of them\n"
     )
@@ -220,13 +239,13 @@ def test_conversations_of_a_local_model(material: Material, tmp_path: Path) -> N
     (row,) = run(exam(material, tmp_path / "out", data=data, **changes))
     assert (row["prompts"], row["samples"], row["errors"]) == (3, 2, 0)
     judged = pyarrow.parquet.read_table(tmp_path / "out" / "chat" / "judged.parquet").to_pylist()
-    assert {one["question"] for one in judged} == {"2+2="}
-    # The answers depend on the system text: the directory keeps answers of one setting.
+    assert {answer["question"] for answer in judged} == {"2+2="}
+    # Answers depend on the system text, and a directory has answers of one setting.
     with pytest.raises(InvalidInput, match="holds answers for system = None, not 9"):
         run(exam(material, tmp_path / "out", data=data | {"system": "9"}, **changes))
-    plain = {**changes, "models": {"plain": str(material.model)}}
+    plain_changes = {**changes, "models": {"plain": str(material.model)}}
     with pytest.raises(InvalidInput, match="has no chat template"):
-        run(exam(material, tmp_path / "other", data=data, **plain))
+        run(exam(material, tmp_path / "other", data=data, **plain_changes))
     path.write_text(json.dumps({"m": TALK[1:2]}) + "\n")
     with pytest.raises(InvalidInput, match=r"^data.messages_column: .* row 1 of .* has no message"):
         run(exam(material, tmp_path / "unasked", data=data, **changes))

@@ -1,4 +1,4 @@
-"""The same model behind a server: the same scores, no answer asked for twice, faults endured."""
+"""The same model behind a server: equal scores, no repeated requests, and faults of the server."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from student_trainer.exam import endpoint
 from student_trainer.exam.__main__ import run
 from student_trainer.exam.answer_requests import derive_seed
 from student_trainer.exam.questions import load_questions
-from tests.student_trainer.environments.server import dripping
+from tests.student_trainer.environments.server import serve_drips
 from tests.student_trainer.exam.conftest import Material, exam
-from tests.student_trainer.exam.openai_server import OpenAIServer, answered
+from tests.student_trainer.exam.openai_server import OpenAIServer, http_response
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx")
 
@@ -39,7 +39,7 @@ REPEATS = max(1, int(os.environ.get("DISTILL_REPEATS", "3")) // 20)
 
 
 @pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def _avoid_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(endpoint, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.delenv(endpoint.API_KEY, raising=False)
@@ -48,16 +48,18 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_are_those_of_the_directory(material: Material, tmp_path: Path) -> None:
     with OpenAIServer(material.model) as server:
         config = exam(material, tmp_path / "served", endpoint=server.endpoint)
-        (served,) = run(config)
-    (local,) = run(exam(material, tmp_path / "local"))
-    (wider,) = run(exam(material, tmp_path / "wider", top_p=1.0))
-    share = local["pass@1"]["mean"]
+        (served_row,) = run(config)
+    (local_row,) = run(exam(material, tmp_path / "local"))
+    (wider_row,) = run(exam(material, tmp_path / "wider", top_p=1.0))
+    share = local_row["pass@1"]["mean"]
     error = math.sqrt(2 * share * (1 - share) / (10 * 24))
-    assert abs(served["pass@1"]["mean"] - share) < 4 * error
-    assert abs(wider["pass@1"]["mean"] - share) > 4 * error, "the test would not see another top_p"
-    assert served["tokens"]["mean"] == pytest.approx(local["tokens"]["mean"], abs=0.2)
+    assert abs(served_row["pass@1"]["mean"] - share) < 4 * error
+    assert abs(wider_row["pass@1"]["mean"] - share) > 4 * error, (
+        "the test would not see another top_p"
+    )
+    assert served_row["tokens"]["mean"] == pytest.approx(local_row["tokens"]["mean"], abs=0.2)
     assert server.paths == {"/v1/completions"}
-    assert set(server.asked.values()) == {1}
+    assert set(server.requests_by_seed.values()) == {1}
     assert 2 <= server.most_at_once <= config.in_flight
 
 
@@ -71,11 +73,11 @@ def test_chat(material: Material, tmp_path: Path) -> None:
 
 def test_faults_that_pass_are_endured(material: Material, tmp_path: Path) -> None:
     faults = {
-        1: answered(503, {"error": "loading"}),
-        2: answered(429, {"error": "busy"}, "Retry-After: 0\r\n"),
-        3: b"",  # the connection is closed without a word
-        4: answered(500, "a defect"),
-        9: answered(200, {"choices": []})[:-2],  # and in the middle of one
+        1: http_response(503, {"error": "loading"}),
+        2: http_response(429, {"error": "busy"}, "Retry-After: 0\r\n"),
+        3: b"",  # the connection is closed without an answer
+        4: http_response(500, "a defect"),
+        9: http_response(200, {"choices": []})[:-2],  # and in the middle of one
     }
     with OpenAIServer(material.model, faults.get) as server:
         config = exam(material, tmp_path, endpoint=server.endpoint, prompts=3, samples=4)
@@ -88,47 +90,51 @@ def test_a_server_that_is_gone_is_waited_for_and_gone_on_with(
     material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "MAX_ATTEMPTS", 3)
-    down = answered(503, {"error": "going away"})
-    with OpenAIServer(material.model, lambda n: None if n <= 20 else down) as server:
+    unavailable = http_response(503, {"error": "going away"})
+    with OpenAIServer(material.model, lambda n: None if n <= 20 else unavailable) as server:
         config = exam(material, tmp_path, endpoint=server.endpoint, prompts=5, samples=8)
         with pytest.raises(
             Unavailable,
             match=r"answered 503: .*going away.*; run the same command later to continue",
         ):
             run(config)
-        answered_before = server.requests
-        assert answered_before > 20
+        requests_before = server.requests
+        assert requests_before > 20
         server.fault = lambda n: None
-        server.asked.clear()
+        server.requests_by_seed.clear()
         (row,) = run(config)
-        assert len(server.asked) == 40 - 20
+        assert len(server.requests_by_seed) == 40 - 20
         assert (row["prompts"], row["samples"]) == (5, 8)
-        server.asked.clear()
-        assert run(config) == [row]  # nothing is left to ask
-        more = exam(material, tmp_path, endpoint=server.endpoint, prompts=5, samples=9)
-        assert run(more)[0]["samples"] == 9
-        assert len(server.asked) == 5
+        server.requests_by_seed.clear()
+        assert run(config) == [row]  # all answers are stored
+        larger_config = exam(material, tmp_path, endpoint=server.endpoint, prompts=5, samples=9)
+        assert run(larger_config)[0]["samples"] == 9
+        assert len(server.requests_by_seed) == 5
 
 
 @pytest.mark.parametrize(
-    ("answer", "category", "said"),
+    ("answer", "category", "message"),
     [
-        (answered(401, {"error": "no key"}), Unauthenticated, r"set the key in \$OPENAI_API"),
-        (answered(403, {"error": "not you"}), Forbidden, "answered 403"),
-        (answered(404, {"error": "no model x"}), NotFound, "MODEL: .*answered 404.*no model x"),
-        (answered(400, {"error": "no chat template"}), InvalidInput, "use --api completions"),
-        (answered(200, {"object": "list"}), InvalidInput, "returned no completion"),
-        (answered(200, {"choices": []}), InvalidInput, "returned no completion"),
+        (http_response(401, {"error": "no key"}), Unauthenticated, r"set the key in \$OPENAI_API"),
+        (http_response(403, {"error": "not you"}), Forbidden, "answered 403"),
+        (
+            http_response(404, {"error": "no model x"}),
+            NotFound,
+            "MODEL: .*answered 404.*no model x",
+        ),
+        (http_response(400, {"error": "no chat template"}), InvalidInput, "use --api completions"),
+        (http_response(200, {"object": "list"}), InvalidInput, "returned no completion"),
+        (http_response(200, {"choices": []}), InvalidInput, "returned no completion"),
     ],
 )
 def test_faults_that_stay_end_it(
-    material: Material, tmp_path: Path, answer: bytes, category: type[DistillError], said: str
+    material: Material, tmp_path: Path, answer: bytes, category: type[DistillError], message: str
 ) -> None:
     with OpenAIServer(material.model, lambda number: answer) as server:
         config = exam(material, tmp_path, endpoint=server.endpoint, api="chat")
-        with pytest.raises(category, match=said):
+        with pytest.raises(category, match=message):
             run(config)
-    # Three prompts tell what a server says to every one of them.
+    # Evaluation stops after three prompts that the server refuses.
     assert server.requests <= (3 if category is InvalidInput else 1) * config.in_flight
 
 
@@ -142,10 +148,10 @@ def test_a_port_that_cannot_be_is_a_sentence(material: Material, tmp_path: Path)
 def test_a_refused_prompt_is_counted_and_asked_again(
     material: Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a server with too short a context, say, until it has another one."""
-    long = answered(400, {"error": "the context is 8 tokens"})
+    """For example by a server whose context is too short, until it is restarted."""
+    refusal = http_response(400, {"error": "the context is 8 tokens"})
     shape = {"prompts": 3, "samples": 4, "in_flight": 1}
-    with OpenAIServer(material.model, {1: long, 6: long}.get) as server:
+    with OpenAIServer(material.model, {1: refusal, 6: refusal}.get) as server:
         config = exam(material, tmp_path, endpoint=server.endpoint, **shape)
         (row,) = run(config)
         assert server.requests == 2 + 4, "a refused prompt is not asked for its other answers"
@@ -153,11 +159,11 @@ def test_a_refused_prompt_is_counted_and_asked_again(
         assert "refused 2 prompts" in caplog.text
         assert "the context is 8 tokens" in caplog.text
         assert row["pass@1"]["mean"] <= 1 / 3
-        (whole,) = run(config)
-        assert (whole["refused"], whole["errors"], server.requests) == (0, 0, 6 + 8)
-        assert set(server.asked.values()) == {1, 2}
-    (undisturbed,) = run_served(material, tmp_path / "undisturbed", **shape)
-    assert whole == undisturbed
+        (complete_row,) = run(config)
+        assert (complete_row["refused"], complete_row["errors"], server.requests) == (0, 0, 6 + 8)
+        assert set(server.requests_by_seed.values()) == {1, 2}
+    (undisturbed_row,) = run_served(material, tmp_path / "undisturbed", **shape)
+    assert complete_row == undisturbed_row
 
 
 def run_served(material: Material, out: Path, **shape: int) -> list[dict[str, Any]]:
@@ -169,7 +175,7 @@ def test_an_answer_that_drips_is_given_up(
     material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "MAX_ATTEMPTS", 1)
-    with dripping(b"HTTP/1.1 200 OK\r\n\r\n{") as url:
+    with serve_drips(b"HTTP/1.1 200 OK\r\n\r\n{") as url:
         config = exam(material, tmp_path, endpoint=url, patience_seconds=0.2)
         with pytest.raises(TimedOut, match=r"returned no answer within 0\.2 s"):
             run(config)
@@ -182,17 +188,17 @@ def test_the_key_is_the_environment_s(
     with OpenAIServer(material.model) as server:
         run(exam(material, tmp_path, endpoint=server.endpoint, prompts=1, samples=1))
     assert server.authorizations == {"Bearer sk-secret"}
-    kept = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
-    assert not any(b"sk-secret" in data for data in kept)
+    file_contents = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(b"sk-secret" in data for data in file_contents)
 
 
 def test_killed_and_gone_on_with(material: Material, tmp_path: Path) -> None:
-    """kill -9 of the command: what was answered is on disk, and never asked for again."""
+    """After kill -9 of the command, answers are on disk and are not requested again."""
     for number in range(REPEATS):
-        killed_once(material, tmp_path / str(number), after=20 + 37 * number % 200)
+        kill_and_continue(material, tmp_path / str(number), after=20 + 37 * number % 200)
 
 
-def killed_once(material: Material, out: Path, *, after: int) -> None:
+def kill_and_continue(material: Material, out: Path, *, after: int) -> None:
     prompts, samples, in_flight = 20, 16, 4
     with OpenAIServer(material.model) as server:
         command = [
@@ -211,14 +217,14 @@ def killed_once(material: Material, out: Path, *, after: int) -> None:
         wait_for_the_lock(out / "tiny" / "lock")
         on_disk = [json.loads(line) for line in whole_lines(out / "tiny" / "journal.jsonl")]
         assert len(on_disk) >= server.requests - 2 * in_flight
-        before = server.asked.copy()
-        server.asked.clear()
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        kept = {derive_seed(0, row["prompt"], row["sample"]) for row in on_disk}
-        assert kept.isdisjoint(server.asked), "asked for again"
-        assert len(kept) + len(server.asked) == prompts * samples
-        assert set(server.asked.values()) == set(before.values()) == {1}
-        (row,) = json.loads(done.stdout)["models"]
+        asked_before = server.requests_by_seed.copy()
+        server.requests_by_seed.clear()
+        second_run = subprocess.run(command, capture_output=True, text=True, check=True)
+        stored_seeds = {derive_seed(0, row["prompt"], row["sample"]) for row in on_disk}
+        assert stored_seeds.isdisjoint(server.requests_by_seed), "asked for again"
+        assert len(stored_seeds) + len(server.requests_by_seed) == prompts * samples
+        assert set(server.requests_by_seed.values()) == set(asked_before.values()) == {1}
+        (row,) = json.loads(second_run.stdout)["models"]
         assert (row["prompts"], row["samples"]) == (prompts, samples)
 
 
@@ -227,7 +233,7 @@ def whole_lines(journal: Path) -> list[bytes]:
 
 
 def wait_for_the_lock(lock: Path) -> None:
-    """The program of the command ends with it."""
+    """Wait until the killed command's program has ended, too."""
     import fcntl
 
     with lock.open("w") as file:
@@ -243,7 +249,7 @@ def test_an_endpoint_needs_no_torch(material: Material) -> None:
 
 
 def test_conversations(material: Material, tmp_path: Path) -> None:
-    """Messages, tools and template arguments go to the endpoint; the last answer stays here."""
+    """Messages, tools and template arguments are sent to the endpoint, the last answer is not."""
     talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"m": talk, "tools": [{"type": "function"}]}) + "\n")

@@ -1,4 +1,4 @@
-"""The tokens that top-p leaves, against those that transformers leaves."""
+"""The nucleus of top-p sampling, compared with that of transformers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tests.student_trainer import tiny
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.6, 0.9, 0.999])
 def test_nucleus(top_p: float) -> None:
     logits = 3 * torch.randn(64, 50, generator=torch.Generator().manual_seed(0)).double()
-    kept = nucleus(logits.softmax(1), top_p)
-    theirs = TopPLogitsWarper(top_p)(torch.zeros(64, 1, dtype=torch.long), logits)
-    torch.testing.assert_close(kept / kept.sum(1, keepdim=True), theirs.softmax(1))
+    probabilities = nucleus(logits.softmax(1), top_p)
+    warped_logits = TopPLogitsWarper(top_p)(torch.zeros(64, 1, dtype=torch.long), logits)
+    torch.testing.assert_close(
+        probabilities / probabilities.sum(1, keepdim=True), warped_logits.softmax(1)
+    )
 
 
 def test_what_is_drawn_is_of_the_nucleus() -> None:
@@ -27,10 +29,12 @@ def test_what_is_drawn_is_of_the_nucleus() -> None:
     expected = expected / expected.sum()
     sampler = Sampler(model, words, top_k=0, temperature=1.0, top_p=0.7)
     count = 2000
-    written = sampler.write(
+    rollouts = sampler.write(
         [prompt] * count, [1] * count, [rollout_noise(n, 0, 1) for n in range(count)]
     )
-    drawn = torch.bincount(torch.cat([one.token_ids for one in written]), minlength=len(expected))
-    assert not drawn[expected == 0].any()
+    counts = torch.bincount(
+        torch.cat([rollout.token_ids for rollout in rollouts]), minlength=len(expected)
+    )
+    assert not counts[expected == 0].any()
     error = (expected * (1 - expected) / count).sqrt()
-    assert ((drawn / count - expected).abs() <= 4.5 * error + 1e-12).all()
+    assert ((counts / count - expected).abs() <= 4.5 * error + 1e-12).all()

@@ -1,4 +1,4 @@
-"""From rewards to the row of a model."""
+"""The row of a model in the report, computed from rewards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.questions import Question
 from student_trainer.exam.report import GradedAnswers, format_row, summarize, table_columns
 
-NONE = np.nan
-REWARD = np.array([[1, 0, 0, NONE], [1, 1, 0.5, 1], [0, 0, NONE, 0]])
+NAN = np.nan
+REWARD = np.array([[1, 0, 0, NAN], [1, 1, 0.5, 1], [0, 0, NAN, 0]])
 VOTES = [["7", "8", "8", ""], ["9", "9", "1", "9"], ["", "", "", "3"]]
 
 
-def judged(reward: np.ndarray = REWARD) -> GradedAnswers:
+def grade_answers(reward: np.ndarray = REWARD) -> GradedAnswers:
     questions = [Question(number, "q", "r") for number in range(len(reward))]
     answers = [
         [StoredAnswer(p, n, "", 10 * p + n, n == 3) for n in range(4)] for p in range(len(reward))
@@ -23,12 +23,12 @@ def judged(reward: np.ndarray = REWARD) -> GradedAnswers:
 
 
 def test_the_row_of_a_model() -> None:
-    row = summarize("m", judged(), None)
+    row = summarize("m", grade_answers(), None)
     assert (row["model"], row["prompts"], row["samples"], row["errors"]) == ("m", 3, 4, 2)
     means = {key: value["mean"] for key, value in row.items() if isinstance(value, dict)}
     assert means == pytest.approx(
         {
-            "pass@1": (1 / 4 + 3 / 4 + 0) / 3,  # half a reward, and none at all, are not right
+            "pass@1": (1 / 4 + 3 / 4 + 0) / 3,  # a reward of 0.5 or NaN does not count as correct
             "pass@2": (3 / 6 + 1 + 0) / 3,
             "pass@4": 2 / 3,
             "maj@4": (0 + 1 + 0) / 3,
@@ -41,7 +41,7 @@ def test_the_row_of_a_model() -> None:
 
 
 def test_a_gain_is_paired() -> None:
-    """Prompts differ far more than the two models do: only in pairs it shows."""
+    """Prompts differ far more than the two models: only paired differences show the gain."""
     hard = np.array([[1.0, 1, 1, 1], [0, 0, 0, 0]] * 12)
     better = hard.copy()
     better[1::2, 0] = 1
@@ -61,9 +61,9 @@ def test_a_gain_is_paired() -> None:
 
 
 def test_what_a_person_reads() -> None:
-    row = summarize("m", judged(), None)
-    shown = format_row(row, table_columns([row]))
-    assert [*shown] == ["model", "pass@1", "pass@4", "maj@4", "tokens", "truncated", "errors"]
-    assert shown["pass@1"].startswith("33.3 [")
-    assert shown["tokens"].startswith("12 [")
-    assert shown["truncated"] == "25.0"
+    row = summarize("m", grade_answers(), None)
+    cells = format_row(row, table_columns([row]))
+    assert [*cells] == ["model", "pass@1", "pass@4", "maj@4", "tokens", "truncated", "errors"]
+    assert cells["pass@1"].startswith("33.3 [")
+    assert cells["tokens"].startswith("12 [")
+    assert cells["truncated"] == "25.0"

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: rounded as published, and resumed exactly by other processes.
+"""AdamW with 8-bit moments: rounded as published, and resumed exactly by other process counts.
 
 `make test-8bit` installs torchao, which `make test` does not.
 """
@@ -34,11 +34,11 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao"),
     pytest.mark.filterwarnings("ignore"),  # of torchao's import
 ]
-NARROW = TrainConfig(optimizer="adamw_8bit", learning_rate=1e-2)
+EIGHT_BIT = TrainConfig(optimizer="adamw_8bit", learning_rate=1e-2)
 
 
 def student() -> Any:
-    """70 rows of embeddings, 12 of which no process of 4 shares evenly; rows of 64 and 96."""
+    """Rows of 64 and 96, and 70 embeddings, which 4 processes cannot share evenly."""
     config = Qwen3Config(
         vocab_size=70,
         hidden_size=64,
@@ -54,13 +54,13 @@ def student() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _eager() -> Iterator[None]:
-    """The tests need torchao's arithmetic, not the minutes in which it is compiled."""
+def _force_eager() -> Iterator[None]:
+    """Run torchao's code without compilation, which would take minutes."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-def optimizer_of(model: Any, settings: TrainConfig = NARROW) -> torch.optim.Optimizer:
+def optimizer_of(model: Any, settings: TrainConfig = EIGHT_BIT) -> torch.optim.Optimizer:
     return make_optimizer(settings, model)
 
 
@@ -79,53 +79,53 @@ def test_moments_are_rounded_to_the_nearest_number_of_their_block() -> None:
     step_once(model, optimizer, 0)
     kinds = set()
     for name, parameter in model.named_parameters():
-        found = optimizer.state[parameter]["exp_avg"]
+        moment = optimizer.state[parameter]["exp_avg"]
         exact = (0.1 * parameter.grad.double()).reshape(-1)
-        kinds.add((parameter.shape[-1], hasattr(found, "codes")))
-        if not hasattr(found, "codes"):
-            assert torch.allclose(found.double().reshape(-1), exact, rtol=1e-6), name
+        kinds.add((parameter.shape[-1], hasattr(moment, "codes")))
+        if not hasattr(moment, "codes"):
+            assert torch.allclose(moment.double().reshape(-1), exact, rtol=1e-6), name
             continue
         blocks = exact.reshape(-1, BLOCK)
-        most = blocks.abs().amax(1, keepdim=True)
-        apart = (blocks[:, :, None] / most[:, :, None] - found.qmap.double()).abs()
-        nearest = found.qmap.double()[apart.argmin(2)] * most
-        assert torch.allclose(found.dequantize().double().reshape(-1, BLOCK), nearest, rtol=1e-5)
-    # Rows of 96 have no whole blocks, and norms are small.
+        block_max = blocks.abs().amax(1, keepdim=True)
+        distance = (blocks[:, :, None] / block_max[:, :, None] - moment.qmap.double()).abs()
+        nearest = moment.qmap.double()[distance.argmin(2)] * block_max
+        assert torch.allclose(moment.dequantize().double().reshape(-1, BLOCK), nearest, rtol=1e-5)
+    # Rows of 96 are no multiple of a block, and norms are too small for one.
     assert {(64, True), (128, True), (96, False), (64, False)} == kinds
 
 
 def test_the_learning_rate_of_an_update_is_the_one_set() -> None:
     model = student()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    weights_before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = optimizer_of(model)
     set_learning_rate(optimizer, 0.5)
     step_once(model, optimizer, 0)
-    for one, parameter in zip(before, model.parameters(), strict=True):
+    for weight, parameter in zip(weights_before, model.parameters(), strict=True):
         # The first update of Adam is the sign of the gradient.
-        assert torch.allclose(one - parameter, 0.5 * parameter.grad.sign(), atol=1e-3)
+        assert torch.allclose(weight - parameter, 0.5 * parameter.grad.sign(), atol=1e-3)
 
 
-def go_on(root: Path, sharding: str, resumed: int | None, update: int) -> None:
-    """Continue from the checkpoint `resumed`, do one update, and save it."""
+def continue_run(root: Path, sharding: str, resumed_step: int | None, update: int) -> None:
+    """Load the checkpoint of `resumed_step`, make one update, and save it."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
-        saved = checkpoint.checkpoint_path(root, resumed) if resumed else None
+        checkpoint_path = checkpoint.checkpoint_path(root, resumed_step) if resumed_step else None
         model = student()
-        if saved is not None:
-            model = type(model).from_pretrained(saved / "model")
-        made = spread_student(model, sharding).trained.model
-        optimizer = optimizer_of(made)
-        if saved is not None:
-            checkpoint.load_optimizer(saved, made, optimizer)
-        step_once(made, optimizer, update)
+        if checkpoint_path is not None:
+            model = type(model).from_pretrained(checkpoint_path / "model")
+        student_model = spread_student(model, sharding).trained.model
+        optimizer = optimizer_of(student_model)
+        if checkpoint_path is not None:
+            checkpoint.load_optimizer(checkpoint_path, student_model, optimizer)
+        step_once(student_model, optimizer, update)
         words = tiny.tokenizer()
-        save_checkpoint(root, update, model=made, tokenizer=words, optimizer=optimizer)
+        save_checkpoint(root, update, model=student_model, tokenizer=words, optimizer=optimizer)
 
 
 def test_other_numbers_of_processes_resume_it_exactly(tmp_path: Path) -> None:
-    """Never stopped in one process; or stopped after every update, in 2, 9, 1 and 4 processes.
+    """One process without a stop, against 2, 9, 1 and 4 processes with a stop after every update.
 
-    Of 9 processes, the last have no row of some weights.
+    With 9 processes, the last ones have no row of some weights.
     """
     model = student()
     optimizer = optimizer_of(model)
@@ -133,27 +133,30 @@ def test_other_numbers_of_processes_resume_it_exactly(tmp_path: Path) -> None:
     for update, world in enumerate(worlds, 1):
         step_once(model, optimizer, update)
         words = tiny.tokenizer()
-        expected = save_checkpoint(
+        expected_path = save_checkpoint(
             tmp_path / "expected", update, model=model, tokenizer=words, optimizer=optimizer
         )
-        group, resumed = tmp_path / f"group-{update}", update - 1 or None
-        forks = Forks(world, group, go_on, tmp_path / "run", "fsdp2", resumed, update)
+        group, resumed_step = tmp_path / f"group-{update}", update - 1 or None
+        forks = Forks(world, group, continue_run, tmp_path / "run", "fsdp2", resumed_step, update)
         assert forks.wait() == [0] * world
-        found = checkpoint.checkpoint_path(tmp_path / "run", update)
+        resumed_path = checkpoint.checkpoint_path(tmp_path / "run", update)
         for name in ("optimizer.safetensors", "model/model.safetensors"):
-            assert (found / name).read_bytes() == (expected / name).read_bytes(), (world, name)
+            assert (resumed_path / name).read_bytes() == (expected_path / name).read_bytes(), (
+                world,
+                name,
+            )
 
 
-@pytest.mark.parametrize("settings", [NARROW, TrainConfig()])
+@pytest.mark.parametrize("settings", [EIGHT_BIT, TrainConfig()])
 def test_the_state_of_the_other_optimizer_is_refused(tmp_path: Path, settings: TrainConfig) -> None:
     model = student()
     optimizer = optimizer_of(model, settings)
     step_once(model, optimizer, 0)
     words = tiny.tokenizer()
     path = save_checkpoint(tmp_path, 1, model=model, tokenizer=words, optimizer=optimizer)
-    other = TrainConfig() if settings is NARROW else NARROW
+    other_settings = TrainConfig() if settings is EIGHT_BIT else EIGHT_BIT
     with pytest.raises(InvalidInput, match="another optimizer") as caught:
-        checkpoint.load_optimizer(path, model, optimizer_of(model, other))
+        checkpoint.load_optimizer(path, model, optimizer_of(model, other_settings))
     assert caught.value.field == "train.optimizer"
 
 
@@ -166,17 +169,22 @@ def test_a_job_with_the_key_trains_and_resumes(material: tiny.Material, tmp_path
     }
 
     def losses(name: str, *ends: int) -> dict[int, float]:
-        """Train to each of the steps, in an attempt of its own."""
+        """Train to each of the steps in a new attempt, and return the losses by step."""
         run = RunDirectory.create(tmp_path / name, tiny.sft_job(material, **options))
         for attempt, end in enumerate(ends, 1):
             config = tiny.sft_job(material, **options, max_steps=end)
             progress = Progress(
                 run, attempt=attempt, max_steps=end, main=True, terminated=lambda: False
             )
-            made = assemble(config, run, {}, None, progress, attempt, None)
-            assert made.train() == "succeeded"
-            assert any(hasattr(of["exp_avg"], "codes") for of in made._optimizer.state.values())
-        return {one.step: one.metrics["loss"] for one in read_points(run.metrics) if one.step}
+            trainer = assemble(config, run, {}, None, progress, attempt, None)
+            assert trainer.train() == "succeeded"
+            assert any(
+                hasattr(moments["exp_avg"], "codes")
+                for moments in trainer._optimizer.state.values()
+            )
+        return {
+            point.step: point.metrics["loss"] for point in read_points(run.metrics) if point.step
+        }
 
     assert losses("twice", 3, 6) == losses("once", 6)
 

@@ -34,24 +34,24 @@ def test_peaks_are_found_by_the_name_of_the_device(
     assert peak_flops(device, bf16=bf16) == peak
 
 
-def efficiency(processes: int) -> Efficiency:
+def make_efficiency(processes: int) -> Efficiency:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
     return Efficiency(Student(model), torch.device("cpu"), processes)
 
 
 def test_a_cpu_has_speed_and_memory_but_no_mfu() -> None:
-    made = efficiency(4)
-    made.begin()
+    efficiency = make_efficiency(4)
+    efficiency.begin()
     ballast = torch.ones(1 << 26)  # 256 MiB, resident
-    found = made.of_step(flops=1e12, learning=2.0, speed=100.0)
-    assert found.keys() == {"tokens_per_sec/process", "memory/peak"}
-    assert found["tokens_per_sec/process"] == 25
-    assert ballast.nbytes / 2**30 < found["memory/peak"] < 100
+    metrics = efficiency.of_step(flops=1e12, learning=2.0, speed=100.0)
+    assert metrics.keys() == {"tokens_per_sec/process", "memory/peak"}
+    assert metrics["tokens_per_sec/process"] == 25
+    assert ballast.nbytes / 2**30 < metrics["memory/peak"] < 100
 
 
 def test_mfu_is_the_share_of_what_all_processes_could_do() -> None:
-    made = efficiency(4)
-    made._peak = 1e12
-    found = made.of_step(flops=1e12, learning=2.0, speed=100.0)
-    assert found["mfu"] == 1e12 / (4 * 2.0 * 1e12)
+    efficiency = make_efficiency(4)
+    efficiency._peak = 1e12
+    metrics = efficiency.of_step(flops=1e12, learning=2.0, speed=100.0)
+    assert metrics["mfu"] == 1e12 / (4 * 2.0 * 1e12)

@@ -32,7 +32,7 @@ def test_a_small_head_that_stays_is_not(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_resumed_run_is_held_to_its_first_step(caplog: pytest.LogCaptureFixture) -> None:
-    """Not to that of its attempt: the head was half empty when that began."""
+    """The reference is step 1 of the run, not of the attempt, whose head mass is already halved."""
     history = [Point(0, {"eval/kl": 1.0})]
     history += [Point(step, {"topk/student_mass": 0.8 / step}) for step in (1, 2)]
     watch = HeadWatch(history)
@@ -66,9 +66,9 @@ def test_the_trainer_knows_what_its_run_began_with(material: tiny.Material, tmp_
     for attempt, from_step in ((1, None), (2, 1)):
         progress = Progress(run, attempt=attempt, max_steps=2, main=True, terminated=lambda: False)
         with make_rewards(config.reward) as rewards:
-            made = assemble(config, run, {}, None, progress, attempt, from_step, rewards)
-            before = read_points(run.metrics)
-            assert made.train() == "succeeded"
-    assert [point.step for point in before] == [0, 1]
-    (watch,) = (one for one in made._watches if isinstance(one, HeadWatch))
-    assert watch._reference_mass == before[1].metrics["topk/student_mass"]
+            trainer = assemble(config, run, {}, None, progress, attempt, from_step, rewards)
+            points_before = read_points(run.metrics)
+            assert trainer.train() == "succeeded"
+    assert [point.step for point in points_before] == [0, 1]
+    (watch,) = (head_watch for head_watch in trainer._watches if isinstance(head_watch, HeadWatch))
+    assert watch._reference_mass == points_before[1].metrics["topk/student_mass"]

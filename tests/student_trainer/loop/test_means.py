@@ -1,10 +1,10 @@
-"""The means of metrics: only the noise of a gradient is a root."""
+"""Means of metrics: only gradient_sd is the root of a mean."""
 
 from student_trainer.loop.step_metrics import compute_means
 
 
 def test_only_gradient_sd_is_a_root() -> None:
-    found = compute_means(
+    means = compute_means(
         {
             "topk/gradient_sd": (8.0, 2.0),
             "topk/anchor_gradient_sd": (18.0, 2.0),
@@ -13,7 +13,7 @@ def test_only_gradient_sd_is_a_root() -> None:
             "entropy": (3.0, 0.0),
         }
     )
-    assert found == {
+    assert means == {
         "topk/gradient_sd": 2.0,
         "topk/anchor_gradient_sd": 3.0,
         "kl/teacher/x_sd": -0.25,

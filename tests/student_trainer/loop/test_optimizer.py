@@ -24,7 +24,7 @@ def step_once(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step()
 
 
-def saved_after_an_update(root: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
+def save_after_an_update(root: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
     step_once(model, optimizer, 0)
     words = tiny.tokenizer()
     return save_checkpoint(root, 1, model=model, tokenizer=words, optimizer=optimizer)
@@ -32,34 +32,38 @@ def saved_after_an_update(root: Path, model: Any, optimizer: torch.optim.Optimiz
 
 def test_the_fused_kernel_updates_as_adamw_in_float64() -> None:
     settings = TrainConfig(learning_rate=1e-2, weight_decay=0.1, adam_betas=(0.8, 0.9))
-    ours, exact = tiny.model(seed=3), tiny.model(seed=3).double()
-    made = make_optimizer(settings, ours)
-    default = torch.optim.AdamW(
-        exact.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, foreach=False
+    model, exact_model = tiny.model(seed=3), tiny.model(seed=3).double()
+    optimizer = make_optimizer(settings, model)
+    reference = torch.optim.AdamW(
+        exact_model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, foreach=False
     )
     for seed in range(3):
-        step_once(ours, made, seed)
-        step_once(exact, default, seed)
-    for one, other in zip(ours.parameters(), exact.parameters(), strict=True):
-        assert torch.allclose(one.double(), other, rtol=1e-6, atol=1e-7)
+        step_once(model, optimizer, seed)
+        step_once(exact_model, reference, seed)
+    for parameter, exact_parameter in zip(
+        model.parameters(), exact_model.parameters(), strict=True
+    ):
+        assert torch.allclose(parameter.double(), exact_parameter, rtol=1e-6, atol=1e-7)
 
 
 def test_the_fused_kernel_updates_the_weights_that_learn() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
-    made = make_optimizer(TrainConfig(), model)
-    (group,) = made.param_groups
+    optimizer = make_optimizer(TrainConfig(), model)
+    (group,) = optimizer.param_groups
     assert group["fused"]
-    assert [id(one) for one in group["params"]] == [id(one) for one in model[1].parameters()]
+    assert [id(parameter) for parameter in group["params"]] == [
+        id(parameter) for parameter in model[1].parameters()
+    ]
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_count_of_steps_is_loaded_where_the_kernel_reads_it(
     tmp_path: Path, fused: bool
 ) -> None:
-    """The fused kernel reads it on the device of the weight, here one without data."""
+    """The fused kernel reads it on the weight's device, here the meta device."""
     model = tiny.model(seed=3)
-    path = saved_after_an_update(tmp_path, model, torch.optim.AdamW(model.parameters()))
+    path = save_after_an_update(tmp_path, model, torch.optim.AdamW(model.parameters()))
     resumed = torch.optim.AdamW(model.parameters(), fused=fused)
     model.to("meta")
     checkpoint.load_optimizer(path, model, resumed)
@@ -74,13 +78,15 @@ def test_the_count_of_steps_is_loaded_where_the_kernel_reads_it(
 def test_a_gpu_resumes_bit_by_bit(tmp_path: Path) -> None:
     cuda = torch.device("cuda")
     settings = TrainConfig(learning_rate=1e-2)
-    model, again = tiny.model(seed=3).to(cuda), tiny.model(seed=3).to(cuda)
+    model, resumed_model = tiny.model(seed=3).to(cuda), tiny.model(seed=3).to(cuda)
     optimizer = make_optimizer(settings, model)
-    path = saved_after_an_update(tmp_path, model, optimizer)
-    resumed = make_optimizer(settings, again)
-    again.load_state_dict(model.state_dict())
-    checkpoint.load_optimizer(path, again, resumed)
+    path = save_after_an_update(tmp_path, model, optimizer)
+    resumed = make_optimizer(settings, resumed_model)
+    resumed_model.load_state_dict(model.state_dict())
+    checkpoint.load_optimizer(path, resumed_model, resumed)
     step_once(model, optimizer, 1)
-    step_once(again, resumed, 1)
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+    step_once(resumed_model, resumed, 1)
+    for parameter, resumed_parameter in zip(
+        model.parameters(), resumed_model.parameters(), strict=True
+    ):
+        assert torch.equal(parameter, resumed_parameter)

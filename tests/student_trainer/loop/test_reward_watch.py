@@ -1,4 +1,4 @@
-"""The warning that rewards cannot teach: when it comes, and for which jobs."""
+"""The warning that all rewards are equal: when it is logged, and for which jobs."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_a_job_whose_rewards_are_all_equal(
 ) -> None:
     """No answer matches: the log and the status say so, and the gradient is zero."""
     changes = {"reward__pattern": "never", "method__beta": 0.0, "max_steps": 6, "eval__every": 9}
-    with trainer_of(tmp_path / "run", tiny.rl_job(material, **changes)) as made:
+    with trainer_of(tmp_path / "run", tiny.rl_job(material, **changes)) as trainer:
         phases: list[str] = []
-        say = made._progress.say
-        made._progress.say = lambda phase, step: (phases.append(phase), say(phase, step))[1]  # type: ignore[method-assign, func-returns-value]
-        assert made.train() == "succeeded"
-    lines = metrics_of(made._run)[1:]
+        say = trainer._progress.say
+        trainer._progress.say = lambda phase, step: (phases.append(phase), say(phase, step))[1]  # type: ignore[method-assign, func-returns-value]
+        assert trainer.train() == "succeeded"
+    lines = metrics_of(trainer._run)[1:]
     assert all(line["reward/flat_groups"] == 1 and line["grad_norm"] == 0 for line in lines)
-    assert sum("policy gradient is zero" in one.getMessage() for one in caplog.records) == 1
+    assert sum("policy gradient is zero" in record.getMessage() for record in caplog.records) == 1
     assert "training (all rewards equal since step 1)" in phases

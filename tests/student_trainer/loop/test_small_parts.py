@@ -39,11 +39,11 @@ def test_schedules_by_hand() -> None:
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (5, 20), (20, 20), (50, 20)])
 def test_schedules_never_leave_their_range(schedule: str, warmup: int, steps: int) -> None:
-    found = rates(schedule, warmup, steps)
-    assert all(0 < rate <= 2 for rate in found)
+    all_rates = rates(schedule, warmup, steps)
+    assert all(0 < rate <= 2 for rate in all_rates)
     top = min(warmup, steps)
-    assert found[:top] == sorted(found[:top])
-    assert found[top:] == sorted(found[top:], reverse=True)
+    assert all_rates[:top] == sorted(all_rates[:top])
+    assert all_rates[top:] == sorted(all_rates[top:], reverse=True)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def run(tmp_path: Path, material: tiny.Material) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", tiny.job(material))
 
 
-def teller(run: RunDirectory, **changes: Any) -> Progress:
+def make_progress(run: RunDirectory, **changes: Any) -> Progress:
     options = {"attempt": 2, "max_steps": 9, "main": True, "terminated": lambda: False}
     return Progress(run, **{**options, **changes})
 
@@ -59,8 +59,8 @@ def teller(run: RunDirectory, **changes: Any) -> Progress:
 def test_progress_is_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
-    progress = teller(run)
-    told = []
+    progress = make_progress(run)
+    seen_statuses = []
     for phase, step, wait in (
         ("preflight", 0, 0), ("training", 1, 0), ("training", 2, 0.1), ("training", 3, 0.5),
         ("saving", 3, 0), ("training", 4, 0.1),
@@ -69,8 +69,8 @@ def test_progress_is_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) ->
         progress.say(phase, step)
         status = run.read_status()
         assert status is not None
-        told.append((status.phase, status.step))
-    assert told == [
+        seen_statuses.append((status.phase, status.step))
+    assert seen_statuses == [
         ("preflight", 0), ("training", 1), ("training", 1), ("training", 3),
         ("saving", 3), ("training", 4),
     ]  # fmt: skip
@@ -83,17 +83,17 @@ def test_progress_is_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_wishes_to_stop(run: RunDirectory) -> None:
-    assert teller(run).stop_wanted() == ""
-    assert teller(run, terminated=lambda: True).stop_wanted() == "checkpoint"
+    assert make_progress(run).stop_wanted() == ""
+    assert make_progress(run, terminated=lambda: True).stop_wanted() == "checkpoint"
     run.write_control(Control("now"))
-    assert teller(run, terminated=lambda: True).stop_wanted() == "now"
-    # The others do not read the file: they do as the main process.
-    assert teller(run, main=False).stop_wanted() == ""
-    assert teller(run, main=False, agree=lambda wish: max(wish, 2)).stop_wanted() == "now"
+    assert make_progress(run, terminated=lambda: True).stop_wanted() == "now"
+    # Other processes do not read the file; they follow the main process.
+    assert make_progress(run, main=False).stop_wanted() == ""
+    assert make_progress(run, main=False, agree=lambda wish: max(wish, 2)).stop_wanted() == "now"
 
 
 def test_only_the_main_process_tells(run: RunDirectory) -> None:
-    progress = teller(run, main=False)
+    progress = make_progress(run, main=False)
     progress.say("training", 1)
     progress.end("cancelled")
     assert run.read_status() is None

@@ -1,4 +1,4 @@
-"""The standard error of an evaluation, and what it says of the best step."""
+"""The standard error of an evaluation, and the warning about an unproven best step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from student_trainer.loop.evaluation import compute_moments, standard_error
 
 
 def test_equal_lengths_give_the_error_of_a_mean() -> None:
-    """Sequences of one length: the textbook's s / sqrt(S) of their means."""
+    """With sequences of one length, it is s / sqrt(S) of their means."""
     sums = torch.from_numpy(np.random.default_rng(0).normal(3.0, 1.0, 50))
     counts = torch.full((50,), 7.0, dtype=torch.float64)
-    found = standard_error(float(sums.sum()), 350.0, *compute_moments(sums, counts).tolist())
-    assert found == pytest.approx(float((sums / 7).std()) / math.sqrt(50))
+    error = standard_error(float(sums.sum()), 350.0, *compute_moments(sums, counts).tolist())
+    assert error == pytest.approx(float((sums / 7).std()) / math.sqrt(50))
 
 
 def test_it_is_the_spread_of_repeated_evaluations() -> None:
-    """Sequences of many lengths, with tokens that are alike within one."""
+    """Sequences of many lengths, with correlated tokens."""
     random = np.random.default_rng(1)
     means, errors = [], []
     for _ in range(2000):
@@ -44,15 +44,17 @@ def test_processes_add_their_moments() -> None:
 
 
 def points(metric: str, *values: tuple[float, float]) -> list[Point]:
-    found: list[dict[str, Any]] = [{metric: mean, f"{metric}_stderr": se} for mean, se in values]
-    return [Point(10 * number, metrics) for number, metrics in enumerate(found)]
+    metrics_by_step: list[dict[str, Any]] = [
+        {metric: mean, f"{metric}_stderr": se} for mean, se in values
+    ]
+    return [Point(10 * number, metrics) for number, metrics in enumerate(metrics_by_step)]
 
 
 def test_a_gain_within_the_error_is_said() -> None:
-    """0.03 and an error of 0.05: the evaluation cannot tell."""
-    said = unproven_gain(points("eval/kl", (0.20, 0.03), (0.17, 0.04)), 10)
-    assert "eval/kl is 0.17 at the best step, 10, and 0.2 at step 0, which is not better" in said
-    assert "of the difference (0.1); raise eval.prompts" in said
+    """A gain of 0.03 with an error of 0.05 is not significant."""
+    warning = unproven_gain(points("eval/kl", (0.20, 0.03), (0.17, 0.04)), 10)
+    assert "eval/kl is 0.17 at the best step, 10, and 0.2 at step 0, which is not better" in warning
+    assert "of the difference (0.1); raise eval.prompts" in warning
     assert unproven_gain(points("eval/kl", (0.20, 0.03), (0.05, 0.04)), 10) == ""
     assert unproven_gain(points("eval/kl", (0.05, 0.03), (0.20, 0.04)), 10) != "", "it got worse"
     assert unproven_gain(points("eval/reward", (0.05, 0.03), (0.20, 0.04)), 10) == ""

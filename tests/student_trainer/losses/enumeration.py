@@ -1,4 +1,4 @@
-"""Expectations over the sampled token by summing over every token: no statistics, no tolerance."""
+"""Exact expectations over the sampled token, by summing over every token."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Advantages against recursions, closed forms, and expectations over every token."""
+"""Advantages compared with recursions, closed forms, and expectations over every token."""
 
 import math
 
@@ -26,7 +26,7 @@ LENGTHS = torch.tensor([5, 1, 17, 2, 64])
 
 
 def tokens(seed):
-    """A number for each token of five answers."""
+    """Return a random number for each token of five answers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(int(LENGTHS.sum()), generator=generator, dtype=torch.float64)
 
@@ -56,15 +56,17 @@ def test_gae_is_the_recursion(gamma, lam):
 
 
 def test_gae_at_its_ends():
-    """lam = 1: what is still to come, less the value; lam = 0: one step ahead."""
+    """lam = 1: rewards to come minus the value; lam = 0: one-step TD errors."""
     rewards, values = tokens(0), tokens(1)
-    whole, _ = gae(rewards, values, SEQUENCE, gamma=1.0, lam=1.0)
+    remaining, _ = gae(rewards, values, SEQUENCE, gamma=1.0, lam=1.0)
     step, _ = gae(rewards, values, SEQUENCE, gamma=0.9, lam=0.0)
     for part in parts():
-        to_come = rewards[part].flip(0).cumsum(0).flip(0)
-        torch.testing.assert_close(whole[part], to_come - values[part], rtol=0, atol=EXACT)
-        following = torch.cat([values[part][1:], values.new_zeros(1)])
-        delta = rewards[part] + 0.9 * following - values[part]
+        rewards_to_come = rewards[part].flip(0).cumsum(0).flip(0)
+        torch.testing.assert_close(
+            remaining[part], rewards_to_come - values[part], rtol=0, atol=EXACT
+        )
+        next_values = torch.cat([values[part][1:], values.new_zeros(1)])
+        delta = rewards[part] + 0.9 * next_values - values[part]
         torch.testing.assert_close(step[part], delta, rtol=0, atol=EXACT)
 
 
@@ -91,7 +93,7 @@ def test_groups(scale_by_std):
         ],
         dtype=torch.float64,
     )
-    found = group_advantages(rewards, scale_by_std=scale_by_std)
+    advantages = group_advantages(rewards, scale_by_std=scale_by_std)
     scale = [0.5 + 1e-6, math.sqrt(0.5) + 1e-6] if scale_by_std else [1, 1]
     expected = torch.tensor(
         [
@@ -103,10 +105,10 @@ def test_groups(scale_by_std):
         ],
         dtype=torch.float64,
     )
-    torch.testing.assert_close(found, expected, rtol=0, atol=EXACT)
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=EXACT)
     flat = flat_groups(rewards)
     assert flat.tolist() == [False, True, False, True, True]
-    assert not found[flat].any()  # exactly
+    assert not advantages[flat].any()  # exactly
 
 
 def test_one_answer_alone_teaches_nothing():
@@ -115,8 +117,10 @@ def test_one_answer_alone_teaches_nothing():
 
 def gradients(losses, leaf):
     """The gradient of every token's loss, [V, V]."""
-    seen = torch.eye(len(losses), dtype=losses.dtype)
-    return torch.autograd.grad(losses, leaf, seen, is_grads_batched=True, retain_graph=True)[0]
+    cotangents = torch.eye(len(losses), dtype=losses.dtype)
+    return torch.autograd.grad(losses, leaf, cotangents, is_grads_batched=True, retain_graph=True)[
+        0
+    ]
 
 
 def spread(per_token, weights):
@@ -135,19 +139,19 @@ def test_kl_as_a_reward_has_the_gradient_of_the_kl_and_less_variance(vocab, k, o
         )
         mu = case.behaviour.log_softmax(0)
         log_ratio = token_log_ratio(student.token_logprobs, mu)
-        plain = -(student.token_logprobs - teacher.token_logprobs).detach()
-        exact = exact_kl(case.student[None], case.teacher[None], direction="reverse").sum()
-        (wanted,) = torch.autograd.grad(exact, case.student)
-        found = []
-        for advantages in (kl_reward(student, teacher), plain):
+        sampled_reward = -(student.token_logprobs - teacher.token_logprobs).detach()
+        exact_value = exact_kl(case.student[None], case.teacher[None], direction="reverse").sum()
+        (exact_gradient,) = torch.autograd.grad(exact_value, case.student)
+        variances = []
+        for advantages in (kl_reward(student, teacher), sampled_reward):
             losses = clipped_surrogate(log_ratio, advantages, clip_low=1.0, clip_high=math.inf)
             per_token = gradients(losses, case.student)
-            assert (mu.exp() @ per_token - wanted).abs().max() < EXACT
-            found.append(spread(per_token, mu.exp()))
-        if k == 0:  # all is one bucket, with a KL of zero: there is no baseline
-            assert found[0] == found[1]
+            assert (mu.exp() @ per_token - exact_gradient).abs().max() < EXACT
+            variances.append(spread(per_token, mu.exp()))
+        if k == 0:  # one bucket of all ids has a KL of zero, so there is no baseline
+            assert variances[0] == variances[1]
         else:
-            assert found[0] < found[1]
+            assert variances[0] < variances[1]
 
 
 def test_draws_make_the_baseline_of_a_kl_reward_the_kl_itself():
@@ -165,24 +169,24 @@ def test_draws_make_the_baseline_of_a_kl_reward_the_kl_itself():
     heads = case.head.expand(len(pairs), -1)
     leaf = case.student.detach().clone().requires_grad_()
     student, teacher = (
-        rows_from_logits(of.expand(len(pairs), -1), heads, pairs[:, 0], sample_ids=pairs[:, 1:])
-        for of in (leaf, case.teacher)
+        rows_from_logits(logits.expand(len(pairs), -1), heads, pairs[:, 0], sample_ids=pairs[:, 1:])
+        for logits in (leaf, case.teacher)
     )
-    exact = exact_kl(leaf[None], case.teacher[None], direction="reverse").sum()
-    (wanted,) = torch.autograd.grad(exact, leaf)
-    drawn = (tail / tail.sum()).log()[pairs[:, 1:]]
+    exact_value = exact_kl(leaf[None], case.teacher[None], direction="reverse").sum()
+    (exact_gradient,) = torch.autograd.grad(exact_value, leaf)
+    draw_logprobs = (tail / tail.sum()).log()[pairs[:, 1:]]
     spreads = []
-    for draws in (drawn, None):
+    for draws in (draw_logprobs, None):
         advantages = kl_reward(student, teacher, draws)
         log_ratio = student.token_logprobs - student.token_logprobs.detach()
         losses = clipped_surrogate(log_ratio, advantages, clip_low=1.0, clip_high=math.inf)
         per_pair = gradients(losses, leaf)
-        assert (chance @ per_pair - wanted).abs().max() < EXACT
-        many = (chance[:, None] * per_pair).view(40, -1, 40).sum(1) / p[:, None]
-        spreads.append(spread(many, p))
+        assert (chance @ per_pair - exact_gradient).abs().max() < EXACT
+        many_draws = (chance[:, None] * per_pair).view(40, -1, 40).sum(1) / p[:, None]
+        spreads.append(spread(many_draws, p))
         if draws is not None:
             baseline = advantages + (student.token_logprobs - teacher.token_logprobs).detach()
-            assert abs(chance @ baseline - exact.detach()) < EXACT
+            assert abs(chance @ baseline - exact_value.detach()) < EXACT
     assert spreads[0] < spreads[1]
 
 
@@ -195,18 +199,18 @@ def test_importance_weights_mend_another_policys_samples(direction: Direction, t
     )
     mu = case.behaviour.log_softmax(0)
     in_head = torch.isin(torch.arange(200), case.head)
-    exact = exact_kl(case.student[None], case.teacher[None], direction=direction).sum()
-    (wanted,) = torch.autograd.grad(exact, case.student)
+    exact_value = exact_kl(case.student[None], case.teacher[None], direction=direction).sum()
+    (exact_gradient,) = torch.autograd.grad(exact_value, case.student)
 
     def bias(importance):
         values = topk_kl(
             student, teacher, in_head, direction=direction, tail=tail, importance=importance
         )
         value, gradient = expectation(values, mu.exp(), case.student)
-        return abs(value - exact.detach()), (gradient - wanted).abs().max()
+        return abs(value - exact_value.detach()), (gradient - exact_gradient).abs().max()
 
     assert max(bias(importance_weights(student.token_logprobs, mu))) < EXACT
-    assert min(bias(None)) > 1e-3  # so there was something to mend
+    assert min(bias(None)) > 1e-3  # without weights there is a bias
     bounded = importance_weights(student.token_logprobs, mu, clip=(0.8, 1.25))
     assert bounded.min() == 0.8
     assert bounded.max() == 1.25

@@ -1,4 +1,4 @@
-"""Losses of two tokenizers, enumerated: every answer of at most 5 bytes over two letters."""
+"""Losses across tokenizers, by enumeration of every answer of at most 5 bytes over two letters."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def toy(request: pytest.FixtureRequest) -> Answers:
 
 
 def gradient(value: Tensor, toy: Answers) -> Tensor:
-    (found,) = torch.autograd.grad(value, toy.student.logits, retain_graph=True)
-    return found
+    (value_gradient,) = torch.autograd.grad(value, toy.student.logits, retain_graph=True)
+    return value_gradient
 
 
 def costs(toy: Answers) -> tuple[Tensor, Tensor]:
@@ -49,67 +49,70 @@ def costs(toy: Answers) -> tuple[Tensor, Tensor]:
 
 
 def exact_gradient(toy: Answers) -> Tensor:
-    """Of E[L]."""
+    """Return the gradient of E[L]."""
     log_p, cost = costs(toy)
     return gradient((log_p.exp() * cost).sum(), toy)
 
 
-def expected(of_tokens: Tensor, toy: Answers, answer: Tensor) -> Tensor:
-    """The mean over all answers of the sum of a loss of tokens [N]."""
+def mean_loss(token_losses: Tensor, toy: Answers, answer: Tensor) -> Tensor:
+    """Return the mean over all answers of the sum of token losses [N]."""
     weights = costs(toy)[0].detach().exp()
-    return (weights[answer] * of_tokens).sum()
+    return (weights[answer] * token_losses).sum()
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative_error(tensor: Tensor, reference: Tensor) -> float:
+    return float((tensor - reference).norm() / reference.norm())
 
 
-def plain(of_tokens: Tensor, shares: Tensor, segment: Tensor) -> Tensor:
-    """A_i grad log p_i with A_i the costs from token i to the end of its segment, [N]."""
+def plain_loss(of_tokens: Tensor, shares: Tensor, segment: Tensor) -> Tensor:
+    """Return a loss [N] with gradient A_i grad log p_i; A_i: costs to come in token i's segment."""
     costs = (of_tokens - shares).detach()
     return costs + costs_to_come(costs, segment) * (of_tokens - of_tokens.detach())
 
 
-def everything(log_p: Tensor) -> Tensor:
+def select_all(log_p: Tensor) -> Tensor:
     return torch.ones_like(log_p, dtype=torch.bool)
 
 
 def test_the_cost_is_the_kl_of_strings_and_two_terms(toy: Answers) -> None:
     """E[L] = KL(P||Q) - H(A|X) + E[-log kappa]."""
-    log_p, cost = (of.detach() for of in costs(toy))
+    log_p, cost = (tensor.detach() for tensor in costs(toy))
     texts = ["".join(answer) for answer in toy.all]
-    of_text: dict[str, Tensor] = {}
-    for text, one in zip(texts, log_p, strict=True):
-        of_text[text] = of_text.get(text, torch.zeros(())) + one.exp()
-    in_any_encoding: dict[str, Tensor] = {}
-    for tokens, one in zip(
+    text_mass: dict[str, Tensor] = {}
+    for text, logprob in zip(texts, log_p, strict=True):
+        text_mass[text] = text_mass.get(text, torch.zeros(())) + logprob.exp()
+    any_encoding_mass: dict[str, Tensor] = {}
+    for tokens, logprob in zip(
         toy.teacher.prefixes, toy.teacher.of_answers(toy.teacher.prefixes).detach(), strict=True
     ):
         text = "".join(tokens)
-        in_any_encoding[text] = in_any_encoding.get(text, torch.zeros(())) + one.exp()
+        any_encoding_mass[text] = any_encoding_mass.get(text, torch.zeros(())) + logprob.exp()
     log_q = {t: q.sum() for t, q in zip(texts, toy.teacher_logprobs(), strict=True)}
-    kl = sum(P * (P.log() - in_any_encoding[text].log()) for text, P in of_text.items())
+    kl = sum(P * (P.log() - any_encoding_mass[text].log()) for text, P in text_mass.items())
     entropy = -sum(
-        one.exp() * (one - of_text[text].log()) for text, one in zip(texts, log_p, strict=True)
+        logprob.exp() * (logprob - text_mass[text].log())
+        for text, logprob in zip(texts, log_p, strict=True)
     )
-    of_kappa = sum(P * (in_any_encoding[text].log() - log_q[text]) for text, P in of_text.items())
-    assert float(sum(in_any_encoding.values())) == pytest.approx(1, abs=EXACT)
+    kappa_term = sum(
+        P * (any_encoding_mass[text].log() - log_q[text]) for text, P in text_mass.items()
+    )
+    assert float(sum(any_encoding_mass.values())) == pytest.approx(1, abs=EXACT)
     assert float((log_p.exp() * cost).sum()) == pytest.approx(
-        float(kl - entropy + of_kappa), abs=EXACT
+        float(kl - entropy + kappa_term), abs=EXACT
     )
 
 
-def set_student(toy: Answers, of_answers: Tensor) -> None:
+def set_student(toy: Answers, answer_masses: Tensor) -> None:
     """Give the student probabilities proportional to those of the answers, [S]."""
     mass = {prefix: torch.zeros((), dtype=torch.float64) for prefix in toy.all}
-    for answer, of_answer in zip(toy.all, of_answers, strict=True):
+    for answer, answer_mass in zip(toy.all, answer_masses, strict=True):
         for length in range(len(answer) + 1):
-            mass[answer[:length]] = mass[answer[:length]] + of_answer
+            mass[answer[:length]] = mass[answer[:length]] + answer_mass
     logits = torch.full_like(toy.student.logits, -torch.inf).detach()
     for row, prefix in enumerate(toy.all):
         for column, token in enumerate(toy.student.vocabulary):
             if token == END:
-                logits[row, column] = of_answers[row].log()
+                logits[row, column] = answer_masses[row].log()
             elif (*prefix, token) in mass:
                 logits[row, column] = mass[(*prefix, token)].log()
     with torch.no_grad():
@@ -118,49 +121,49 @@ def set_student(toy: Answers, of_answers: Tensor) -> None:
 
 @pytest.mark.parametrize("constant", [0.0, 5.0])
 def test_the_minimum_divides_a_text_among_its_spellings(toy: Answers, constant: float) -> None:
-    """At p(a) ~ q(t(d(a))) the gradient of E[L] is 0; a constant for other spellings: e^-c."""
-    q = torch.stack([one.sum() for one in toy.teacher_logprobs()]).exp()
-    more = torch.where(toy.canonical(), 0.0, constant).double()
-    set_student(toy, q * torch.exp(-more))
+    """At p(a) ~ q(t(d(a))) the gradient of E[L] is 0; a penalty c of other spellings: e^-c."""
+    q = torch.stack([logprobs.sum() for logprobs in toy.teacher_logprobs()]).exp()
+    penalty = torch.where(toy.canonical(), 0.0, constant).double()
+    set_student(toy, q * torch.exp(-penalty))
     log_p, cost = costs(toy)
-    found = gradient((log_p.exp() * (cost + more)).sum(), toy)
-    assert float(found.abs().max()) < EXACT
+    mean_gradient = gradient((log_p.exp() * (cost + penalty)).sum(), toy)
+    assert float(mean_gradient.abs().max()) < EXACT
 
 
 def test_weight_0_for_other_spellings_is_the_generalised_kl(toy: Answers) -> None:
-    """Which is at most 1 where no answer is canonical, however far the student is."""
+    """It is at most 1 where no answer is canonical, however far the student is."""
     log_p, cost = costs(toy)
-    kept, q = toy.canonical(), (log_p - cost).detach()
-    p = log_p.exp()[kept]
-    wanted = gradient((p * cost[kept] - p + q[kept].exp()).sum(), toy)
+    is_canonical, q = toy.canonical(), (log_p - cost).detach()
+    p = log_p.exp()[is_canonical]
+    exact = gradient((p * cost[is_canonical] - p + q[is_canonical].exp()).sum(), toy)
     of_tokens, answer = toy.of_tokens()
-    whole = torch.where(kept, cost, 0.0).detach()[answer] * of_tokens
-    assert error(gradient(expected(whole, toy, answer), toy), wanted) < EXACT
-    # Of canonical answers, only what is to come: another spelling later depends on the future.
+    whole_loss = torch.where(is_canonical, cost, 0.0).detach()[answer] * of_tokens
+    assert relative_error(gradient(mean_loss(whole_loss, toy, answer), toy), exact) < EXACT
+    # Costs to come of canonical answers alone are biased: a later token decides the spelling.
     shares = toy.shares_to_the_end()
-    part = plain(of_tokens, shares, answer) * kept[answer]
-    bias = error(gradient(expected(part, toy, answer), toy), wanted)
+    partial_loss = plain_loss(of_tokens, shares, answer) * is_canonical[answer]
+    bias = relative_error(gradient(mean_loss(partial_loss, toy, answer), toy), exact)
     print(f"other spellings left out: {bias:.0%}")
     assert bias > 0.03
-    set_student(toy, torch.where(kept, 1e-12, 1.0).double())
-    p = costs(toy)[0].exp()[kept]
-    value = (p * (p.log() - q[kept]) - p + q[kept].exp()).sum()
-    assert 0.9 * float(q[kept].exp().sum()) < float(value.detach()) < 1
+    set_student(toy, torch.where(is_canonical, 1e-12, 1.0).double())
+    p = costs(toy)[0].exp()[is_canonical]
+    value = (p * (p.log() - q[is_canonical]) - p + q[is_canonical].exp()).sum()
+    assert 0.9 * float(q[is_canonical].exp().sum()) < float(value.detach()) < 1
 
 
 def test_the_cost_of_the_answer_at_every_token_is_unbiased(toy: Answers) -> None:
     of_tokens, answer = toy.of_tokens()
     _, cost = costs(toy)
-    found = gradient(expected(of_tokens * cost.detach()[answer], toy, answer), toy)
-    assert error(found, exact_gradient(toy)) < EXACT
+    mean_gradient = gradient(mean_loss(of_tokens * cost.detach()[answer], toy, answer), toy)
+    assert relative_error(mean_gradient, exact_gradient(toy)) < EXACT
 
 
 def test_the_answer_form_is_unbiased(toy: Answers) -> None:
     of_tokens, answer = toy.of_tokens()
-    loss = plain(of_tokens, toy.shares_to_the_end(), answer)
-    assert error(gradient(expected(loss, toy, answer), toy), exact_gradient(toy)) < EXACT
+    loss = plain_loss(of_tokens, toy.shares_to_the_end(), answer)
+    assert relative_error(gradient(mean_loss(loss, toy, answer), toy), exact_gradient(toy)) < EXACT
     log_p, cost = costs(toy)
-    value = float(expected(loss, toy, answer).detach())
+    value = float(mean_loss(loss, toy, answer).detach())
     assert value == pytest.approx(float((log_p.exp() * cost).sum().detach()), abs=EXACT)
 
 
@@ -170,8 +173,8 @@ def test_chunk_sums_to_the_end_are_biased(toy: Answers) -> None:
     chunk, of_chunk, _ = toy.chunks()
     last = torch.ones_like(chunk, dtype=torch.bool)
     last[:-1] = chunk[1:] != chunk[:-1]
-    loss = plain(of_tokens, torch.where(last, of_chunk, 0.0), answer)
-    bias = error(gradient(expected(loss, toy, answer), toy), exact_gradient(toy))
+    loss = plain_loss(of_tokens, torch.where(last, of_chunk, 0.0), answer)
+    bias = relative_error(gradient(mean_loss(loss, toy, answer), toy), exact_gradient(toy))
     print(f"chunk sums to the end: {bias:.0%}")
     assert bias > 0.03
 
@@ -180,20 +183,20 @@ def test_equal_division_of_a_chunk_is_biased(toy: Answers) -> None:
     of_tokens, answer = toy.of_tokens()
     _, of_chunk, size = toy.chunks()
     shares = of_chunk / torch.tensor(size)
-    loss = plain(of_tokens, shares, answer)
-    bias = error(gradient(expected(loss, toy, answer), toy), exact_gradient(toy))
+    loss = plain_loss(of_tokens, shares, answer)
+    bias = relative_error(gradient(mean_loss(loss, toy, answer), toy), exact_gradient(toy))
     print(f"equal division: {bias:.0%}")
     assert bias > 0.03
 
 
 def test_costs_of_chunks_alone_are_biased(toy: Answers) -> None:
-    """Even where nothing but the next chunk matters: the minimum is another one."""
+    """The minimum differs even where only the next chunk matters."""
     of_tokens, answer = toy.of_tokens()
     chunk, of_chunk, _ = toy.chunks()
     last = torch.ones_like(chunk, dtype=torch.bool)
     last[:-1] = chunk[1:] != chunk[:-1]
-    loss = plain(of_tokens, torch.where(last, of_chunk, 0.0), chunk)
-    bias = error(gradient(expected(loss, toy, answer), toy), exact_gradient(toy))
+    loss = plain_loss(of_tokens, torch.where(last, of_chunk, 0.0), chunk)
+    bias = relative_error(gradient(mean_loss(loss, toy, answer), toy), exact_gradient(toy))
     print(f"costs of chunks alone: {bias:.0%}")
     assert bias > 0.03
 
@@ -207,17 +210,17 @@ def wordy() -> Answers:
 def test_words_to_the_end_are_unbiased(wordy: Answers) -> None:
     of_tokens, answer = wordy.of_tokens()
     word, shares = wordy.words()
-    of = (of_tokens, shares, word, answer, everything(of_tokens))
-    loss = cross_tokenizer_kl(*of, horizon="answer")
-    wanted = exact_gradient(wordy)
-    assert error(gradient(expected(loss, wordy, answer), wordy), wanted) < EXACT
+    arguments = (of_tokens, shares, word, answer, select_all(of_tokens))
+    loss = cross_tokenizer_kl(*arguments, horizon="answer")
+    exact = exact_gradient(wordy)
+    assert relative_error(gradient(mean_loss(loss, wordy, answer), wordy), exact) < EXACT
     log_p, cost = costs(wordy)
-    value = float(expected(loss, wordy, answer).detach())
+    value = float(mean_loss(loss, wordy, answer).detach())
     assert value == pytest.approx(float((log_p.exp() * cost).sum().detach()), abs=EXACT)
-    # A token that begins a word has ended the one before: without the cost of that it is biased.
+    # A token that begins a word also ends the word before; without that word's cost it is biased.
     advantages = costs_to_come((of_tokens - shares).detach(), answer)
-    without = expected(advantages * of_tokens, wordy, answer)
-    assert error(gradient(without, wordy), wanted) > 0.03
+    partial_loss = mean_loss(advantages * of_tokens, wordy, answer)
+    assert relative_error(gradient(partial_loss, wordy), exact) > 0.03
 
 
 def test_a_word_is_all_that_changes_if_nothing_else_does(wordy: Answers) -> None:
@@ -225,42 +228,42 @@ def test_a_word_is_all_that_changes_if_nothing_else_does(wordy: Answers) -> None
     of_tokens, answer = wordy.of_tokens()
     word, shares = wordy.words()
     cost = (of_tokens - shares).detach()
-    found = word_advantages(cost, word, answer, "word")
+    advantages = word_advantages(cost, word, answer, "word")
     for i in range(0, len(cost), 7):
-        mine = word == word[i]
+        is_relevant = word == word[i]
         if i and word[i - 1] != word[i] and answer[i - 1] == answer[i]:
-            mine |= word == word[i - 1]
-        assert float(found[i]) == pytest.approx(float(cost[mine].sum()), abs=EXACT)
+            is_relevant |= word == word[i - 1]
+        assert float(advantages[i]) == pytest.approx(float(cost[is_relevant].sum()), abs=EXACT)
 
 
 def rows_of_matches(toy: Answers) -> tuple[Rows, Rows, Tensor, Tensor]:
-    """Rows of every token at the student's ids that are one teacher token, or the end.
+    """Return rows of every token at the student's ids that are one teacher token, or the end.
 
-    Also which sampled tokens are among them, and whether the teacher's encoding of the text before
-    lies on that of the answer. In the teacher's rows after 5 bytes only the end is left.
+    Also return which sampled tokens are among them, and whether the teacher's encoding of the text
+    before is a prefix of that of the answer. After 5 bytes, only the end is possible.
     """
     shared = [token for token in toy.student.vocabulary if token in toy.teacher.vocabulary]
-    ours = [toy.student.vocabulary.index(token) for token in shared]
-    theirs = [toy.teacher.vocabulary.index(token) for token in shared]
+    student_ids = [toy.student.vocabulary.index(token) for token in shared]
+    teacher_ids = [toy.teacher.vocabulary.index(token) for token in shared]
     p, q = toy.student.logprobs(), toy.teacher.logprobs().detach()
-    at, of_teacher, token, on_path = [], [], [], []
+    student_rows, teacher_rows, token_columns, on_path = [], [], [], []
     for answer in toy.all:
-        encoded = toy.encode("".join(answer))
+        encoding = toy.encode("".join(answer))
         for i, (row, column) in enumerate(toy.student.places(answer)):
-            before = toy.encode("".join(answer[:i]))
-            at.append(row)
-            of_teacher.append(toy.teacher.places(before)[-1][0])
-            token.append(column)
-            on_path.append(encoded[: len(before)] == before)
-    student, teacher = p[at], q[of_teacher]
-    columns = torch.tensor(token)
-    match = {ours[i]: theirs[i] for i in range(len(shared))}
-    in_head = torch.tensor([one in match for one in token])
-    other = torch.tensor([match.get(one, 0) for one in token])
+            prefix_encoding = toy.encode("".join(answer[:i]))
+            student_rows.append(row)
+            teacher_rows.append(toy.teacher.places(prefix_encoding)[-1][0])
+            token_columns.append(column)
+            on_path.append(encoding[: len(prefix_encoding)] == prefix_encoding)
+    student, teacher = p[student_rows], q[teacher_rows]
+    sampled_ids = torch.tensor(token_columns)
+    match = {student_ids[i]: teacher_ids[i] for i in range(len(shared))}
+    in_head = torch.tensor([column in match for column in token_columns])
+    teacher_tokens = torch.tensor([match.get(column, 0) for column in token_columns])
 
     def rows(table: Tensor, head: list[int], tokens: Tensor) -> Rows:
-        rest = [i for i in range(table.shape[1]) if i not in head]
-        tail = table[:, rest]
+        tail_ids = [i for i in range(table.shape[1]) if i not in head]
+        tail = table[:, tail_ids]
         empty = (tail == -torch.inf).all(1)
         safe = torch.where(empty[:, None], 0.0, tail).logsumexp(1)
         return Rows(
@@ -270,8 +273,8 @@ def rows_of_matches(toy: Answers) -> tuple[Rows, Rows, Tensor, Tensor]:
         )
 
     return (
-        rows(student, ours, columns),
-        rows(teacher, theirs, other),
+        rows(student, student_ids, sampled_ids),
+        rows(teacher, teacher_ids, teacher_tokens),
         in_head,
         torch.tensor(on_path),
     )
@@ -282,50 +285,55 @@ def test_the_control_variate_is_unbiased(toy: Answers) -> None:
     advantages = costs_to_come((of_tokens - toy.shares_to_the_end()).detach(), answer)
     student, teacher, in_head, on_path = rows_of_matches(toy)
     loss = controlled_topk_kl(student, teacher, in_head, advantages)
-    wanted = exact_gradient(toy)
-    assert error(gradient(expected(loss, toy, answer), toy), wanted) < EXACT
-    # Only where the prefix lies on the path of the answer: the future chooses the estimator.
-    plain = (of_tokens - of_tokens.detach()) * advantages
+    exact = exact_gradient(toy)
+    assert relative_error(gradient(mean_loss(loss, toy, answer), toy), exact) < EXACT
+    # Biased if used only where the prefix is on the answer's path: later tokens decide that.
+    uncontrolled = (of_tokens - of_tokens.detach()) * advantages
     student, teacher, in_head, _ = rows_of_matches(toy)
-    mixed = torch.where(on_path, controlled_topk_kl(student, teacher, in_head, advantages), plain)
-    bias = error(gradient(expected(mixed, toy, answer), toy), wanted)
+    mixed_loss = torch.where(
+        on_path, controlled_topk_kl(student, teacher, in_head, advantages), uncontrolled
+    )
+    bias = relative_error(gradient(mean_loss(mixed_loss, toy, answer), toy), exact)
     print(f"control variate where it fits: {bias:.0%}")
     assert bias > 0.01
 
 
 def heads_of_words(toy: Answers, *, within: bool = False) -> MatchedHead:
-    """S of every token that begins a word: ids that begin one, and are one teacher token.
+    """Return S of every token that begins a word: ids that begin a word and are one teacher token.
 
-    `within`: also within words, where the teacher's encoding of the text before lies on that of the
-    answer.
+    `within`: also within words, where the teacher's encoding of the text before is a prefix of that
+    of the answer.
     """
-    ours, theirs = toy.student.vocabulary, toy.teacher.vocabulary
+    student_tokens, teacher_tokens = toy.student.vocabulary, toy.teacher.vocabulary
     p, q = toy.student.logprobs(), toy.teacher.logprobs().detach()
-    at, of_teacher, token, matched = [], [], [], []
+    student_rows, teacher_rows, sampled_ids, matched = [], [], [], []
     for answer in toy.all:
-        encoded = (*toy.encode("".join(answer)), END)
+        encoding = (*toy.encode("".join(answer)), END)
         for i, (row, column) in enumerate(toy.student.places(answer)):
-            before = "".join(answer[:i])
-            known = toy.encode(before)
+            prefix = "".join(answer[:i])
+            prefix_encoding = toy.encode(prefix)
             fits = [
-                u in theirs and (within or not before or (before[-1] != " " and u[:1] in ("", " ")))
-                for u in ours
+                u in teacher_tokens
+                and (within or not prefix or (prefix[-1] != " " and u[:1] in ("", " ")))
+                for u in student_tokens
             ]
-            used = fits[column] and encoded[: len(known)] == known
-            at.append(row)
-            of_teacher.append(toy.teacher.places(known)[-1][0])
-            token.append(column)
-            matched.append([used and one for one in fits])
-    columns = [theirs.index(u) if u in theirs else 0 for u in ours]
-    written = torch.nn.functional.one_hot(torch.tensor(token), len(ours)).bool()
-    return MatchedHead(p[at], q[of_teacher][:, columns], torch.tensor(matched), written)
+            is_usable = fits[column] and encoding[: len(prefix_encoding)] == prefix_encoding
+            student_rows.append(row)
+            teacher_rows.append(toy.teacher.places(prefix_encoding)[-1][0])
+            sampled_ids.append(column)
+            matched.append([is_usable and fit for fit in fits])
+    columns = [teacher_tokens.index(u) if u in teacher_tokens else 0 for u in student_tokens]
+    is_sampled = torch.nn.functional.one_hot(torch.tensor(sampled_ids), len(student_tokens)).bool()
+    return MatchedHead(
+        p[student_rows], q[teacher_rows][:, columns], torch.tensor(matched), is_sampled
+    )
 
 
-def controlled(toy: Answers, horizon: Horizon, head: MatchedHead | None) -> Tensor:
+def controlled_loss(toy: Answers, horizon: Horizon, head: MatchedHead | None) -> Tensor:
     of_tokens, answer = toy.of_tokens()
     word, shares = toy.words()
-    of = (of_tokens, shares, word, answer, everything(of_tokens))
-    return cross_tokenizer_kl(*of, horizon=horizon, head=head)
+    arguments = (of_tokens, shares, word, answer, select_all(of_tokens))
+    return cross_tokenizer_kl(*arguments, horizon=horizon, head=head)
 
 
 @pytest.fixture(params=[TEACHER_OF_WORDS, ("a", " ", " a", "aaa")])
@@ -339,52 +347,58 @@ def test_heads_of_words_do_not_change_the_mean(words_of: Answers, horizon: Horiz
     _, answer = words_of.of_tokens()
 
     def mean(head: MatchedHead | None) -> Tensor:
-        return gradient(expected(controlled(words_of, horizon, head), words_of, answer), words_of)
+        return gradient(
+            mean_loss(controlled_loss(words_of, horizon, head), words_of, answer), words_of
+        )
 
     head = heads_of_words(words_of)
     assert bool((head.matched.sum(1) > 1).any())
-    assert error(mean(head), mean(None)) < EXACT
+    assert relative_error(mean(head), mean(None)) < EXACT
     if horizon == "answer":
-        assert error(mean(head), exact_gradient(words_of)) < EXACT
-    # Within a word, whether the text before is encoded alike depends on the token.
-    bias = error(mean(heads_of_words(words_of, within=True)), mean(None))
+        assert relative_error(mean(head), exact_gradient(words_of)) < EXACT
+    # Within a word, the encoding of the text before depends on the token.
+    bias = relative_error(mean(heads_of_words(words_of, within=True)), mean(None))
     print(f"heads within words, {horizon}: {bias:.0%}")
     assert bias > 0.01
 
 
 @pytest.mark.parametrize("horizon", ["word", "answer"])
 def test_heads_of_words_lower_the_variance(words_of: Answers, horizon: Horizon) -> None:
-    """Of an answer's gradient, summed over all parameters."""
+    """The variance of an answer's gradient, summed over all parameters."""
     _, answer = words_of.of_tokens()
     p = costs(words_of)[0].detach().exp()
-    found = []
+    variances = []
     for head in (None, heads_of_words(words_of)):
-        loss = controlled(words_of, horizon, head)
-        of_answers = torch.zeros(len(p), dtype=loss.dtype).index_add(0, answer, loss)
-        every = torch.stack([gradient(one, words_of) for one in of_answers]).flatten(1)
-        found.append(float(p @ (every - p @ every).square().sum(1)))
-    print(f"variance of the gradient, {horizon}: {found[0]:.3f} -> {found[1]:.3f}")
-    assert found[1] < 0.9 * found[0]
+        loss = controlled_loss(words_of, horizon, head)
+        answer_losses = torch.zeros(len(p), dtype=loss.dtype).index_add(0, answer, loss)
+        answer_gradients = torch.stack(
+            [gradient(answer_loss, words_of) for answer_loss in answer_losses]
+        ).flatten(1)
+        variances.append(float(p @ (answer_gradients - p @ answer_gradients).square().sum(1)))
+    print(f"variance of the gradient, {horizon}: {variances[0]:.3f} -> {variances[1]:.3f}")
+    assert variances[1] < 0.9 * variances[0]
 
 
 def test_importance_weights_multiply_the_control_variate_too(wordy: Answers) -> None:
     of_tokens, answer = wordy.of_tokens()
     word, shares = wordy.words()
     weights = torch.rand(len(word), generator=torch.Generator().manual_seed(0)).double() + 0.5
-    of = (of_tokens, shares, word, answer, everything(of_tokens))
+    arguments = (of_tokens, shares, word, answer, select_all(of_tokens))
     options: dict[str, Any] = {"horizon": "word", "head": heads_of_words(wordy)}
-    weighted = cross_tokenizer_kl(*of, **options, importance=weights) / weights
-    plain = cross_tokenizer_kl(*of, **options)
-    one, other = (gradient(expected(loss, wordy, answer), wordy) for loss in (weighted, plain))
-    assert error(one, other) < EXACT
+    weighted_loss = cross_tokenizer_kl(*arguments, **options, importance=weights) / weights
+    unweighted_loss = cross_tokenizer_kl(*arguments, **options)
+    weighted_gradient, unweighted_gradient = (
+        gradient(mean_loss(loss, wordy, answer), wordy) for loss in (weighted_loss, unweighted_loss)
+    )
+    assert relative_error(weighted_gradient, unweighted_gradient) < EXACT
 
 
 def test_matched_tokens_alone_are_biased(toy: Answers) -> None:
-    """GOLD's part of matched tokens, with the rest in one bucket."""
+    """GOLD's loss of matched tokens, with all other tokens in one bucket."""
     _, answer = toy.of_tokens()
     student, teacher, in_head, _ = rows_of_matches(toy)
     matched = topk_kl(student, teacher, in_head, direction="reverse", tail="bucket")
-    bias = error(gradient(expected(matched, toy, answer), toy), exact_gradient(toy))
+    bias = relative_error(gradient(mean_loss(matched, toy, answer), toy), exact_gradient(toy))
     print(f"matched tokens: {bias:.0%}")
     assert bias > 0.1
 
@@ -398,44 +412,51 @@ def test_with_one_tokenizer_the_control_variate_is_bucket_and_sampled() -> None:
     tokens = torch.tensor([0, 3, 8, 1, 2, 5, 7])
 
     def rows(table: Tensor) -> Rows:
-        own = table.gather(1, tokens[:, None])[:, 0]
-        return Rows(table[:, :4], table[:, 4:].logsumexp(1), own)
+        token_logprobs = table.gather(1, tokens[:, None])[:, 0]
+        return Rows(table[:, :4], table[:, 4:].logsumexp(1), token_logprobs)
 
     student, teacher, in_head = rows(p), rows(q), tokens < 4
     cost = (student.token_logprobs - teacher.token_logprobs).detach()
-    found = controlled_topk_kl(student, teacher, in_head, cost).sum()
-    wanted = topk_kl(student, teacher, in_head, direction="reverse", tail="bucket+sampled").sum()
-    assert float(found.detach()) == pytest.approx(float(wanted.detach()), abs=EXACT)
-    one, other = (torch.autograd.grad(value, p, retain_graph=True)[0] for value in (found, wanted))
-    assert float((one - other).abs().max()) < EXACT
+    controlled_value = controlled_topk_kl(student, teacher, in_head, cost).sum()
+    bucket_value = topk_kl(
+        student, teacher, in_head, direction="reverse", tail="bucket+sampled"
+    ).sum()
+    assert float(controlled_value.detach()) == pytest.approx(
+        float(bucket_value.detach()), abs=EXACT
+    )
+    controlled_gradient, bucket_gradient = (
+        torch.autograd.grad(value, p, retain_graph=True)[0]
+        for value in (controlled_value, bucket_value)
+    )
+    assert float((controlled_gradient - bucket_gradient).abs().max()) < EXACT
 
 
-def minimum(form: str) -> float:
-    """E[L] after Adam has followed the mean of the form's gradient."""
+def minimize_loss(form: str) -> float:
+    """Return E[L] after minimisation with the mean gradient of a form by Adam."""
     student, teacher = Table(STUDENT_OF_WORDS, 1), Table(TEACHER_OF_WORDS, 2)
     toy = Answers(student, teacher, greedy(TEACHER_OF_WORDS))
     word, of_words = toy.words()
     chunk, of_chunk, _ = toy.chunks()
-    last = torch.ones_like(chunk, dtype=torch.bool)
-    last[:-1] = chunk[1:] != chunk[:-1]
+    is_last = torch.ones_like(chunk, dtype=torch.bool)
+    is_last[:-1] = chunk[1:] != chunk[:-1]
     adam = torch.optim.Adam([toy.student.logits], lr=0.1)
     for _ in range(150):
         of_tokens, answer = toy.of_tokens()
         if form == "chunk":
-            loss = plain(of_tokens, torch.where(last, of_chunk, 0.0), chunk)
+            loss = plain_loss(of_tokens, torch.where(is_last, of_chunk, 0.0), chunk)
         else:
-            of = (of_tokens, of_words, word, answer, everything(of_tokens))
-            loss = cross_tokenizer_kl(*of, horizon="word" if form == "word" else "answer")
+            arguments = (of_tokens, of_words, word, answer, select_all(of_tokens))
+            loss = cross_tokenizer_kl(*arguments, horizon="word" if form == "word" else "answer")
         adam.zero_grad()
-        expected(loss, toy, answer).backward()
+        mean_loss(loss, toy, answer).backward()
         adam.step()
     log_p, cost = costs(toy)
     return float((log_p.exp() * cost).sum().detach())
 
 
 def test_where_the_forms_lead() -> None:
-    """That of words nearly to the minimum, that of chunks elsewhere."""
-    found = {form: minimum(form) for form in ("answer", "word", "chunk")}
-    print({form: round(value, 3) for form, value in found.items()})
-    assert found["word"] - found["answer"] < 0.02
-    assert found["chunk"] - found["answer"] > 0.5
+    """The word form nearly reaches the minimum, the chunk form does not."""
+    minima = {form: minimize_loss(form) for form in ("answer", "word", "chunk")}
+    print({form: round(value, 3) for form, value in minima.items()})
+    assert minima["word"] - minima["answer"] < 0.02
+    assert minima["chunk"] - minima["answer"] > 0.5

@@ -1,4 +1,4 @@
-"""Tail mode `bucket+draws` against the exact KL, by a sum over every outcome of the draws."""
+"""Tail mode `bucket+draws` equals the exact KL on average, over every outcome of the draws."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def draws_kl(
     case: Case,
     direction: Direction,
     ids: Tensor,
-    drawn: Tensor | None,
+    draw_logprobs: Tensor | None,
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The estimate [n] for draws `ids` [n, M]; `drawn` [n, M]: log-probs of drawing them."""
+    """Return the estimate [n] for draws `ids` [n, M], sampled with `draw_logprobs` [n, M]."""
     n = len(ids)
     token = torch.zeros(n, dtype=torch.long)
     student, teacher = (
@@ -41,39 +41,39 @@ def draws_kl(
         token.bool(),
         direction=direction,
         tail="bucket+draws",
-        draw_logprobs=drawn,
+        draw_logprobs=draw_logprobs,
     )
 
 
-def check(
+def check_unbiased(
     case: Case,
     direction: Direction,
     weights: Tensor,
     ids: Tensor,
-    drawn: Tensor | None,
+    draw_logprobs: Tensor | None,
     temperature: float = 1.0,
 ) -> None:
-    """Outcome i, the draws ids[i], has the probability weights[i]."""
+    """Check value and gradient on average; outcome i, draws ids[i], has probability weights[i]."""
     assert abs(weights.sum() - 1) < EXACT
-    values = draws_kl(case, direction, ids, drawn, temperature=temperature)
+    values = draws_kl(case, direction, ids, draw_logprobs, temperature=temperature)
     value, gradient = expectation(values, weights, case.student)
-    true = exact_kl(
+    exact_value = exact_kl(
         case.student[None], case.teacher[None], direction=direction, temperature=temperature
     ).sum()
-    (true_gradient,) = torch.autograd.grad(true, case.student)
-    assert abs(value - true.detach()) < EXACT
-    assert (gradient - true_gradient).abs().max() < EXACT
+    (exact_gradient,) = torch.autograd.grad(exact_value, case.student)
+    assert abs(value - exact_value.detach()) < EXACT
+    assert (gradient - exact_gradient).abs().max() < EXACT
 
 
-def independent(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Every outcome of `count` independent draws: its probability [n], the ids [n, M]."""
+def independent_draws(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return every outcome of `count` independent draws: probabilities [n] and ids [n, M]."""
     (support,) = probabilities.nonzero(as_tuple=True)
     ids = torch.cartesian_prod(*[support] * count).reshape(-1, count)
     return probabilities[ids].prod(1), ids
 
 
-def stratified(policy: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every outcome of `draw_tail`: its probability [n], the ids and their log-probs [n, M].
+def stratified_draws(policy: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return every outcome of `draw_tail`: probabilities [n], ids and their log-probs [n, M].
 
     As a function of its uniform number the draws are constant between breakpoints, so the length
     of each piece is the probability of its draws.
@@ -82,18 +82,18 @@ def stratified(policy: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor
     ends = (tail.cumsum(0) / tail.sum().clamp(min=1e-300)).clamp(max=1)
     points = torch.cat([(ends * count).frac(), torch.tensor([0.0, 1.0])]).sort().values
     n = len(points) - 1
-    drawn = draw_tail(
+    tail_draws = draw_tail(
         policy.repeat(n, 1), head.expand(n, -1), (points[:-1] + points[1:]) / 2, count
     )
-    return points.diff(), drawn.ids.long(), drawn.logprobs
+    return points.diff(), tail_draws.ids.long(), tail_draws.logprobs
 
 
 def tail_of(case: Case, temperature: float = 1.0) -> Tensor:
-    """The distribution from which the policy mu draws: its tail, normalised, [V]."""
+    """Return the normalised tail of the policy mu, from which ids are drawn, [V]."""
     return (case.behaviour / temperature).index_fill(0, case.head, -torch.inf).softmax(0)
 
 
-# Every head size of a small vocabulary; pairs, fours and sixteens of draws.
+# Every head size of a small vocabulary, and 1, 2, 4 and 16 draws.
 SIZES = [*[(12, k, 1) for k in range(12)], (200, 8, 1), (30, 8, 2), (9, 4, 4), (8, 6, 16)]
 
 
@@ -101,17 +101,17 @@ SIZES = [*[(12, k, 1) for k in range(12)], (200, 8, 1), (30, 8, 2), (9, 4, 4), (
 @pytest.mark.parametrize(("vocab", "k", "count"), SIZES)
 def test_draws_of_the_student_are_unbiased(vocab, k, count, direction):
     case = make_case(vocab, k, direction, on_policy=True)
-    weights, ids = independent(tail_of(case), count)
-    check(case, direction, weights, ids, None)
-    check(case, direction, weights, ids, tail_of(case).log()[ids])
+    weights, ids = independent_draws(tail_of(case), count)
+    check_unbiased(case, direction, weights, ids, None)
+    check_unbiased(case, direction, weights, ids, tail_of(case).log()[ids])
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("vocab", "k", "count"), SIZES)
 def test_draws_of_another_policy_are_unbiased(vocab, k, count, direction):
     case = make_case(vocab, k, direction, on_policy=False)
-    weights, ids = independent(tail_of(case), count)
-    check(case, direction, weights, ids, tail_of(case).log()[ids])
+    weights, ids = independent_draws(tail_of(case), count)
+    check_unbiased(case, direction, weights, ids, tail_of(case).log()[ids])
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
@@ -122,10 +122,12 @@ def test_stratified_draws_are_unbiased(vocab, count, direction, on_policy):
     sizes = range(13) if vocab == 12 else (0, 8, 149, 150)
     for k in sizes:
         case = make_case(vocab, k, direction, on_policy=on_policy)
-        weights, ids, drawn = stratified(case.behaviour.softmax(0).detach(), case.head, count)
-        check(case, direction, weights, ids, drawn)
+        weights, ids, draw_logprobs = stratified_draws(
+            case.behaviour.softmax(0).detach(), case.head, count
+        )
+        check_unbiased(case, direction, weights, ids, draw_logprobs)
         if on_policy:
-            check(case, direction, weights, ids, None)
+            check_unbiased(case, direction, weights, ids, None)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -133,62 +135,67 @@ def test_stratified_draws_are_unbiased(vocab, count, direction, on_policy):
 def test_unbiased_at_a_temperature(direction, temperature):
     case = make_case(100, 8, direction, on_policy=False)
     policy = (case.behaviour / temperature).softmax(0).detach()
-    outcomes = stratified(policy, case.head, 4)
-    check(case, direction, *outcomes, temperature)
+    outcomes = stratified_draws(policy, case.head, 4)
+    check_unbiased(case, direction, *outcomes, temperature)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("k", [0, 3, 11])
 def test_draws_of_more_than_the_tail_are_unbiased(k, direction):
-    """The head was not known when the ids were drawn, from everything: ids in it are ignored."""
+    """Ids drawn from the full distribution, before the head is known; those in it are ignored."""
     case = make_case(12, k, direction, on_policy=False)
     policy = case.behaviour.softmax(0).detach()
     outside = policy.log().index_fill(0, case.head, torch.inf)
     for weights, ids in (
-        independent(policy, 2),
-        stratified(policy, case.head[:0], 4)[:2],
+        independent_draws(policy, 2),
+        stratified_draws(policy, case.head[:0], 4)[:2],
     ):
-        check(case, direction, weights, ids, outside[ids])
+        check_unbiased(case, direction, weights, ids, outside[ids])
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_draws_and_ids_that_are_always_there_are_unbiased(direction):
-    """The student draws outside its own top-k, the head is another: its own top-k ids are added.
+    """The student draws outside its own top-k, which differs from the head, and adds its top-k ids.
 
-    With K ids that are always there and M draws, g is the expected number of times over K + M.
+    With K fixed ids and M draws, g is the expected count of an id divided by K + M.
     """
     case = make_case(14, 4, direction, on_policy=False)
     policy = case.behaviour.softmax(0).detach()
-    own = torch.tensor([0, 3, int(case.head[1]), 9])
-    weights, drawn, logprobs = stratified(policy, own, 3)
-    ids = torch.cat([own.expand(len(drawn), -1), drawn], 1)
+    own_ids = torch.tensor([0, 3, int(case.head[1]), 9])
+    weights, drawn_ids, logprobs = stratified_draws(policy, own_ids, 3)
+    ids = torch.cat([own_ids.expand(len(drawn_ids), -1), drawn_ids], 1)
     times = torch.cat([torch.ones(ids.shape[0], 4).double(), 3 * logprobs.exp()], 1)
-    of_any = (times / 7).log().masked_fill(torch.isin(ids, case.head), torch.inf)
-    check(case, direction, weights, ids, of_any)
+    any_logprobs = (times / 7).log().masked_fill(torch.isin(ids, case.head), torch.inf)
+    check_unbiased(case, direction, weights, ids, any_logprobs)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_ignored_draws_leave_the_bucket(direction):
-    """A head of everything, a student without a tail, placeholders of the sampler."""
+    """With a head of all ids, a student without a tail, or placeholders of the sampler."""
     case = make_case(10, 4, direction, on_policy=True)
     bucket = {"direction": direction, "tail": "bucket"}
-    everything = Case(case.student, case.teacher, case.behaviour, torch.arange(10))
+    full_head = Case(case.student, case.teacher, case.behaviour, torch.arange(10))
     certain = case.student.detach().clone()
     certain[[i for i in range(10) if i not in case.head]] = -torch.inf
-    without = Case(certain.requires_grad_(), case.teacher, certain.detach(), case.head)
-    for one, given in ((everything, False), (without, False), (without, True), (case, True)):
+    without_tail = Case(certain.requires_grad_(), case.teacher, certain.detach(), case.head)
+    for tested_case, has_logprobs in (
+        (full_head, False),
+        (without_tail, False),
+        (without_tail, True),
+        (case, True),
+    ):
         ids = torch.tensor([[0, 5, 9, 9]])
-        drawn = torch.full((1, 4), torch.inf) if given else None
-        found = draws_kl(one, direction, ids, drawn)
+        draw_logprobs = torch.full((1, 4), torch.inf) if has_logprobs else None
+        draws_loss = draws_kl(tested_case, direction, ids, draw_logprobs)
         student, teacher = (
-            rows_from_logits(logits[None], one.head[None], ids[:, 0])
-            for logits in (one.student, one.teacher)
+            rows_from_logits(logits[None], tested_case.head[None], ids[:, 0])
+            for logits in (tested_case.student, tested_case.teacher)
         )
-        wanted = topk_kl(student, teacher, torch.tensor([False]), **bucket)
-        assert torch.equal(found, wanted)
+        bucket_loss = topk_kl(student, teacher, torch.tensor([False]), **bucket)
+        assert torch.equal(draws_loss, bucket_loss)
         gradients = [
-            torch.autograd.grad(loss.sum(), one.student, retain_graph=True)[0]
-            for loss in (found, wanted)
+            torch.autograd.grad(loss.sum(), tested_case.student, retain_graph=True)[0]
+            for loss in (draws_loss, bucket_loss)
         ]
         assert gradients[0].isfinite().all()
         assert (gradients[0] - gradients[1]).abs().max() < EXACT
@@ -201,15 +208,17 @@ def test_more_draws_vary_less_and_stratified_ones_least(direction):
 
     def variance(weights: Tensor, ids: Tensor) -> float:
         leaf = case.student.detach().repeat(len(ids), 1).requires_grad_()
-        one = Case(leaf, case.teacher, case.behaviour, case.head)
-        (gradients,) = torch.autograd.grad(draws_kl(one, direction, ids, None).sum(), leaf)
+        repeated_case = Case(leaf, case.teacher, case.behaviour, case.head)
+        (gradients,) = torch.autograd.grad(
+            draws_kl(repeated_case, direction, ids, None).sum(), leaf
+        )
         mean = weights @ gradients
         return float(weights @ (gradients - mean).square().sum(1))
 
-    alone = variance(*independent(tail_of(case), 1))
-    assert variance(*independent(tail_of(case), 2)) == pytest.approx(alone / 2)
+    single_variance = variance(*independent_draws(tail_of(case), 1))
+    assert variance(*independent_draws(tail_of(case), 2)) == pytest.approx(single_variance / 2)
     for count in (4, 16, 64):
-        assert variance(*stratified(policy, case.head, count)[:2]) < alone / count
+        assert variance(*stratified_draws(policy, case.head, count)[:2]) < single_variance / count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -221,24 +230,24 @@ def test_finite_at_huge_logits_and_with_a_masked_vocabulary(direction, dtype):
     huge = student.sign() * 1e4
     masked = teacher.clone()
     masked[:, [0, 5, 6]] = -torch.inf
-    masked[3, 2:] = -torch.inf  # certain of id 1, which is in no head
+    masked[3, 2:] = -torch.inf  # probability 1 at id 1, which is in no head
     ids = torch.randint(12, (6, 5), generator=generator)  # some of them head ids
     logprobs = torch.tensor([-1e-3, -30.0, -65504.0, -torch.inf, torch.inf], dtype=dtype)
-    for mine in (student, huge, masked):
-        for other in (teacher, -huge, masked):
-            for drawn in (None, logprobs.expand(6, -1)):
-                leaf = mine.clone().requires_grad_()
-                s, t = (
+    for student_logits in (student, huge, masked):
+        for teacher_logits in (teacher, -huge, masked):
+            for draw_logprobs in (None, logprobs.expand(6, -1)):
+                leaf = student_logits.clone().requires_grad_()
+                student_rows, teacher_rows = (
                     rows_from_logits(logits, head, ids[:, 0], sample_ids=ids)
-                    for logits in (leaf, other)
+                    for logits in (leaf, teacher_logits)
                 )
                 loss = topk_kl(
-                    s,
-                    t,
+                    student_rows,
+                    teacher_rows,
                     torch.zeros(6, dtype=torch.bool),
                     direction=direction,
                     tail="bucket+draws",
-                    draw_logprobs=drawn,
+                    draw_logprobs=draw_logprobs,
                 )
                 (gradient,) = torch.autograd.grad(loss.sum(), leaf)
                 assert loss.isfinite().all()
@@ -251,8 +260,10 @@ def test_masked_tokens_get_no_gradient(direction):
     leaf = case.student.detach().repeat(4, 1).requires_grad_()
     ids = tail_of(case).multinomial(12, replacement=True).view(4, 3)
     mask = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
-    one = Case(leaf, case.teacher, case.behaviour, case.head)
-    (gradient,) = torch.autograd.grad((draws_kl(one, direction, ids, None) * mask).sum(), leaf)
+    repeated_case = Case(leaf, case.teacher, case.behaviour, case.head)
+    (gradient,) = torch.autograd.grad(
+        (draws_kl(repeated_case, direction, ids, None) * mask).sum(), leaf
+    )
     assert (gradient.any(1) == mask.bool()).all()
 
 
@@ -261,12 +272,17 @@ def test_the_draws_must_be_there(direction):
     def rows(samples: Tensor | None) -> Rows:
         return Rows(torch.zeros(2, 1), torch.zeros(2), torch.zeros(2), samples)
 
-    some = torch.zeros(2, 4)
-    for mine, other in ((None, some), (some, None), (some, some[:, :1]), (some[:, :0],) * 2):
+    draws = torch.zeros(2, 4)
+    for student_draws, teacher_draws in (
+        (None, draws),
+        (draws, None),
+        (draws, draws[:, :1]),
+        (draws[:, :0],) * 2,
+    ):
         with pytest.raises(ValueError, match="the log-prob of each draw"):
             topk_kl(
-                rows(mine),
-                rows(other),
+                rows(student_draws),
+                rows(teacher_draws),
                 torch.zeros(2, dtype=torch.bool),
                 direction=direction,
                 tail="bucket+draws",

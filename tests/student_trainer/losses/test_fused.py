@@ -1,4 +1,4 @@
-"""The fused operator against plain autograd on materialised logits."""
+"""The fused operator compared with autograd on materialised logits."""
 
 import pytest
 import torch
@@ -41,37 +41,43 @@ def problem(n, vocab, k, seed=0, dtype=torch.float32):
 
 
 def samples_of(head, vocab, count=3):
-    """Ids outside the head, some of them twice; any, where the head is everything."""
-    outside = torch.ones(len(head), vocab).scatter_(1, head, 0)
-    outside[outside.sum(1) == 0] = 1
+    """Return ids outside the head, some of them repeated; any ids, where the head has all."""
+    is_outside = torch.ones(len(head), vocab).scatter_(1, head, 0)
+    is_outside[is_outside.sum(1) == 0] = 1
     generator = torch.Generator().manual_seed(1)
-    return outside.multinomial(count, replacement=True, generator=generator)
+    return is_outside.multinomial(count, replacement=True, generator=generator)
 
 
 def make_loss(name, head, tokens, teacher: Rows, weights):
-    member = (head == tokens[:, None]).any(1)
-    old = teacher.token_logprobs
+    is_in_head = (head == tokens[:, None]).any(1)
+    old_logprobs = teacher.token_logprobs
 
-    advantages = torch.linspace(-1, 1, len(old), dtype=old.dtype)
-    # Some policy's log-probs of the draws; the first draw of every row is to be ignored.
-    drawn = torch.linspace(-6, -1, teacher.sample_logprobs.numel(), dtype=old.dtype)
-    drawn = drawn.to(old.device).view_as(teacher.sample_logprobs).clone()
-    drawn[:, 0] = torch.inf
+    advantages = torch.linspace(-1, 1, len(old_logprobs), dtype=old_logprobs.dtype)
+    # Log-probs of the draws by some policy; the first draw of every row is ignored.
+    draw_logprobs = torch.linspace(
+        -6, -1, teacher.sample_logprobs.numel(), dtype=old_logprobs.dtype
+    )
+    draw_logprobs = draw_logprobs.to(old_logprobs.device).view_as(teacher.sample_logprobs).clone()
+    draw_logprobs[:, 0] = torch.inf
 
-    def surrogate(rows: Rows, index, more=0.0):
-        log_ratio = token_log_ratio(rows.token_logprobs, old[index])
-        return clipped_surrogate(log_ratio, advantages[index] + more, clip_low=0.2, clip_high=0.28)
+    def surrogate(rows: Rows, index, added_advantage=0.0):
+        log_ratio = token_log_ratio(rows.token_logprobs, old_logprobs[index])
+        return clipped_surrogate(
+            log_ratio, advantages[index] + added_advantage, clip_low=0.2, clip_high=0.28
+        )
 
     def loss(rows: Rows, index):
         match name.split("/"):
             case ["grpo"]:
                 values = surrogate(rows, index)
             case ["grpo+kl", direction]:
-                importance = importance_weights(rows.token_logprobs, old[index], clip=(0.5, 2.0))
+                importance = importance_weights(
+                    rows.token_logprobs, old_logprobs[index], clip=(0.5, 2.0)
+                )
                 kl = topk_kl(
                     rows,
                     teacher[index],
-                    member[index],
+                    is_in_head[index],
                     direction=direction,
                     tail="bucket+sampled",
                     importance=importance,
@@ -82,19 +88,19 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
             case ["cross-entropy"]:
                 values = -rows.token_logprobs
             case ["sampled", kind]:
-                values = sampled_kl(rows.token_logprobs, old[index], kind)
+                values = sampled_kl(rows.token_logprobs, old_logprobs[index], kind)
             case [direction, "bucket+draws", "importance"]:
                 values = topk_kl(
                     rows,
                     teacher[index],
-                    member[index],
+                    is_in_head[index],
                     direction=direction,
                     tail="bucket+draws",
-                    draw_logprobs=drawn[index],
+                    draw_logprobs=draw_logprobs[index],
                 )
             case [direction, tail]:
                 values = topk_kl(
-                    rows, teacher[index], member[index], direction=direction, tail=tail
+                    rows, teacher[index], is_in_head[index], direction=direction, tail=tail
                 )
         return values * weights[index]
 
@@ -132,15 +138,15 @@ def compare(
     loss_fn = make_loss(name, head, tokens, teacher, weights)
     leaves = [hidden, weight, *([bias] if with_bias else [])]
 
-    # The reference is reckoned in float64: two float32 results may each be half the bound away.
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    logits = exact[0] @ exact[1].T + (exact[2] if with_bias else 0)
+    # The reference is in float64: of two float32 results, each could be half the bound away.
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logits = exact_leaves[0] @ exact_leaves[1].T + (exact_leaves[2] if with_bias else 0)
     samples = samples_of(head, vocab) if "teacher_samples" in name or "draws" in name else None
     rows = rows_from_logits(logits, head, tokens, sample_ids=samples, temperature=temperature)
     exact_teacher = teacher.map(torch.Tensor.double)
     reference = make_loss(name, head, tokens, exact_teacher, weights.double())
-    plain = reference(rows, slice(0, n)).sum()
-    expected = torch.autograd.grad(plain * 3, exact)
+    exact_loss = reference(rows, slice(0, n)).sum()
+    expected = torch.autograd.grad(exact_loss * 3, exact_leaves)
 
     fused = fused_linear_loss(
         hidden,
@@ -153,16 +159,16 @@ def compare(
         temperature=temperature,
         chunk_rows=chunk_rows,
     )
-    got = torch.autograd.grad(fused.loss_sum * 3, leaves)
-    scale = max(1.0, float(plain.detach().abs()))
-    assert abs(fused.loss_sum - plain).detach() <= tolerance * scale * 10
-    for a, b in zip(got, expected, strict=True):
+    gradients = torch.autograd.grad(fused.loss_sum * 3, leaves)
+    scale = max(1.0, float(exact_loss.detach().abs()))
+    assert abs(fused.loss_sum - exact_loss).detach() <= tolerance * scale * 10
+    for a, b in zip(gradients, expected, strict=True):
         assert (a - b).norm() <= tolerance * max(float(b.norm()), 1.0)
     for field, values in vars(rows).items():
         if values is None:
             continue
-        got_values = getattr(fused.rows, field).double()
-        torch.testing.assert_close(got_values, values.detach(), rtol=1e-5, atol=1e-5)
+        fused_values = getattr(fused.rows, field).double()
+        torch.testing.assert_close(fused_values, values.detach(), rtol=1e-5, atol=1e-5)
     entropy = entropy_from_logits(logits, temperature=temperature)
     torch.testing.assert_close(fused.metrics["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)
     assert fused.metrics["loss"].sum() == fused.loss_sum.detach()
@@ -208,26 +214,26 @@ def test_any_shape(name, n, vocab, data, temperature, chunk_rows, with_bias, see
 def test_frozen_head_or_body_costs_no_gradient():
     hidden, weight, _, head, tokens, teacher, weights = problem(10, 30, 4)
     loss_fn = make_loss("reverse/bucket", head, tokens, teacher, weights)
-    both = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         fused_linear_loss(hidden, weight, head, tokens, loss_fn).loss_sum, [hidden, weight]
     )
-    body = fused_linear_loss(hidden, weight.detach(), head, tokens, loss_fn).loss_sum
-    made = [grad is not None for grad in body.grad_fn.gradients.scale_by(None)]
-    assert made == [True, False, False]
-    torch.testing.assert_close(torch.autograd.grad(body, hidden)[0], both[0])
-    top = fused_linear_loss(hidden.detach(), weight, head, tokens, loss_fn).loss_sum
-    made = [grad is not None for grad in top.grad_fn.gradients.scale_by(None)]
-    assert made == [False, True, False]
-    torch.testing.assert_close(torch.autograd.grad(top, weight)[0], both[1])
+    body_loss = fused_linear_loss(hidden, weight.detach(), head, tokens, loss_fn).loss_sum
+    is_computed = [grad is not None for grad in body_loss.grad_fn.gradients.scale_by(None)]
+    assert is_computed == [True, False, False]
+    torch.testing.assert_close(torch.autograd.grad(body_loss, hidden)[0], gradients[0])
+    head_loss = fused_linear_loss(hidden.detach(), weight, head, tokens, loss_fn).loss_sum
+    is_computed = [grad is not None for grad in head_loss.grad_fn.gradients.scale_by(None)]
+    assert is_computed == [False, True, False]
+    torch.testing.assert_close(torch.autograd.grad(head_loss, weight)[0], gradients[1])
 
 
-def sequence_loss(rows: Rows, old):
-    """GSPO, and two losses of all rows that are nonsense otherwise."""
-    sequence = torch.arange(4).repeat_interleave(len(old) // 4)
-    log_ratio = sequence_log_ratio(rows.token_logprobs, old, sequence)
-    advantages = torch.linspace(-1, 1, 4, dtype=old.dtype)[sequence]
-    whole = clipped_surrogate(log_ratio, advantages, clip_low=0.2, clip_high=0.28).sum()
-    return whole + rows.tail_logmass.var() + rows.sample_logprobs.var()
+def sequence_loss(rows: Rows, old_logprobs):
+    """Return GSPO's loss plus two artificial losses of all rows."""
+    sequence = torch.arange(4).repeat_interleave(len(old_logprobs) // 4)
+    log_ratio = sequence_log_ratio(rows.token_logprobs, old_logprobs, sequence)
+    advantages = torch.linspace(-1, 1, 4, dtype=old_logprobs.dtype)[sequence]
+    policy_loss = clipped_surrogate(log_ratio, advantages, clip_low=0.2, clip_high=0.28).sum()
+    return policy_loss + rows.tail_logmass.var() + rows.sample_logprobs.var()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -240,17 +246,17 @@ def sequence_loss(rows: Rows, old):
     with_bias=st.booleans(),
 )
 def test_losses_of_all_rows_at_once(length, vocab, data, temperature, chunk_rows, with_bias):
-    """Weights that only the whole batch knows: the logits are made twice, the gradient is exact."""
+    """A loss of the whole batch: logits are computed twice, and the gradient is exact."""
     k = data.draw(st.integers(0, vocab - 1))
     hidden, weight, bias, head, tokens, teacher, _ = problem(
         4 * length, vocab, k, dtype=torch.float64
     )
     leaves = [hidden, weight, *([bias] if with_bias else [])]
-    old = teacher.token_logprobs
+    old_logprobs = teacher.token_logprobs
     logits = hidden @ weight.T + (bias if with_bias else 0)
     samples = samples_of(head, vocab)
-    plain = rows_from_logits(logits, head, tokens, sample_ids=samples, temperature=temperature)
-    expected = torch.autograd.grad(sequence_loss(plain, old), leaves)
+    plain_rows = rows_from_logits(logits, head, tokens, sample_ids=samples, temperature=temperature)
+    expected = torch.autograd.grad(sequence_loss(plain_rows, old_logprobs), leaves)
     rows, entropy = fused_linear_rows(
         hidden,
         weight,
@@ -261,10 +267,10 @@ def test_losses_of_all_rows_at_once(length, vocab, data, temperature, chunk_rows
         temperature=temperature,
         chunk_rows=chunk_rows,
     )
-    for got, wanted in zip(
-        torch.autograd.grad(sequence_loss(rows, old), leaves), expected, strict=True
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad(sequence_loss(rows, old_logprobs), leaves), expected, strict=True
     ):
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
     assert not entropy.requires_grad
     torch.testing.assert_close(entropy, entropy_from_logits(logits, temperature=temperature))
 
@@ -280,7 +286,7 @@ def test_nothing_is_differentiated_where_nobody_asks():
 
 
 def test_no_derivative_is_made_where_nobody_asks():
-    """Not even the loss's own: an evaluation may run in inference mode, where there are none."""
+    """The loss is not differentiated either: an evaluation may run in inference mode."""
     hidden, weight, _, head, tokens, teacher, weights = problem(10, 30, 4)
     loss_fn = make_loss("reverse/bucket+sampled", head, tokens, teacher, weights)
     expected = fused_linear_loss(hidden, weight, head, tokens, loss_fn)
@@ -302,7 +308,7 @@ def test_a_second_derivative_is_refused():
 
 
 def test_autocast_counts_as_for_a_linear_layer():
-    """The states of a model under autocast may be float32: its last norm's are."""
+    """The states of a model under autocast may be float32, as those of its last norm."""
     hidden, weight, bias, head, tokens, teacher, weights = problem(16, 40, 5)
     loss_fn = make_loss("forward/bucket+sampled", head, tokens, teacher, weights)
 
@@ -310,21 +316,21 @@ def test_autocast_counts_as_for_a_linear_layer():
         fused = fused_linear_loss(states, weight, head, tokens, loss_fn, bias=bias)
         return fused.loss_sum, torch.autograd.grad(fused.loss_sum, [hidden, weight, bias])
 
-    expected, narrow = run(hidden.bfloat16())
+    expected, expected_gradients = run(hidden.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         loss, gradients = run(hidden)
         rows, _ = fused_linear_rows(hidden, weight, head, tokens, bias=bias)
     assert torch.equal(loss, expected)
-    for found, wanted in zip(gradients, narrow, strict=True):
-        assert found.dtype == torch.float32
-        assert torch.equal(found, wanted)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, expected_gradient)
     logits = torch.nn.functional.linear(hidden.bfloat16(), weight.bfloat16()).float() + bias
-    plain = rows_from_logits(logits, head, tokens)
-    torch.testing.assert_close(rows.token_logprobs, plain.token_logprobs)
+    plain_rows = rows_from_logits(logits, head, tokens)
+    torch.testing.assert_close(rows.token_logprobs, plain_rows.token_logprobs)
 
 
 def test_entropy_of_a_masked_vocabulary():
-    """A bias of -inf takes tokens out, inside and outside the head."""
+    """A bias of -inf masks tokens, inside and outside the head."""
     hidden, weight, bias, head, tokens, _, _ = problem(10, 30, 4)
     bias = bias.detach().clone()
     bias[[0, 1, int(head[0, 0])]] = -torch.inf
@@ -350,12 +356,12 @@ def test_no_rows():
 def test_bf16_input_is_reckoned_in_float32():
     hidden, weight, _, head, tokens, teacher, weights = problem(16, 40, 5)
     loss_fn = make_loss("forward/bucket+sampled", head, tokens, teacher, weights)
-    narrow = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
-    fused = fused_linear_loss(*narrow, head, tokens, loss_fn, chunk_rows=5)
+    bf16_inputs = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    fused = fused_linear_loss(*bf16_inputs, head, tokens, loss_fn, chunk_rows=5)
     assert fused.rows.head_logprobs.dtype == torch.float32
-    got = torch.autograd.grad(fused.loss_sum, narrow)
-    wide = [x.detach().float().requires_grad_() for x in narrow]
-    reference = fused_linear_loss(*wide, head, tokens, loss_fn).loss_sum
-    for a, b in zip(got, torch.autograd.grad(reference, wide), strict=True):
+    gradients = torch.autograd.grad(fused.loss_sum, bf16_inputs)
+    float32_inputs = [x.detach().float().requires_grad_() for x in bf16_inputs]
+    reference = fused_linear_loss(*float32_inputs, head, tokens, loss_fn).loss_sum
+    for a, b in zip(gradients, torch.autograd.grad(reference, float32_inputs), strict=True):
         assert a.dtype == torch.bfloat16
         assert (a.float() - b).norm() / b.norm() < 2e-2

@@ -1,4 +1,4 @@
-"""Heads that are cut, scaled or capped: the fused operator against autograd in float64."""
+"""Heads that are truncated, scaled or capped: the fused operator and autograd in float64."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ MAPS = {
     "capped": LogitMap(cap=2.0),
     "cut, scaled and capped": LogitMap(40, scale=1.7, cap=3.0),
 }
-EVERY = pytest.mark.parametrize("logit_map", MAPS.values(), ids=MAPS)
+EVERY_MAP = pytest.mark.parametrize("logit_map", MAPS.values(), ids=MAPS)
 N, K, WIDE = 24, 6, 53
 
 
-def logits_of(logit_map: LogitMap, products: Tensor) -> Tensor:
-    """By their definition."""
+def compute_logits(logit_map: LogitMap, products: Tensor) -> Tensor:
+    """Return the logits of a map by their definition."""
     z = products[:, : logit_map.vocab_size] * logit_map.scale
     return z if logit_map.cap is None else logit_map.cap * torch.tanh(z / logit_map.cap)
 
 
 def inputs(logit_map: LogitMap, dtype: torch.dtype) -> tuple[list[Tensor], Any]:
-    """Leaves with padding of much mass, and ids and teacher rows about the ids that count."""
+    """Return leaves whose padding ids have much mass, and ids and teacher rows of the real ids."""
     count = logit_map.vocab_size or WIDE
     hidden, _, _, head, tokens, teacher, weights = problem(N, count, K, dtype=dtype)
     _, weight, bias, *_ = problem(N, WIDE, K, seed=1, dtype=dtype)
     return [hidden, weight, bias], (head, tokens, teacher, weights)
 
 
-@EVERY
+@EVERY_MAP
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)], ids=["f32", "f64"]
@@ -59,13 +59,13 @@ def test_gradients_equal_autograd(
     logit_map: LogitMap, name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     leaves, (head, tokens, teacher, weights) = inputs(logit_map, dtype)
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    logits = logits_of(logit_map, exact[0] @ exact[1].T + exact[2])
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logits = compute_logits(logit_map, exact_leaves[0] @ exact_leaves[1].T + exact_leaves[2])
     samples = samples_of(head, logits.shape[1])
     rows = rows_from_logits(logits, head, tokens, sample_ids=samples, temperature=1.3)
-    wide = make_loss(name, head, tokens, teacher.map(Tensor.double), weights.double())
-    plain = wide(rows, slice(0, N)).sum()
-    expected = torch.autograd.grad(plain, exact)
+    exact_loss_fn = make_loss(name, head, tokens, teacher.map(Tensor.double), weights.double())
+    exact_loss = exact_loss_fn(rows, slice(0, N)).sum()
+    expected = torch.autograd.grad(exact_loss, exact_leaves)
 
     fused = fused_linear_loss(
         leaves[0],
@@ -79,25 +79,31 @@ def test_gradients_equal_autograd(
         logit_map=logit_map,
         chunk_rows=7,
     )
-    got = torch.autograd.grad(fused.loss_sum, leaves)
-    size = max(1.0, float(plain.detach().abs()))
-    assert abs(fused.loss_sum - plain).detach() <= 10 * tolerance * size
-    for one, other in zip(got, expected, strict=True):
-        assert one.shape == other.shape
-        assert (one - other).norm() <= tolerance * max(float(other.norm()), 1.0)
-    for found, wanted in zip(fused.rows.__dict__.values(), rows.__dict__.values(), strict=True):
-        torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(fused.loss_sum, leaves)
+    size = max(1.0, float(exact_loss.detach().abs()))
+    assert abs(fused.loss_sum - exact_loss).detach() <= 10 * tolerance * size
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        assert gradient.shape == expected_gradient.shape
+        assert (gradient - expected_gradient).norm() <= tolerance * max(
+            float(expected_gradient.norm()), 1.0
+        )
+    for fused_values, exact_values in zip(
+        fused.rows.__dict__.values(), rows.__dict__.values(), strict=True
+    ):
+        torch.testing.assert_close(
+            fused_values.double(), exact_values.detach(), rtol=1e-5, atol=1e-5
+        )
     entropy = entropy_from_logits(logits, temperature=1.3)
     torch.testing.assert_close(fused.metrics["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)
 
 
-@EVERY
+@EVERY_MAP
 def test_losses_of_all_rows_at_once(logit_map: LogitMap) -> None:
     leaves, (head, tokens, teacher, _) = inputs(logit_map, torch.float64)
-    logits = logits_of(logit_map, leaves[0] @ leaves[1].T + leaves[2])
+    logits = compute_logits(logit_map, leaves[0] @ leaves[1].T + leaves[2])
     samples = samples_of(head, logits.shape[1])
-    plain = rows_from_logits(logits, head, tokens, sample_ids=samples)
-    expected = torch.autograd.grad(sequence_loss(plain, teacher.token_logprobs), leaves)
+    plain_rows = rows_from_logits(logits, head, tokens, sample_ids=samples)
+    expected = torch.autograd.grad(sequence_loss(plain_rows, teacher.token_logprobs), leaves)
     rows, entropy = fused_linear_rows(
         leaves[0],
         leaves[1],
@@ -108,18 +114,18 @@ def test_losses_of_all_rows_at_once(logit_map: LogitMap) -> None:
         logit_map=logit_map,
         chunk_rows=5,
     )
-    got = torch.autograd.grad(sequence_loss(rows, teacher.token_logprobs), leaves)
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    gradients = torch.autograd.grad(sequence_loss(rows, teacher.token_logprobs), leaves)
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(entropy, entropy_from_logits(logits))
 
 
-@EVERY
+@EVERY_MAP
 def test_the_likeliest_ids(logit_map: LogitMap) -> None:
     (hidden, weight, bias), _ = inputs(logit_map, torch.float64)
-    found = fused_linear_top_ids(hidden, weight, 5, bias=bias, logit_map=logit_map)
-    logits = logits_of(logit_map, hidden @ weight.T + bias)
-    assert torch.equal(found, logits.topk(5, 1).indices)
+    top_ids = fused_linear_top_ids(hidden, weight, 5, bias=bias, logit_map=logit_map)
+    logits = compute_logits(logit_map, hidden @ weight.T + bias)
+    assert torch.equal(top_ids, logits.topk(5, 1).indices)
 
 
 def test_ids_that_are_cut_off_get_no_gradient() -> None:
@@ -135,7 +141,7 @@ def test_ids_that_are_cut_off_get_no_gradient() -> None:
 
 
 def test_a_cap_in_float32_keeps_its_slope_where_half_precision_loses_it() -> None:
-    """At 0.999 c the slope is 0.002; the bfloat16 next to 0.999 is 1, whose slope is 0."""
+    """At 0.999 c the slope is 0.002, but 0.999 rounds to 1 in bfloat16, where the slope is 0."""
     cap = 30.0
     products = cap * torch.atanh(torch.tensor([[0.999, 0.5, -0.999]]))
     curve = LogitMap(cap=cap).curve(1.0)

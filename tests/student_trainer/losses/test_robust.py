@@ -20,7 +20,7 @@ def problem(n=6, vocab=12, k=4, seed=0, dtype=torch.float64):
     return student.requires_grad_(), teacher, head, tokens
 
 
-def in_head(head, tokens):
+def is_in_head(head, tokens):
     return (head == tokens[:, None]).any(1)
 
 
@@ -43,7 +43,7 @@ def test_gradcheck_of_the_deterministic_modes(tail, direction):
 
     def loss(logits):
         rows = rows_from_logits(logits, head, tokens)
-        return topk_kl(rows, teacher_rows, in_head(head, tokens), direction=direction, tail=tail)
+        return topk_kl(rows, teacher_rows, is_in_head(head, tokens), direction=direction, tail=tail)
 
     assert torch.autograd.gradcheck(loss, (student,))
 
@@ -51,32 +51,45 @@ def test_gradcheck_of_the_deterministic_modes(tail, direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("tail", ["published", "sampled", "bucket+sampled"])
 def test_gradient_of_the_sampled_modes_is_the_formula(tail, direction):
-    """Stop-gradients defeat finite differences, so the logits' gradient is written out by hand."""
+    """Finite differences cannot see stop-gradients, so the logits' gradient is derived by hand."""
     student, teacher, head, tokens = problem()
-    s, t = rows_from_logits(student, head, tokens), rows_from_logits(teacher, head, tokens)
-    m = ~in_head(head, tokens)
-    loss = topk_kl(s, t, ~m, direction=direction, tail=tail)
-    (got,) = torch.autograd.grad(loss.sum(), student, retain_graph=True)
+    student_rows, teacher_rows = (
+        rows_from_logits(student, head, tokens),
+        rows_from_logits(teacher, head, tokens),
+    )
+    is_tail = ~is_in_head(head, tokens)
+    loss = topk_kl(student_rows, teacher_rows, ~is_tail, direction=direction, tail=tail)
+    (gradient,) = torch.autograd.grad(loss.sum(), student, retain_graph=True)
 
     def grad_of(values, weights):
         return torch.autograd.grad((values * weights.detach()).sum(), student, retain_graph=True)[0]
 
-    log_w = t.token_logprobs - s.token_logprobs
+    log_w = teacher_rows.token_logprobs - student_rows.token_logprobs
     w = log_w.exp()
-    base = topk_kl(s, t, ~m, direction=direction, tail="bucket" if "bucket" in tail else "none")
+    base = topk_kl(
+        student_rows,
+        teacher_rows,
+        ~is_tail,
+        direction=direction,
+        tail="bucket" if "bucket" in tail else "none",
+    )
     expected = grad_of(base, torch.ones_like(base))
-    within = s.token_logprobs - s.tail_logmass
+    within = student_rows.token_logprobs - student_rows.tail_logmass
     weight_of = {
         ("published", "reverse"): -log_w,
         ("sampled", "reverse"): 1 - log_w,
         ("published", "forward"): 1 - w,
         ("sampled", "forward"): -w,
-        ("bucket+sampled", "reverse"): within - (t.token_logprobs - t.tail_logmass),
-        ("bucket+sampled", "forward"): (t.tail_logmass - s.tail_logmass).exp() - w,
+        ("bucket+sampled", "reverse"): within
+        - (teacher_rows.token_logprobs - teacher_rows.tail_logmass),
+        ("bucket+sampled", "forward"): (teacher_rows.tail_logmass - student_rows.tail_logmass).exp()
+        - w,
     }[tail, direction]
     inside_tail = tail == "bucket+sampled" and direction == "forward"
-    expected = expected + grad_of(within if inside_tail else s.token_logprobs, weight_of * m)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    expected = expected + grad_of(
+        within if inside_tail else student_rows.token_logprobs, weight_of * is_tail
+    )
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -85,9 +98,14 @@ def test_gradient_of_the_sampled_modes_is_the_formula(tail, direction):
 def test_finite_at_huge_logits(tail, direction, dtype):
     student, teacher, head, tokens = problem(dtype=dtype)
     huge = (student.detach().sign() * 1e4).requires_grad_()
-    for other in (teacher, -huge.detach(), teacher.sign() * 1e4):
-        s, t = rows_from_logits(huge, head, tokens), rows_from_logits(other, head, tokens)
-        loss = topk_kl(s, t, in_head(head, tokens), direction=direction, tail=tail)
+    for teacher_logits in (teacher, -huge.detach(), teacher.sign() * 1e4):
+        student_rows, teacher_rows = (
+            rows_from_logits(huge, head, tokens),
+            rows_from_logits(teacher_logits, head, tokens),
+        )
+        loss = topk_kl(
+            student_rows, teacher_rows, is_in_head(head, tokens), direction=direction, tail=tail
+        )
         (gradient,) = torch.autograd.grad(loss.sum(), huge)
         assert loss.isfinite().all()
         assert gradient.isfinite().all()
@@ -106,7 +124,7 @@ def test_sampled_kinds_are_finite_at_huge_ratios(kind):
 @pytest.mark.parametrize("log_w", [0.01, 1.0, 20.0, 39.0, 99.0])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3++", "k4", "k5"])
 def test_float32_gradients_at_extreme_ratios(kind: str, log_w: float) -> None:
-    """By hand from the docstring's expressions; beyond e^40 the ratio w counts as e^40."""
+    """Compared with the docstring's formulas; a ratio w beyond e^40 counts as e^40."""
     student = torch.tensor([-log_w - 1], requires_grad=True)
     teacher = torch.tensor([-1.0])
     (gradient,) = torch.autograd.grad(sampled_kl(student, teacher, kind).sum(), student)
@@ -123,7 +141,7 @@ def test_float32_gradients_at_extreme_ratios(kind: str, log_w: float) -> None:
 
 
 def test_the_norm_of_a_gradient_with_the_highest_ratio_is_finite() -> None:
-    """Of one such token, times a hidden state of 4,096 entries; squared in float32."""
+    """The gradient of one token times a hidden state of 4,096 entries, squared in float32."""
     ratio = torch.tensor([HIGHEST_LOG_RATIO]).exp()
     assert (ratio * torch.ones(4096)).norm().isfinite()
 
@@ -134,11 +152,11 @@ def test_masked_vocabulary_and_empty_tail_are_finite(tail, direction):
     student, teacher, head, tokens = problem()
     masked = teacher.clone()
     masked[:, head[0, 0]] = -torch.inf  # inside some heads, and for some rows the actual token
-    masked[3, 1:] = -torch.inf  # a teacher that is certain: its tail mass is zero
+    masked[3, 1:] = -torch.inf  # a teacher with probability 1 for one id: its tail mass is zero
     for head_ids in (head, torch.arange(12).expand(6, 12)):
         s = rows_from_logits(student, head_ids, tokens)
         t = rows_from_logits(masked, head_ids, tokens)
-        member = in_head(head_ids, tokens)
+        member = is_in_head(head_ids, tokens)
         loss = topk_kl(s, t, member, direction=direction, tail=tail)
         (gradient,) = torch.autograd.grad(loss.sum(), student)
         assert loss.isfinite().all()
@@ -172,7 +190,7 @@ def test_masked_tokens_get_no_gradient(tail, direction):
     student, teacher, head, tokens = problem()
     mask = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     s, t = rows_from_logits(student, head, tokens), rows_from_logits(teacher, head, tokens)
-    loss = topk_kl(s, t, in_head(head, tokens), direction=direction, tail=tail) * mask
+    loss = topk_kl(s, t, is_in_head(head, tokens), direction=direction, tail=tail) * mask
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     assert (gradient[mask == 0] == 0).all()
     assert (gradient[mask == 1] != 0).any(1).all()
@@ -182,7 +200,7 @@ def test_no_gradient_reaches_the_teacher():
     student, teacher, head, tokens = problem()
     teacher.requires_grad_()
     s, t = rows_from_logits(student, head, tokens), rows_from_logits(teacher, head, tokens)
-    loss = topk_kl(s, t, in_head(head, tokens), direction="forward", tail="bucket+sampled")
+    loss = topk_kl(s, t, is_in_head(head, tokens), direction="forward", tail="bucket+sampled")
     exact = exact_kl(student, teacher, direction="forward")
     (loss + exact).sum().backward()
     assert teacher.grad is None

@@ -1,4 +1,4 @@
-"""The two Triton kernels against plain torch: interpreted on any machine, compiled on a GPU."""
+"""The two Triton kernels compared with plain torch: interpreted on CPUs, compiled on GPUs."""
 
 from __future__ import annotations
 
@@ -30,47 +30,52 @@ CURVES = [Curve(1.0), Curve(0.7), Curve(4.0, 9.0)]
 
 @pytest.mark.parametrize("curve", CURVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-# Less than a block, a whole one, several and a bit.
+# Less than a block, one block, and several blocks plus a remainder.
 @pytest.mark.parametrize("vocab", [1, 5, 4096, 9000])
 def test_passes_equal_plain_torch(dtype, curve, vocab):
     generator = torch.Generator().manual_seed(vocab)
     logits = (5 * torch.randn(6, vocab, generator=generator)).to(dtype).to(DEVICE)
-    logits[0, : vocab // 2] = -torch.inf  # a first block with nothing in it
-    logits[1] = -torch.inf  # a head of everything
+    logits[0, : vocab // 2] = -torch.inf  # an empty first block
+    logits[1] = -torch.inf  # a head of all ids
     logits[2] = 1e4 * logits[2].sign()
     logits[3, vocab // 2] = 300.0
     expected = softmax_torch.tail_statistics(wide := logits.float().clone(), curve)
-    before = logits.clone()
-    found = softmax_triton.tail_statistics(logits, curve)
-    assert torch.equal(logits, before)
-    empty = expected[1] == 0
-    assert empty[1]
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got[~empty], wanted[~empty], rtol=2e-6, atol=1e-5)
-    assert (found[1][empty] == 0).all()
-    assert (found[2][empty] == 0).all()
-    assert found[0].isfinite().all()
+    logits_before = logits.clone()
+    statistics = softmax_triton.tail_statistics(logits, curve)
+    assert torch.equal(logits, logits_before)
+    is_empty = expected[1] == 0
+    assert is_empty[1]
+    for output, expected_output in zip(statistics, expected, strict=True):
+        torch.testing.assert_close(
+            output[~is_empty], expected_output[~is_empty], rtol=2e-6, atol=1e-5
+        )
+    assert (statistics[1][is_empty] == 0).all()
+    assert (statistics[2][is_empty] == 0).all()
+    assert statistics[0].isfinite().all()
 
-    # The slope of a cap, 1 - u^2, has the rounding of u: 1e-7 of 1, and more of a slope near 0.
-    least = 1e-30 if curve.height is None else 1e-6
+    # The slope of a cap, 1 - u^2, has the absolute error of u: 1e-7, relatively more near 0.
+    tolerance = 1e-30 if curve.height is None else 1e-6
 
-    def compare(got, rounding):
-        torch.testing.assert_close(got.float(), wanted, rtol=rounding, atol=least)
+    def compare(output, rounding):
+        torch.testing.assert_close(output.float(), expected_output, rtol=rounding, atol=tolerance)
 
     scale = torch.linspace(-2, 2, 6, device=DEVICE)
-    wanted = softmax_torch.scaled_exp(wide, expected[0], scale, curve, wide)
-    other = torch.empty(6, vocab + 3, dtype=torch.bfloat16, device=DEVICE)[:, 1:-2]
-    assert softmax_triton.scaled_exp(logits, found[0], scale, curve, other) is other
-    compare(other, 8e-3)
-    assert torch.equal(logits, before)
-    got = softmax_triton.scaled_exp(logits, found[0], scale, curve, logits)
-    assert got is logits
-    compare(got, {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype])
+    expected_output = softmax_torch.scaled_exp(wide, expected[0], scale, curve, wide)
+    bfloat16_output = torch.empty(6, vocab + 3, dtype=torch.bfloat16, device=DEVICE)[:, 1:-2]
+    assert (
+        softmax_triton.scaled_exp(logits, statistics[0], scale, curve, bfloat16_output)
+        is bfloat16_output
+    )
+    compare(bfloat16_output, 8e-3)
+    assert torch.equal(logits, logits_before)
+    output = softmax_triton.scaled_exp(logits, statistics[0], scale, curve, logits)
+    assert output is logits
+    compare(output, {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype])
 
 
 @pytest.mark.parametrize("width", [1.0, 30.0])
 def test_the_cap_of_the_kernel_is_tanh(width):
-    """To the last digits near 0 and where it saturates: a chunk of one id per row."""
+    """With full precision near 0 and where it saturates; chunks of one id per row."""
     size = torch.logspace(-6, 3, 500, device=DEVICE)
     products = torch.cat([-size, torch.zeros(1, device=DEVICE), size])[:, None]
     top, _, _ = softmax_triton.tail_statistics(products, Curve(width, 30.0))
@@ -82,7 +87,7 @@ def test_the_cap_of_the_kernel_is_tanh(width):
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(60, 1.5, 3.0)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_operator_with_the_kernels(monkeypatch, name, logit_map):
-    """All that a GPU does with float32 states but its own arithmetic."""
+    """The code path of a GPU with float32 states, except its arithmetic."""
     _, weight, bias, *_ = problem(16, 70, 6, seed=1)
     hidden, _, _, head, tokens, teacher, weights = problem(16, logit_map.vocab_size or 70, 6)
     loss_fn = make_loss(name, head, tokens, teacher, weights)
@@ -104,17 +109,17 @@ def test_the_operator_with_the_kernels(monkeypatch, name, logit_map):
         )
         return fused, torch.autograd.grad(fused.loss_sum, [hidden, weight, bias])
 
-    plain, expected = gradients(chunk_rows=5)
+    plain_result, expected = gradients(chunk_rows=5)
     monkeypatch.setattr(chunk, "has_kernels", lambda tensor: True)
-    fused, got = gradients(chunk_rows=7)
-    torch.testing.assert_close(fused.metrics["entropy"], plain.metrics["entropy"])
-    for a, b in zip(got, expected, strict=True):
+    fused, kernel_gradients = gradients(chunk_rows=7)
+    torch.testing.assert_close(fused.metrics["entropy"], plain_result.metrics["entropy"])
+    for a, b in zip(kernel_gradients, expected, strict=True):
         assert (a - b).norm() <= 2e-6 * b.norm()
 
 
 @pytest.mark.parametrize("size", [0, 4])
 def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size):
-    """p - 1 of p = 0.9999: in a gradient of bfloat16, where p alone is 1."""
+    """The gradient p - 1 with p = 0.9999 in bfloat16, where p itself rounds to 1."""
     monkeypatch.setattr(chunk, "has_kernels", lambda tensor: tensor.dtype != torch.float64)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3000, (20,), generator=generator)
@@ -122,39 +127,41 @@ def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size)
     logits[torch.arange(20), tokens] = torch.linspace(8, 18, 20)
     logits = logits.bfloat16().to(DEVICE)
     head, tokens = logits.float().topk(size).indices, tokens.to(DEVICE)
-    made = chunk.make_chunk(logits.float(), head, tokens, None, Curve(1.0))
-    of_rows = dataclasses.replace(
-        made.rows.map(torch.zeros_like), token_logprobs=torch.full_like(made.top, -1)
+    logit_chunk = chunk.make_chunk(logits.float(), head, tokens, None, Curve(1.0))
+    row_gradients = dataclasses.replace(
+        logit_chunk.rows.map(torch.zeros_like), token_logprobs=torch.full_like(logit_chunk.top, -1)
     )
-    found = made.gradient(of_rows, torch.bfloat16)
-    exact = logits.double().requires_grad_()
-    torch.nn.functional.cross_entropy(exact, tokens, reduction="sum").backward()
-    for ours, true in zip(found.double(), exact.grad, strict=True):
-        assert (ours - true).norm() <= 1e-2 * true.norm()
+    gradient = logit_chunk.gradient(row_gradients, torch.bfloat16)
+    exact_logits = logits.double().requires_grad_()
+    torch.nn.functional.cross_entropy(exact_logits, tokens, reduction="sum").backward()
+    for gradient_row, exact_row in zip(gradient.double(), exact_logits.grad, strict=True):
+        assert (gradient_row - exact_row).norm() <= 1e-2 * exact_row.norm()
 
 
 @pytest.mark.parametrize("size", [0, 4])
 def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size):
-    """Of 64 draws, 60 are the likeliest id of the tail; the others are the token, and unlikely."""
+    """60 of 64 draws are the likeliest id of the tail; others are the token and unlikely ids."""
     monkeypatch.setattr(chunk, "has_kernels", lambda tensor: tensor.dtype != torch.float64)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 3000, generator=generator)
-    likely = torch.randint(3000, (20,), generator=generator)
-    logits[torch.arange(20), likely] = torch.linspace(8, 18, 20)
+    likely_ids = torch.randint(3000, (20,), generator=generator)
+    logits[torch.arange(20), likely_ids] = torch.linspace(8, 18, 20)
     logits = logits.bfloat16().to(DEVICE)
     head = logits.float().topk(size + 1).indices[:, 1:]  # all but the likeliest
     tokens = torch.randint(3000, (20,), generator=generator).to(DEVICE)
-    drawn = torch.randint(3000, (20, 64), generator=generator).to(DEVICE)
-    drawn[:, 2:62], drawn[:, 62] = likely.to(DEVICE)[:, None], tokens
-    made = chunk.make_chunk(logits.float(), head, tokens, drawn, Curve(1.3))
+    draw_ids = torch.randint(3000, (20, 64), generator=generator).to(DEVICE)
+    draw_ids[:, 2:62], draw_ids[:, 62] = likely_ids.to(DEVICE)[:, None], tokens
+    logit_chunk = chunk.make_chunk(logits.float(), head, tokens, draw_ids, Curve(1.3))
     weights = torch.linspace(0.5, 1.5, 64).expand(20, -1).to(DEVICE) / 64
-    zero = made.rows.map(torch.zeros_like)
-    found = made.gradient(dataclasses.replace(zero, sample_logprobs=-weights), torch.bfloat16)
-    exact = logits.double().requires_grad_()
-    (-weights * (exact / 1.3).log_softmax(1).gather(1, drawn)).sum().backward()
-    for ours, true in zip(found.double(), exact.grad, strict=True):
-        assert (ours - true).norm() <= 3e-3 * true.norm()
-        assert ((ours - true).abs() <= 1e-2 * true.abs() + 1e-9).all()
+    zero = logit_chunk.rows.map(torch.zeros_like)
+    gradient = logit_chunk.gradient(
+        dataclasses.replace(zero, sample_logprobs=-weights), torch.bfloat16
+    )
+    exact_logits = logits.double().requires_grad_()
+    (-weights * (exact_logits / 1.3).log_softmax(1).gather(1, draw_ids)).sum().backward()
+    for gradient_row, exact_row in zip(gradient.double(), exact_logits.grad, strict=True):
+        assert (gradient_row - exact_row).norm() <= 3e-3 * exact_row.norm()
+        assert ((gradient_row - exact_row).abs() <= 1e-2 * exact_row.abs() + 1e-9).all()
 
 
 @pytest.mark.gpu
@@ -163,13 +170,13 @@ def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(name, dtype, logit_map):
-    """Compiled kernels and cuBLAS against the CPU's float64."""
+    """Compiled kernels and cuBLAS, compared with float64 on the CPU."""
     hidden, weight, bias, head, tokens, teacher, weights = problem(64, 9000, 16)
-    narrow = [x.detach().to(dtype) for x in (hidden, weight, bias)]
+    narrow_inputs = [x.detach().to(dtype) for x in (hidden, weight, bias)]
     loss_fn = make_loss(
         name, head.cuda(), tokens.cuda(), teacher.map(torch.Tensor.cuda), weights.cuda()
     )
-    inputs = [x.cuda().requires_grad_() for x in narrow]
+    inputs = [x.cuda().requires_grad_() for x in narrow_inputs]
     samples = samples_of(head, 9000)
     fused = fused_linear_loss(
         *inputs[:2],
@@ -181,19 +188,21 @@ def test_on_a_gpu(name, dtype, logit_map):
         logit_map=logit_map,
         chunk_rows=13,
     )
-    got = torch.autograd.grad(fused.loss_sum, inputs)
-    exact = [x.double().requires_grad_() for x in narrow]
+    gradients = torch.autograd.grad(fused.loss_sum, inputs)
+    exact_inputs = [x.double().requires_grad_() for x in narrow_inputs]
     reference = make_loss(name, head, tokens, teacher.map(torch.Tensor.double), weights.double())
-    plain = fused_linear_loss(
-        *exact[:2],
+    exact_result = fused_linear_loss(
+        *exact_inputs[:2],
         head,
         tokens,
         reference,
         sample_ids=samples,
-        bias=exact[2],
+        bias=exact_inputs[2],
         logit_map=logit_map,
     )
-    for a, b in zip(got, torch.autograd.grad(plain.loss_sum, exact), strict=True):
+    for a, b in zip(
+        gradients, torch.autograd.grad(exact_result.loss_sum, exact_inputs), strict=True
+    ):
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         assert (a.cpu().double() - b).norm() <= tolerance * max(float(b.norm()), 1.0)
 

@@ -1,4 +1,4 @@
-"""Every estimator against the exact KL, by enumeration in float64."""
+"""Every estimator compared with the exact KL, by enumeration in float64."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ TAILS: list[Tail] = ["none", "published", "sampled", "bucket", "bucket+sampled"]
 SIZES = [(200, 1), (200, 8), (200, 32), (200, 128), (20, 2)]
 
 
-def exact(case: Case, direction: Direction, temperature: float = 1.0):
+def exact_value_and_gradient(case: Case, direction: Direction, temperature: float = 1.0):
     value = exact_kl(
         case.student[None], case.teacher[None], direction=direction, temperature=temperature
     ).sum()
@@ -49,7 +49,7 @@ def head_mass_gradient(case: Case):
 def test_value_and_gradient_are_unbiased(vocab, k, tail, direction, on_policy):
     case = make_case(vocab, k, direction, on_policy=on_policy)
     value, gradient = expected_topk_kl(case, direction, tail)
-    true_value, true_gradient = exact(case, direction)
+    true_value, true_gradient = exact_value_and_gradient(case, direction)
     assert abs(value - true_value) < EXACT
     assert (gradient - true_gradient).abs().max() < EXACT
 
@@ -60,27 +60,27 @@ def test_value_and_gradient_are_unbiased(vocab, k, tail, direction, on_policy):
     [(200, 1, 1), (200, 8, 1), (200, 128, 1), (200, 150, 2), (20, 2, 2), (20, 0, 1), (20, 0, 3)],
 )
 def test_teacher_samples_are_unbiased(vocab, k, samples, mean_only):
-    """Over every draw (pair, triple of draws) from the teacher's tail; no token of a student."""
+    """On average over every tuple of draws from the teacher's tail, without a student's token."""
     case = make_case(vocab, k, "forward", on_policy=True)
     tail = torch.ones(vocab, dtype=torch.bool).index_fill(0, case.head, False).nonzero()[:, 0]
-    drawn = torch.cartesian_prod(*[tail] * samples).reshape(-1, samples)
-    within = case.teacher[tail].log_softmax(0)
-    probability = torch.zeros(vocab, dtype=torch.float64).index_copy(0, tail, within.exp())
-    weights = probability[drawn].prod(1)
-    ids = case.head.expand(len(drawn), -1)
-    token = torch.zeros(len(drawn), dtype=torch.long)
+    draw_ids = torch.cartesian_prod(*[tail] * samples).reshape(-1, samples)
+    tail_logprobs = case.teacher[tail].log_softmax(0)
+    probability = torch.zeros(vocab, dtype=torch.float64).index_copy(0, tail, tail_logprobs.exp())
+    weights = probability[draw_ids].prod(1)
+    ids = case.head.expand(len(draw_ids), -1)
+    token = torch.zeros(len(draw_ids), dtype=torch.long)
     student, teacher = (
-        rows_from_logits(logits.expand(len(drawn), -1), ids, token, sample_ids=drawn)
+        rows_from_logits(logits.expand(len(draw_ids), -1), ids, token, sample_ids=draw_ids)
         for logits in (case.student, case.teacher)
     )
-    if mean_only:  # all that is stored
+    if mean_only:  # stores have only the mean
         mean = teacher.sample_logprobs.mean(1, keepdim=True)
         teacher = replace(teacher, sample_logprobs=mean)
     values = topk_kl(
         student, teacher, token.bool(), direction="forward", tail="bucket+teacher_samples"
     )
     value, gradient = expectation(values, weights, case.student)
-    true_value, true_gradient = exact(case, "forward")
+    true_value, true_gradient = exact_value_and_gradient(case, "forward")
     assert abs(value - true_value) < EXACT
     assert (gradient - true_gradient).abs().max() < EXACT
 
@@ -104,7 +104,7 @@ def test_teacher_samples_must_be_there():
 def test_unbiased_at_a_temperature(direction, temperature):
     case = make_case(100, 8, direction, on_policy=True)
     value, gradient = expected_topk_kl(case, direction, "bucket+sampled", temperature=temperature)
-    true_value, true_gradient = exact(case, direction, temperature)
+    true_value, true_gradient = exact_value_and_gradient(case, direction, temperature)
     assert abs(value - true_value) < EXACT
     assert (gradient - true_gradient).abs().max() < EXACT
 
@@ -115,7 +115,7 @@ def test_unbiased_at_a_temperature(direction, temperature):
 def test_published_is_biased_by_the_gradient_of_the_head_mass(direction, sign, vocab, k, on_policy):
     case = make_case(vocab, k, direction, on_policy=on_policy)
     value, gradient = expected_topk_kl(case, direction, "published")
-    true_value, true_gradient = exact(case, direction)
+    true_value, true_gradient = exact_value_and_gradient(case, direction)
     bias = gradient - true_gradient
     assert abs(value - true_value) < EXACT
     assert (bias - sign * head_mass_gradient(case)).abs().max() < EXACT
@@ -138,7 +138,7 @@ def test_bucket_is_the_exact_kl_of_the_coarse_outcomes(vocab, k, direction):
     (coarse_gradient,) = torch.autograd.grad(kl, case.student)
     assert abs(value - kl.detach()) < EXACT
     assert (gradient - coarse_gradient).abs().max() < EXACT
-    assert 0 <= value < exact(case, direction)[0]
+    assert 0 <= value < exact_value_and_gradient(case, direction)[0]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -163,7 +163,7 @@ def test_none_is_the_truncated_sum_and_can_be_negative(direction):
 def test_a_head_of_everything_gives_the_exact_kl(tail, direction):
     case = make_case(50, 50, direction, on_policy=True)
     value, gradient = expected_topk_kl(case, direction, tail)
-    true_value, true_gradient = exact(case, direction)
+    true_value, true_gradient = exact_value_and_gradient(case, direction)
     assert abs(value - true_value) < EXACT
     assert (gradient - true_gradient).abs().max() < EXACT
 
@@ -172,8 +172,8 @@ def test_a_head_of_everything_gives_the_exact_kl(tail, direction):
 @pytest.mark.parametrize("tail", ["sampled", "bucket", "bucket+sampled"])
 def test_zero_at_equal_distributions(tail, direction):
     case = make_case(200, 8, direction, on_policy=True)
-    same = Case(case.student, case.student.detach(), case.behaviour, case.head)
-    value, gradient = expected_topk_kl(same, direction, tail)
+    equal_case = Case(case.student, case.student.detach(), case.behaviour, case.head)
+    value, gradient = expected_topk_kl(equal_case, direction, tail)
     assert abs(value) < EXACT
     assert gradient.abs().max() < EXACT
 
@@ -198,7 +198,7 @@ def test_sampled_kinds_are_unbiased_for_what_the_table_says(kind, value_of, grad
     importance = (student.exp() / mu).detach()
     value, gradient = expectation(importance * sampled_kl(student, teacher, kind), mu, case.student)
     for direction in DIRECTIONS:
-        true_value, true_gradient = exact(case, direction)
+        true_value, true_gradient = exact_value_and_gradient(case, direction)
         assert (abs(value - true_value) < EXACT) == (direction == value_of)
         assert ((gradient - true_gradient).abs().max() < EXACT) == (direction == gradient_of)
     if kind == "k1":
@@ -219,9 +219,9 @@ def test_an_empty_head_gives_the_sampled_estimator(tail, direction, kind):
     teacher = rows_for_every_token(case.teacher, case.head).token_logprobs
     mu = case.behaviour.softmax(0)
     expected = expectation(sampled_kl(student, teacher, kind), mu, case.student)
-    got = expected_topk_kl(case, direction, tail)
-    assert abs(got[0] - expected[0]) < EXACT
-    assert (got[1] - expected[1]).abs().max() < EXACT
+    estimate = expected_topk_kl(case, direction, tail)
+    assert abs(estimate[0] - expected[0]) < EXACT
+    assert (estimate[1] - expected[1]).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -233,8 +233,8 @@ def test_bucket_sampled_has_less_variance_than_sampled(direction):
         total = 0.0
         mean = expected_topk_kl(case, direction, tail)[1]
         for y in range(len(mu)):
-            one = torch.zeros_like(mu)
-            one[y] = 1.0
+            one_hot = torch.zeros_like(mu)
+            one_hot[y] = 1.0
             student = rows_for_every_token(case.student, case.head)
             teacher = rows_for_every_token(case.teacher, case.head)
             values = topk_kl(
@@ -244,7 +244,7 @@ def test_bucket_sampled_has_less_variance_than_sampled(direction):
                 direction=direction,
                 tail=tail,
             )
-            gradient = expectation(values, one, case.student)[1]
+            gradient = expectation(values, one_hot, case.student)[1]
             total += float(mu[y] * (gradient - mean).square().sum())
         return total
 
@@ -252,17 +252,17 @@ def test_bucket_sampled_has_less_variance_than_sampled(direction):
 
 
 def test_the_example_of_the_readme():
-    """Where the vocabulary is the head, it is the exact KL, and its gradient with it."""
+    """With a head of all ids, the loss is the exact KL, with its gradient."""
     torch.manual_seed(0)
     student, teacher = torch.randn(2, 7, 32, dtype=torch.float64)
     student.requires_grad_()
     ids = torch.randint(32, (7,))
     (block,) = blocks("docs/methods.md", "losses")
-    known = {"student_logits": student, "teacher_logits": teacher, "token_ids": ids}
-    exec(block.body, known)
+    namespace = {"student_logits": student, "teacher_logits": teacher, "token_ids": ids}
+    exec(block.body, namespace)
     p, q = student.log_softmax(1), teacher.log_softmax(1)
     expected = (p.exp() * (p - q)).sum(1).mean()
-    assert abs(known["loss"] - expected) < 1e-6
-    (found,) = torch.autograd.grad(known["loss"], student)
-    (wanted,) = torch.autograd.grad(expected, student)
-    assert (found - wanted).abs().max() < 1e-6
+    assert abs(namespace["loss"] - expected) < 1e-6
+    (gradient,) = torch.autograd.grad(namespace["loss"], student)
+    (expected_gradient,) = torch.autograd.grad(expected, student)
+    assert (gradient - expected_gradient).abs().max() < 1e-6

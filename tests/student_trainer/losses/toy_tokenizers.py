@@ -1,8 +1,8 @@
-"""Every answer over an alphabet of two, of at most 5 bytes, with a student and teachers.
+"""Every answer of at most 5 bytes over an alphabet of two, with a student and teachers.
 
 The alphabet is {a, b}, or {a, " "} for words.
 
-Probabilities are tables: random logits for every prefix of tokens. So each expectation is a sum.
+Probabilities are tables of random logits for every prefix of tokens, so expectations are sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 LONGEST = 5
 END = ""
 STUDENT = ("a", "b", "ab", "ba")
-# Of words: no token goes on from one word into the next.
+# Vocabularies for words: no token spans two words.
 STUDENT_OF_WORDS = ("a", " ", "aa", " a")
 TEACHER_OF_WORDS = ("a", " ", "aaa", " aa")
 
@@ -26,28 +26,28 @@ Encode = Callable[[str], Tokens]
 
 
 def greedy(vocabulary: Sequence[str]) -> Encode:
-    """The longest token first."""
+    """Return an encoder that takes the longest matching token first."""
 
     def encode(text: str) -> Tokens:
         if not text:
             return ()
-        token = max((one for one in vocabulary if text.startswith(one)), key=len)
+        token = max((candidate for candidate in vocabulary if text.startswith(candidate)), key=len)
         return (token, *encode(text.removeprefix(token)))
 
     return encode
 
 
 def bpe(*merges: tuple[str, str]) -> Encode:
-    """Byte-pair encoding: merges in the order of their rank, from the left."""
+    """Return a byte-pair encoder, which applies merges by rank, from the left."""
 
     def encode(text: str) -> Tokens:
         tokens = list(text)
         for pair in merges:
-            at = 0
-            while at + 1 < len(tokens):
-                if (tokens[at], tokens[at + 1]) == pair:
-                    tokens[at : at + 2] = ["".join(pair)]
-                at += 1
+            index = 0
+            while index + 1 < len(tokens):
+                if (tokens[index], tokens[index + 1]) == pair:
+                    tokens[index : index + 2] = ["".join(pair)]
+                index += 1
         return tuple(tokens)
 
     return encode
@@ -60,16 +60,16 @@ TEACHERS: dict[str, tuple[Tokens, Encode]] = {
 }
 
 
-def sequences(vocabulary: Tokens, before: Tokens = ()) -> Iterator[Tokens]:
-    """Every sequence of tokens of at most 5 bytes; those of a prefix come after it."""
-    yield before
+def sequences(vocabulary: Tokens, prefix: Tokens = ()) -> Iterator[Tokens]:
+    """Yield every sequence of tokens of at most 5 bytes, a prefix before its continuations."""
+    yield prefix
     for token in vocabulary:
-        if len("".join(before)) + len(token) <= LONGEST:
-            yield from sequences(vocabulary, (*before, token))
+        if len("".join(prefix)) + len(token) <= LONGEST:
+            yield from sequences(vocabulary, (*prefix, token))
 
 
 class Table:
-    """Random probabilities of the next token after every prefix. `logits`: a leaf, [P, V]."""
+    """Random probabilities of the next token after every prefix; `logits` [P, V] is a leaf."""
 
     def __init__(self, vocabulary: Tokens, seed: int) -> None:
         self.vocabulary = (*vocabulary, END)
@@ -80,32 +80,32 @@ class Table:
         self.logits = torch.randn(shape, dtype=torch.float64, generator=generator)
         self.logits.requires_grad_()
         lengths = torch.tensor([len(token) for token in self.vocabulary])
-        left = torch.tensor([LONGEST - len("".join(prefix)) for prefix in self.prefixes])
-        self._impossible = lengths > left[:, None]
+        bytes_left = torch.tensor([LONGEST - len("".join(prefix)) for prefix in self.prefixes])
+        self._impossible = lengths > bytes_left[:, None]
 
     def logprobs(self) -> Tensor:
-        """[P, V]: of the next token, -inf if it does not fit."""
+        """Return log-probs of the next token, [P, V]; -inf if it is too long."""
         return self.logits.masked_fill(self._impossible, -torch.inf).log_softmax(1)
 
     def places(self, answer: Tokens) -> list[tuple[int, int]]:
-        """Row and column of each token of an answer, with its end."""
-        ended = (*answer, END)
+        """Return row and column of each token of an answer, and of its end."""
+        tokens_and_end = (*answer, END)
         return [
             (self._number[answer[:i]], self.vocabulary.index(token))
-            for i, token in enumerate(ended)
+            for i, token in enumerate(tokens_and_end)
         ]
 
     def of_answers(self, answers: Sequence[Tokens]) -> Tensor:
-        """log p [answers]."""
+        """Return log p of each answer, [answers]."""
         table = self.logprobs()
         return torch.stack(
-            [table[tuple(zip(*self.places(one), strict=True))].sum() for one in answers]
+            [table[tuple(zip(*self.places(answer), strict=True))].sum() for answer in answers]
         )
 
 
 @dataclass(frozen=True)
 class Answers:
-    """All answers of the student, their tokens one after the other: N tokens of S answers."""
+    """All S answers of the student, with N tokens in total."""
 
     student: Table
     teacher: Table
@@ -115,86 +115,106 @@ class Answers:
     def all(self) -> list[Tokens]:
         return self.student.prefixes
 
-    def encoded(self) -> list[Tokens]:
-        """The teacher's tokens of each answer, without its end."""
+    def encode_answers(self) -> list[Tokens]:
+        """Return the teacher's tokens of each answer, without its end."""
         return [self.encode("".join(answer)) for answer in self.all]
 
     def canonical(self) -> Tensor:
-        """Which answers the student's tokenizer writes, [S] bool."""
-        own = greedy([token for token in self.student.vocabulary if token])
-        return torch.tensor([own("".join(answer)) == answer for answer in self.all])
+        """Return which answers are the encoding by the student's tokenizer, [S] bool."""
+        encode_student = greedy([token for token in self.student.vocabulary if token])
+        return torch.tensor([encode_student("".join(answer)) == answer for answer in self.all])
 
     def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """The student's log-probs [N], and the number of each token's answer [N]."""
+        """Return the student's log-probs [N], and the number of each token's answer [N]."""
         table = self.student.logprobs()
         places = [self.student.places(answer) for answer in self.all]
-        rows, columns = zip(*[place for of in places for place in of], strict=True)
-        lengths = torch.tensor([len(of) for of in places])
+        rows, columns = zip(
+            *[place for answer_places in places for place in answer_places], strict=True
+        )
+        lengths = torch.tensor([len(answer_places) for answer_places in places])
         return table[rows, columns], torch.arange(len(places)).repeat_interleave(lengths)
 
     def teacher_logprobs(self) -> list[Tensor]:
-        """The teacher's log-probs of its tokens of each answer, with its end."""
+        """Return the teacher's log-probs of its tokens of each answer, with its end."""
         table = self.teacher.logprobs().detach()
         return [
             table[tuple(zip(*self.teacher.places(tokens), strict=True))]
-            for tokens in self.encoded()
+            for tokens in self.encode_answers()
         ]
 
-    def settled(self, before: str) -> int:
-        """sigma: the teacher's tokens that every continuation of a text begins with."""
+    def count_settled(self, prefix: str) -> int:
+        """Return sigma: how many tokens of the teacher every continuation of a text begins with."""
         letters = [token for token in self.student.vocabulary if len(token) == 1]
-        texts = ["".join(of) for n in range(LONGEST + 1) for of in product(letters, repeat=n)]
-        found = [(*self.encode(text), END) for text in texts if text.startswith(before)]
-        same = zip(*found, strict=False)
-        return next((i for i, of in enumerate(same) if len(set(of)) > 1), min(map(len, found)))
+        texts = [
+            "".join(letters_of_text)
+            for n in range(LONGEST + 1)
+            for letters_of_text in product(letters, repeat=n)
+        ]
+        encodings = [(*self.encode(text), END) for text in texts if text.startswith(prefix)]
+        tokens_by_position = zip(*encodings, strict=False)
+        return next(
+            (i for i, tokens in enumerate(tokens_by_position) if len(set(tokens)) > 1),
+            min(map(len, encodings)),
+        )
 
     def shares_to_the_end(self) -> Tensor:
-        """log q of the tokens from sigma_i up to sigma_(i+1), [N]."""
-        found = []
+        """Return log q of the tokens from sigma_i up to sigma_(i+1), [N]."""
+        shares = []
         for answer, q in zip(self.all, self.teacher_logprobs(), strict=True):
-            bounds = [self.settled("".join(answer[:i])) for i in range(len(answer) + 1)]
+            bounds = [self.count_settled("".join(answer[:i])) for i in range(len(answer) + 1)]
             pairs = zip(bounds, [*bounds[1:], len(q)], strict=True)
-            found += [q[first:last].sum() for first, last in pairs]
-        return torch.stack(found)
+            shares += [q[first:last].sum() for first, last in pairs]
+        return torch.stack(shares)
 
     def chunks(self) -> tuple[Tensor, Tensor, list[int]]:
-        """The chunk of each token [N], log q of its chunk [N], and the tokens in it."""
-        number, chunks, of_chunk, size = -1, [], [], []
+        """Return the chunk of each token [N], log q of the chunk [N], and its token count."""
+        number, chunks, chunk_logprobs, chunk_sizes = -1, [], [], []
         for answer, tokens, q in zip(
-            self.all, self.encoded(), self.teacher_logprobs(), strict=True
+            self.all, self.encode_answers(), self.teacher_logprobs(), strict=True
         ):
-            ours = [len("".join(answer[: i + 1])) for i in range(len(answer))] + [LONGEST + 1]
-            theirs = [len("".join(tokens[: i + 1])) for i in range(len(tokens))] + [LONGEST + 1]
-            common = sorted({*ours} & {*theirs})
+            student_ends = [len("".join(answer[: i + 1])) for i in range(len(answer))] + [
+                LONGEST + 1
+            ]
+            teacher_ends = [len("".join(tokens[: i + 1])) for i in range(len(tokens))] + [
+                LONGEST + 1
+            ]
+            common = sorted({*student_ends} & {*teacher_ends})
             for first, last in zip([0, *common], common, strict=False):
                 number += 1
-                count = sum(first < end <= last for end in ours)
-                mass = sum(q[i] for i, end in enumerate(theirs) if first < end <= last)
+                count = sum(first < end <= last for end in student_ends)
+                mass = sum(q[i] for i, end in enumerate(teacher_ends) if first < end <= last)
                 chunks += [number] * count
-                of_chunk += [torch.as_tensor(mass)] * count
-                size += [count] * count
-        return torch.tensor(chunks), torch.stack(of_chunk), size
+                chunk_logprobs += [torch.as_tensor(mass)] * count
+                chunk_sizes += [count] * count
+        return torch.tensor(chunks), torch.stack(chunk_logprobs), chunk_sizes
 
     def words(self) -> tuple[Tensor, Tensor]:
-        """The word of each token [N], and a share of its log q at its first token [N]."""
+        """Return the word of each token [N], and log q of words at their first tokens [N]."""
         number, words, shares = -1, [], []
         for answer, tokens, q in zip(
-            self.all, self.encoded(), self.teacher_logprobs(), strict=True
+            self.all, self.encode_answers(), self.teacher_logprobs(), strict=True
         ):
             text = "".join(answer)
-            begins = [0, *(i for i in range(1, len(text)) if text[i - 1 : i + 1] == "a ")]
-            begins = [*begins, len(text)] if text else [0]
-            ours = [
-                sum(len("".join(answer[:i])) >= one for one in begins) for i in range(len(answer))
+            word_starts = [0, *(i for i in range(1, len(text)) if text[i - 1 : i + 1] == "a ")]
+            word_starts = [*word_starts, len(text)] if text else [0]
+            student_words = [
+                sum(len("".join(answer[:i])) >= word_start for word_start in word_starts)
+                for i in range(len(answer))
             ]
-            theirs = [
-                sum(len("".join(tokens[:i])) >= one for one in begins) for i in range(len(tokens))
+            teacher_words = [
+                sum(len("".join(tokens[:i])) >= word_start for word_start in word_starts)
+                for i in range(len(tokens))
             ]
-            ours, theirs = [*ours, len(begins)], [*theirs, len(begins)]
-            words += [number + one for one in ours]
-            number += len(begins)
-            for i, one in enumerate(ours):
-                first = i == 0 or ours[i - 1] != one
-                mass = sum(q[j] for j, other in enumerate(theirs) if other == one)
-                shares.append(torch.as_tensor(mass if first else 0.0, dtype=torch.float64))
+            student_words, teacher_words = (
+                [*student_words, len(word_starts)],
+                [*teacher_words, len(word_starts)],
+            )
+            words += [number + word for word in student_words]
+            number += len(word_starts)
+            for i, word in enumerate(student_words):
+                is_first = i == 0 or student_words[i - 1] != word
+                mass = sum(
+                    q[j] for j, teacher_word in enumerate(teacher_words) if teacher_word == word
+                )
+                shares.append(torch.as_tensor(mass if is_first else 0.0, dtype=torch.float64))
         return torch.tensor(words), torch.stack(shares)

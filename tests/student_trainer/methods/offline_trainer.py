@@ -1,4 +1,4 @@
-"""The trainer of an offline job, ready to learn, in the test's own process."""
+"""The trainer of an offline job in the test's process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
     config = run.config()
     assert isinstance(config, OfflineJob)
     progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
-    made = assemble(config, run, {}, open_stores(config), progress, 1, None)
-    yield made
-    assert made._metrics is not None
-    made._metrics.close()
+    trainer = assemble(config, run, {}, open_stores(config), progress, 1, None)
+    yield trainer
+    assert trainer._metrics is not None
+    trainer._metrics.close()

@@ -1,4 +1,4 @@
-"""A student with another tokenizer than the teacher of a store: one token a character."""
+"""A student with another tokenizer than the teacher of a store: one token per character."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ WEIGHT = 0.4
 
 @pytest.fixture(scope="module")
 def pair(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
-    """The teacher of `material`, and a student whose tokens are pairs of digits, often."""
+    """The teacher of `material`, and a student many of whose tokens are pairs of digits."""
     path = tmp_path_factory.mktemp("pair") / "student"
-    numbers = "=".join(f"{one:02}" for one in range(100)) * 3
+    numbers = "=".join(f"{number:02}" for number in range(100)) * 3
     words = make_tokenizer("bpe", [numbers], 330)
     torch.manual_seed(3)
-    made = make_model(len(words), words, 1, 32)
+    model = make_model(len(words), words, 1, 32)
     with torch.no_grad():
-        made.get_input_embeddings().weight.normal_(std=0.3)
-    tiny.save(made, words, path)
+        model.get_input_embeddings().weight.normal_(std=0.3)
+    tiny.save(model, words, path)
     return replace(material, student=path)
 
 
@@ -49,20 +49,22 @@ def job(pair: tiny.Material, store: Path, **changes: Any) -> OfflineJob:
 def first_row(
     log_q: torch.Tensor, log_p: torch.Tensor, token: int, words: PreTrainedTokenizerFast
 ) -> torch.Tensor:
-    """The control variate where an answer begins; there is no white space, so no other word."""
+    """Return the control variate of an answer's first token; without white space it is one word."""
     head = log_q.topk(4).indices
     if token not in head:
         return torch.zeros((), dtype=torch.float64)
     characters = tiny.tokenizer()
     weights = log_q[head].softmax(0) - (head == token).double()
-    texts = [characters.decode([one]) for one in head.tolist()]
-    mapped = [words.eos_token_id if "end" in one else words(one)["input_ids"][0] for one in texts]
+    texts = [characters.decode([token_id]) for token_id in head.tolist()]
+    mapped = [
+        words.eos_token_id if "end" in text else words(text)["input_ids"][0] for text in texts
+    ]
     return (weights * (log_q[head] - log_p[mapped])).sum()
 
 
 @dataclass(frozen=True)
 class FirstUpdate:
-    """Of a job: its mean metrics, its sequences, its gradients by name, and the model before it."""
+    """A job's first update: mean metrics, sequences, gradients by name, and the model before it."""
 
     means: Mapping[str, float]
     sequences: Sequence[TokenSequence]
@@ -71,16 +73,16 @@ class FirstUpdate:
 
     @classmethod
     def of(cls, config: OfflineJob, path: Path) -> FirstUpdate:
-        with trainer_of(RunDirectory.create(path, config)) as made:
-            means, _ = made._learn(made._steps(1).updates[0])
-            sequences = [item.sequence for item in made._steps(1).updates[0]]
-            model = made._student.trained.model
-        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        with trainer_of(RunDirectory.create(path, config)) as trainer:
+            means, _ = trainer._learn(trainer._steps(1).updates[0])
+            sequences = [item.sequence for item in trainer._steps(1).updates[0]]
+            model = trainer._student.trained.model
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
-        return cls(means, sequences, model, found)
+        return cls(means, sequences, model, gradients)
 
     def assert_is_that_of(self, mean: torch.Tensor) -> None:
-        """`mean`: the loss a token, made with `model`."""
+        """Compare metrics and gradients with `mean`, the loss per token, computed with `model`."""
         mean.backward()
         assert self.means["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
         for name, parameter in self.model.named_parameters():

@@ -1,4 +1,4 @@
-"""How sequences share lines, and when their rows arrive, changes nothing but rounding."""
+"""The layout of sequences, and the order in which rows arrive, change only rounding."""
 
 from __future__ import annotations
 
@@ -19,61 +19,62 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.loop.trainer import Trainer
 from student_trainer.teachers.source import PendingRows
 from tests.student_trainer import tiny
-from tests.student_trainer.methods.test_on_policy import trainer as on_policy_trainer
+from tests.student_trainer.methods.test_on_policy import make_trainer as on_policy_trainer
 from tests.student_trainer.methods.test_rl import HOT, assert_near, gradient_of, trainer_of
 
-MOST = 100
+MAX_TOKENS = 100
 LONG = {
-    "train__tokens_per_micro_batch": MOST,
+    "train__tokens_per_micro_batch": MAX_TOKENS,
     "train__prompts_per_step": 16,
     "method__max_new_tokens": 20,
 }
 
 
 def assert_shared(items: Sequence[PendingRows]) -> None:
-    """Several micro-batches, with sequences that share lines."""
-    groups = micro_batches(items, MOST, "lines")
+    """Check that there are several micro-batches, with sequences that share lines."""
+    groups = micro_batches(items, MAX_TOKENS, "lines")
     lines = [
-        place_sequences([len(one.sequence.token_ids) for one in group], "lines") for group in groups
+        place_sequences([len(item.sequence.token_ids) for item in group], "lines")
+        for group in groups
     ]
     assert len(groups) > 1
     assert any(first > 0 for _, placed in lines for _, first in placed)
 
 
-def ragged(pending: Sequence[PendingRows]) -> list[PendingRows]:
-    """The same sequences, cut to different lengths: a random student hardly ever ends."""
-    found = []
+def cut_to_lengths(pending: Sequence[PendingRows]) -> list[PendingRows]:
+    """Return the sequences cut to different lengths, as a random student hardly ever ends."""
+    cut_items = []
     for number, item in enumerate(pending):
         length = 1 + number % len(item.sequence.completion)
         rows: Future[RowBlock] = Future()
         rows.set_result(item.rows.result().slice(0, length))
-        cut = cut_to(cast(Rollout, item.sequence), length)
-        found.append(replace(item, sequence=cut, rows=rows))
-    return found
+        cut_rollout = cut_to(cast(Rollout, item.sequence), length)
+        cut_items.append(replace(item, sequence=cut_rollout, rows=rows))
+    return cut_items
 
 
-def cut_to(one: Rollout, length: int) -> Rollout:
+def cut_to(rollout: Rollout, length: int) -> Rollout:
     return replace(
-        one,
-        token_ids=one.token_ids[: one.start + length],
-        head_ids=one.head_ids[:length],
-        token_logprobs=one.token_logprobs[:length],
-        draws=None if one.draws is None else one.draws[:length],
+        rollout,
+        token_ids=rollout.token_ids[: rollout.start + length],
+        head_ids=rollout.head_ids[:length],
+        token_logprobs=rollout.token_logprobs[:length],
+        draws=None if rollout.draws is None else rollout.draws[:length],
     )
 
 
-def learned(
-    made: Trainer, pending: list[Any], layout: Layout
+def learn_update(
+    trainer: Trainer, pending: list[Any], layout: Layout
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    made._student.trained.layout = layout
-    means, _ = made._learn(pending)
-    return means, gradient_of(made)
+    trainer._student.trained.layout = layout
+    means, _ = trainer._learn(pending)
+    return means, gradient_of(trainer)
 
 
-def assert_equal_means(found: dict[str, float], expected: dict[str, float]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal_means(means: dict[str, float], expected: dict[str, float]) -> None:
+    assert means.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert means[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("draws", [0, 3])
@@ -83,13 +84,13 @@ def test_on_policy(material: tiny.Material, tmp_path: Path, draws: int) -> None:
     if not draws:
         changes["method__tail"] = "bucket+sampled"
     run = RunDirectory.create(tmp_path / "run", tiny.job(material, **changes))
-    made, _, _ = on_policy_trainer(material, run)
-    pending = ragged(list(made._steps(1).updates[0]))
+    trainer, _, _ = on_policy_trainer(material, run)
+    pending = cut_to_lengths(list(trainer._steps(1).updates[0]))
     assert_shared(pending)
-    padded, expected = learned(made, pending, "padded")
-    packed, found = learned(made, pending, "lines")
-    assert_near(found, expected, 1e-6)
-    assert_equal_means(packed, padded)
+    padded_means, expected = learn_update(trainer, pending, "padded")
+    packed_means, gradients = learn_update(trainer, pending, "lines")
+    assert_near(gradients, expected, 1e-6)
+    assert_equal_means(packed_means, padded_means)
 
 
 @pytest.mark.parametrize(
@@ -105,39 +106,46 @@ def test_on_policy(material: tiny.Material, tmp_path: Path, draws: int) -> None:
     ids=["grpo", "gspo", "critic", "kl as reward", "k3", "privileged anchor"],
 )
 def test_rl(material: tiny.Material, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """The rows of the anchor, p_old and the critic's advantages are those of padded batches too."""
+    """Rows of the anchor, p_old and the critic's advantages equal those of padded batches."""
     config = tiny.rl_job(material, method__temperature=HOT, **LONG, **changes)
     steps: dict[Layout, list[Any]] = {}
     grads: dict[Layout, Any] = {}
     for layout in cast(list[Layout], ["padded", "lines"]):
-        with trainer_of(tmp_path / layout, config) as made:
-            assert made._student.full.layout == "lines"  # what the probe found
-            made._student.full.layout = layout
-            made._train_step(1)
-            answers = cast(Any, made._steps).__self__._answers
+        with trainer_of(tmp_path / layout, config) as trainer:
+            assert trainer._student.full.layout == "lines"  # found by the probe
+            trainer._student.full.layout = layout
+            trainer._train_step(1)
+            answers = cast(Any, trainer._steps).__self__._answers
             answers._rollouts = Ragged(answers._rollouts)
-            one, two = made._steps(2).updates
-            steps[layout] = [*one, *two]
-            grads[layout] = learned(made, list(one), layout), learned(made, list(two), layout)
-            for update in (one, two):
-                means, expected = learned(made, list(update), "padded")
-                packed, found = learned(made, list(update), "lines")
-                assert_near(found, expected, 1e-6)
-                assert_equal_means(packed, means)
+            first_update, second_update = trainer._steps(2).updates
+            steps[layout] = [*first_update, *second_update]
+            grads[layout] = (
+                learn_update(trainer, list(first_update), layout),
+                learn_update(trainer, list(second_update), layout),
+            )
+            for update in (first_update, second_update):
+                means, expected = learn_update(trainer, list(update), "padded")
+                packed_means, gradients = learn_update(trainer, list(update), "lines")
+                assert_near(gradients, expected, 1e-6)
+                assert_equal_means(packed_means, means)
     assert_shared(steps["lines"])
-    for padded, packed in zip(steps["padded"], steps["lines"], strict=True):
-        assert torch.equal(padded.sequence.token_ids, packed.sequence.token_ids)
-        assert torch.allclose(padded.advantage, packed.advantage, rtol=1e-5, atol=1e-5)
-        assert (padded.old_logprobs is None) == (packed.old_logprobs is None)
-        if padded.old_logprobs is not None:
-            assert torch.allclose(padded.old_logprobs, packed.old_logprobs, rtol=0, atol=1e-5)
-        rows = zip((padded.wait().rows,), (packed.wait().rows,), strict=True)
-        for one, other in rows:
-            assert abs(one.head_logprobs - other.head_logprobs).max(initial=0) < 1e-5
-            assert abs(one.tail_logmass - other.tail_logmass).max() < 1e-4
-    for (padded, expected), (packed, found) in zip(grads["padded"], grads["lines"], strict=True):
-        assert_near(found, expected, 1e-4)
-        assert packed["loss"] == pytest.approx(padded["loss"], abs=1e-5)
+    for padded_item, packed_item in zip(steps["padded"], steps["lines"], strict=True):
+        assert torch.equal(padded_item.sequence.token_ids, packed_item.sequence.token_ids)
+        assert torch.allclose(padded_item.advantage, packed_item.advantage, rtol=1e-5, atol=1e-5)
+        assert (padded_item.old_logprobs is None) == (packed_item.old_logprobs is None)
+        if padded_item.old_logprobs is not None:
+            assert torch.allclose(
+                padded_item.old_logprobs, packed_item.old_logprobs, rtol=0, atol=1e-5
+            )
+        rows = zip((padded_item.wait().rows,), (packed_item.wait().rows,), strict=True)
+        for padded_rows, packed_rows in rows:
+            assert abs(padded_rows.head_logprobs - packed_rows.head_logprobs).max(initial=0) < 1e-5
+            assert abs(padded_rows.tail_logmass - packed_rows.tail_logmass).max() < 1e-4
+    for (padded_means, expected), (packed_means, gradients) in zip(
+        grads["padded"], grads["lines"], strict=True
+    ):
+        assert_near(gradients, expected, 1e-4)
+        assert packed_means["loss"] == pytest.approx(padded_means["loss"], abs=1e-5)
 
 
 class Ragged:
@@ -148,55 +156,59 @@ class Ragged:
     def __init__(self, rollouts: Any) -> None:
         self._rollouts = rollouts
 
-    def generate(self, *asked: Any, **options: Any) -> Any:
-        for batch in self._rollouts.generate(*asked, **options):
-            yield [cut_to(one, 1 + n % len(one.completion)) for n, one in enumerate(batch)]
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        for batch in self._rollouts.generate(*arguments, **options):
+            yield [
+                cut_to(rollout, 1 + n % len(rollout.completion)) for n, rollout in enumerate(batch)
+            ]
 
 
 def test_the_order_of_micro_batches_is_that_of_the_requests(
     material: tiny.Material, tmp_path: Path
 ) -> None:
-    """Rows that arrive in another order give the same bits; and the first forward pass does not
+    """Rows that arrive in another order give the same bits, and the first forward pass does not
     wait for the last rows.
     """
     config = tiny.job(material, **LONG)
     run = RunDirectory.create(tmp_path / "run", config)
-    made, student, _ = on_policy_trainer(material, run)
+    trainer, student, _ = on_policy_trainer(material, run)
     student.layout = "lines"
-    pending = ragged(list(made._steps(1).updates[0]))
-    expected = learned(made, pending, "lines")
-    groups = micro_batches(pending, MOST, "lines")
+    pending = cut_to_lengths(list(trainer._steps(1).updates[0]))
+    expected = learn_update(trainer, pending, "lines")
+    groups = micro_batches(pending, MAX_TOKENS, "lines")
     order = {id(item): number for number, item in enumerate(pending)}
     places = [sorted(order[id(item)] for item in group) for group in groups]
     assert [place for group in places for place in group] == list(range(len(pending)))
     assert len(groups) > 2
 
-    late: list[Future[RowBlock]] = [Future() for _ in pending]
-    waiting = [replace(item, rows=rows) for item, rows in zip(pending, late, strict=True)]
+    late_rows: list[Future[RowBlock]] = [Future() for _ in pending]
+    waiting_items = [
+        replace(item, rows=rows) for item, rows in zip(pending, late_rows, strict=True)
+    ]
     forward, count = student.forward, 0
 
     def answer(group: list[int]) -> None:
         for number in reversed(group):
-            late[number].set_result(pending[number].rows.result())
+            late_rows[number].set_result(pending[number].rows.result())
 
-    def answering(*inputs: Any) -> Any:
-        """Only a forward pass of one group makes the rows of the next one arrive."""
+    def answer_and_forward(*inputs: Any) -> Any:
+        """Deliver the rows of the next group when the forward pass of one group starts."""
         nonlocal count
         count += 1
         if count < len(places):
             answer(places[count])
         return forward(*inputs)
 
-    student.forward = answering  # type: ignore[method-assign]
+    student.forward = answer_and_forward  # type: ignore[method-assign]
     answer(places[0])
-    with ThreadPoolExecutor(1) as pool:  # a wait for later rows would never end
-        learn = pool.submit(made._learn, waiting)
+    with ThreadPoolExecutor(1) as pool:  # waiting for later rows would hang
+        learn = pool.submit(trainer._learn, waiting_items)
         try:
             means, _ = learn.result(timeout=60)
         finally:
-            for number, future in enumerate(late):
+            for number, future in enumerate(late_rows):
                 if not future.done():
                     future.set_result(pending[number].rows.result())
     assert means == expected[0]
-    found = gradient_of(made)
-    assert all(torch.equal(found[name], grad) for name, grad in expected[1].items())
+    gradients = gradient_of(trainer)
+    assert all(torch.equal(gradients[name], grad) for name, grad in expected[1].items())

@@ -1,4 +1,4 @@
-"""Learning from a store: what is read, in what order, and what its gradient is."""
+"""Learning from a store: sequences that are read, their order, and the gradient."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ def store(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> 
     return write_store(path, teacher, TEXTS, samples=2, temperature=1.3)
 
 
-def learned(made: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """The first step's means and gradients."""
-    means, _ = made._learn(made._steps(1).updates[0])
-    model = made._student.trained.model
+def learn_first_step(trainer: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Return means and gradients of the first step."""
+    means, _ = trainer._learn(trainer._steps(1).updates[0])
+    model = trainer._student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return means, grads
 
 
 def expected_loss(model: Any, teacher: Any, text: Text, weight: float) -> torch.Tensor:
-    """Of each token, from the whole distribution: KL by its summands, cross-entropy added."""
+    """Return each token's loss from full distributions: a sum of KL terms, and cross-entropy."""
     ids, start = text
     logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double() / 1.3
     log_p, log_q = logits.log_softmax(1), logprobs_of(teacher, text, 1.3)
     head = log_q.topk(4).indices
     gaps = log_q.exp() * (log_q - log_p)
-    inside = torch.zeros_like(log_q, dtype=torch.bool).scatter(1, head, True)
-    p_tail = log_p.exp().masked_fill(inside, 0).sum(1)
-    q_tail = log_q.exp().masked_fill(inside, 0).sum(1)
+    is_in_head = torch.zeros_like(log_q, dtype=torch.bool).scatter(1, head, True)
+    p_tail = log_p.exp().masked_fill(is_in_head, 0).sum(1)
+    q_tail = log_q.exp().masked_fill(is_in_head, 0).sum(1)
     block = block_of(teacher, text, top_k=4, samples=2, temperature=1.3)
     assert block.tail_sample_ids is not None
-    drawn = torch.from_numpy(block.tail_sample_ids.astype(np.int64))
-    within = (log_q - q_tail.log()[:, None]) - (log_p - p_tail.log()[:, None])
-    kl = gaps.masked_fill(~inside, 0).sum(1) + q_tail * (q_tail / p_tail).log()
-    kl = kl + q_tail * within.gather(1, drawn).mean(1)
+    draw_ids = torch.from_numpy(block.tail_sample_ids.astype(np.int64))
+    tail_ratio = (log_q - q_tail.log()[:, None]) - (log_p - p_tail.log()[:, None])
+    kl = gaps.masked_fill(~is_in_head, 0).sum(1) + q_tail * (q_tail / p_tail).log()
+    kl = kl + q_tail * tail_ratio.gather(1, draw_ids).mean(1)
     return kl - weight * log_p.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
 
 
@@ -71,10 +71,10 @@ def test_the_gradient_is_that_of_the_formula(
     config = tiny.offline_job(
         material, store, train__tokens_per_micro_batch=tokens, method__cross_entropy=0.4
     )
-    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
-        means, found = learned(made)
-        step = [item.sequence for item in made._steps(1).updates[0]]
-    model = made._student.trained.model
+    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as trainer:
+        means, gradients = learn_first_step(trainer)
+        step = [item.sequence for item in trainer._steps(1).updates[0]]
+    model = trainer._student.trained.model
     teacher = load_model(config.student.model_copy(update={"model": str(material.teacher)}))
     texts = [(sequence.token_ids.tolist(), sequence.start) for sequence in step]
     losses = torch.cat([expected_loss(model, teacher, text, 0.4) for text in texts])
@@ -83,7 +83,7 @@ def test_the_gradient_is_that_of_the_formula(
     assert means["loss"] == pytest.approx(float(losses.detach().mean()), rel=1e-4)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        error = float((found[name] - parameter.grad).norm() / parameter.grad.norm())
+        error = float((gradients[name] - parameter.grad).norm() / parameter.grad.norm())
         assert error < 1e-4, name
 
 
@@ -94,8 +94,8 @@ def test_the_names_of_metrics(material: tiny.Material, store: Path, tmp_path: Pa
     run = RunDirectory.create(
         tmp_path / "run", tiny.offline_job(material, store, max_steps=2, eval__every=1)
     )
-    with trainer_of(run) as made:
-        assert made.train() == "succeeded"
+    with trainer_of(run) as trainer:
+        assert trainer.train() == "succeeded"
     lines = metrics_of(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert metrics.__doc__ is not None
@@ -103,24 +103,24 @@ def test_the_names_of_metrics(material: tiny.Material, store: Path, tmp_path: Pa
     for line in lines:
         assert {"eval/kl", "eval/perplexity"} <= line.keys()
         assert not {"eval/kl_bound", "ratio/mean", "length/truncated"} & line.keys()
-        others = {name for name in line if not name.startswith("time/")}
-        assert others - {"attempt", "step"} <= explained
+        names = {name for name in line if not name.startswith("time/")}
+        assert names - {"attempt", "step"} <= explained
 
 
 def test_without_samples_there_is_only_a_bound(
     material: tiny.Material, store: Path, tmp_path: Path
 ) -> None:
     teacher = load_model(tiny.job(material, student__model=str(material.teacher)).student)
-    plain = write_store(tmp_path / "plain", teacher, TEXTS, temperature=1.3)
+    store_without_samples = write_store(tmp_path / "plain", teacher, TEXTS, temperature=1.3)
     evaluated = []
-    for number, path in enumerate((store, plain)):
+    for number, path in enumerate((store, store_without_samples)):
         run = RunDirectory.create(tmp_path / str(number), tiny.offline_job(material, path))
-        with trainer_of(run) as made:
-            evaluated.append(made._evaluate())
-    sampled, bound = evaluated
-    assert sampled.keys() == {"eval/kl", "eval/kl_stderr", "eval/perplexity"}
+        with trainer_of(run) as trainer:
+            evaluated.append(trainer._evaluate())
+    estimate, bound = evaluated
+    assert estimate.keys() == {"eval/kl", "eval/kl_stderr", "eval/perplexity"}
     assert bound.keys() == {"eval/kl_bound", "eval/kl_bound_stderr", "eval/perplexity"}
-    assert sampled["eval/perplexity"] == bound["eval/perplexity"]
+    assert estimate["eval/perplexity"] == bound["eval/perplexity"]
 
 
 def steps_of(data: LogitDataset, chosen: Any, last_step: int = 1000) -> StoredSteps:
@@ -144,14 +144,16 @@ def test_order_is_a_pure_function_of_the_seed(store: Path) -> None:
     data = LogitDataset(store)
     chosen = range(30)
     steps = steps_of(data, chosen)
-    found = [tokens_of_step(steps, step) for step in range(1, 11)]
-    # As a resume would: in the middle of an epoch, with no state.
-    again = steps_of(LogitDataset(store), chosen)
-    assert [tokens_of_step(again, step) for step in (7, 8, 9)] == found[6:9]
-    mine = sorted(tuple(TEXTS[index][0]) for index in chosen)
-    for epoch in (found[:5], found[5:]):
-        assert sorted(ids for step in epoch for ids in step) == mine, "each one once an epoch"
-    assert found[:5] != found[5:]
+    tokens_by_step = [tokens_of_step(steps, step) for step in range(1, 11)]
+    # A resume in the middle of an epoch, without state.
+    resumed_steps = steps_of(LogitDataset(store), chosen)
+    assert [tokens_of_step(resumed_steps, step) for step in (7, 8, 9)] == tokens_by_step[6:9]
+    expected_epoch = sorted(tuple(TEXTS[index][0]) for index in chosen)
+    for epoch in (tokens_by_step[:5], tokens_by_step[5:]):
+        assert sorted(ids for step in epoch for ids in step) == expected_epoch, (
+            "each one once an epoch"
+        )
+    assert tokens_by_step[:5] != tokens_by_step[5:]
 
 
 def test_no_more_than_two_steps_ahead(store: Path) -> None:
@@ -168,64 +170,68 @@ def test_held_out_is_never_learned(material: tiny.Material, store: Path) -> None
     chosen, held_out = _split(config, open_stores(config))
     assert len(held_out) == config.eval.prompts
     assert sorted([*chosen, *held_out]) == list(range(len(TEXTS)))
-    other, _ = _split(config.model_copy(update={"seed": 1}), open_stores(config))
-    assert sorted(other) != sorted(chosen)
+    other_chosen, _ = _split(config.model_copy(update={"seed": 1}), open_stores(config))
+    assert sorted(other_chosen) != sorted(chosen)
 
 
-@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("has_eval_path", [False, True])
 def test_nor_is_a_copy_of_what_is_held_out(
-    material: tiny.Material, tmp_path: Path, other: bool
+    material: tiny.Material, tmp_path: Path, has_eval_path: bool
 ) -> None:
-    """Data that says a thing twice, or an eval_path that is the data itself."""
+    """Data with duplicates, or an eval_path that is the training data."""
     teacher = load_model(tiny.job(material, student__model=str(material.teacher)).student)
-    texts = TEXTS[:20] * (1 if other else 3)
+    texts = TEXTS[:20] * (1 if has_eval_path else 3)
     path = write_store(tmp_path / "rows", teacher, texts)
-    changes = {"data__eval_path": str(path)} if other else {}
+    changes = {"data__eval_path": str(path)} if has_eval_path else {}
     config = tiny.offline_job(material, path, **changes)
     chosen, held_out = _split(config, open_stores(config))
-    aside = {tuple(texts[index][0]) for index in held_out}
-    learned = [tuple(texts[index][0]) for index in chosen]
-    assert not aside & set(learned)
-    assert sorted(learned) == sorted(tuple(ids) for ids, _ in texts if tuple(ids) not in aside)
-    most = len(texts) - (not other)
-    everything = tiny.offline_job(material, path, eval__prompts=most, **changes)
+    held_out_ids = {tuple(texts[index][0]) for index in held_out}
+    learned_ids = [tuple(texts[index][0]) for index in chosen]
+    assert not held_out_ids & set(learned_ids)
+    assert sorted(learned_ids) == sorted(
+        tuple(ids) for ids, _ in texts if tuple(ids) not in held_out_ids
+    )
+    max_prompts = len(texts) - (not has_eval_path)
+    whole_config = tiny.offline_job(material, path, eval__prompts=max_prompts, **changes)
     with pytest.raises(InvalidInput, match="every sequence of the store"):
-        _split(everything, open_stores(everything))
+        _split(whole_config, open_stores(whole_config))
 
 
 def test_a_store_that_is_deleted_stays_readable(store: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "copied"
-    shutil.copytree(store, copied)
-    steps = steps_of(LogitDataset(copied), range(40))
+    store_copy = tmp_path / "copied"
+    shutil.copytree(store, store_copy)
+    steps = steps_of(LogitDataset(store_copy), range(40))
     expected = [tokens_of_step(steps_of(LogitDataset(store), range(40)), s) for s in range(1, 8)]
-    found = [tokens_of_step(steps, 1)]
-    shutil.rmtree(copied)
-    found += [tokens_of_step(steps, step) for step in range(2, 8)]
-    assert found == expected
+    tokens_by_step = [tokens_of_step(steps, 1)]
+    shutil.rmtree(store_copy)
+    tokens_by_step += [tokens_of_step(steps, step) for step in range(2, 8)]
+    assert tokens_by_step == expected
 
 
 def test_a_damaged_sequence_is_named(store: Path, tmp_path: Path) -> None:
-    """The first step that has it raises, the ones before are as they were."""
-    copied = tmp_path / "copied"
-    shutil.copytree(store, copied)
-    data = LogitDataset(copied)
+    """The first step with the damaged sequence raises; steps before it are unchanged."""
+    store_copy = tmp_path / "copied"
+    shutil.copytree(store, store_copy)
+    data = LogitDataset(store_copy)
     steps = steps_of(data, range(30))
     order = steps._order
     victim = order.of_step(4, 6)[2]
     shard, _ = data._locate(victim)
-    # In the payload of its rows: the map shows what the file becomes.
-    content = bytearray((copied / shard.name).read_bytes())
-    at = content.index(bytes(data.entry(victim).rows[-40:]))
-    with (copied / shard.name).open("r+b") as stream:
-        stream.seek(at + 30)
-        stream.write(bytes([content[at + 30] ^ 4]))
-    good = [tokens_of_step(steps, step) for step in (1, 2, 3)]
-    assert good == [tokens_of_step(steps_of(LogitDataset(store), range(30)), s) for s in (1, 2, 3)]
+    # Change the payload of its rows; the memory map shows the change.
+    content = bytearray((store_copy / shard.name).read_bytes())
+    offset = content.index(bytes(data.entry(victim).rows[-40:]))
+    with (store_copy / shard.name).open("r+b") as stream:
+        stream.seek(offset + 30)
+        stream.write(bytes([content[offset + 30] ^ 4]))
+    good_steps = [tokens_of_step(steps, step) for step in (1, 2, 3)]
+    assert good_steps == [
+        tokens_of_step(steps_of(LogitDataset(store), range(30)), s) for s in (1, 2, 3)
+    ]
     with pytest.raises(Corrupt) as caught:
         steps.of_step(4)
-    assert caught.value.message.startswith(f"sequence {victim} of {copied}: ")
+    assert caught.value.message.startswith(f"sequence {victim} of {store_copy}: ")
     assert f"(shard {shard.name})" in caught.value.message
-    assert caught.value.hint.startswith(f"run distill store verify {copied}")
+    assert caught.value.hint.startswith(f"run distill store verify {store_copy}")
     wait(steps._reads.values())
 
 
@@ -244,5 +250,5 @@ def test_conversations_for_exact_match(
         data__messages_column="m",
         data__system="9",
     )
-    (found,) = load_task_prompts(config, words, 32)
-    assert (words.decode(found.ids), found.answer) == ("S9U1+1=A2<|end|>U2+2=A", "4")
+    (prompt,) = load_task_prompts(config, words, 32)
+    assert (words.decode(prompt.ids), prompt.answer) == ("S9U1+1=A2<|end|>U2+2=A", "4")

@@ -1,4 +1,4 @@
-"""PPO's ratio compares the student with itself, not with the log-probs of the sampler."""
+"""PPO's ratio compares the student with its own old log-probs, not with those of the sampler."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from tests.student_trainer import tiny
 from tests.student_trainer.methods.test_rl import HOT, trainer_of
 
 
-def as_sampled(item: PendingRLSequence) -> PendingRLSequence:
-    """The item as it was before: the sampler's log-probs in place of the student's own."""
+def use_sampler_logprobs(item: PendingRLSequence) -> PendingRLSequence:
+    """Return the item with the sampler's log-probs in place of the student's old log-probs."""
     sequence = cast(Rollout, item.sequence)
     return replace(item, old_logprobs=sequence.token_logprobs)
 
 
-def rounded(item: PendingRLSequence) -> PendingRLSequence:
-    """The item as a sampler of other arithmetic writes it, whatever this processor's is.
+def add_rounding(item: PendingRLSequence) -> PendingRLSequence:
+    """Return the item with the rounding errors of a sampler with other arithmetic.
 
     0.025 is the standard deviation between a bfloat16 sampler and trainer with equal weights.
     """
     sequence = cast(Rollout, item.sequence)
     generator = torch.Generator().manual_seed(len(sequence.token_ids))
     noise = 0.025 * torch.randn(sequence.token_logprobs.shape, generator=generator)
-    sampled = replace(sequence, token_logprobs=sequence.token_logprobs + noise)
-    return replace(item, sequence=sampled)
+    noisy_rollout = replace(sequence, token_logprobs=sequence.token_logprobs + noise)
+    return replace(item, sequence=noisy_rollout)
 
 
-def clipped(made: Trainer, items: Sequence[PendingRLSequence]) -> float:
-    """The share of tokens whose ratio is beyond one of the clips, whatever their advantage."""
+def clipped_share(trainer: Trainer, items: Sequence[PendingRLSequence]) -> float:
+    """Return the share of tokens whose ratio is outside the clip range, for any advantage."""
     share = 0.0
     for advantage in (-1.0, 1.0):
-        means, _ = made._learn([replace(one, advantage=torch.tensor(advantage)) for one in items])
+        means, _ = trainer._learn(
+            [replace(item, advantage=torch.tensor(advantage)) for item in items]
+        )
         assert means["ratio/kl"] > 0
         share += means["ratio/clipped"]
     return share
@@ -50,7 +52,7 @@ def clipped(made: Trainer, items: Sequence[PendingRLSequence]) -> float:
 def test_identical_weights_in_bfloat16_clip_nothing(
     updates: int, material: tiny.Material, tmp_path: Path
 ) -> None:
-    """GSPO with its published clips: every update is made with the weights that sampled."""
+    """GSPO with its published clips; in every update the weights are those that sampled."""
     torch.manual_seed(0)
     words = tiny.tokenizer()
     deep = make_model(len(words), words, 4, 64)
@@ -66,24 +68,24 @@ def test_identical_weights_in_bfloat16_clip_nothing(
         method__updates_per_step=updates,
         method__temperature=1.0,
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        for number, update in enumerate(made._steps(1).updates):
-            items = [rounded(cast(PendingRLSequence, item)) for item in update]
+    with trainer_of(tmp_path / "run", config) as trainer:
+        for number, update in enumerate(trainer._steps(1).updates):
+            items = [add_rounding(cast(PendingRLSequence, item)) for item in update]
             assert all((item.old_logprobs is None) == (number == 0) for item in items)
-            former = [as_sampled(item) for item in items]
-            assert clipped(made, items) == 0
-            assert clipped(made, former) > 0.5
-            made._optimizer.zero_grad()
+            sampler_items = [use_sampler_logprobs(item) for item in items]
+            assert clipped_share(trainer, items) == 0
+            assert clipped_share(trainer, sampler_items) > 0.5
+            trainer._optimizer.zero_grad()
 
 
 def test_the_log_probs_are_those_before_the_step(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(material, method__updates_per_step=2, method__temperature=HOT)
-    with trainer_of(tmp_path / "run", config) as made:
-        _, second = made._steps(1).updates
+    with trainer_of(tmp_path / "run", config) as trainer:
+        _, second = trainer._steps(1).updates
         for item in second:
-            old = cast(PendingRLSequence, item).old_logprobs
-            assert old is not None
-            assert old.dtype == torch.float32
-            # In float32 the sampler agrees.
-            sampled = cast(Rollout, item.sequence).token_logprobs
-            assert (old - sampled).abs().max() < 1e-5
+            old_logprobs = cast(PendingRLSequence, item).old_logprobs
+            assert old_logprobs is not None
+            assert old_logprobs.dtype == torch.float32
+            # In float32 the sampler has equal log-probs.
+            sampler_logprobs = cast(Rollout, item.sequence).token_logprobs
+            assert (old_logprobs - sampler_logprobs).abs().max() < 1e-5

@@ -1,4 +1,4 @@
-"""The trainer's own step: its gradient is that of the mean over all tokens, however it is cut."""
+"""A step of the trainer: the gradient is that of the mean over all tokens, in any micro-batches."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from tests.student_trainer.model_teacher import ModelTeacher, completion_logprob
 VOCABULARY = len(tiny.ALPHABET) + 1
 
 
-def trainer(
+def make_trainer(
     material: tiny.Material, run: RunDirectory, *, top_k: int = 4, log: bool = False
 ) -> tuple[Trainer, Student, ModelTeacher]:
-    """All of the real parts but the network."""
+    """Return a trainer with all real parts except the network."""
     config = run.config()
     words = load_tokenizer(config.student)
     model = load_model(config.student)
@@ -98,30 +98,30 @@ def new_run(material: tiny.Material, path: Path, **changes: int) -> RunDirectory
 
 @pytest.mark.parametrize("tokens", [1, 48, 100])
 def test_micro_batches_change_nothing(material: tiny.Material, tmp_path: Path, tokens: int) -> None:
-    """8 rollouts at once, one by one, and in between."""
-    found = []
+    """8 rollouts in one micro-batch, in one each, and in between."""
+    results = []
     for number, size in enumerate((100_000, tokens)):
         run = new_run(material, tmp_path / str(number), train__tokens_per_micro_batch=size)
-        made, student, _ = trainer(material, run)
-        metrics, _ = made._learn(made._steps(1).updates[0])
-        found.append((metrics, gradients(student)))
-    (whole, whole_grads), (cut, cut_grads) = found
-    assert whole["tokens"] == cut["tokens"]
-    for name, value in whole.items():
-        assert cut[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        trainer, student, _ = make_trainer(material, run)
+        metrics, _ = trainer._learn(trainer._steps(1).updates[0])
+        results.append((metrics, gradients(student)))
+    (whole_metrics, whole_grads), (cut_metrics, cut_grads) = results
+    assert whole_metrics["tokens"] == cut_metrics["tokens"]
+    for name, value in whole_metrics.items():
+        assert cut_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert whole_grads.keys() == cut_grads.keys()
     for name, grad in whole_grads.items():
         assert float((grad - cut_grads[name]).norm() / grad.norm()) < 1e-5, name
 
 
 def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: Path) -> None:
-    """k = |V|: the whole pipeline against the KL of two plain forward passes, token by token."""
-    made, student, teacher = trainer(
+    """With k = |V|, the pipeline equals the KL of two plain forward passes, token by token."""
+    trainer, student, teacher = make_trainer(
         material, new_run(material, tmp_path / "run"), top_k=VOCABULARY
     )
-    pending = made._steps(1).updates[0]
-    means, _ = made._learn(pending)
-    found = gradients(student)
+    pending = trainer._steps(1).updates[0]
+    means, _ = trainer._learn(pending)
+    found_gradients = gradients(student)
 
     total = torch.zeros((), dtype=torch.float64)
     count = 0
@@ -136,39 +136,39 @@ def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: 
     assert means["tokens"] == count
     assert means["loss"] == pytest.approx(float(total.detach()) / count, rel=1e-4)
     for name, grad in expected.items():
-        assert float((found[name] - grad).norm() / grad.norm()) < 1e-3, name
+        assert float((found_gradients[name] - grad).norm() / grad.norm()) < 1e-3, name
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_no_number_changes_nothing(
     material: tiny.Material, tmp_path: Path, bad: float
 ) -> None:
-    """Two updates in a row may be skipped, a third may not; a good one starts the count again."""
+    """Two updates in a row may be skipped, a third raises; a finite gradient resets the count."""
     run = new_run(material, tmp_path / "run", train__max_skipped_updates=2)
-    made, student, _ = trainer(material, run)
-    pending = made._steps(1).updates[0]
+    trainer, student, _ = make_trainer(material, run)
+    pending = trainer._steps(1).updates[0]
 
     def update(bad: float | None) -> dict[str, float]:
-        learn = made._learn
+        learn = trainer._learn
 
-        def spoiled(items: Any) -> Any:
-            found = learn(items)
+        def learn_spoiled(items: Any) -> Any:
+            means = learn(items)
             if bad is not None:
                 next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
-            return found
+            return means
 
-        made._learn = spoiled  # type: ignore[method-assign]
+        trainer._learn = learn_spoiled  # type: ignore[method-assign]
         try:
-            return made._learn_and_update(pending, 0.1)
+            return trainer._learn_and_update(pending, 0.1)
         finally:
-            made._learn = learn  # type: ignore[method-assign]
+            trainer._learn = learn  # type: ignore[method-assign]
 
     for _ in range(2):
-        before = {name: p.detach().clone() for name, p in student.named_parameters()}
+        weights_before = {name: p.detach().clone() for name, p in student.named_parameters()}
         for _ in range(2):
             assert update(bad)["grad_norm/skipped"] == 1
         for name, parameter in student.named_parameters():
-            assert torch.equal(parameter, before[name])
+            assert torch.equal(parameter, weights_before[name])
             assert parameter.grad is None
         assert update(None)["grad_norm/skipped"] == 0
     assert update(bad)["grad_norm/skipped"] == update(bad)["grad_norm/skipped"] == 1
@@ -177,21 +177,21 @@ def test_a_gradient_that_is_no_number_changes_nothing(
 
 
 def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path) -> None:
-    """A whole run, in this process: every name that is written is explained, and the other way."""
+    """In a run in this process, the written names are exactly the documented ones."""
     from student_trainer.run import metrics
     from tests.end_to_end.processes import metrics_of
 
     run = new_run(material, tmp_path / "run", max_steps=3, eval__every=2)
-    made, _, _ = trainer(material, run, log=True)
-    assert made.train() == "succeeded"
+    trainer, _, _ = make_trainer(material, run, log=True)
+    assert trainer.train() == "succeeded"
     lines = metrics_of(run)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    written = {name for line in lines for name in line} - {"attempt", "step"}
+    written_names = {name for line in lines for name in line} - {"attempt", "step"}
     assert metrics.__doc__ is not None
     table = metrics.__doc__.split("\n\n")[1]
     explained = {row.split()[0] for row in table.splitlines()}
     explained |= {word.strip(",;") for word in table.split() if word.startswith("time/")}
-    assert written == explained
+    assert written_names == explained
     assert (run.export / "model.safetensors").is_file()
     assert len((run.samples / "step-000002.jsonl").read_text().splitlines()) == 8
 
@@ -199,32 +199,32 @@ def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path)
 def test_weights_multiply_the_loss_of_their_sequences(
     material: tiny.Material, tmp_path: Path
 ) -> None:
-    """Over the number of tokens, not the sum of weights; metrics count every token once."""
+    """The sum is divided by the number of tokens, not of weights; metrics count tokens once."""
     run = RunDirectory.create(tmp_path / "run", tiny.job(material))
-    made, student, _ = trainer(material, run)
-    pending = made._steps(1).updates[0]
+    trainer, student, _ = make_trainer(material, run)
+    pending = trainer._steps(1).updates[0]
     weights = [0.0, 0.5, 1.0, 3.0] * 2
     assert len(pending) == len(weights)
-    weighted = [
+    weighted_items = [
         replace(item, sequence=replace(item.sequence, weight=weight))
         for item, weight in zip(pending, weights, strict=True)
     ]
 
-    def learned(items: Any) -> tuple[dict[str, float], Tensor]:
-        means, _ = made._learn(items)
+    def learn_items(items: Any) -> tuple[dict[str, float], Tensor]:
+        means, _ = trainer._learn(items)
         gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
         student.zero_grad()
         return means, gradient
 
-    plain, _ = learned(pending)
-    means, gradient = learned(weighted)
+    plain_means, _ = learn_items(pending)
+    means, gradient = learn_items(weighted_items)
     loss, expected = 0.0, torch.zeros_like(gradient)
     for item, weight in zip(pending, weights, strict=True):
-        alone, of_one = learned([item])
-        share = weight * item.sequence.learned / plain["tokens"]
-        loss += share * alone["loss"]
-        expected += share * of_one
+        item_means, item_gradient = learn_items([item])
+        share = weight * item.sequence.learned / plain_means["tokens"]
+        loss += share * item_means["loss"]
+        expected += share * item_gradient
     assert means["loss"] == pytest.approx(loss, rel=1e-5)
     assert float((gradient - expected).norm() / expected.norm()) < 1e-5
-    assert means["kl/teacher"] == pytest.approx(plain["kl/teacher"], rel=1e-6)
-    assert means["tokens"] == plain["tokens"]
+    assert means["kl/teacher"] == pytest.approx(plain_means["kl/teacher"], rel=1e-6)
+    assert means["tokens"] == plain_means["tokens"]

@@ -1,4 +1,4 @@
-"""Learning from a store whose teacher has another tokenizer: one token a character."""
+"""Learning from a store whose teacher has another tokenizer, one token per character."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ TEXTS = sums(40)
 @pytest.fixture(scope="module")
 def store(material: tiny.Material, teacher: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stored") / "store"
-    where = str(material.teacher)
-    return write_store(path, teacher, TEXTS, temperature=TEMPERATURE, tokenizer=where)
+    tokenizer = str(material.teacher)
+    return write_store(path, teacher, TEXTS, temperature=TEMPERATURE, tokenizer=tokenizer)
 
 
-def refused(tmp_path: Path, config: OfflineJob) -> DistillError:
+def refuse_job(tmp_path: Path, config: OfflineJob) -> DistillError:
     with (
         pytest.raises(DistillError) as caught,
         trainer_of(RunDirectory.create(tmp_path / "run", config)),
@@ -54,29 +54,33 @@ def refused(tmp_path: Path, config: OfflineJob) -> DistillError:
 def expected_losses(
     model: Any, teacher: Any, words: PreTrainedTokenizerFast, text: Text, match: str
 ) -> tuple[torch.Tensor, int]:
-    """Of an answer, and its tokens. A teacher's token is a character: chunks are student tokens."""
+    """Return an answer's loss and token count. As the teacher has characters, chunks are tokens."""
     ids, start = text
     characters = tiny.tokenizer()
     prompt, answer = (characters.decode(part) for part in (ids[:start], ids[start:-1]))
-    asked = words(prompt)["input_ids"]
-    own = [*words(answer)["input_ids"], words.eos_token_id]
-    logits = model(input_ids=torch.tensor([asked + own])).logits[0, len(asked) - 1 : -1].double()
+    prompt_ids = words(prompt)["input_ids"]
+    answer_ids = [*words(answer)["input_ids"], words.eos_token_id]
+    logits = (
+        model(input_ids=torch.tensor([prompt_ids + answer_ids]))
+        .logits[0, len(prompt_ids) - 1 : -1]
+        .double()
+    )
     table = (logits / TEMPERATURE).log_softmax(1)
-    log_p = table.gather(1, torch.tensor(own)[:, None])[:, 0]
+    log_p = table.gather(1, torch.tensor(answer_ids)[:, None])[:, 0]
     rows = logprobs_of(teacher, text, TEMPERATURE)
     log_q = rows.gather(1, torch.tensor(ids[start:])[:, None])
     if match == "row":
         return first_row(rows[0], table[0], ids[start], words) + (
             log_q.sum() - (1 + WEIGHT) * log_p.sum()
-        ), len(own)
-    lengths = [len(words.decode([one])) for one in own[:-1]]
+        ), len(answer_ids)
+    lengths = [len(words.decode([token])) for token in answer_ids[:-1]]
     assert sum(lengths) == len(answer)
     if match == "word":  # there is no white space
         lengths, log_p = [len(answer)], torch.stack([log_p[:-1].sum(), log_p[-1]])
-    of_runs = torch.stack([part.sum() for part in log_q.split([*lengths, 1])])
-    a, b = (of.div(UNIT_TEMPERATURE).exp() for of in (of_runs, log_p))
+    run_logprobs = torch.stack([part.sum() for part in log_q.split([*lengths, 1])])
+    a, b = (logprobs.div(UNIT_TEMPERATURE).exp() for logprobs in (run_logprobs, log_p))
     kl = a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
-    return UNIT_TEMPERATURE * kl.sum() - WEIGHT * log_p.sum(), len(own)
+    return UNIT_TEMPERATURE * kl.sum() - WEIGHT * log_p.sum(), len(answer_ids)
 
 
 @pytest.mark.parametrize("match", ["row", "chunk", "word"])
@@ -89,17 +93,17 @@ def test_the_gradient_is_that_of_the_formula(
     config = job(pair, store, train__tokens_per_micro_batch=tokens, **changes)
     update = FirstUpdate.of(config, tmp_path / "run")
     words = PreTrainedTokenizerFast.from_pretrained(pair.student)
-    by_prompt = {tuple(words(_prompt(text))["input_ids"]): text for text in TEXTS}
+    by_prompt = {tuple(words(_decode_prompt(text))["input_ids"]): text for text in TEXTS}
     losses, counts = zip(
         *[
             expected_losses(
                 update.model,
                 teacher,
                 words,
-                by_prompt[tuple(one.token_ids[: one.start].tolist())],
+                by_prompt[tuple(sequence.token_ids[: sequence.start].tolist())],
                 match,
             )
-            for one in update.sequences
+            for sequence in update.sequences
         ],
         strict=True,
     )
@@ -107,7 +111,7 @@ def test_the_gradient_is_that_of_the_formula(
     update.assert_is_that_of(torch.stack(losses).sum() / sum(counts))
 
 
-def _prompt(text: Text) -> str:
+def _decode_prompt(text: Text) -> str:
     ids, start = text
     return str(tiny.tokenizer().decode(ids[:start]))
 
@@ -119,8 +123,8 @@ def test_it_learns_and_the_names_of_metrics(
 
     config = job(pair, store, max_steps=30, eval__every=30)
     run = RunDirectory.create(tmp_path / "run", config)
-    with trainer_of(run) as made:
-        assert made.train() == "succeeded"
+    with trainer_of(run) as trainer:
+        assert trainer.train() == "succeeded"
     lines = metrics_of(run)
     assert lines[-1]["eval/kl"] < 0.5 * lines[0]["eval/kl"]
     assert lines[1]["pair/left_out"] == 0
@@ -138,10 +142,10 @@ def test_the_same_tokenizer_is_the_usual_job(
     material: tiny.Material, store: Path, tmp_path: Path
 ) -> None:
     losses = []
-    for wanted in ("same", "auto"):
-        config = job(material, store, data__tokenizer=wanted)
-        with trainer_of(RunDirectory.create(tmp_path / wanted, config)) as made:
-            losses.append(made._learn(made._steps(1).updates[0])[0])
+    for tokenizer in ("same", "auto"):
+        config = job(material, store, data__tokenizer=tokenizer)
+        with trainer_of(RunDirectory.create(tmp_path / tokenizer, config)) as trainer:
+            losses.append(trainer._learn(trainer._steps(1).updates[0])[0])
     assert losses[0]["loss"] == losses[1]["loss"]
     assert "topk/student_mass" in losses[1]
     config = job(material, store, data__tokenizer="auto", method__match="word")
@@ -157,18 +161,18 @@ def test_sequences_that_are_too_long_are_left_out(
     pair: tiny.Material, store: Path, tmp_path: Path
 ) -> None:
     words = PreTrainedTokenizerFast.from_pretrained(pair.student)
-    short = make_model(len(words), words, 1, 32)
-    lengths = [len(words(_prompt(text))["input_ids"]) for text in TEXTS]
-    short.config.max_position_embeddings = min(lengths) + 2
-    tiny.save(short, words, tmp_path / "short")
+    short_model = make_model(len(words), words, 1, 32)
+    lengths = [len(words(_decode_prompt(text))["input_ids"]) for text in TEXTS]
+    short_model.config.max_position_embeddings = min(lengths) + 2
+    tiny.save(short_model, words, tmp_path / "short")
     config = job(replace(pair, student=tmp_path / "short"), store)
-    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
-        means, _ = made._learn(made._steps(1).updates[0])
+    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as trainer:
+        means, _ = trainer._learn(trainer._steps(1).updates[0])
     assert 0 < means["pair/left_out"] <= 1
 
 
 @pytest.mark.parametrize(
-    ("changes", "field", "says"),
+    ("changes", "field", "message"),
     [
         ({"data__tokenizer": "same"}, "student.model", "set data.tokenizer = 'auto'"),
         ({"data__tokenizer": "/nowhere/at/all"}, "data.tokenizer", "there is none to load at"),
@@ -181,20 +185,20 @@ def test_refusals(
     tmp_path: Path,
     changes: dict[str, str],
     field: str,
-    says: str,
+    message: str,
 ) -> None:
     if changes["data__tokenizer"] == "STUDENT":
-        other = make_tokenizer("bpe", ["another text"], 262)
-        other.save_pretrained(tmp_path / "other")
+        other_tokenizer = make_tokenizer("bpe", ["another text"], 262)
+        other_tokenizer.save_pretrained(tmp_path / "other")
         changes = {"data__tokenizer": str(tmp_path / "other")}
-    found = refused(tmp_path, job(pair, store, **changes))
-    assert found.field == field
-    assert says in str(found)
+    error = refuse_job(tmp_path, job(pair, store, **changes))
+    assert error.field == field
+    assert message in str(error)
 
 
 def test_keys_of_prompts_are_refused_beside_plain_text(
     pair: tiny.Material, teacher: Any, tmp_path: Path
 ) -> None:
     path = write_store(tmp_path / "text", teacher, TEXTS, form="text")
-    found = refused(tmp_path, job(pair, path, data__prompts="prompts.jsonl"))
-    assert (found.field, "has plain text and no prompts" in str(found)) == ("data.prompts", True)
+    error = refuse_job(tmp_path, job(pair, path, data__prompts="prompts.jsonl"))
+    assert (error.field, "has plain text and no prompts" in str(error)) == ("data.prompts", True)

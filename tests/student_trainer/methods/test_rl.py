@@ -1,4 +1,4 @@
-"""Learning from rewards, through the whole trainer: what its gradient is, and of which tokens."""
+"""Learning from rewards in the whole trainer: the gradient, and the tokens in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import completion_logprobs
 
 VOCABULARY = len(tiny.ALPHABET) + 1
-HOT = 3.0  # a random student has one favourite token; rewards need answers that differ
+HOT = 3.0  # a random student prefers one token, and rewards need different answers
 
 
 @contextmanager
@@ -39,57 +39,62 @@ def trainer_of(path: Path, config: RLJob) -> Iterator[Trainer]:
     run = RunDirectory.create(path, config)
     progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
     with nullcontext() if config.reward is None else make_rewards(config.reward) as rewards:
-        made = assemble(config, run, {}, None, progress, 1, None, rewards)
+        trainer = assemble(config, run, {}, None, progress, 1, None, rewards)
         try:
-            yield made
+            yield trainer
         finally:
-            assert made._metrics is not None
-            made._metrics.close()
+            assert trainer._metrics is not None
+            trainer._metrics.close()
 
 
 class ForeignTokens:
-    """Rollouts of which an environment wrote every third token, as far as anyone can tell."""
+    """Rollouts that mark every third token as written by an environment."""
 
     in_process = True
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
 
-    def generate(self, *asked: Any, **options: Any) -> Iterator[list[Rollout]]:
-        for batch in self._rollouts.generate(*asked, **options):
-            yield [replace(one, own=torch.arange(len(one.completion)) % 3 != 1) for one in batch]
+    def generate(self, *arguments: Any, **options: Any) -> Iterator[list[Rollout]]:
+        for batch in self._rollouts.generate(*arguments, **options):
+            yield [
+                replace(rollout, own=torch.arange(len(rollout.completion)) % 3 != 1)
+                for rollout in batch
+            ]
 
 
-def write_with_foreign_tokens(made: Trainer) -> None:
-    answers = cast(Any, made._steps).__self__._answers
+def write_with_foreign_tokens(trainer: Trainer) -> None:
+    answers = cast(Any, trainer._steps).__self__._answers
     answers._rollouts = ForeignTokens(answers._rollouts)
 
 
-def gradient_of(made: Trainer) -> dict[str, Tensor]:
-    model = made._student.trained.model
+def gradient_of(trainer: Trainer) -> dict[str, Tensor]:
+    model = trainer._student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return grads
 
 
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
+def assert_near(
+    gradients: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> None:
+    assert gradients.keys() == expected.keys()
     for name, grad in expected.items():
-        assert float((found[name] - grad).norm() / grad.norm()) < tolerance, name
+        assert float((gradients[name] - grad).norm() / grad.norm()) < tolerance, name
 
 
-def by_plain_passes(
-    made: Trainer, items: Sequence[PendingRows]
+def run_plain_passes(
+    trainer: Trainer, items: Sequence[PendingRows]
 ) -> Iterator[tuple[PendingRLSequence, Tensor, Tensor, Tensor]]:
-    """(item, log p [T, V], log q [T, V] of the anchor, log p/mu [T]) of each, in float64."""
-    model = made._student.trained.model
-    assert made._anchor is not None
+    """Yield (item, log p [T, V], log q [T, V] of the anchor, log p/mu [T]) in float64."""
+    model = trainer._student.trained.model
+    assert trainer._anchor is not None
     pending = [cast(PendingRLSequence, item) for item in items]
     rollouts = [cast(Rollout, item.sequence) for item in pending]
-    # All at once: the anchor takes the student's place, which no graph may outlive.
-    with made._anchor.in_student_place():
-        theirs = [completion_logprobs(model, rollout, HOT) for rollout in rollouts]
-    for item, rollout, log_q in zip(pending, rollouts, theirs, strict=True):
+    # All items first: in_student_place() swaps weights, which an autograd graph must not span.
+    with trainer._anchor.in_student_place():
+        anchor_logprobs = [completion_logprobs(model, rollout, HOT) for rollout in rollouts]
+    for item, rollout, log_q in zip(pending, rollouts, anchor_logprobs, strict=True):
         logits = model(input_ids=rollout.token_ids[None]).logits[0, rollout.start - 1 : -1]
         log_p = (logits.double() / HOT).log_softmax(1)
         token = log_p.gather(1, rollout.completion[:, None])[:, 0]
@@ -97,23 +102,25 @@ def by_plain_passes(
 
 
 def expected_gradient(
-    made: Trainer, items: Sequence[PendingRows], beta: float, by_sequence: bool
+    trainer: Trainer, items: Sequence[PendingRows], beta: float, by_sequence: bool
 ) -> dict[str, Tensor]:
-    """Of GRPO's loss and the exact KL, written down once more, for the tokens that count."""
+    """Return the gradient of GRPO's loss and the exact KL, from an independent implementation."""
     losses = []
-    for item, log_p, log_q, log_ratio in by_plain_passes(made, items):
+    for item, log_p, log_q, log_ratio in run_plain_passes(trainer, items):
         rollout = cast(Rollout, item.sequence)
-        own = torch.ones(len(log_ratio), dtype=torch.bool) if rollout.own is None else rollout.own
-        ratio = log_ratio[own].mean().exp() if by_sequence else log_ratio.exp()
-        bounded = ratio.clamp(0.8, 1.28)
-        loss = -torch.minimum(ratio * item.advantage, bounded * item.advantage)
+        is_own = (
+            torch.ones(len(log_ratio), dtype=torch.bool) if rollout.own is None else rollout.own
+        )
+        ratio = log_ratio[is_own].mean().exp() if by_sequence else log_ratio.exp()
+        clipped_ratio = ratio.clamp(0.8, 1.28)
+        loss = -torch.minimum(ratio * item.advantage, clipped_ratio * item.advantage)
         loss = loss + beta * exact_kl(log_p, log_q, direction="reverse")
-        losses.append(loss[own])
-    if made._config.method.aggregate == "token-mean":
+        losses.append(loss[is_own])
+    if trainer._config.method.aggregate == "token-mean":
         torch.cat(losses).mean().backward()
     else:
         torch.stack([loss.mean() for loss in losses]).mean().backward()
-    return gradient_of(made)
+    return gradient_of(trainer)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +136,8 @@ def expected_gradient(
 def test_the_gradient_is_that_of_the_formula(
     material: tiny.Material, tmp_path: Path, foreign: bool, changes: dict[str, Any]
 ) -> None:
-    """k = |V|, in the second update of a step: the policy is no longer the one that sampled, and
-    the anchor is another one than the student. Foreign tokens have no part in it.
+    """With k = |V|, in the second update of a step: the policy differs from the sampling policy and
+    from the anchor. Foreign tokens have no gradient.
     """
     config = tiny.rl_job(
         material,
@@ -140,40 +147,42 @@ def test_the_gradient_is_that_of_the_formula(
         train__learning_rate=0.05,
         **changes,
     )
-    with trainer_of(tmp_path / "run", config) as made:
+    with trainer_of(tmp_path / "run", config) as trainer:
         if foreign:
-            write_with_foreign_tokens(made)
-        made._train_step(1)
-        first, second = made._steps(2).updates
-        made._learn_and_update(first, 0.01)
-        means, _ = made._learn(second)
-        found = gradient_of(made)
+            write_with_foreign_tokens(trainer)
+        trainer._train_step(1)
+        first, second = trainer._steps(2).updates
+        trainer._learn_and_update(first, 0.01)
+        means, _ = trainer._learn(second)
+        gradients = gradient_of(trainer)
         by_sequence = config.method.ratio == "sequence"
-        expected = expected_gradient(made, second, config.method.beta, by_sequence)
-        assert_near(found, expected, 2e-3)
+        expected = expected_gradient(trainer, second, config.method.beta, by_sequence)
+        assert_near(gradients, expected, 2e-3)
         assert means["tokens"] == sum(item.sequence.learned for item in second)
         assert any(cast(PendingRLSequence, item).advantage for item in second)
-        # Not trivially so: some tokens are beyond their clip, and the anchor is not the student.
+        # The test is not trivial: some tokens are clipped, and the anchor is not the student.
         assert by_sequence or 0 < means["ratio/clipped"] < 1
         assert means["kl/anchor"] > 1e-3
 
 
 def test_updates_take_the_steps_prompts_in_turn(material: tiny.Material, tmp_path: Path) -> None:
-    """As PPO: the rollouts of a step are written once, by the policy before its first update."""
-    found = []
+    """As in PPO, the policy before the first update of a step samples all its rollouts."""
+    ids_by_run = []
     for updates in (1, 2):
         config = tiny.rl_job(material, method__updates_per_step=updates, method__temperature=HOT)
-        with trainer_of(tmp_path / str(updates), config) as made:
-            step = made._steps(1)
-            found.append([item.sequence.token_ids.tolist() for u in step.updates for item in u])
+        with trainer_of(tmp_path / str(updates), config) as trainer:
+            step = trainer._steps(1)
+            ids_by_run.append(
+                [item.sequence.token_ids.tolist() for u in step.updates for item in u]
+            )
             assert [len(update) for update in step.updates] == [32 // updates] * updates
-            means = made._train_step(1)
-            assert made._anchor is not None
-            assert (made._anchor.updates, made._anchor.version) == (updates, updates // 2)
+            means = trainer._train_step(1)
+            assert trainer._anchor is not None
+            assert (trainer._anchor.updates, trainer._anchor.version) == (updates, updates // 2)
             assert means["anchor/version"] == updates // 2
-            assert means["tokens"] == sum(len(ids) for ids in found[-1]) - prompts_of(step)
+            assert means["tokens"] == sum(len(ids) for ids in ids_by_run[-1]) - prompts_of(step)
             assert (means["ratio/mean"] == pytest.approx(1, abs=1e-6)) == (updates == 1)
-    assert found[0] == found[1]
+    assert ids_by_run[0] == ids_by_run[1]
 
 
 def prompts_of(step: Any) -> int:
@@ -181,30 +190,30 @@ def prompts_of(step: Any) -> int:
 
 
 def test_truncated_answers_can_be_left_out(material: tiny.Material, tmp_path: Path) -> None:
-    """The gradient is that of the other answers alone; of none, it is exactly zero."""
+    """The gradient is that of the other answers; without any, it is exactly zero."""
     config = tiny.rl_job(
         material, method__mask_truncated=True, method__temperature=HOT, method__updates_per_step=1
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        (pending,) = made._steps(1).updates
+    with trainer_of(tmp_path / "run", config) as trainer:
+        (pending,) = trainer._steps(1).updates
         items = [cast(PendingRLSequence, item) for item in pending]
         assert all(item.is_included != cast(Rollout, item.sequence).truncated for item in items)
-        # A random student hardly ever ends by itself: let some have done so.
-        ended = [
+        # A random student hardly ever ends: mark some answers as ended.
+        ended_items = [
             replace(item, is_included=True, weight=float(item.sequence.learned)) for item in items
         ]
-        masked = [replace(item, is_included=False, weight=0.0) for item in items]
-        made._learn([*ended[:12], *masked[12:]])
-        found = gradient_of(made)
-        made._learn(ended[:12])
-        assert_near(found, gradient_of(made), 1e-5)
-        means, _ = made._learn(masked)
+        masked_items = [replace(item, is_included=False, weight=0.0) for item in items]
+        trainer._learn([*ended_items[:12], *masked_items[12:]])
+        gradients = gradient_of(trainer)
+        trainer._learn(ended_items[:12])
+        assert_near(gradients, gradient_of(trainer), 1e-5)
+        means, _ = trainer._learn(masked_items)
         assert means["loss"] == 0
-        assert all(not grad.any() for grad in gradient_of(made).values())
+        assert all(not grad.any() for grad in gradient_of(trainer).values())
 
 
 def test_a_pull_that_is_a_reward(material: tiny.Material, tmp_path: Path) -> None:
-    """kl_in = "reward": the sampled KL is weighed like a reward, against the KL of the row."""
+    """kl_in = "reward": the sampled KL is an advantage, with the KL of the row as its baseline."""
     config = tiny.rl_job(
         material,
         method__kl_in="reward",
@@ -212,24 +221,24 @@ def test_a_pull_that_is_a_reward(material: tiny.Material, tmp_path: Path) -> Non
         method__top_k=VOCABULARY,
         method__updates_per_step=1,
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        made._train_step(1)
-        (pending,) = made._steps(2).updates
-        made._learn(pending)
-        found = gradient_of(made)
+    with trainer_of(tmp_path / "run", config) as trainer:
+        trainer._train_step(1)
+        (pending,) = trainer._steps(2).updates
+        trainer._learn(pending)
+        gradients = gradient_of(trainer)
         losses = []
-        for item, log_p, log_q, log_ratio in by_plain_passes(made, pending):
+        for item, log_p, log_q, log_ratio in run_plain_passes(trainer, pending):
             token = item.sequence.completion[:, None]
             gap = (log_p - log_q).gather(1, token)[:, 0]
             kl = exact_kl(log_p, log_q, direction="reverse")
             advantage = item.advantage + 0.2 * (kl - gap).detach()
             losses.append(-log_ratio.exp() * advantage)
         torch.cat(losses).mean().backward()
-        assert_near(found, gradient_of(made), 2e-3)
+        assert_near(gradients, gradient_of(trainer), 2e-3)
 
 
 def test_a_pull_that_is_a_reward_is_clipped_as_one(material: tiny.Material, tmp_path: Path) -> None:
-    """Nobody else rewards, and yet ratios meet their clips."""
+    """Ratios are clipped without any other reward."""
     config = tiny.rl_job(
         material,
         reward=None,
@@ -239,10 +248,10 @@ def test_a_pull_that_is_a_reward_is_clipped_as_one(material: tiny.Material, tmp_
         method__clip_high=0.0,
         train__learning_rate=0.05,
     )
-    with trainer_of(tmp_path / "run", config) as made:
+    with trainer_of(tmp_path / "run", config) as trainer:
         with torch.no_grad():
-            made._student.trained.model.get_output_embeddings().weight.mul_(1.5)
-        assert made._train_step(1)["ratio/clipped"] > 0
+            trainer._student.trained.model.get_output_embeddings().weight.mul_(1.5)
+        assert trainer._train_step(1)["ratio/clipped"] > 0
 
 
 def test_a_head_of_more_ids_than_there_are(material: tiny.Material, tmp_path: Path) -> None:
@@ -278,17 +287,17 @@ def test_every_kind_trains_evaluates_and_explains_its_metrics(
     material: tiny.Material, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     config = tiny.rl_job(material, max_steps=2, eval__every=2, **changes)
-    with trainer_of(tmp_path / "run", config) as made:
-        assert made.train() == "succeeded"
-    first, _, last = metrics_of(made._run)
+    with trainer_of(tmp_path / "run", config) as trainer:
+        assert trainer.train() == "succeeded"
+    first, _, last = metrics_of(trainer._run)
     assert metrics.__doc__ is not None
     explained = {line.split()[0].strip(",;") for line in metrics.__doc__.splitlines() if line}
-    others = {name for name in last if not name.startswith("time/")}
-    assert others - {"attempt", "step"} <= explained
+    names = {name for name in last if not name.startswith("time/")}
+    assert names - {"attempt", "step"} <= explained
     assert {"eval/accuracy", "ratio/clipped", "entropy", "time/anchor"} <= last.keys()
     assert ("eval/anchor/accuracy" in first) == ("kl/anchor" in last) == bool(config.method.beta)
-    lines = (made._run.samples / "step-000002.jsonl").read_text().splitlines()
-    told = [json.loads(line) for line in lines]
-    assert all({"prompt", "answer", "reference"} <= one.keys() for one in told)
-    assert all(("reward" in one) == (config.reward is not None) for one in told)
+    lines = (trainer._run.samples / "step-000002.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert all({"prompt", "answer", "reference"} <= sample.keys() for sample in samples)
+    assert all(("reward" in sample) == (config.reward is not None) for sample in samples)
     assert ("reward/flat_groups" in last) == ("eval/reward" in last) == (config.reward is not None)

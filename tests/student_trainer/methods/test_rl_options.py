@@ -30,7 +30,7 @@ from tests.student_trainer.methods.test_rl import (
 
 
 def texts_of(step: Step) -> list[list[list[int]]]:
-    """The token ids of each update."""
+    """Return the token ids of each update."""
     return [[item.sequence.token_ids.tolist() for item in update] for update in step.updates]
 
 
@@ -46,66 +46,66 @@ PAIRS: dict[str, Any] = {
 }
 
 
-def groups_of(made: Trainer, step: int) -> list[tuple[list[list[int]], bool]]:
-    """(token ids of the answers, whether one of them is better) of each group of a step."""
-    (update, *others) = made._steps(step).updates
-    items = [cast(PendingRLSequence, item) for part in (update, *others) for item in part]
-    found = []
+def groups_of(trainer: Trainer, step: int) -> list[tuple[list[list[int]], bool]]:
+    """Return (token ids of the answers, whether rewards differ) of each group of a step."""
+    (update, *later_updates) = trainer._steps(step).updates
+    items = [cast(PendingRLSequence, item) for part in (update, *later_updates) for item in part]
+    groups = []
     for first in range(0, len(items), SIZE):
         group = items[first : first + SIZE]
         ids = [item.sequence.token_ids.tolist() for item in group]
-        found.append((ids, any(item.advantage for item in group)))
-    return found
+        groups.append((ids, any(item.advantage for item in group)))
+    return groups
 
 
 def test_rounds_replace_groups_with_equal_rewards(material: tiny.Material, tmp_path: Path) -> None:
-    """Against the definition, from the groups of a job without them; and of any step alone."""
-    with trainer_of(tmp_path / "plain", tiny.rl_job(material, **PAIRS)) as made:
-        sampled = {step: groups_of(made, step) for step in range(1, 4 * ROUNDS + 1)}
+    """Compared with the definition, from groups of a job without rounds; steps are independent."""
+    with trainer_of(tmp_path / "plain", tiny.rl_job(material, **PAIRS)) as trainer:
+        groups_by_step = {step: groups_of(trainer, step) for step in range(1, 4 * ROUNDS + 1)}
     expected, counts = {}, {}
     for step in range(1, 5):
-        good: list[list[list[int]]] = []
-        flat: list[list[list[int]]] = []
+        unequal_groups: list[list[list[int]]] = []
+        equal_groups: list[list[list[int]]] = []
         rounds = 0
-        while rounds < ROUNDS and len(good) < PROMPTS:
+        while rounds < ROUNDS and len(unequal_groups) < PROMPTS:
             rounds += 1
-            for ids, differs in sampled[(step - 1) * ROUNDS + rounds]:
-                (good if differs else flat).append(ids)
-        chosen = (good + flat)[:PROMPTS]
-        # Dealt to the two updates in turn: each has its part of the good groups.
+            for ids, differs in groups_by_step[(step - 1) * ROUNDS + rounds]:
+                (unequal_groups if differs else equal_groups).append(ids)
+        chosen = (unequal_groups + equal_groups)[:PROMPTS]
+        # Groups alternate between the two updates, so each has a share of the unequal groups.
         expected[step] = [[ids for group in chosen[n::2] for ids in group] for n in range(2)]
         counts[step] = (rounds, PROMPTS * (rounds - 1))
     assert {rounds for rounds, _ in counts.values()} > {2}, "it depends on the step"
     config = tiny.rl_job(material, **PAIRS, method__dynamic_sampling=ROUNDS)
-    with trainer_of(tmp_path / "rounds", config) as made:
+    with trainer_of(tmp_path / "rounds", config) as trainer:
         for step in (3, 1, 4, 2):
-            found = made._steps(step)
-            assert texts_of(found) == expected[step]
-            assert [len(update) for update in found.updates] == [PROMPTS * SIZE // 2] * 2
-            measured = {name: value.tolist() for name, value in found.metric_sums.items()}
+            step_of_rounds = trainer._steps(step)
+            assert texts_of(step_of_rounds) == expected[step]
+            assert [len(update) for update in step_of_rounds.updates] == [PROMPTS * SIZE // 2] * 2
+            metrics = {name: value.tolist() for name, value in step_of_rounds.metric_sums.items()}
             rounds, dropped = counts[step]
-            assert measured["sampling/rounds"] == [rounds, 1]
-            assert measured["sampling/dropped"] == [dropped, 1]
-            assert measured["reward/flat_groups"][1] == PROMPTS * rounds
-        means = made._train_step(1)
+            assert metrics["sampling/rounds"] == [rounds, 1]
+            assert metrics["sampling/dropped"] == [dropped, 1]
+            assert metrics["reward/flat_groups"][1] == PROMPTS * rounds
+        means = trainer._train_step(1)
         assert (means["sampling/rounds"], means["sampling/dropped"]) == counts[1]
 
 
 def test_rounds_that_find_nothing_end(material: tiny.Material, tmp_path: Path) -> None:
-    """No answer is good: the step has the groups of its first round."""
+    """If no answer is rewarded, the step has the groups of its first round."""
     config = tiny.rl_job(
         material,
         **{**PAIRS, "reward": {"type": "regex", "pattern": "x"}},
         method__dynamic_sampling=2,
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        step = made._steps(1)
+    with trainer_of(tmp_path / "run", config) as trainer:
+        step = trainer._steps(1)
         assert step.metric_sums["sampling/rounds"].tolist() == [2, 1]
         assert step.metric_sums["sampling/dropped"].tolist() == [PROMPTS, 1]
-        assert made._train_step(1)["reward/flat_groups"] == 1
-    plain = tiny.rl_job(material, **PAIRS)
-    with trainer_of(tmp_path / "plain", plain) as made:
-        expected = [ids for update in texts_of(made._steps(1)) for ids in update]
+        assert trainer._train_step(1)["reward/flat_groups"] == 1
+    plain_config = tiny.rl_job(material, **PAIRS)
+    with trainer_of(tmp_path / "plain", plain_config) as trainer:
+        expected = [ids for update in texts_of(trainer._steps(1)) for ids in update]
     assert sorted(expected) == sorted(ids for update in texts_of(step) for ids in update)
 
 
@@ -115,7 +115,7 @@ def test_rounds_that_find_nothing_end(material: tiny.Material, tmp_path: Path) -
 def test_the_second_epoch_has_the_gradient_of_the_formula(
     material: tiny.Material, tmp_path: Path
 ) -> None:
-    """The same rollouts once more, against p_old, with the weights after the first epoch."""
+    """The second epoch has the same rollouts and p_old, and the weights after the first epoch."""
     config = tiny.rl_job(
         material,
         method__top_k=VOCABULARY,
@@ -124,47 +124,48 @@ def test_the_second_epoch_has_the_gradient_of_the_formula(
         method__epochs_per_step=2,
         anchor={"tau": 1.0},
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        first, second = made._steps(1).updates
+    with trainer_of(tmp_path / "run", config) as trainer:
+        first, second = trainer._steps(1).updates
         assert [a.sequence for a in first] == [b.sequence for b in second]
         assert all(cast(PendingRLSequence, item).old_logprobs is None for item in first)
-        made._learn_and_update(first, 0.05)
-        means, _ = made._learn(second)
-        found = gradient_of(made)
-        expected = expected_gradient(made, second, config.method.beta, by_sequence=False)
-        assert_near(found, expected, 2e-3)
+        trainer._learn_and_update(first, 0.05)
+        means, _ = trainer._learn(second)
+        gradients = gradient_of(trainer)
+        expected = expected_gradient(trainer, second, config.method.beta, by_sequence=False)
+        assert_near(gradients, expected, 2e-3)
         assert 0 < means["ratio/clipped"] < 1
         assert means["ratio/kl"] > 1e-4
 
 
 def test_epochs_repeat_the_updates(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(material, method__epochs_per_step=3, method__temperature=HOT)
-    with trainer_of(tmp_path / "run", config) as made:
-        step = made._steps(1)
-        one, two, *again = texts_of(step)
-        assert again == [one, two, one, two]
-        old = [
+    with trainer_of(tmp_path / "run", config) as trainer:
+        step = trainer._steps(1)
+        first_update, second_update, *later_updates = texts_of(step)
+        assert later_updates == [first_update, second_update, first_update, second_update]
+        old_logprobs = [
             [cast(PendingRLSequence, item).old_logprobs for item in update]
             for update in step.updates
         ]
-        assert all(of is None for of in old[0])
-        for update, logprobs in zip(step.updates[1:], old[1:], strict=True):
-            for item, of in zip(update, logprobs, strict=True):
-                assert of is not None
-                sampled = cast(Rollout, item.sequence).token_logprobs
-                assert (of - sampled).abs().max() < 1e-5  # p_old is the policy that sampled
-        made._train_step(1)
-        assert made._anchor is not None
-        assert made._anchor.updates == 6
+        assert all(item_logprobs is None for item_logprobs in old_logprobs[0])
+        for update, logprobs in zip(step.updates[1:], old_logprobs[1:], strict=True):
+            for item, item_logprobs in zip(update, logprobs, strict=True):
+                assert item_logprobs is not None
+                sampler_logprobs = cast(Rollout, item.sequence).token_logprobs
+                # p_old is the sampling policy.
+                assert (item_logprobs - sampler_logprobs).abs().max() < 1e-5
+        trainer._train_step(1)
+        assert trainer._anchor is not None
+        assert trainer._anchor.updates == 6
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_the_critic_learns_as_often(material: tiny.Material, tmp_path: Path, epochs: int) -> None:
     config = tiny.rl_job(material, method__advantages="gae", method__epochs_per_step=epochs)
-    with trainer_of(tmp_path / "run", config) as made:
-        made._train_step(1)
-        assert made._critic is not None
-        assert made._critic.state()["linear.weight/step"] == 2 * epochs
+    with trainer_of(tmp_path / "run", config) as trainer:
+        trainer._train_step(1)
+        assert trainer._critic is not None
+        assert trainer._critic.state()["linear.weight/step"] == 2 * epochs
 
 
 # Betas. -------------------------------------------------------------------------------------------
@@ -174,16 +175,16 @@ def test_adam_has_the_betas_of_the_job(material: tiny.Material, tmp_path: Path) 
     """Two updates with known gradients, by Kingma and Ba's formula in float64."""
     betas = (0.6, 0.8)
     config = tiny.rl_job(material, train__adam_betas=betas, train__max_grad_norm=1e9)
-    with trainer_of(tmp_path / "run", config) as made:
-        weight = next(made._student.trained.parameters())
+    with trainer_of(tmp_path / "run", config) as trainer:
+        weight = next(trainer._student.trained.parameters())
         value = weight.detach().double().clone()
         mean, square = torch.zeros_like(value), torch.zeros_like(value)
         for update, scale in enumerate((1.0, -0.3), 1):
             grad = scale * torch.linspace(-1, 1, weight.numel()).view_as(weight)
-            for parameter in made._student.trained.parameters():
+            for parameter in trainer._student.trained.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             weight.grad = grad.clone()
-            made._update(0.01)
+            trainer._update(0.01)
             mean = betas[0] * mean + (1 - betas[0]) * grad.double()
             square = betas[1] * square + (1 - betas[1]) * grad.double() ** 2
             unbiased = mean / (1 - betas[0] ** update), square / (1 - betas[1] ** update)
@@ -195,7 +196,7 @@ def test_adam_has_the_betas_of_the_job(material: tiny.Material, tmp_path: Path) 
 
 
 def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_path: Path) -> None:
-    """eval/reward and its standard error over prompts, from a sampler and numbers of our own."""
+    """eval/reward and its standard error over prompts, compared with samples of the test."""
     samples, temperature = 3, 2.0
     config: RLJob = tiny.rl_job(
         material,
@@ -204,14 +205,14 @@ def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_
         eval__samples=samples,
         eval__temperature=temperature,
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        found = made._evaluate()
-        assert made._evaluate() == found
-        evaluation = cast(Any, made._evaluation)._task_evaluation
+    with trainer_of(tmp_path / "run", config) as trainer:
+        evaluated = trainer._evaluate()
+        assert trainer._evaluate() == evaluated
+        evaluation = cast(Any, trainer._evaluation)._task_evaluation
         prompts = [prompt for _, prompt in evaluation._prompts]
-        own = HuggingFaceRollouts(
-            made._student.full.model,
-            made._tokenizer,
+        rollouts = HuggingFaceRollouts(
+            trainer._student.full.model,
+            trainer._tokenizer,
             top_k=1,
             temperature=temperature,
             max_new_tokens=6,
@@ -221,32 +222,32 @@ def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_
         for index, prompt in enumerate(prompts):
             # -1 to -len(prompts) are the held-out rollouts of eval/kl.
             numbers = [-1 - len(prompts) - index * samples - n for n in range(samples)]
-            (batch,) = own.generate([prompt] * samples, numbers, seed=config.seed)
-            said = [one.answer_text(made._tokenizer) for one in batch]
-            rewards[index] = [bool(re.search("1", text)) for text in said]
-        assert found["eval/reward"] == pytest.approx(rewards.mean())
+            (batch,) = rollouts.generate([prompt] * samples, numbers, seed=config.seed)
+            answers = [rollout.answer_text(trainer._tokenizer) for rollout in batch]
+            rewards[index] = [bool(re.search("1", text)) for text in answers]
+        assert evaluated["eval/reward"] == pytest.approx(rewards.mean())
         error = rewards.mean(1).std(ddof=1) / len(prompts) ** 0.5
-        assert found["eval/reward_stderr"] == pytest.approx(error)
+        assert evaluated["eval/reward_stderr"] == pytest.approx(error)
         assert error > 0
 
 
 def test_samples_do_not_depend_on_the_processes(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(material, eval__samples=2, eval__temperature=HOT)
-    with trainer_of(tmp_path / "run", config) as made:
-        whole = cast(Any, made._evaluation)._task_evaluation
-        prompts = [prompt for _, prompt in whole._prompts]
+    with trainer_of(tmp_path / "run", config) as trainer:
+        evaluation = cast(Any, trainer._evaluation)._task_evaluation
+        prompts = [prompt for _, prompt in evaluation._prompts]
         shares = [
             TaskEvaluation(
                 prompts,
                 cast(Any, SimpleNamespace(process_index=rank, num_processes=3)),
-                made._tokenizer,
-                whole._rollouts,
-                rollout_rewards=whole._rollout_rewards,
+                trainer._tokenizer,
+                evaluation._rollouts,
+                rollout_rewards=evaluation._rollout_rewards,
                 samples=Samples(2, config.seed, first=-1 - len(prompts)),
             )
             for rank in range(3)
         ]
-        sums, spread, _ = whole()
+        sums, spread, _ = evaluation()
         parts = [share() for share in shares]
         assert torch.allclose(sum(part for part, _, _ in parts), sums)  # type: ignore[arg-type]
         assert torch.allclose(sum(part for _, part, _ in parts), spread)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: which tokens are learned, and that the loss is their cross-entropy."""
+"""Supervised fine-tuning: the learned tokens, and their cross-entropy as the loss."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
 def trainer_of(path: Path, config: SFTJob) -> Iterator[Trainer]:
     run = RunDirectory.create(path, config)
     progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
-    made = assemble(config, run, {}, None, progress, 1, None)
-    yield made
-    assert made._metrics is not None
-    made._metrics.close()
+    trainer = assemble(config, run, {}, None, progress, 1, None)
+    yield trainer
+    assert trainer._metrics is not None
+    trainer._metrics.close()
 
 
-def learned(made: Trainer, step: int = 1) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """The means and gradients of a step."""
-    means, _ = made._learn(made._steps(step).updates[0])
-    model = made._student.trained.model
+def learn_step(trainer: Trainer, step: int = 1) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Return means and gradients of a step."""
+    means, _ = trainer._learn(trainer._steps(step).updates[0])
+    model = trainer._student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return means, grads
 
 
 def segments(words: Any, record: Mapping[str, Any]) -> list[tuple[list[int], bool]]:
-    """The pieces of a sequence in plain words of this test, and whether they are learned."""
+    """Return pieces of a sequence, made without a chat template, and whether they are learned."""
 
     def ids(text: str) -> list[int]:
-        return [words.convert_tokens_to_ids(one) for one in text]
+        return [words.convert_tokens_to_ids(character) for character in text]
 
     end = words.eos_token_id
     if "prompt" in record:
@@ -86,28 +86,30 @@ def segments(words: Any, record: Mapping[str, Any]) -> list[tuple[list[int], boo
     return pieces
 
 
-def reference(
-    config: SFTJob, texts: Sequence[str], *, every: bool = False
+def reference_losses(
+    config: SFTJob, texts: Sequence[str], *, all_answers: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Cross-entropies [N] and weights [N] of learned tokens, by transformers in float64.
+    """Return cross-entropies [N] and weights [N] of learned tokens, by transformers in float64.
 
-    `texts`: the sequences to look up among the records, decoded; one forward pass for each.
+    `texts`: decoded sequences, which are looked up among the records; one forward pass for each.
     """
     words = AutoTokenizer.from_pretrained(config.student.model)
     model = AutoModelForCausalLM.from_pretrained(config.student.model, dtype=torch.float64)
-    found = {}
+    sequences = {}
     for line in Path(config.data.path).read_text().splitlines():
         record = json.loads(line)
         pieces = segments(words, record)
         tokens = [token for piece, _ in pieces for token in piece]
         last = len(pieces) - 1
         marks = [
-            mark and (every or n == last) for n, (piece, mark) in enumerate(pieces) for _ in piece
+            mark and (all_answers or n == last)
+            for n, (piece, mark) in enumerate(pieces)
+            for _ in piece
         ]
-        found[words.decode(tokens)] = (tokens, marks, float(record.get("weight", 1.0)))
+        sequences[words.decode(tokens)] = (tokens, marks, float(record.get("weight", 1.0)))
     losses, weights = [], []
     for text in texts:
-        tokens, marks, weight = found[text]
+        tokens, marks, weight = sequences[text]
         logits = model(torch.tensor([tokens])).logits[0]
         loss = torch.nn.functional.cross_entropy(
             logits[:-1], torch.tensor(tokens[1:]), reduction="none"
@@ -130,13 +132,13 @@ def test_the_loss_is_the_cross_entropy(
     if kind == "weights":
         changes["data__weight_column"] = "weight"
     config = tiny.sft_job(material if kind == "prompts" else chats, **changes)
-    with trainer_of(tmp_path / "run", config) as made:
-        means, found = learned(made)
-        step = [item.sequence.token_ids for item in made._steps(1).updates[0]]
-        assert made._student.full.layout == "lines"
+    with trainer_of(tmp_path / "run", config) as trainer:
+        means, gradients = learn_step(trainer)
+        step = [item.sequence.token_ids for item in trainer._steps(1).updates[0]]
+        assert trainer._student.full.layout == "lines"
     words = AutoTokenizer.from_pretrained(config.student.model)
     texts = [words.decode(ids) for ids in step]
-    losses, weights, model = reference(config, texts, every=kind == "all")
+    losses, weights, model = reference_losses(config, texts, all_answers=kind == "all")
     if kind != "weights":
         weights = torch.ones_like(losses)
     loss = (losses * weights).sum() / len(losses)
@@ -145,18 +147,18 @@ def test_the_loss_is_the_cross_entropy(
     assert means["loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert means["cross_entropy"] == pytest.approx(losses.mean().item(), abs=1e-6)
     for name, parameter in model.named_parameters():
-        error = (found[name].double() - parameter.grad).norm() / parameter.grad.norm()
+        error = (gradients[name].double() - parameter.grad).norm() / parameter.grad.norm()
         assert error < 1e-5, name
 
 
 def test_held_out_loss(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.sft_job(material)
-    with trainer_of(tmp_path / "run", config) as made:
-        evaluated = made._evaluate()
-        aside = [item.sequence.token_ids for item in made._evaluation._held_out()]
+    with trainer_of(tmp_path / "run", config) as trainer:
+        evaluated = trainer._evaluate()
+        held_out_ids = [item.sequence.token_ids for item in trainer._evaluation._held_out()]
     words = AutoTokenizer.from_pretrained(config.student.model)
-    losses, _, _ = reference(config, [words.decode(ids) for ids in aside])
-    assert len(aside) == config.eval.prompts
+    losses, _, _ = reference_losses(config, [words.decode(ids) for ids in held_out_ids])
+    assert len(held_out_ids) == config.eval.prompts
     assert evaluated["eval/cross_entropy"] == pytest.approx(losses.mean().item(), abs=1e-6)
     perplexity = math.exp(losses.mean().item())
     assert evaluated["eval/perplexity"] == pytest.approx(perplexity, rel=1e-6)
@@ -177,8 +179,8 @@ def test_the_names_of_metrics(chats: tiny.Material, tmp_path: Path) -> None:
         eval__every=1,
         eval__metric="exact_match",
     )
-    with trainer_of(tmp_path / "run", config) as made:
-        assert made.train() == "succeeded"
+    with trainer_of(tmp_path / "run", config) as trainer:
+        assert trainer.train() == "succeeded"
     lines = metrics_of(RunDirectory(tmp_path / "run"))
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert metrics.__doc__ is not None
@@ -187,8 +189,8 @@ def test_the_names_of_metrics(chats: tiny.Material, tmp_path: Path) -> None:
         assert {"eval/cross_entropy", "eval/accuracy"} <= line.keys()
         assert not {"kl/teacher", "topk/student_mass", "ratio/mean", "eval/kl"} & line.keys()
         assert "time/teacher_wait" not in line, "there is no teacher"
-        others = {name for name in line if not name.startswith("time/")}
-        assert others - {"attempt", "step"} <= explained
+        names = {name for name in line if not name.startswith("time/")}
+        assert names - {"attempt", "step"} <= explained
     sample = json.loads((tmp_path / "run/samples/step-000002.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].endswith("=A"), "it ends where the last answer starts"
     assert sample["reference"].isdigit()
@@ -197,7 +199,7 @@ def test_the_names_of_metrics(chats: tiny.Material, tmp_path: Path) -> None:
 def test_what_is_left_out_is_counted(
     material: tiny.Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Long sequences and empty answers: not cut, not learned as an end alone."""
+    """Long sequences are not cut, and empty answers are not learned as an end token."""
     words = tiny.tokenizer()
     records = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
     records += [{"prompt": "1+1=", "answer": ""}, {"prompt": "1+1=", "answer": "2" * 21}]
@@ -206,8 +208,8 @@ def test_what_is_left_out_is_counted(
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = tiny.sft_job(material, data__path=str(path), eval__prompts=2)
     training, held_out = load_examples(config, words)
-    found = training.of_step(1, 10) + held_out
-    lengths = {len(one.token_ids) for one in found}
+    examples = training.of_step(1, 10) + held_out
+    lengths = {len(example.token_ids) for example in examples}
     assert lengths == {6, 7, 24}, "24 tokens with the end token just fit"
     counts = [message for message in caplog.messages if message.startswith("left out")]
     assert sorted(counts) == [
@@ -255,15 +257,19 @@ def test_all_answers_need_marks(chats: tiny.Material) -> None:
 def test_a_conversation_that_starts_with_the_answer(
     material: tiny.Material, tmp_path: Path
 ) -> None:
-    """The row is refused before training, though only the last step of an epoch would need it."""
+    """The row is refused before training, though only the last step of an epoch has it."""
     words = tiny.tokenizer(CHARACTERS)
     talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    path, aside = tmp_path / "data.jsonl", tmp_path / "aside.jsonl"
+    path, eval_path = tmp_path / "data.jsonl", tmp_path / "aside.jsonl"
     row = int(permutation(6, 0, 0)[-1]) + 1
     rows = [talk[::-1] if number == row else talk for number in range(1, 7)]
     path.write_text("".join(json.dumps({"m": messages}) + "\n" for messages in rows))
-    aside.write_text(json.dumps({"m": talk}) + "\n")
-    files = {"data__path": str(path), "data__eval_path": str(aside), "data__messages_column": "m"}
+    eval_path.write_text(json.dumps({"m": talk}) + "\n")
+    files = {
+        "data__path": str(path),
+        "data__eval_path": str(eval_path),
+        "data__messages_column": "m",
+    }
     words.chat_template = MARKED
     with pytest.raises(InvalidInput) as caught:
         load_examples(tiny.sft_job(material, **files), words)
@@ -273,16 +279,18 @@ def test_a_conversation_that_starts_with_the_answer(
     assert caught.value.field == "data.messages_column"
     assert caught.value.hint == "remove the row, or give it a user message"
 
-    everything = tiny.sft_job(material, **files, method__train_on="all")
-    training, _ = load_examples(everything, words)
-    learned = {words.decode(one.token_ids[one.start :]) for one in training.of_step(1, 6)}
-    assert learned == {"2<|end|>"}, "the template starts an answer with a token of its own"
+    all_answers_config = tiny.sft_job(material, **files, method__train_on="all")
+    training, _ = load_examples(all_answers_config, words)
+    learned_texts = {
+        words.decode(example.token_ids[example.start :]) for example in training.of_step(1, 6)
+    }
+    assert learned_texts == {"2<|end|>"}, "the template starts an answer with a token of its own"
 
     words.chat_template = MARKED.replace("{{ m.role[0] | upper }}", "")
     with pytest.raises(
         InvalidInput, match=rf"^data.path: the prompt of row {row} of .* has no tokens"
     ):
-        load_examples(everything, words)
+        load_examples(all_answers_config, words)
 
 
 def test_a_conversation_without_an_answer_is_left_out(
@@ -296,7 +304,9 @@ def test_a_conversation_without_an_answer_is_left_out(
         chats, data__path=str(path), data__messages_column="m", data__eval_path=str(path)
     )
     training, _ = load_examples(config, words)
-    assert [words.decode(one.token_ids) for one in training.of_step(1, 2)] == ["U1+1=A2<|end|>"] * 2
+    assert [words.decode(example.token_ids) for example in training.of_step(1, 2)] == [
+        "U1+1=A2<|end|>"
+    ] * 2
     assert "left out 1 records so far that have no answer" in caplog.messages
 
 
@@ -312,10 +322,10 @@ def test_more_tokens_than_the_student_reads(material: tiny.Material, tmp_path: P
 def test_a_student_with_nan_is_refused(material: tiny.Material, tmp_path: Path) -> None:
     config = student_with(material, tmp_path, torch.nan)
     with (
-        trainer_of(tmp_path / "run", config) as made,
+        trainer_of(tmp_path / "run", config) as trainer,
         pytest.raises(InvalidInput, match="eval/cross_entropy of the student is not a number"),
     ):
-        made.train()
+        trainer.train()
 
 
 def test_a_run_without_an_update_fails(
@@ -325,10 +335,10 @@ def test_a_run_without_an_update_fails(
     config = tiny.sft_job(material, max_steps=3, train__max_skipped_updates=10)
     monkeypatch.setattr("student_trainer.loop.trainer.clip_gradients", lambda *_: float("nan"))
     with (
-        trainer_of(tmp_path / "run", config) as made,
+        trainer_of(tmp_path / "run", config) as trainer,
         pytest.raises(Corrupt, match="nothing was learned"),
     ):
-        made.train()
+        trainer.train()
     assert not (tmp_path / "run" / "export").exists()
 
 
@@ -336,15 +346,15 @@ def test_a_float16_export_has_no_infinity(material: tiny.Material, tmp_path: Pat
     config = student_with(material, tmp_path, 1e5)
     config = config.model_copy(update={"max_steps": 1, "export": ExportConfig(dtype="float16")})
     with (
-        trainer_of(tmp_path / "run", config) as made,
+        trainer_of(tmp_path / "run", config) as trainer,
         pytest.raises(InvalidInput, match=r"norm.weight has a number beyond 65504") as caught,
     ):
-        made.train()
+        trainer.train()
     assert caught.value.field == "export.dtype"
 
 
 def student_with(material: tiny.Material, root: Path, value: float) -> SFTJob:
-    """A job whose student has `value` in the weight of its last norm."""
+    """Return a job whose student has `value` in the weight of its last norm."""
     model = AutoModelForCausalLM.from_pretrained(material.student)
     model.model.norm.weight.data[0] = value
     words = AutoTokenizer.from_pretrained(material.student)

@@ -1,4 +1,4 @@
-"""Learning from packed plain text of a teacher with another tokenizer: one token a character."""
+"""Learning from packed plain text of a teacher with another tokenizer, one token per character."""
 
 from __future__ import annotations
 
@@ -28,61 +28,64 @@ SIZE = 20
 
 
 def pieces() -> list[Text]:
-    """The documents one after the other, cut after every 20 tokens, as a capture does."""
-    ids = [one for text, _ in sums(60) for one in text]
+    """Return the concatenated documents, cut after every 20 tokens, as a capture does."""
+    ids = [token for text, _ in sums(60) for token in text]
     return [(ids[i : i + SIZE], 1) for i in range(0, len(ids) - SIZE + 1, SIZE)]
 
 
 @pytest.fixture(scope="module")
 def store(material: tiny.Material, teacher: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stored") / "store"
-    where = str(material.teacher)
+    tokenizer = str(material.teacher)
     return write_store(
-        path, teacher, pieces(), temperature=TEMPERATURE, tokenizer=where, form="text"
+        path, teacher, pieces(), temperature=TEMPERATURE, tokenizer=tokenizer, form="text"
     )
 
 
-def line_of(ids: list[int], words: PreTrainedTokenizerFast) -> list[int]:
-    """The student's tokens of a piece: of each document, with its end."""
+def encode_piece(ids: list[int], words: PreTrainedTokenizerFast) -> list[int]:
+    """Return the student's tokens of a piece: those of each document and its end."""
     texts = tiny.tokenizer().decode(ids).split("<|end|>")
-    own = [words(text)["input_ids"] if text else [] for text in texts]
-    return [one for of in own for one in [*of, words.eos_token_id]][:-1]
+    documents = [words(text)["input_ids"] if text else [] for text in texts]
+    return [token for document in documents for token in [*document, words.eos_token_id]][:-1]
 
 
 def expected_losses(
     model: Any, teacher: Any, words: PreTrainedTokenizerFast, ids: list[int], match: str
 ) -> tuple[torch.Tensor, int]:
-    """Of a piece, and its learned tokens: all but the first, and the last two of what is open.
+    """Return a piece's loss and learned tokens: all but the first, and the last two if open.
 
     A token of the teacher is a character, so a chunk is a token of the student. The row of the
     teacher's first token is not stored, so the student's first is not learned.
     """
-    own = line_of(ids, words)
-    logits = model(input_ids=torch.tensor([own])).logits[0, :-1].double()
+    student_ids = encode_piece(ids, words)
+    logits = model(input_ids=torch.tensor([student_ids])).logits[0, :-1].double()
     table = (logits / TEMPERATURE).log_softmax(1)
     rows = logprobs_of(teacher, (ids, 1), TEMPERATURE)
-    end, theirs_end = words.eos_token_id, tiny.tokenizer().eos_token_id
-    last = max(i for i, one in enumerate([end, *own]) if one == end)  # own[last:] is open
-    learned = [i for i in range(1, len(own)) if i < len(own) - 2 or i < last]
+    end, teacher_end = words.eos_token_id, tiny.tokenizer().eos_token_id
+    # student_ids[last_end:] is the open document.
+    last_end = max(i for i, student_id in enumerate([end, *student_ids]) if student_id == end)
+    learned_indices = [
+        i for i in range(1, len(student_ids)) if i < len(student_ids) - 2 or i < last_end
+    ]
     place, total = 0, torch.zeros((), dtype=torch.float64)
-    for i, token in enumerate(own):
+    for i, token in enumerate(student_ids):
         length = 1 if token == end else len(words.decode([token]))
-        if i in learned:
+        if i in learned_indices:
             log_p = table[i - 1, token]
-            mine = range(place, place + length)
-            log_q = sum(rows[j - 1, ids[j]] for j in mine)
+            teacher_range = range(place, place + length)
+            log_q = sum(rows[j - 1, ids[j]] for j in teacher_range)
             if match == "row":
                 total = total + log_q - (1 + WEIGHT) * log_p
-                if own[i - 1] == end:
+                if student_ids[i - 1] == end:
                     total = total + first_row(rows[place - 1], table[i - 1], ids[place], words)
             else:
-                a, b = (of.div(UNIT_TEMPERATURE).exp() for of in (log_q, log_p))
+                a, b = (logprob.div(UNIT_TEMPERATURE).exp() for logprob in (log_q, log_p))
                 kl = a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
                 total = total + UNIT_TEMPERATURE * kl - WEIGHT * log_p
         place += length
     assert place == len(ids)
-    assert theirs_end in ids
-    return total, len(learned)
+    assert teacher_end in ids
+    return total, len(learned_indices)
 
 
 @pytest.mark.parametrize("match", ["row", "chunk"])
@@ -95,12 +98,14 @@ def test_the_gradient_is_that_of_the_formula(
     config = job(pair, store, train__tokens_per_micro_batch=tokens, **changes)
     update = FirstUpdate.of(config, tmp_path / "run")
     words = PreTrainedTokenizerFast.from_pretrained(pair.student)
-    by_line = {tuple(line_of(ids, words)): ids for ids, _ in pieces()}
-    of_pieces = [
-        expected_losses(update.model, teacher, words, by_line[tuple(one.token_ids.tolist())], match)
-        for one in update.sequences
+    by_line = {tuple(encode_piece(ids, words)): ids for ids, _ in pieces()}
+    losses_and_counts = [
+        expected_losses(
+            update.model, teacher, words, by_line[tuple(sequence.token_ids.tolist())], match
+        )
+        for sequence in update.sequences
     ]
-    losses, learned = zip(*of_pieces, strict=True)
-    count = sum(one.learned for one in update.sequences)
-    assert sum(learned) < count
+    losses, learned_counts = zip(*losses_and_counts, strict=True)
+    count = sum(sequence.learned for sequence in update.sequences)
+    assert sum(learned_counts) < count
     update.assert_is_that_of(torch.stack(losses).sum() / count)

@@ -1,4 +1,4 @@
-"""One of several processes that load a student and take their shares; the first prints the peak."""
+"""One of several processes that load a student and take their shards; the first prints the peak."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def save_student(path: Path, width: int, dtype: torch.dtype) -> int:
 
 
 class Peak(threading.Thread):
-    """The most anonymous memory of this process, sampled every 2 ms."""
+    """Peak anonymous memory of this process, sampled every 2 ms."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.bytes, self.ended = anonymous_bytes(), threading.Event()
+        self.bytes, self.stop_requested = anonymous_bytes(), threading.Event()
         self.start()
 
     def run(self) -> None:
-        while not self.ended.wait(0.002):
+        while not self.stop_requested.wait(0.002):
             self.bytes = max(self.bytes, anonymous_bytes())
 
 
@@ -55,13 +55,13 @@ def load(path: str, accelerator: Accelerator) -> Replicated | Sharded:
 
 def main(small: str, large: str) -> None:
     accelerator = Accelerator(cpu=True)
-    load(small, accelerator)  # what libraries need in any case
-    before, peak = anonymous_bytes(), Peak()
+    load(small, accelerator)  # memory of the libraries
+    bytes_before, peak = anonymous_bytes(), Peak()
     student = load(large, accelerator)
-    peak.ended.set()
+    peak.stop_requested.set()
     peak.join()
-    grown = torch.tensor([float(peak.bytes - before)])
-    total = accelerator.reduce(grown)
+    growth = torch.tensor([float(peak.bytes - bytes_before)])
+    total = accelerator.reduce(growth)
     assert {p.dtype for p in student.trained.parameters()} == {torch.float32}
     if accelerator.is_main_process:
         print(float(total))

@@ -1,4 +1,4 @@
-"""A mixture of experts whose experts are shared out over processes learns as in one process."""
+"""A mixture of experts sharded over processes learns as in one process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from student_trainer.parallel.shards import full_tensor, local
 from tests.forks import Forks
 from tests.student_trainer.teachers.anchors import rollouts, spread_student
 
-EXPERTS, WORLD = 5, 2  # no even number of experts
+EXPERTS, WORLD = 5, 2  # experts that the processes cannot share evenly
 
 
-def model() -> Qwen3MoeForCausalLM:
+def make_experts() -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=13,
@@ -35,16 +35,16 @@ def model() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config)
 
 
-def work(out: Path, sharding: str, bf16: bool) -> None:
-    """Two updates on six answers, in two micro-batches; saves the weights and the shares' sizes."""
+def learn_updates(out: Path, sharding: str, bf16: bool) -> None:
+    """Make two updates on six answers in two micro-batches; save weights and shard shapes."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    student = spread_student(model(), sharding, bf16=bf16)
+    student = spread_student(make_experts(), sharding, bf16=bf16)
     optimizer = torch.optim.SGD(student.trained.parameters(), lr=0.1)
-    mine = [
-        ScoredSequence(one, placeholder_rows(one.head_ids.int().numpy()))
-        for one in rollouts(6)[rank::world]
+    own_sequences = [
+        ScoredSequence(rollout, placeholder_rows(rollout.head_ids.int().numpy()))
+        for rollout in rollouts(6)[rank::world]
     ]
-    halves = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
+    halves = [own_sequences[: len(own_sequences) // 2], own_sequences[len(own_sequences) // 2 :]]
     for _ in range(2):
         for number, half in enumerate(halves):
             with student.synchronized(is_last=number == 1):
@@ -53,25 +53,27 @@ def work(out: Path, sharding: str, bf16: bool) -> None:
                 (world * loss / 18).backward()
         optimizer.step()
         optimizer.zero_grad()
-    named = dict(student.trained.model.named_parameters())
-    shares = {name: tuple(local(p).shape) for name, p in named.items() if ".experts." in name}
-    weights = {name: full_tensor(p.detach()) for name, p in named.items()}
+    parameters = dict(student.trained.model.named_parameters())
+    shares = {name: tuple(local(p).shape) for name, p in parameters.items() if ".experts." in name}
+    weights = {name: full_tensor(p.detach()) for name, p in parameters.items()}
     torch.save({"weights": weights, "shares": shares}, out / f"{sharding}-{rank}.pt")
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_sharded_experts_learn_as_in_one_process(bf16: bool, tmp_path: Path) -> None:
     for world, sharding in ((1, "none"), (WORLD, "fsdp2")):
-        forks = Forks(world, tmp_path / f"{sharding}.group", work, tmp_path, sharding, bf16)
+        forks = Forks(
+            world, tmp_path / f"{sharding}.group", learn_updates, tmp_path, sharding, bf16
+        )
         assert forks.wait() == [0] * world
-    alone = torch.load(tmp_path / "none-0.pt")["weights"]
-    before = dict(model().named_parameters())
-    held = []
+    expected_weights = torch.load(tmp_path / "none-0.pt")["weights"]
+    weights_before = dict(make_experts().named_parameters())
+    expert_counts = []
     for rank in range(WORLD):
-        found = torch.load(tmp_path / f"fsdp2-{rank}.pt")
-        held.append({shape[0] for shape in found["shares"].values()})
-        for name, weight in alone.items():
-            moved = (weight - before[name]).norm()
-            assert moved > 0, name
-            assert (found["weights"][name] - weight).norm() <= (2e-2 if bf16 else 1e-4) * moved
-    assert held == [{3}, {2}], "each process has whole experts, and only its own"
+        saved = torch.load(tmp_path / f"fsdp2-{rank}.pt")
+        expert_counts.append({shape[0] for shape in saved["shares"].values()})
+        for name, weight in expected_weights.items():
+            distance = (weight - weights_before[name]).norm()
+            assert distance > 0, name
+            assert (saved["weights"][name] - weight).norm() <= (2e-2 if bf16 else 1e-4) * distance
+    assert expert_counts == [{3}, {2}], "each process has whole experts, and only its own"

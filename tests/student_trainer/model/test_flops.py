@@ -1,4 +1,4 @@
-"""Counted operations of a real forward and backward pass against the formula of MFU."""
+"""Counted operations of a forward and backward pass, compared with the formula of MFU."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TOKENS, START, LINES = 192, 64, 2
 
 
 def batch() -> Batch:
-    learned = TOKENS - START
-    head = torch.zeros(learned, 1, dtype=torch.long)
-    rollout = Rollout(torch.arange(TOKENS), START, head, torch.zeros(learned), False, "")
+    learned_tokens = TOKENS - START
+    head = torch.zeros(learned_tokens, 1, dtype=torch.long)
+    rollout = Rollout(torch.arange(TOKENS), START, head, torch.zeros(learned_tokens), False, "")
     rows = placeholder_rows(head.int().numpy())
     return make_batch([ScoredSequence(rollout, rows)] * LINES, torch.device("cpu"))
 
@@ -49,7 +49,7 @@ def test_the_formula_counts_what_a_pass_does(kind: str, lora: bool, tied: bool) 
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
     if lora:
         add_adapters(model, StudentConfig.model_validate({"model": "tiny", "lora": {"rank": 8}}))
-    # bfloat16, whose products on a CPU are all operations that the counter knows.
+    # bfloat16, as the counter knows all its matrix products on a CPU.
     student = Student(model, bf16=True)
     flops = LearningFlops(student)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -1,4 +1,4 @@
-"""Heads that scale and cap: found by the probe, and fused like a plain one."""
+"""Heads that scale and cap logits: found by the probe, and computed by the fused operator."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ LATENT = {
 
 
 def family(name: str, **values: Any) -> Callable[[], Any]:
-    """A tiny model whose embeddings are large enough for a cap to bend its logits."""
+    """Return a constructor of a tiny model with logits large enough for a cap to change them."""
 
-    def make() -> Any:
+    def make_family() -> Any:
         torch.manual_seed(5)
         config = getattr(transformers, name)(**{**SIZES, **values})
-        made = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
-            made.get_output_embeddings().weight.normal_(std=0.3)
-        return made
+            model.get_output_embeddings().weight.normal_(std=0.3)
+        return model
 
-    return make
+    return make_family
 
 
 HEADS: dict[str, tuple[Callable[[], Any], LogitMap]] = {
@@ -61,44 +61,44 @@ HEADS: dict[str, tuple[Callable[[], Any], LogitMap]] = {
     "nanochat": (family("NanoChatConfig", final_logit_softcapping=15.0), LogitMap(cap=15.0)),
     "minicpm3": (family("MiniCPM3Config", **LATENT), LogitMap(scale=1.0)),
 }
-EVERY = pytest.mark.parametrize("name", HEADS)
+EVERY_HEAD = pytest.mark.parametrize("name", HEADS)
 
 
-@EVERY
+@EVERY_HEAD
 def test_the_probe_finds_the_head(name: str) -> None:
     make, expected = HEADS[name]
-    found = find_logit_map(make())
-    assert found is not None
-    assert found.cap == expected.cap
-    if name != "minicpm3":  # which scales its states instead, by a number of its sizes
-        assert found.scale == pytest.approx(expected.scale, rel=1e-6)
+    logit_map = find_logit_map(make())
+    assert logit_map is not None
+    assert logit_map.cap == expected.cap
+    if name != "minicpm3":  # which scales its states by a factor of its sizes instead
+        assert logit_map.scale == pytest.approx(expected.scale, rel=1e-6)
 
 
-@EVERY
+@EVERY_HEAD
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_fused_path_is_the_plain_one(name: str, dtype: torch.dtype) -> None:
-    """Against the model's own logits: in float64 the two are one, in float32 to its digits."""
+    """Compared with the model's logits: equal up to the rounding of the dtype."""
     model = HEADS[name][0]()
     batch = batch_of(model)
     student = Student(model.to(dtype))
     assert student._logit_map is not None
-    fused, fused_grads = gradients_of(student, batch)
+    fused_result, fused_grads = gradients_of(student, batch)
     student._logit_map = None
-    plain, plain_grads = gradients_of(student, batch)
+    plain_result, plain_grads = gradients_of(student, batch)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-9
-    size = float(plain.metrics["loss"].abs().sum())
-    assert abs(float((fused.loss_sum - plain.loss_sum).detach())) < tolerance * size
+    size = float(plain_result.metrics["loss"].abs().sum())
+    assert abs(float((fused_result.loss_sum - plain_result.loss_sum).detach())) < tolerance * size
     assert fused_grads.keys() == plain_grads.keys()
     for key, grad in fused_grads.items():
-        # Of two float32 gradients through the layers, each has the rounding of its own.
-        most = 10 * tolerance * max(float(plain_grads[key].norm()), 1e-3)
-        assert float((grad - plain_grads[key]).norm()) < most, key
+        # Both float32 gradients through the layers have rounding errors.
+        bound = 10 * tolerance * max(float(plain_grads[key].norm()), 1e-3)
+        assert float((grad - plain_grads[key]).norm()) < bound, key
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_padding_is_left_out(name: str, fused: bool) -> None:
-    """Of 16 ids, the last 3 are padding: rows and gradients are those of a model without them."""
+    """The last 3 of 16 ids are padding: rows and gradients equal those of a model without them."""
     torch.manual_seed(0)
     narrow = HEADS[name][0]()
     batch = batch_of(narrow)
@@ -110,16 +110,18 @@ def test_padding_is_left_out(name: str, fused: bool) -> None:
     if not fused:
         for student in students:
             student._logit_map = None
-    (expected, of_narrow), (found, of_wide) = (gradients_of(one, batch) for one in students)
-    torch.testing.assert_close(found.loss_sum, expected.loss_sum)
-    torch.testing.assert_close(found.metrics["entropy"], expected.metrics["entropy"])
-    for key, grad in of_narrow.items():
-        cut = of_wide[key][: len(grad)]
-        torch.testing.assert_close(cut, grad, rtol=1e-5, atol=1e-6)
-        assert (of_wide[key][len(grad) :] == 0).all()
-    every = Student(wide).rows(batch, 1.0)[1]
+    (narrow_result, narrow_gradients), (wide_result, wide_gradients) = (
+        gradients_of(tested_student, batch) for tested_student in students
+    )
+    torch.testing.assert_close(wide_result.loss_sum, narrow_result.loss_sum)
+    torch.testing.assert_close(wide_result.metrics["entropy"], narrow_result.metrics["entropy"])
+    for key, grad in narrow_gradients.items():
+        unpadded = wide_gradients[key][: len(grad)]
+        torch.testing.assert_close(unpadded, grad, rtol=1e-5, atol=1e-6)
+        assert (wide_gradients[key][len(grad) :] == 0).all()
+    every_row = Student(wide).rows(batch, 1.0)[1]
     torch.testing.assert_close(
-        students[1].rows(batch, 1.0, every_id=True)[1].token_logprobs, every.token_logprobs
+        students[1].rows(batch, 1.0, every_id=True)[1].token_logprobs, every_row.token_logprobs
     )
     ids, _ = students[1].rows(batch, 1.0, top_k=13)
     assert int(ids.max()) == 12
@@ -129,18 +131,18 @@ def test_a_head_that_fits_neither_takes_the_plain_path(monkeypatch: pytest.Monke
     model = tiny.model(seed=4)
     forward = type(model).forward
 
-    def squared(*inputs: Any, **options: Any) -> Any:
+    def square_logits(*inputs: Any, **options: Any) -> Any:
         out = forward(*inputs, **options)
         out.logits = out.logits * out.logits.abs()
         return out
 
-    monkeypatch.setattr(type(model), "forward", squared)
+    monkeypatch.setattr(type(model), "forward", square_logits)
     assert find_logit_map(model) is None
     assert Student(model)._logit_map is None
 
 
-class _Factors(torch.nn.Linear):
-    """A head with a learned factor for each id, all 1 at first."""
+class _ScaledHead(torch.nn.Linear):
+    """A head with a trained factor for each id, initially 1."""
 
     def __init__(self, like: torch.nn.Linear) -> None:
         super().__init__(like.in_features, like.out_features, bias=False)
@@ -153,5 +155,5 @@ class _Factors(torch.nn.Linear):
 
 def test_a_head_with_weights_of_its_own_takes_the_plain_path() -> None:
     model = tiny.model(seed=4)
-    model.lm_head = _Factors(model.get_output_embeddings())
+    model.lm_head = _ScaledHead(model.get_output_embeddings())
     assert find_logit_map(model) is None

@@ -1,4 +1,4 @@
-"""Students that see: sampling, rows and gradients against plain passes of transformers."""
+"""Students with images: sampling, rows and gradients, compared with passes of transformers."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def prompts_in(root: Path, records: list[dict[str, Any]], reader: ImageReader) -
     file = root / "prompts.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     data = DataConfig(path=str(file), eval_path=str(file), image_column="image")
-    _, found = load_prompts(
+    _, prompts = load_prompts(
         data, WORDS, held_out=len(records), max_tokens=200, seed=0, reader=reader
     )
-    return sorted(found, key=lambda prompt: prompt.text)
+    return sorted(prompts, key=lambda prompt: prompt.text)
 
 
-def sampled(student: Student, prompts: list[Prompt], **options: Any) -> list[Rollout]:
+def sample_rollouts(student: Student, prompts: list[Prompt], **options: Any) -> list[Rollout]:
     rollouts = HuggingFaceRollouts(
         student.model,
         WORDS,
@@ -82,14 +82,14 @@ def sampled(student: Student, prompts: list[Prompt], **options: Any) -> list[Rol
         **options,
     )
     numbers = range(len(prompts))
-    return [one for batch in rollouts.generate(prompts, numbers, seed=3) for one in batch]
+    return [rollout for batch in rollouts.generate(prompts, numbers, seed=3) for rollout in batch]
 
 
 def batch_of(rollouts: list[Rollout]) -> Batch:
-    scored = [
+    sequences = [
         ScoredSequence(rollout, placeholder_rows(rollout.head_ids.numpy())) for rollout in rollouts
     ]
-    return make_batch(scored, torch.device("cpu"))
+    return make_batch(sequences, torch.device("cpu"))
 
 
 def short_ids(rollout: Rollout) -> tuple[list[int], list[bytes]]:
@@ -101,7 +101,7 @@ def short_ids(rollout: Rollout) -> tuple[list[int], list[bytes]]:
 
 
 def expected_logprobs(kind: str, rollout: Rollout) -> torch.Tensor:
-    """By a plain pass, of the completion: [learned, V]."""
+    """Return log-probs of the completion from a plain pass, [learned, V]."""
     logits = tiny_vision.plain_logits(tiny_vision.model(kind), *short_ids(rollout))
     return logits.log_softmax(-1)[-1 - rollout.learned : -1]
 
@@ -109,46 +109,46 @@ def expected_logprobs(kind: str, rollout: Rollout) -> torch.Tensor:
 def test_the_sampler_sees_the_images(
     student: Student, reader: ImageReader, kind: str, tmp_path: Path
 ) -> None:
-    for rollout in sampled(student, prompts_in(tmp_path, RECORDS, reader)):
+    for rollout in sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader)):
         logprobs = expected_logprobs(kind, rollout)
-        found = logprobs.gather(1, rollout.completion[:, None])[:, 0]
-        torch.testing.assert_close(rollout.token_logprobs, found, atol=1e-5, rtol=1e-5)
+        token_logprobs = logprobs.gather(1, rollout.completion[:, None])[:, 0]
+        torch.testing.assert_close(rollout.token_logprobs, token_logprobs, atol=1e-5, rtol=1e-5)
         assert torch.equal(rollout.head_ids.long().sort(1)[0], logprobs.topk(4, 1)[1].sort(1)[0])
 
 
 def test_no_placeholder_is_sampled(student: Student, reader: ImageReader, tmp_path: Path) -> None:
-    """Not even where nearly nothing else is likely; the records are of the policy with it."""
+    """Even where it has nearly all probability; the records are those of the unmasked policy."""
     with torch.no_grad():
         student.model.lm_head.weight[PLACEHOLDER] += 5 * student.model.lm_head.weight.abs().max()
     prompts = prompts_in(tmp_path, RECORDS, reader)
-    found = sampled(student, prompts)
-    assert all(PLACEHOLDER not in rollout.completion for rollout in found)
-    assert any((rollout.head_ids == PLACEHOLDER).any() for rollout in found)
-    batch_of(found)
+    rollouts = sample_rollouts(student, prompts)
+    assert all(PLACEHOLDER not in rollout.completion for rollout in rollouts)
+    assert any((rollout.head_ids == PLACEHOLDER).any() for rollout in rollouts)
+    batch_of(rollouts)
 
 
 def test_rows_are_those_of_a_plain_pass(
     student: Student, reader: ImageReader, kind: str, tmp_path: Path
 ) -> None:
-    rollouts = sampled(student, prompts_in(tmp_path, RECORDS, reader))
+    rollouts = sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader))
     _, rows = student.rows(batch_of(rollouts), 1.0)
     parts = rows.token_logprobs.split([rollout.learned for rollout in rollouts])
     for rollout, part in zip(rollouts, parts, strict=True):
-        wanted = expected_logprobs(kind, rollout).gather(1, rollout.completion[:, None])[:, 0]
-        torch.testing.assert_close(part, wanted, atol=1e-5, rtol=1e-5)
+        expected = expected_logprobs(kind, rollout).gather(1, rollout.completion[:, None])[:, 0]
+        torch.testing.assert_close(part, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_gradient_is_that_of_a_plain_pass(
     student: Student, reader: ImageReader, kind: str, tmp_path: Path
 ) -> None:
-    """Of all weights, those that see among them."""
-    rollouts = sampled(student, prompts_in(tmp_path, RECORDS, reader))
+    """For all weights, including those of the vision encoder."""
+    rollouts = sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader))
 
     def loss(rows: Rows, _: slice) -> torch.Tensor:
         return -rows.token_logprobs
 
     student(batch_of(rollouts), loss, 1.0).loss_sum.backward()
-    plain = tiny_vision.model(kind)
+    plain_model = tiny_vision.model(kind)
     total = torch.zeros(())
     for rollout in rollouts:
         images = None if rollout.images is None else rollout.images.load_pixels()
@@ -159,29 +159,31 @@ def test_the_gradient_is_that_of_a_plain_pass(
                 "image_grid_thw": torch.from_numpy(images.grid),
                 "mm_token_type_ids": (rollout.token_ids == PLACEHOLDER).int()[None],
             }
-        logits = plain(input_ids=rollout.token_ids[None], use_cache=False, **inputs).logits[0]
+        logits = plain_model(input_ids=rollout.token_ids[None], use_cache=False, **inputs).logits[0]
         logprobs = logits.log_softmax(-1)[-1 - rollout.learned : -1]
         total = total - logprobs.gather(1, rollout.completion[:, None]).sum()
     total.backward()
-    wanted = dict(plain.named_parameters())
+    plain_weights = dict(plain_model.named_parameters())
     for name, weight in student.model.named_parameters():
-        other = wanted[name].grad
-        if other is None:
+        plain_gradient = plain_weights[name].grad
+        if plain_gradient is None:
             continue
         assert weight.grad is not None, name
-        torch.testing.assert_close(weight.grad, other, atol=2e-4, rtol=2e-4, msg=name)
-    seeing = [w for name, w in student.model.named_parameters() if "visual" in name]
-    assert sum(float(w.grad.abs().sum()) > 0 for w in seeing if w.grad is not None) > 10
+        torch.testing.assert_close(weight.grad, plain_gradient, atol=2e-4, rtol=2e-4, msg=name)
+    vision_weights = [w for name, w in student.model.named_parameters() if "visual" in name]
+    assert sum(float(w.grad.abs().sum()) > 0 for w in vision_weights if w.grad is not None) > 10
 
 
 def test_a_batch_without_images_has_a_gradient_for_every_weight(
     student: Student, reader: ImageReader, tmp_path: Path
 ) -> None:
-    """Of zero, where there is nothing to see: DDP waits for all of them."""
-    blind = [
-        one for one in sampled(student, prompts_in(tmp_path, RECORDS, reader)) if not one.images
+    """Weights of the vision encoder have a zero gradient, as DDP waits for all gradients."""
+    rollouts_without_images = [
+        rollout
+        for rollout in sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader))
+        if not rollout.images
     ]
-    batch = batch_of(blind)
+    batch = batch_of(rollouts_without_images)
     assert batch.images is None
     student(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
     assert all(weight.grad is not None for weight in student.model.parameters())
@@ -195,18 +197,18 @@ def test_a_batch_without_images_has_a_gradient_for_every_weight(
 def test_a_batch_without_rows_has_no_images(
     student: Student, reader: ImageReader, tmp_path: Path
 ) -> None:
-    batch = batch_of(sampled(student, prompts_in(tmp_path, RECORDS, reader)))
+    batch = batch_of(sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader)))
     assert batch.images is not None
     assert batch.without_rows().images is None
     assert batch.to(torch.device("cpu")).images is not None
 
 
 def test_prompts_count_the_tokens_of_images(reader: ImageReader, tmp_path: Path) -> None:
-    found = prompts_in(tmp_path, RECORDS, reader)
-    assert [int((prompt.ids == PLACEHOLDER).sum()) for prompt in found] == [6, 6, 0, 36]
-    assert found[0].images is not None
-    assert found[0].images.tokens == (6,)
-    assert found[2].images is None
+    prompts = prompts_in(tmp_path, RECORDS, reader)
+    assert [int((prompt.ids == PLACEHOLDER).sum()) for prompt in prompts] == [6, 6, 0, 36]
+    assert prompts[0].images is not None
+    assert prompts[0].images.tokens == (6,)
+    assert prompts[2].images is None
 
 
 def test_images_may_be_parts_of_messages(reader: ImageReader, tmp_path: Path) -> None:
@@ -224,12 +226,12 @@ def test_images_may_be_parts_of_messages(reader: ImageReader, tmp_path: Path) ->
         options = {"held_out": 1, "max_tokens": 50, "seed": 0}
         return load_prompts(config, WORDS, reader=reader, **options)[1]
 
-    (found,) = load(record)
-    text = WORDS.decode(found.ids)
+    (prompt,) = load(record)
+    text = WORDS.decode(prompt.ids)
     assert (
         text.replace(" ", "") == f"1{tiny_vision.START}{tiny_vision.IMAGE * 6}{tiny_vision.END}2="
     )
-    assert found.text == "1\n2="
+    assert prompt.text == "1\n2="
     with pytest.raises(InvalidInput, match=r"has 2 images, but its messages have 1 parts"):
         load(record | {"image": ["0.png", "1.png"]})
     with pytest.raises(InvalidInput, match="which is no file"):
@@ -251,7 +253,7 @@ def test_a_file_that_changes_is_noticed(reader: ImageReader, tmp_path: Path) -> 
 
 
 def test_parquet_may_hold_the_images(reader: ImageReader, tmp_path: Path) -> None:
-    """As data sets of the hub have them; a reward gets the other columns."""
+    """As in data sets of the hub; a reward gets the other columns."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -264,18 +266,18 @@ def test_parquet_may_hold_the_images(reader: ImageReader, tmp_path: Path) -> Non
     pyarrow.parquet.write_table(pa.Table.from_pylist(records), file)
     data = DataConfig(path=str(file), eval_path=str(file), image_column="image")
     options: dict[str, Any] = {"held_out": 2, "max_tokens": 50, "seed": 0, "with_fields": True}
-    _, found = load_prompts(data, WORDS, reader=reader, **options)
-    one, other = sorted(found, key=lambda prompt: prompt.text)
-    assert one.images is not None
-    assert one.images.load_encoded() == (image,)
-    assert other.images is None
-    assert dict(one.fields) == {"prompt": "1="}
+    _, prompts = load_prompts(data, WORDS, reader=reader, **options)
+    with_image, without_image = sorted(prompts, key=lambda prompt: prompt.text)
+    assert with_image.images is not None
+    assert with_image.images.load_encoded() == (image,)
+    assert without_image.images is None
+    assert dict(with_image.fields) == {"prompt": "1="}
 
 
 def test_without_pillow(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job is refused in one sentence; a teacher serves text."""
+    """A job is refused in one sentence, and a teacher still serves text."""
     import sys
 
     from teacher_service.engines.hf import HfEngine
@@ -294,14 +296,14 @@ def test_a_student_in_bfloat16_sees(
     """The sampler and the rows of a batch, both under autocast."""
     config = StudentConfig(model=str(path), dtype="bfloat16")
     model = load_model(config, images=reader).eval()
-    made = Student(model, bf16=True, placeholder=PLACEHOLDER)
-    rollouts = sampled(made, prompts_in(tmp_path, RECORDS, reader), bf16=True)
-    _, rows = made.rows(batch_of(rollouts), 1.0)
+    student = Student(model, bf16=True, placeholder=PLACEHOLDER)
+    rollouts = sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader), bf16=True)
+    _, rows = student.rows(batch_of(rollouts), 1.0)
     parts = rows.token_logprobs.split([rollout.learned for rollout in rollouts])
     for rollout, part in zip(rollouts, parts, strict=True):
-        exact = expected_logprobs(kind, rollout).gather(1, rollout.completion[:, None])[:, 0]
-        assert float((rollout.token_logprobs - exact).abs().max()) < 0.3
-        assert float((part - exact).abs().max()) < 0.3
+        expected = expected_logprobs(kind, rollout).gather(1, rollout.completion[:, None])[:, 0]
+        assert float((rollout.token_logprobs - expected).abs().max()) < 0.3
+        assert float((part - expected).abs().max()) < 0.3
 
 
 @pytest.mark.parametrize("recomputed", [True, 2, "selective"])
@@ -311,11 +313,11 @@ def test_recomputation_keeps_the_gradient(
     gradients = []
     for setting in (False, recomputed):
         config = StudentConfig(model=str(path), gradient_checkpointing=setting)
-        made = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
-        batch = batch_of(sampled(made, prompts_in(tmp_path, RECORDS, reader)))
-        made.train()
-        made(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
-        gradients.append({name: w.grad for name, w in made.model.named_parameters()})
+        student = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
+        batch = batch_of(sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader)))
+        student.train()
+        student(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
+        gradients.append({name: w.grad for name, w in student.model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
@@ -327,18 +329,18 @@ def test_adapters_beside_frozen_weights_in_bfloat16(path: Path, reader: ImageRea
 
 
 def test_adapters_see(path: Path, reader: ImageReader, kind: str, tmp_path: Path) -> None:
-    """At first they change nothing; each of them has a gradient."""
+    """New adapters change nothing, and each has a gradient."""
     config = StudentConfig.model_validate({"model": str(path), "lora": {"rank": 2}})
-    made = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
-    rollouts = sampled(made, prompts_in(tmp_path, RECORDS, reader))
+    student = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
+    rollouts = sample_rollouts(student, prompts_in(tmp_path, RECORDS, reader))
     batch = batch_of(rollouts)
-    _, rows = made.rows(batch, 1.0)
-    wanted = expected_logprobs(kind, rollouts[0]).gather(1, rollouts[0].completion[:, None])
-    found = rows.token_logprobs[: rollouts[0].learned]
-    torch.testing.assert_close(found, wanted[:, 0], atol=1e-5, rtol=1e-5)
-    made(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
-    learning = [w for w in made.model.parameters() if w.requires_grad]
-    assert all(weight.grad is not None for weight in learning)
+    _, rows = student.rows(batch, 1.0)
+    expected = expected_logprobs(kind, rollouts[0]).gather(1, rollouts[0].completion[:, None])
+    logprobs = rows.token_logprobs[: rollouts[0].learned]
+    torch.testing.assert_close(logprobs, expected[:, 0], atol=1e-5, rtol=1e-5)
+    student(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
+    trained_weights = [w for w in student.model.parameters() if w.requires_grad]
+    assert all(weight.grad is not None for weight in trained_weights)
 
 
 def test_a_student_that_reads_no_images_is_refused(tmp_path: Path) -> None:
@@ -365,8 +367,8 @@ def test_an_export_reads_images(
 ) -> None:
     export_model(tmp_path / "export", model=student.model, tokenizer=WORDS)
     config = StudentConfig(model=str(tmp_path / "export"))
-    again = load_model(config, images=load_image_reader(config))
+    exported = load_model(config, images=load_image_reader(config))
     ids = WORDS(tiny_vision.START + tiny_vision.IMAGE + tiny_vision.END + "1=")["input_ids"]
-    found = tiny_vision.plain_logits(again.eval(), ids, [tiny_vision.image(0)])
-    wanted = tiny_vision.plain_logits(tiny_vision.model(kind), ids, [tiny_vision.image(0)])
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    logits = tiny_vision.plain_logits(exported.eval(), ids, [tiny_vision.image(0)])
+    expected_logits = tiny_vision.plain_logits(tiny_vision.model(kind), ids, [tiny_vision.image(0)])
+    np.testing.assert_allclose(logits, expected_logits, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Which linear modules a process gathers as one: those that every forward pass calls."""
+"""Linear modules that a process gathers as one: those called in every forward pass."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from tests.student_trainer import tiny
 
 
 class Mixer(nn.Module):
-    """As hybrid models do: one weight is read without a call, and experts see some tokens only."""
+    """As in hybrid models, one weight is read without a call, and experts get only some tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read, self.called, self.expert = (nn.Linear(4, 4) for _ in range(3))
+        self.weight_only, self.called_module, self.expert_module = (
+            nn.Linear(4, 4) for _ in range(3)
+        )
 
     def forward(self, states: Tensor) -> Tensor:
-        mixed: Tensor = self.expert(self.called(functional.linear(states, self.read.weight)))
+        mixed: Tensor = self.expert_module(
+            self.called_module(functional.linear(states, self.weight_only.weight))
+        )
         return mixed
 
 
 def test_modules_that_are_read_or_are_experts_are_not_called() -> None:
     mixer = Mixer()
-    with called_linear_modules(mixer) as called:
-        mixer(mixer.read.weight)
-    assert called == {mixer.called}
-    mixer(mixer.read.weight)
-    assert called == {mixer.called}, "the hooks are gone"
+    with called_linear_modules(mixer) as called_modules:
+        mixer(mixer.weight_only.weight)
+    assert called_modules == {mixer.called_module}
+    mixer(mixer.weight_only.weight)
+    assert called_modules == {mixer.called_module}, "the hooks are gone"
 
 
 def test_all_linear_modules_of_a_dense_model_are_called() -> None:

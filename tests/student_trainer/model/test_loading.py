@@ -1,4 +1,4 @@
-"""A mapped student: its weights are pages of the file until a process has its shares; sizes."""
+"""A memory-mapped student, whose weights are pages of the file until sharded, and sizes."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_a_config_that_states_another_dtype_rounds_nothing(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": stated}))
     student = StudentConfig(model=str(tmp_path))
-    expected, mapped = load_model(student), load_model(student, mapped=True)
+    expected_model, mapped_model = load_model(student), load_model(student, mapped=True)
     kind = torch.float32 if stored == "mixed" else getattr(torch, stored)
-    assert {p.dtype for p in mapped.parameters()} == {kind}
-    cast_weights(mapped, bf16=False)
-    tensors = dict(mapped.named_parameters())
-    for name, weight in expected.named_parameters():
+    assert {p.dtype for p in mapped_model.parameters()} == {kind}
+    cast_weights(mapped_model, bf16=False)
+    tensors = dict(mapped_model.named_parameters())
+    for name, weight in expected_model.named_parameters():
         assert torch.equal(tensors[name], weight), name
 
 
@@ -112,7 +112,7 @@ def test_frozen_weights_of_a_mapped_student(dtype: str, tmp_path: Path) -> None:
 def test_four_processes_need_the_memory_of_one_float32_student(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Anonymous memory of four real processes; before, each loaded all weights in float32."""
+    """Anonymous memory of four real processes."""
     small, large = tmp_path / "small", tmp_path / "large"
     save_student(small, 64, dtype)
     weights = save_student(large, 768, dtype)
@@ -123,7 +123,7 @@ def test_four_processes_need_the_memory_of_one_float32_student(
 
 
 def test_weights_are_counted_without_loading_them(tmp_path: Path) -> None:
-    """Tied weights once; no file of weights is needed."""
+    """Tied weights are counted once, and no file of weights is needed."""
     model = tiny.model(layers=2)
     tiny.save(model, tiny.tokenizer(), tmp_path)
     (tmp_path / "model.safetensors").unlink()

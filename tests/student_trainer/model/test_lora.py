@@ -1,4 +1,4 @@
-"""Adapters: what learns, what is kept, and that all that comes out of them is the same model."""
+"""Adapters: trained weights, checkpoints, and exports of the same model."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ HEADS = ["frozen", "trained"]
 MODELS = {"tied": lambda: tiny.model(seed=4, spread=0.2), "untied": lambda: untied(False)}
 
 
-def config(path: Path, head: str = "frozen", **more: Any) -> StudentConfig:
+def config(path: Path, head: str = "frozen", **options: Any) -> StudentConfig:
     table = LoraConfig(rank=3, train_head=head == "trained")
-    return StudentConfig(model=str(path), lora=table, **more)
+    return StudentConfig(model=str(path), lora=table, **options)
 
 
 @pytest.fixture(params=MODELS)
@@ -48,12 +48,12 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tiny.save(MODELS[request.param](), tiny.tokenizer(), tmp_path / "base")
 
 
-def adapted(student: StudentConfig) -> Any:
-    """As after some training; without any, B is zero."""
-    return disturbed(load_model(student))
+def load_adapted(student: StudentConfig) -> Any:
+    """Return a student with random adapters, as after training; initially B is zero."""
+    return randomize_adapters(load_model(student))
 
 
-def disturbed(model: Any) -> Any:
+def randomize_adapters(model: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -70,25 +70,25 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_only_the_adapters_learn_and_the_head_if_asked(base: Path, head: str) -> None:
-    plain, model = load_model(StudentConfig(model=str(base))), load_model(config(base, head))
-    assert type(model) is type(plain)
-    assert torch.equal(logits(model), logits(plain))
+    base_model, model = load_model(StudentConfig(model=str(base))), load_model(config(base, head))
+    assert type(model) is type(base_model)
+    assert torch.equal(logits(model), logits(base_model))
     assert find_logit_map(model) == LogitMap()
-    rest = {name for name in trainable_weights(model) if ".lora_" not in name}
-    tied = model.config.tie_word_embeddings
-    assert rest == (
+    other_weights = {name for name in trainable_weights(model) if ".lora_" not in name}
+    is_tied = model.config.tie_word_embeddings
+    assert other_weights == (
         set()
         if head == "frozen"
-        else {"lm_head.weight"} | ({"model.embed_tokens.weight"} if tied else set())
+        else {"lm_head.weight"} | ({"model.embed_tokens.weight"} if is_tied else set())
     )
-    linears = sum(isinstance(module, torch.nn.Linear) for module in plain.modules())
-    assert len(trainable_weights(model)) - len(rest) == 2 * (linears - 1)
+    linears = sum(isinstance(module, torch.nn.Linear) for module in base_model.modules())
+    assert len(trainable_weights(model)) - len(other_weights) == 2 * (linears - 1)
     assert model.model.layers[0].mlp.up_proj.scaling == {"default": 2.0}
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_the_fused_path_is_the_plain_one(base: Path, head: str) -> None:
-    model = adapted(config(base, head))
+    model = load_adapted(config(base, head))
     batch = batch_of(model)
     student = Student(model)
     fused, fused_grads = gradients_of(student, batch)
@@ -107,7 +107,7 @@ def test_the_fused_path_is_the_plain_one(base: Path, head: str) -> None:
 def test_a_capped_head_is_fused_too() -> None:
     model = soft_capped()
     add_adapters(model, config(Path("unused")))
-    student = Student(disturbed(model))
+    student = Student(randomize_adapters(model))
     assert student._logit_map == LogitMap(13, cap=2.0)
     batch = batch_of(model)
     out, grads = gradients_of(student, batch)
@@ -118,8 +118,8 @@ def test_a_capped_head_is_fused_too() -> None:
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 def test_a_mixture_of_experts_is_refused_before_it_learns() -> None:
-    """Its export would fail when all is done."""
-    made = Qwen3MoeForCausalLM(
+    """Its export would fail at the end of training."""
+    model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=13,
             hidden_size=32,
@@ -133,48 +133,49 @@ def test_a_mixture_of_experts_is_refused_before_it_learns() -> None:
         )
     )
     with pytest.raises(InvalidInput, match="mixture of experts") as caught:
-        add_adapters(made, config(Path("unused")))
+        add_adapters(model, config(Path("unused")))
     assert caught.value.field == "student.lora"
 
 
 def test_recomputed_activations_change_nothing(base: Path) -> None:
-    found: list[dict[str, Tensor]] = []
+    gradients_by_run: list[dict[str, Tensor]] = []
     calls: list[int] = []
     for recompute in (False, True):
-        model = adapted(config(base, gradient_checkpointing=recompute))
+        model = load_adapted(config(base, gradient_checkpointing=recompute))
         batch, student = batch_of(model), Student(model.train())
         adapter = model.model.layers[0].mlp.up_proj.lora_A["default"]
-        hook = adapter.register_forward_hook(lambda *_: calls.append(len(found)))
-        found.append(gradients_of(student, batch)[1])
+        hook = adapter.register_forward_hook(lambda *_: calls.append(len(gradients_by_run)))
+        gradients_by_run.append(gradients_of(student, batch)[1])
         hook.remove()
     assert calls == [0, 1, 1]
-    for name, grad in found[0].items():
-        assert torch.equal(grad, found[1][name])
+    for name, grad in gradients_by_run[0].items():
+        assert torch.equal(grad, gradients_by_run[1][name])
 
 
 def test_bfloat16_keeps_what_learns_in_float32(base: Path) -> None:
-    wide = adapted(config(base, "trained"))
-    narrow = adapted(config(base, "trained", dtype="bfloat16"))
-    kinds = {(p.requires_grad, p.dtype) for p in narrow.parameters()}
+    wide_model = load_adapted(config(base, "trained"))
+    narrow_model = load_adapted(config(base, "trained", dtype="bfloat16"))
+    kinds = {(p.requires_grad, p.dtype) for p in narrow_model.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    batch = batch_of(wide)
-    _, expected = gradients_of(Student(wide), batch)
-    _, found = gradients_of(Student(narrow, bf16=True), batch)
-    assert expected.keys() == found.keys()
-    for name, grad in found.items():
+    batch = batch_of(wide_model)
+    _, wide_gradients = gradients_of(Student(wide_model), batch)
+    _, narrow_gradients = gradients_of(Student(narrow_model, bf16=True), batch)
+    assert wide_gradients.keys() == narrow_gradients.keys()
+    for name, grad in narrow_gradients.items():
         assert grad.dtype == torch.float32
         assert (
-            float(torch.cosine_similarity(grad.flatten(), expected[name].flatten(), dim=0)) > 0.98
+            float(torch.cosine_similarity(grad.flatten(), wide_gradients[name].flatten(), dim=0))
+            > 0.98
         )
 
 
-# peft asks transformers for a name that it left behind.
+# peft reads a deprecated name of transformers.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head", HEADS)
 def test_exports_are_the_model(base: Path, tmp_path: Path, head: str, dtype: Any) -> None:
     """The merged directory in transformers, and the adapter on its base in peft."""
-    model = adapted(config(base, head, dtype=dtype))
+    model = load_adapted(config(base, head, dtype=dtype))
     export = tmp_path / "export"
     export_model(export, model=model, tokenizer=tiny.tokenizer())
     expected = logits(model.float())
@@ -192,36 +193,38 @@ def test_exports_are_the_model(base: Path, tmp_path: Path, head: str, dtype: Any
 def test_a_checkpoint_has_what_learns_and_nothing_else(
     base: Path, tmp_path: Path, head: str
 ) -> None:
-    def steps(model: Any, optimizer: torch.optim.Optimizer, first: int) -> None:
+    def run_steps(model: Any, optimizer: torch.optim.Optimizer, first: int) -> None:
         for step in range(first, first + 3):
             ids = torch.randint(13, (4, 9), generator=torch.Generator().manual_seed(step))
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    def fresh(saved: Path | None) -> tuple[Any, torch.optim.Optimizer]:
+    def load_student(checkpoint_path: Path | None) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(7)
-        model = load_model(config(base, head), saved / "model" if saved else None)
+        model = load_model(
+            config(base, head), checkpoint_path / "model" if checkpoint_path else None
+        )
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        if saved:
-            checkpoint.load_optimizer(saved, model, optimizer)
+        if checkpoint_path:
+            checkpoint.load_optimizer(checkpoint_path, model, optimizer)
         return model, optimizer
 
-    model, optimizer = fresh(None)
-    steps(model, optimizer, 0)
+    model, optimizer = load_student(None)
+    run_steps(model, optimizer, 0)
     save_checkpoint(tmp_path, 3, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer)
-    saved = checkpoint.checkpoint_path(tmp_path, 3)
-    with safe_open(saved / "model" / "adapter_model.safetensors", "pt") as file:
+    checkpoint_path = checkpoint.checkpoint_path(tmp_path, 3)
+    with safe_open(checkpoint_path / "model" / "adapter_model.safetensors", "pt") as file:
         assert len(file.keys()) == len(trainable_weights(model))
-    with safe_open(saved / "optimizer.safetensors", "pt") as file:
+    with safe_open(checkpoint_path / "optimizer.safetensors", "pt") as file:
         assert len(file.keys()) == 3 * sum(p.requires_grad for p in model.parameters())
-    assert not (saved / "model" / "model.safetensors").exists()
+    assert not (checkpoint_path / "model" / "model.safetensors").exists()
 
-    again, moments = fresh(saved)
-    for one, other in ((model, optimizer), (again, moments)):
-        steps(one, other, 3)
+    resumed_model, resumed_optimizer = load_student(checkpoint_path)
+    for trained_model, its_optimizer in ((model, optimizer), (resumed_model, resumed_optimizer)):
+        run_steps(trained_model, its_optimizer, 3)
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name)), name
+        assert torch.equal(parameter, resumed_model.get_parameter(name)), name
 
 
 def test_adapters_of_another_table_are_refused(base: Path, tmp_path: Path) -> None:
@@ -233,14 +236,14 @@ def test_adapters_of_another_table_are_refused(base: Path, tmp_path: Path) -> No
         tokenizer=tiny.tokenizer(),
         optimizer=torch.optim.AdamW(model.parameters()),
     )
-    saved = checkpoint.checkpoint_path(tmp_path, 1) / "model"
-    load_model(config(base), saved)
-    wider = config(base).model_copy(update={"lora": LoraConfig(rank=4)})
-    for other, directory in (
-        (wider, saved),
-        (config(base, "trained"), saved),
+    adapter_path = checkpoint.checkpoint_path(tmp_path, 1) / "model"
+    load_model(config(base), adapter_path)
+    wider_config = config(base).model_copy(update={"lora": LoraConfig(rank=4)})
+    for student_config, directory in (
+        (wider_config, adapter_path),
+        (config(base, "trained"), adapter_path),
         (config(base), base),
     ):
         with pytest.raises(InvalidInput, match="other adapters") as caught:
-            load_model(other, directory)
+            load_model(student_config, directory)
         assert caught.value.field == "student.lora"

@@ -1,4 +1,4 @@
-"""Every policy of recomputation gives the gradients of none, and recomputes what it says."""
+"""Recomputation policies keep the gradients, and recompute the documented layers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.student_trainer.model.test_lora import batch_of
 LAYERS = 4
 
 
-def work(policy: Any, *, bf16: bool = False) -> tuple[dict[str, Tensor], int, list[int]]:
-    """Gradients, floating-point operations of the backward pass, and calls of each layer's norm."""
+def run_backward(policy: Any, *, bf16: bool = False) -> tuple[dict[str, Tensor], int, list[int]]:
+    """Return gradients, FLOPs of the backward pass, and calls of each layer's norm."""
     model = tiny.model(layers=LAYERS)
     recompute_activations(model, policy)
     calls = [0] * LAYERS
@@ -43,24 +43,24 @@ def work(policy: Any, *, bf16: bool = False) -> tuple[dict[str, Tensor], int, li
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("policy", [True, 2, 3, "selective"])
 def test_gradients_are_those_without(policy: Any, bf16: bool) -> None:
-    expected, _, _ = work(False, bf16=bf16)
-    found, _, _ = work(policy, bf16=bf16)
-    assert found.keys() == expected.keys()
+    expected, _, _ = run_backward(False, bf16=bf16)
+    gradients, _, _ = run_backward(policy, bf16=bf16)
+    assert gradients.keys() == expected.keys()
     for name, grad in expected.items():
-        assert torch.equal(found[name], grad), name
+        assert torch.equal(gradients[name], grad), name
 
 
 def test_what_is_recomputed() -> None:
-    without, plain = work(False)[1:]
-    assert plain == [1] * LAYERS
-    everything, twice = work(True)[1:]
-    assert twice == [2] * LAYERS
-    assert work(2)[2] == [2, 1, 2, 1]
-    assert work(3)[2] == [2, 1, 1, 2]
-    assert work(2)[1] - without == (everything - without) // 2
-    kept, norms = work("selective")[1:]
-    assert kept == without < everything, "no matrix product is computed again"
-    assert norms == [2] * LAYERS, "and the rest is"
+    plain_flops, plain_calls = run_backward(False)[1:]
+    assert plain_calls == [1] * LAYERS
+    full_flops, full_calls = run_backward(True)[1:]
+    assert full_calls == [2] * LAYERS
+    assert run_backward(2)[2] == [2, 1, 2, 1]
+    assert run_backward(3)[2] == [2, 1, 1, 2]
+    assert run_backward(2)[1] - plain_flops == (full_flops - plain_flops) // 2
+    selective_flops, selective_calls = run_backward("selective")[1:]
+    assert selective_flops == plain_flops < full_flops, "no matrix product is computed again"
+    assert selective_calls == [2] * LAYERS, "and the rest is"
 
 
 def test_values_of_the_key() -> None:

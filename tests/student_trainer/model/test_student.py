@@ -1,4 +1,4 @@
-"""Student: two paths to the same loss, and models that are not taken."""
+"""Student: the fused and the plain path to the same loss, and models that are refused."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ METHOD = DistillationObjective.on_policy(OnPolicyConfig(temperature=1.3, tail="b
 
 
 def untied(bias: bool) -> Any:
-    made = tiny.model(seed=4, spread=0.2)
+    model = tiny.model(seed=4, spread=0.2)
     head = nn.Linear(32, len(tiny.tokenizer()), bias=bias)
     with torch.no_grad():
         head.weight.normal_(std=0.5)
         if bias:
             head.bias.normal_(std=2.0)
-    made.set_output_embeddings(head)
-    made.config.tie_word_embeddings = False
-    return made
+    model.set_output_embeddings(head)
+    model.config.tie_word_embeddings = False
+    return model
 
 
 def soft_capped() -> Any:
     torch.manual_seed(5)
-    made = Gemma2ForCausalLM(
+    model = Gemma2ForCausalLM(
         Gemma2Config(
             vocab_size=13,
             hidden_size=32,
@@ -60,8 +60,8 @@ def soft_capped() -> Any:
         )
     ).eval()
     with torch.no_grad():
-        made.get_input_embeddings().weight.normal_(std=0.7)
-    return made
+        model.get_input_embeddings().weight.normal_(std=0.7)
+    return model
 
 
 def batch_of(model: Any) -> Batch:
@@ -69,9 +69,9 @@ def batch_of(model: Any) -> Batch:
         model, tiny.tokenizer(), top_k=4, temperature=1.3, max_new_tokens=6, batch_tokens=1000
     )
     prompts = [tiny.prompt(1, 2, 3), tiny.prompt(4), tiny.prompt(5, 6)]
-    (written,) = rollouts.generate(prompts, range(3), seed=0)
+    (batch_rollouts,) = rollouts.generate(prompts, range(3), seed=0)
     teacher = ModelTeacher(tiny.model(seed=9), temperature=1.3)
-    pending = [PendingRows(rollout, teacher.score(rollout)) for rollout in written]
+    pending = [PendingRows(rollout, teacher.score(rollout)) for rollout in batch_rollouts]
     return make_batch([item.wait() for item in pending], torch.device("cpu"))
 
 
@@ -84,7 +84,7 @@ def gradients_of(student: Student, batch: Batch) -> tuple[FusedLoss, dict[str, T
 
 
 def exact_rows(model: Any, batch: Batch) -> Rows:
-    """By the definition of a row, in float64."""
+    """Return rows by their definition, in float64."""
     logits = batch.select(model(input_ids=batch.input_ids).logits.detach()).double()
     logprobs = (logits / METHOD.temperature).log_softmax(1)
     outside = logprobs.exp().scatter(1, batch.head_ids, 0.0).sum(1).log()
@@ -92,10 +92,10 @@ def exact_rows(model: Any, batch: Batch) -> Rows:
     return Rows(logprobs.gather(1, batch.head_ids), outside, token)
 
 
-def assert_rows(found: Rows, expected: Rows) -> None:
+def assert_rows(rows: Rows, expected: Rows) -> None:
     for name in ("head_logprobs", "tail_logmass", "token_logprobs"):
-        one, other = getattr(found, name), getattr(expected, name)
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+        values, expected_values = getattr(rows, name), getattr(expected, name)
+        torch.testing.assert_close(values.double(), expected_values, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_fused_path_is_the_plain_one(make: Any) -> None:
     fused, fused_grads = gradients_of(student, batch)
     student._logit_map = None
     plain, plain_grads = gradients_of(student, batch)
-    # A token's loss has either sign: the sum is small, the terms are not.
+    # Losses of tokens have either sign: the sum is small, the terms are not.
     size = float(plain.metrics["loss"].abs().sum())
     assert abs(float((fused.loss_sum - plain.loss_sum).detach())) < 1e-6 * size
     assert fused_grads.keys() == plain_grads.keys()
@@ -122,7 +122,7 @@ def test_the_fused_path_is_the_plain_one(make: Any) -> None:
 
 
 def test_the_paths_are_one_in_bfloat16_too() -> None:
-    """The head's product as well is made in it, though the states come out of the norm wider."""
+    """The head's product is in bfloat16, too, though the norm returns float32 states."""
     model = tiny.model(seed=4)
     batch = batch_of(model)
     student = Student(model, bf16=True)
@@ -139,7 +139,7 @@ def test_a_capped_head_is_not_taken_for_a_linear_one() -> None:
     out, grads = gradients_of(Student(model), batch)
     assert_rows(out.rows, exact_rows(model, batch))
     assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
-    # The uncapped rows would be far away: the test would notice.
+    # Uncapped rows differ enough for the test to fail.
     model.config.final_logit_softcapping = None
     assert find_logit_map(model) == LogitMap()
     with pytest.raises(AssertionError):
@@ -147,7 +147,7 @@ def test_a_capped_head_is_not_taken_for_a_linear_one() -> None:
 
 
 def test_masked_positions_get_no_gradient() -> None:
-    """Prompts and padding: nothing of the loss comes out of their positions."""
+    """States at positions of prompts and padding have a zero gradient."""
     model = tiny.model(seed=4, spread=0.2)
     batch = batch_of(model)
     for fused in (True, False):
@@ -156,19 +156,21 @@ def test_masked_positions_get_no_gradient() -> None:
             student._logit_map = None
         states: list[Tensor] = []
 
-        def keep(module: Any, inputs: Any, output: Any, states: list[Tensor] = states) -> None:
+        def keep_states(
+            module: Any, inputs: Any, output: Any, states: list[Tensor] = states
+        ) -> None:
             output.last_hidden_state.retain_grad()
             states.append(output.last_hidden_state)
 
-        hook = model.get_decoder().register_forward_hook(keep)
+        hook = model.get_decoder().register_forward_hook(keep_states)
         gradients_of(student, batch)
         hook.remove()
         grad = states[-1].grad
         assert grad is not None
-        used = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
-        used[batch.sequence, batch.position - 1] = True
-        assert bool((grad[~used] == 0).all())
-        assert bool((grad[used].abs().sum(1) > 0).all())
+        is_used = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
+        is_used[batch.sequence, batch.position - 1] = True
+        assert bool((grad[~is_used] == 0).all())
+        assert bool((grad[is_used].abs().sum(1) > 0).all())
 
 
 def test_padding_may_hold_anything() -> None:

@@ -1,4 +1,4 @@
-"""A directory that lacks weights, or has those of another model, is refused, never filled."""
+"""Directories without weights, or with those of another model, are refused."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
-def prefixed(prefix: str) -> Change:
+def add_prefix(prefix: str) -> Change:
     return lambda tensors: {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def without(ending: str) -> Change:
+def drop_ending(ending: str) -> Change:
     return lambda tensors: {
         name: tensor for name, tensor in tensors.items() if not name.endswith(ending)
     }
 
 
-def with_base_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As peft saves a model whose adapters are not merged."""
+def add_base_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename weights as peft does in a model with unmerged adapters."""
     return {
         name.replace("_proj.weight", "_proj.base_layer.weight"): tensor
         for name, tensor in tensors.items()
@@ -43,11 +43,15 @@ def with_base_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 CASES = {
-    "one tensor away": (without("layers.0.mlp.down_proj.weight"), "has no weights for " + DOWN, ""),
-    "compiled": (prefixed("_orig_mod."), "has no weights for ", "'_orig_mod.model."),
-    "ddp": (prefixed("module."), "has no weights for ", "'module.model."),
-    "peft": (prefixed("base_model.model."), "has no weights for ", "'base_model.model.model."),
-    "not merged": (with_base_layers, "has no weights for ", ".base_layer.weight'"),
+    "one tensor away": (
+        drop_ending("layers.0.mlp.down_proj.weight"),
+        "has no weights for " + DOWN,
+        "",
+    ),
+    "compiled": (add_prefix("_orig_mod."), "has no weights for ", "'_orig_mod.model."),
+    "ddp": (add_prefix("module."), "has no weights for ", "'module.model."),
+    "peft": (add_prefix("base_model.model."), "has no weights for ", "'base_model.model.model."),
+    "not merged": (add_base_layers, "has no weights for ", ".base_layer.weight'"),
 }
 
 
@@ -66,7 +70,7 @@ def change_config(directory: Path, **entries: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
-def refusal(directory: Path, *, mapped: bool = False) -> InvalidInput:
+def load_and_catch(directory: Path, *, mapped: bool = False) -> InvalidInput:
     with pytest.raises(InvalidInput) as caught:
         load_model(StudentConfig(model=str(directory)), mapped=mapped)
     assert caught.value.field == "student.model"
@@ -80,7 +84,7 @@ def test_missing_weights_are_refused(
 ) -> None:
     change, message, hint = case
     change_weights(directory, change)
-    error = refusal(directory, mapped=mapped)
+    error = load_and_catch(directory, mapped=mapped)
     assert message in error.message
     assert hint in error.hint
     with pytest.raises(InvalidInput, match="has no weights for "):
@@ -89,7 +93,7 @@ def test_missing_weights_are_refused(
 
 def test_a_layer_too_many_in_the_config(directory: Path) -> None:
     change_config(directory, num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    assert "has no weights for model.layers.2." in refusal(directory).message
+    assert "has no weights for model.layers.2." in load_and_catch(directory).message
 
 
 def test_a_layer_too_few_in_the_config_is_told(
@@ -103,7 +107,7 @@ def test_a_layer_too_few_in_the_config_is_told(
 def test_an_untied_head_that_is_away(directory: Path) -> None:
     head = torch.ones_like(load_file(directory / "model.safetensors")["model.embed_tokens.weight"])
     change_config(directory, tie_word_embeddings=False)
-    assert "has no weights for lm_head.weight" in refusal(directory).message
+    assert "has no weights for lm_head.weight" in load_and_catch(directory).message
     change_weights(directory, lambda tensors: {**tensors, "lm_head.weight": head})
     model = load_model(StudentConfig(model=str(directory)))
     assert torch.equal(model.lm_head.weight, head)

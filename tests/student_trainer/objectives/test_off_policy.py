@@ -1,4 +1,4 @@
-"""Tokens that another policy sampled: sums over every token in float64, in place of statistics."""
+"""Losses on tokens of another policy, by exact sums over every token in float64."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from tests.student_trainer.losses.enumeration import (
 VOCAB, K = 50, 6
 EXACT = 1e-12
 DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
-EVERYTHING = slice(0, VOCAB)
+ALL_ROWS = slice(0, VOCAB)
 
 
 def batch_of(case: Case, **of_rl: Any) -> Any:
-    """One row for every token that mu may have sampled."""
+    """Return a batch with one row for every token that mu can sample."""
     nothing, tokens = torch.zeros(VOCAB, dtype=torch.long), torch.arange(VOCAB)
     kind = RLBatch if of_rl else Batch
     return kind(
@@ -64,15 +64,17 @@ def batch_of(case: Case, **of_rl: Any) -> Any:
     )
 
 
-def rl_batch(case: Case, advantages: Tensor, old: Tensor | None = None) -> RLBatch:
+def rl_batch(case: Case, advantages: Tensor, old_logprobs: Tensor | None = None) -> RLBatch:
     ones = torch.ones(VOCAB, dtype=torch.float64)
-    found = batch_of(case, other_rows=(), advantages=advantages, weights=ones, old_logprobs=old)
-    assert isinstance(found, RLBatch)
-    return found
+    batch = batch_of(
+        case, other_rows=(), advantages=advantages, weights=ones, old_logprobs=old_logprobs
+    )
+    assert isinstance(batch, RLBatch)
+    return batch
 
 
 def as_if_on_policy(batch: Any, rows: Rows) -> Any:
-    """The same batch for a loss that ignores who sampled it: every weight is 1."""
+    """Return the batch with the student as its sampler, so that every importance weight is 1."""
     return replace(batch, sampling_logprobs=rows.token_logprobs.detach())
 
 
@@ -81,10 +83,10 @@ def exact_gradient(case: Case, direction: Direction) -> tuple[Tensor, Tensor]:
     return value.detach(), torch.autograd.grad(value, case.student)[0]
 
 
-def bias(values: Tensor, case: Case, wanted: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """|E_mu[value] - wanted| and the largest |E_mu[gradient] - wanted|."""
+def bias(values: Tensor, case: Case, expected: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Return |E_mu[value] - expected| and the largest |E_mu[gradient] - expected|."""
     value, gradient = expectation(values, case.behaviour.softmax(0), case.student)
-    return float(abs(value - wanted[0])), float((gradient - wanted[1]).abs().max())
+    return float(abs(value - expected[0])), float((gradient - expected[1]).abs().max())
 
 
 @pytest.mark.parametrize("tail", ["bucket+sampled", "sampled"])
@@ -93,15 +95,15 @@ def test_the_loss_of_distillation(direction: Direction, tail: Tail) -> None:
     case = make_case(VOCAB, K, direction, on_policy=False)
     objective = DistillationObjective(direction, tail, 1.0)
     batch, rows = batch_of(case), rows_for_every_token(case.student, case.head)
-    wanted = exact_gradient(case, direction)
-    assert max(bias(distillation_loss(batch, objective)(rows, EVERYTHING), case, wanted)) < EXACT
-    ignoring = distillation_loss(as_if_on_policy(batch, rows), objective)
-    assert min(bias(ignoring(rows, EVERYTHING), case, wanted)) > 1e-3
+    expected = exact_gradient(case, direction)
+    assert max(bias(distillation_loss(batch, objective)(rows, ALL_ROWS), case, expected)) < EXACT
+    ignoring_loss = distillation_loss(as_if_on_policy(batch, rows), objective)
+    assert min(bias(ignoring_loss(rows, ALL_ROWS), case, expected)) > 1e-3
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_loss_of_distillation_with_draws_of_the_sampler(count: int) -> None:
-    """Every outcome of M draws from the tail of mu, which the batch has with their log-probs."""
+    """On average over every outcome of M draws from the tail of mu, with their log-probs."""
     case = make_case(VOCAB, K, "reverse", on_policy=False)
 
     def tail_of(logits: Tensor) -> Tensor:
@@ -113,8 +115,8 @@ def test_the_loss_of_distillation_with_draws_of_the_sampler(count: int) -> None:
     n = len(ids)
     nothing = torch.zeros(n, dtype=torch.long)
     rows, teacher = (
-        rows_from_logits(of.expand(n, -1), case.head.expand(n, -1), nothing, sample_ids=ids)
-        for of in (case.student, case.teacher)
+        rows_from_logits(row_logits.expand(n, -1), case.head.expand(n, -1), nothing, sample_ids=ids)
+        for row_logits in (case.student, case.teacher)
     )
     batch = Batch(
         input_ids=nothing[:, None],
@@ -130,26 +132,28 @@ def test_the_loss_of_distillation_with_draws_of_the_sampler(count: int) -> None:
         sampling_logprobs=case.behaviour.log_softmax(0).detach()[nothing],
         teachers=(),
     )
-    ignoring = replace(batch, draw_logprobs=tail_of(case.student).log()[ids])
+    ignoring_batch = replace(batch, draw_logprobs=tail_of(case.student).log()[ids])
     objective = DistillationObjective("reverse", "bucket+draws", 1.0)
-    wanted = exact_gradient(case, "reverse")
-    found = []
-    for one in (batch, ignoring):
-        values = distillation_loss(one, objective)(rows, slice(0, n))
+    expected = exact_gradient(case, "reverse")
+    biases = []
+    for tested_batch in (batch, ignoring_batch):
+        values = distillation_loss(tested_batch, objective)(rows, slice(0, n))
         value, gradient = expectation(values, tail[ids].prod(1), case.student)
-        found.append((float(abs(value - wanted[0])), float((gradient - wanted[1]).abs().max())))
-    assert max(found[0]) < EXACT
-    assert min(found[1]) > 1e-3
+        biases.append(
+            (float(abs(value - expected[0])), float((gradient - expected[1]).abs().max()))
+        )
+    assert max(biases[0]) < EXACT
+    assert min(biases[1]) > 1e-3
 
 
 def mean_metric(case: Case, name: str, metrics_of: Any) -> float:
-    """E_mu of a metric: each token alone, times its probability."""
+    """Return E_mu of a metric: its value for each token, times the token's probability."""
     mu = case.behaviour.softmax(0)
     return sum(float(mu[y]) * float(metrics_of(y)[name][0]) for y in range(VOCAB))
 
 
-def part(batch: Any, y: int) -> Any:
-    """The batch of the sampled token y alone."""
+def batch_of_token(batch: Any, y: int) -> Any:
+    """Return the batch of only the sampled token y."""
     values = {
         name: value[y : y + 1] if isinstance(value, Tensor | Rows) else value
         for name, value in vars(batch).items()
@@ -157,7 +161,7 @@ def part(batch: Any, y: int) -> Any:
     return type(batch)(**values)
 
 
-def out_of(rows: Rows, y: int) -> FusedLoss:
+def result_of_token(rows: Rows, y: int) -> FusedLoss:
     row = rows.detach()[y : y + 1]
     return FusedLoss(row.token_logprobs.sum(), row, {"entropy": row.token_logprobs})
 
@@ -167,80 +171,84 @@ def test_the_metrics_of_distillation(direction: Direction) -> None:
     case = make_case(VOCAB, K, direction, on_policy=False)
     objective = DistillationObjective(direction, "bucket+sampled", 1.0)
     rows = rows_for_every_token(case.student, case.head)
-    wanted = float(exact_gradient(case, direction)[0])
+    expected = float(exact_gradient(case, direction)[0])
     batch = batch_of(case)
-    found, ignoring = (
+    weighted, unweighted = (
         mean_metric(
             case,
             "kl/teacher",
-            lambda y, of=of: batch_metrics(part(of, y), out_of(rows, y), objective),
+            lambda y, tested_batch=tested_batch: batch_metrics(
+                batch_of_token(tested_batch, y), result_of_token(rows, y), objective
+            ),
         )
-        for of in (batch, as_if_on_policy(batch, rows))
+        for tested_batch in (batch, as_if_on_policy(batch, rows))
     )
-    assert abs(found - wanted) < EXACT
-    assert abs(ignoring - wanted) > 1e-3
+    assert abs(weighted - expected) < EXACT
+    assert abs(unweighted - expected) > 1e-3
 
 
-def config(**changes: Any) -> RLConfig:
+def make_config(**changes: Any) -> RLConfig:
     return RLConfig(type="rl", **{"tail": "bucket+sampled", **changes})
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("top_k", [K, 0])
 def test_the_kl_of_rl_with_one_update(direction: Direction, top_k: int) -> None:
-    """RLObjective used no weights with updates_per_step = 1."""
+    """Importance weights are used with updates_per_step = 1, too."""
     case = make_case(VOCAB, K, direction, on_policy=False)
-    method = config(
+    method = make_config(
         divergence=f"{direction}_kl", top_k=top_k, tail="bucket+sampled" if top_k else None
     )
     objective = RLObjective(method, (KLTerm("anchor", 1.0),), has_reward=False)
     rows = rows_for_every_token(case.student, case.head)
     batch = rl_batch(case, torch.zeros(VOCAB, dtype=torch.float64))
-    wanted = exact_gradient(case, direction)
-    found = bias(objective.loss(batch)(rows, EVERYTHING), case, wanted)
-    ignoring = objective.loss(as_if_on_policy(batch, rows))
-    # The values of k4 and k5 are those of other estimators; their gradient is the KL's.
+    expected = exact_gradient(case, direction)
+    loss_bias = bias(objective.loss(batch)(rows, ALL_ROWS), case, expected)
+    ignoring_loss = objective.loss(as_if_on_policy(batch, rows))
+    # Only the gradients of k4 and k5 are those of the KL; their values estimate something else.
     relevant = max if top_k else (lambda pair: pair[1])
-    assert relevant(found) < EXACT
-    assert bias(ignoring(rows, EVERYTHING), case, wanted)[1] > 1e-3
+    assert relevant(loss_bias) < EXACT
+    assert bias(ignoring_loss(rows, ALL_ROWS), case, expected)[1] > 1e-3
     if top_k:
-        measured, unweighted = (
+        weighted, unweighted = (
             mean_metric(
                 case,
                 "kl/anchor",
-                lambda y, of=of: objective.metrics(part(of, y), out_of(rows, y)),
+                lambda y, tested_batch=tested_batch: objective.metrics(
+                    batch_of_token(tested_batch, y), result_of_token(rows, y)
+                ),
             )
-            for of in (batch, as_if_on_policy(batch, rows))
+            for tested_batch in (batch, as_if_on_policy(batch, rows))
         )
-        assert abs(measured - float(wanted[0])) < EXACT
-        assert abs(unweighted - float(wanted[0])) > 1e-3
+        assert abs(weighted - float(expected[0])) < EXACT
+        assert abs(unweighted - float(expected[0])) > 1e-3
 
 
 def policy_gradient(case: Case, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """-E_p[A] and its gradient."""
+    """Return -E_p[A] and its gradient."""
     value = -(case.student.softmax(0) * advantages).sum()
     return value.detach(), torch.autograd.grad(value, case.student)[0]
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_the_policy_gradient_of_the_first_update_is_exact(ratio: str) -> None:
-    """Its ratio to p_old is 1, so nothing is clipped, however far away the sampler is."""
+    """The ratio to p_old is 1, so nothing is clipped, however far away the sampler is."""
     case = make_case(VOCAB, K, "reverse", on_policy=False)
     advantages = torch.randn(VOCAB, dtype=torch.float64)
-    objective = RLObjective(config(ratio=ratio), (), has_reward=True)
+    objective = RLObjective(make_config(ratio=ratio), (), has_reward=True)
     rows = rows_for_every_token(case.student, case.head)
     batch = rl_batch(case, advantages)
-    wanted = policy_gradient(case, advantages)
-    assert max(bias(objective.loss(batch)(rows, EVERYTHING), case, wanted)) < EXACT
-    assert objective.metrics(batch, whole(rows))["ratio/clipped"][0] == 0
-    # Formerly the sampler was in place of p_old, so that far tokens were clipped.
-    former = clipped_surrogate(
+    expected = policy_gradient(case, advantages)
+    assert max(bias(objective.loss(batch)(rows, ALL_ROWS), case, expected)) < EXACT
+    assert objective.metrics(batch, whole_result(rows))["ratio/clipped"][0] == 0
+    # With the sampler in place of p_old, tokens with a large ratio would be clipped.
+    sampler_clipped = clipped_surrogate(
         rows.token_logprobs - batch.sampler_logprobs, advantages, clip_low=0.2, clip_high=0.28
     )
-    assert bias(former, case, wanted)[1] > 1e-3
+    assert bias(sampler_clipped, case, expected)[1] > 1e-3
 
 
-def whole(rows: Rows) -> FusedLoss:
+def whole_result(rows: Rows) -> FusedLoss:
     rows = rows.detach()
     return FusedLoss(rows.token_logprobs.sum(), rows, {"entropy": rows.token_logprobs})
 
@@ -249,12 +257,12 @@ def test_a_later_update_is_weighed_by_both_ratios() -> None:
     """Inside the clips, p/p_old times p_old/mu is p/mu: the gradient of E_p[A]."""
     case = make_case(VOCAB, K, "reverse", on_policy=False)
     advantages = torch.randn(VOCAB, dtype=torch.float64)
-    between = case.student.detach() + 0.05 * torch.randn(VOCAB, dtype=torch.float64)
-    batch = rl_batch(case, advantages, between.log_softmax(0))
+    old_logits = case.student.detach() + 0.05 * torch.randn(VOCAB, dtype=torch.float64)
+    batch = rl_batch(case, advantages, old_logits.log_softmax(0))
     rows = rows_for_every_token(case.student, case.head)
-    wanted = policy_gradient(case, advantages)
-    objective = RLObjective(config(clip_low=1.0, clip_high=1e9), (), has_reward=True)
-    assert max(bias(objective.loss(batch)(rows, EVERYTHING), case, wanted)) < EXACT
+    expected = policy_gradient(case, advantages)
+    objective = RLObjective(make_config(clip_low=1.0, clip_high=1e9), (), has_reward=True)
+    assert max(bias(objective.loss(batch)(rows, ALL_ROWS), case, expected)) < EXACT
 
 
 def test_bounded_weights_are_counted() -> None:
@@ -263,18 +271,18 @@ def test_bounded_weights_are_counted() -> None:
     mu = case.behaviour.log_softmax(0).detach()
     weights = (rows.token_logprobs - mu).exp()
     batch = rl_batch(case, torch.ones(VOCAB, dtype=torch.float64))
-    for name, bounds, changed in (
+    for name, bounds, is_bounded in (
         ("importance_clip", (0.0, 1.2), weights > 1.2),
         ("importance_mask", (0.7, 1.2), (weights > 1.2) | (weights < 0.7)),
     ):
-        objective = RLObjective(config(**{name: bounds}), (), has_reward=True)
-        total, count = objective.metrics(batch, whole(rows))["ratio/bounded"].tolist()
-        assert (total, count) == (int(changed.sum()), VOCAB)
+        objective = RLObjective(make_config(**{name: bounds}), (), has_reward=True)
+        total, count = objective.metrics(batch, whole_result(rows))["ratio/bounded"].tolist()
+        assert (total, count) == (int(is_bounded.sum()), VOCAB)
         assert 0 < total < VOCAB
 
 
 def test_truncated_and_masked_weights() -> None:
-    """TIS and IcePop as their papers write them."""
+    """TIS and IcePop as their papers define them."""
     generator = torch.Generator().manual_seed(0)
     log_p, log_mu = torch.randn(2, 200, dtype=torch.float64, generator=generator).unbind()
     rho = [math.exp(p - m) for p, m in zip(log_p.tolist(), log_mu.tolist(), strict=True)]
@@ -306,14 +314,14 @@ def test_dual_clip_by_hand() -> None:
         leaf = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
         advantages = torch.full_like(leaf, advantage)
         clips = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-        found = clipped_surrogate(leaf, advantages, **clips)
-        wanted = [min(r * advantage, min(max(r, 0.8), 1.28) * advantage) for r in ratios]
+        losses = clipped_surrogate(leaf, advantages, **clips)
+        surrogates = [min(r * advantage, min(max(r, 0.8), 1.28) * advantage) for r in ratios]
         if advantage < 0:
-            wanted = [max(one, 3.0 * advantage) for one in wanted]
-        assert found.tolist() == pytest.approx([-one for one in wanted])
-        (gradient,) = torch.autograd.grad(found.sum(), leaf)
-        clipped = is_clipped(leaf, advantages, **clips)
-        assert ((gradient == 0) == clipped).all()
-        assert clipped.tolist() == [
+            surrogates = [max(surrogate, 3.0 * advantage) for surrogate in surrogates]
+        assert losses.tolist() == pytest.approx([-surrogate for surrogate in surrogates])
+        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+        is_beyond = is_clipped(leaf, advantages, **clips)
+        assert ((gradient == 0) == is_beyond).all()
+        assert is_beyond.tolist() == [
             (r > 1.28 if advantage > 0 else r < 0.8 or r > 3.0) for r in ratios
         ]

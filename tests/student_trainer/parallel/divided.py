@@ -1,4 +1,4 @@
-"""Students of several architectures, and updates that one process or a mesh of them makes."""
+"""Students of several architectures, and updates by one process or a mesh of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer.teachers.anchors import rollouts, spread_student
 
-# Grouped heads; 45 units of the MLP for each process of a group, no even number for FSDP2.
+# Grouped heads; 45 MLP units for each process of a group, which FSDP2 cannot share evenly.
 SIZES: dict[str, Any] = {
     "vocab_size": 13,
     "hidden_size": 32,
@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-# Architecture -> other settings: biases, norms of heads, windows, tied weights, gelu.
+# Architecture -> settings: biases, norms of heads, windows, tied weights, gelu.
 STUDENTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {},
@@ -58,7 +58,7 @@ STUDENTS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 4},
 }
 UPDATES = 2
-MOST = 0.5  # of the gradient's norm: every update is clipped
+MAX_GRADIENT_NORM = 0.5  # of the gradient's norm: every update is clipped
 
 
 def make(name: str, changes: Mapping[str, Any] | None = None) -> Any:
@@ -73,15 +73,16 @@ def make(name: str, changes: Mapping[str, Any] | None = None) -> Any:
 
 def batch(rank: int, world: int) -> Batch:
     """The rollouts of a process; the last processes have fewer tokens."""
-    mine = rollouts()[rank::world]
-    scored = [
-        ScoredSequence(one, placeholder_rows(one.head_ids.numpy().astype(np.int32))) for one in mine
+    own_rollouts = rollouts()[rank::world]
+    sequences = [
+        ScoredSequence(rollout, placeholder_rows(rollout.head_ids.numpy().astype(np.int32)))
+        for rollout in own_rollouts
     ]
-    return make_batch(scored, torch.device("cpu"))
+    return make_batch(sequences, torch.device("cpu"))
 
 
 def loss(rows: Rows, _: slice) -> Tensor:
-    """A loss that reads the head, the tail and the token."""
+    """Return a loss that depends on head, tail and token."""
     head = rows.head_logprobs
     return (head.exp() * head).sum(1) + rows.tail_logmass.exp() - rows.token_logprobs
 
@@ -98,12 +99,12 @@ def learn(
     anchor = Anchor(student, tau=0.9, update_period=1)
     norms = []
     for _ in range(UPDATES):
-        seen = student.batches_of_group(batch(rank, world))
-        assert [is_own for _, is_own in seen].count(True) == 1
-        for of_process, _ in seen:
-            out = student(of_process, loss, 1.3)
+        batches_of_group = student.batches_of_group(batch(rank, world))
+        assert [is_own for _, is_own in batches_of_group].count(True) == 1
+        for process_batch, _ in batches_of_group:
+            out = student(process_batch, loss, 1.3)
             (out.loss_sum * student.gradient_ranks).backward()
-        norms.append(clip_gradients(student, MOST))
+        norms.append(clip_gradients(student, MAX_GRADIENT_NORM))
         optimizer.step()
         optimizer.zero_grad()
         anchor.after_update()
@@ -113,35 +114,40 @@ def learn(
 
 
 def check_shards(student: Sharded) -> None:
-    """The shards are where `own_slices` says, and together the model."""
+    """Check that shards are at `own_slices`, and that all shards form the model."""
     for name, weight in student.trained.model.named_parameters():
-        whole = full_tensor(weight.detach())
-        mine = local(weight.detach())
-        assert torch.equal(whole[own_slices(weight)], mine), name
-        again = tensor_with_shard(mine, weight)
-        assert again.placements == weight.placements, name  # type: ignore[attr-defined]
-        assert torch.equal(full_tensor(again), whole), name
+        full_weight = full_tensor(weight.detach())
+        shard = local(weight.detach())
+        assert torch.equal(full_weight[own_slices(weight)], shard), name
+        rebuilt = tensor_with_shard(shard, weight)
+        assert rebuilt.placements == weight.placements, name  # type: ignore[attr-defined]
+        assert torch.equal(full_tensor(rebuilt), full_weight), name
     with student.gathered():
         gathered = {name: weight.clone() for name, weight in student.full.named_parameters()}
     for name, weight in student.trained.named_parameters():
         assert torch.equal(gathered[name], full_tensor(weight.detach())), name
 
 
-def work(out: Path, size: int, policy: bool | int | str, names: tuple[str, ...]) -> None:
-    """One of the processes of a mesh whose groups have `size`: what each student has learned."""
+def learn_in_process(
+    out: Path, size: int, policy: bool | int | str, names: tuple[str, ...]
+) -> None:
+    """Train each student as one process of a mesh with groups of `size`, and save the weights."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in names:
         student = spread_student(make(name), "fsdp2", size)
         assert isinstance(student, Sharded)
         check_shards(student)
         norms, weights, gap = learn(student, rank, world, policy)
-        held = sum(local(weight).numel() for weight in student.trained.parameters())
-        numbers = torch.tensor([*norms, gap, held], dtype=torch.float64)
+        held_elements = sum(local(weight).numel() for weight in student.trained.parameters())
+        numbers = torch.tensor([*norms, gap, held_elements], dtype=torch.float64)
         save_file(weights | {"numbers": numbers}, out / f"{name}-{rank}.safetensors")
 
 
-def run(
+def run_processes(
     world: int, size: int, out: Path, names: tuple[str, ...], policy: bool | int | str = False
 ) -> None:
-    """`work` in so many processes."""
-    assert Forks(world, out / "group", work, out, size, policy, names).wait(240) == [0] * world
+    """Run `learn_in_process` in `world` processes."""
+    assert (
+        Forks(world, out / "group", learn_in_process, out, size, policy, names).wait(240)
+        == [0] * world
+    )

@@ -29,14 +29,14 @@ from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import full_tensors
 from tests.forks import Forks
-from tests.student_trainer.parallel.divided import MOST, UPDATES, make
+from tests.student_trainer.parallel.divided import MAX_GRADIENT_NORM, UPDATES, make
 from tests.student_trainer.teachers.anchors import spread_student
 
 VOCABULARY, K, DRAWS = 13, 4, 3
-# Of each process in turn: no multiple of a group's size, a sequence longer than the others
-# together, and one of two tokens, of which a process of a group has none.
+# Lengths of each process in turn: no multiple of a group's size; two tokens, of which a process
+# of a group has none; and a sequence longer than the others together.
 LENGTHS = ((7, 3, 5), (2,), (23, 4, 6, 2), (9, 8))
-# Objective -> method of the RL objectives: a ratio of whole answers, and a KL in the reward.
+# Objective -> options of its RL method: a sequence-level ratio, and a KL in the reward.
 METHODS: dict[str, dict[str, Any]] = {
     "on_policy": {},
     "offline": {},
@@ -58,48 +58,48 @@ def objective(name: str) -> Objective:
 
 
 def sequences(name: str, rank: int) -> list[ScoredSequence]:
-    """What a process learns from: random tokens, and random rows of them."""
+    """Return the training data of a process: random tokens with random rows."""
     generator = torch.Generator().manual_seed(rank)
-    return [_sequence(name, length, generator) for length in LENGTHS[rank % len(LENGTHS)]]
+    return [_make_sequence(name, length, generator) for length in LENGTHS[rank % len(LENGTHS)]]
 
 
-def _sequence(name: str, length: int, generator: torch.Generator) -> ScoredSequence:
+def _make_sequence(name: str, length: int, generator: torch.Generator) -> ScoredSequence:
     ids = torch.randint(VOCABULARY, (length,), generator=generator)
     start = max(1, length // 3)
     count = length - start
     order = torch.rand(count, VOCABULARY, generator=generator).argsort(1)
-    head, drawn = order[:, :K], order[:, K : K + DRAWS]
+    head, draw_ids = order[:, :K], order[:, K : K + DRAWS]
     if name in ("offline", "sft"):
         return ScoredSequence(
-            TokenSequence(ids, start, weight=0.5 + length), _rows(ids[start:], head, generator)
+            TokenSequence(ids, start, weight=0.5 + length), _make_rows(ids[start:], head, generator)
         )
     logprobs = -3 * torch.rand(count, 1 + DRAWS, generator=generator)
-    draws = TailDraws(drawn.int(), logprobs[:, 1:])
+    draws = TailDraws(draw_ids.int(), logprobs[:, 1:])
     rollout = Rollout(ids, start, head, logprobs[:, 0], False, "", draws=draws)
-    rows = _rows(ids[start:], head, generator, drawn)
+    rows = _make_rows(ids[start:], head, generator, draw_ids)
     if name == "on_policy":
         return ScoredSequence(rollout, rows)
     return RLSequence(
         rollout,
         rows,
-        other_rows=(_rows(ids[start:], head, generator, drawn),),
+        other_rows=(_make_rows(ids[start:], head, generator, draw_ids),),
         advantage=torch.randn(count, generator=generator),
         is_included=True,
         old_logprobs=-3 * torch.rand(count, generator=generator),
     )
 
 
-def _rows(
-    tokens: Tensor, head: Tensor, generator: torch.Generator, drawn: Tensor | None = None
+def _make_rows(
+    tokens: Tensor, head: Tensor, generator: torch.Generator, draw_ids: Tensor | None = None
 ) -> RowBlock:
     p = torch.randn(len(tokens), VOCABULARY, generator=generator).log_softmax(1)
-    of_head = p.gather(1, head)
+    head_logprobs = p.gather(1, head)
     return RowBlock(
         head.int().numpy(),
-        of_head.numpy(),
-        torch.log1p(-of_head.exp().sum(1)).numpy(),
+        head_logprobs.numpy(),
+        torch.log1p(-head_logprobs.exp().sum(1)).numpy(),
         p.gather(1, tokens[:, None])[:, 0].numpy(),
-        draw_logprobs=None if drawn is None else p.gather(1, drawn).numpy(),
+        draw_logprobs=None if draw_ids is None else p.gather(1, draw_ids).numpy(),
     )
 
 
@@ -108,40 +108,47 @@ def learn(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Make updates in float64 from the sequences of `ranks`, each of which is a batch.
 
-    Returns the metrics of the last one, and the weights after it.
+    Return the metrics of the last update, and the weights after it.
     """
     student.trained.double()
     student.trained.train()
-    of = objective(name)
-    learned = [weight for weight in student.trained.parameters() if weight.requires_grad]
+    objective_of_job = objective(name)
+    trained_weights = [weight for weight in student.trained.parameters() if weight.requires_grad]
     # With a usual eps, rounding errors of gradients near 0 would become updates.
-    optimizer = torch.optim.AdamW(learned, lr=0.05, eps=1e-3)
+    optimizer = torch.optim.AdamW(trained_weights, lr=0.05, eps=1e-3)
     for _ in range(UPDATES):
         metrics: dict[str, Tensor] = {}
         for rank in ranks:
-            made = _double(of.batch(sequences(name, rank), student.device, layout))
-            for batch, is_own in student.batches_of_group(made):
-                out = student(batch, of.loss(batch), of.temperature, of.needs_all_rows)
+            group_batch = _double_batch(
+                objective_of_job.batch(sequences(name, rank), student.device, layout)
+            )
+            for batch, is_own in student.batches_of_group(group_batch):
+                out = student(
+                    batch,
+                    objective_of_job.loss(batch),
+                    objective_of_job.temperature,
+                    objective_of_job.needs_all_rows,
+                )
                 (out.loss_sum * student.gradient_ranks).backward()
                 if is_own:
                     loss = {"loss": out.loss_sum.detach()}
-                    for key, value in (dict(of.metrics(batch, out)) | loss).items():
+                    for key, value in (dict(objective_of_job.metrics(batch, out)) | loss).items():
                         metrics[f"{rank}/{key}"] = value.double()
-        metrics["norm"] = torch.tensor(clip_gradients(student, MOST)).double()
+        metrics["norm"] = torch.tensor(clip_gradients(student, MAX_GRADIENT_NORM)).double()
         optimizer.step()
         optimizer.zero_grad()
     weights = dict(student.trained.model.named_parameters())
     return metrics, full_tensors(weights, keep=True)
 
 
-def _double(batch: Batch) -> Batch:
-    """The batch with rows in float64, as those of the student."""
-    wide = {
+def _double_batch(batch: Batch) -> Batch:
+    """Return the batch with float64 rows, as those of the student."""
+    float64_tensors = {
         name: value.double()
         for name, value in vars(batch).items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    return cast(Batch, type(batch)(**vars(batch) | wide))
+    return cast(Batch, type(batch)(**vars(batch) | float64_tensors))
 
 
 def student_of(architecture: str, attention: str, *, lora: bool) -> Any:
@@ -156,8 +163,10 @@ def student_of(architecture: str, attention: str, *, lora: bool) -> Any:
     return model
 
 
-def work(out: Path, size: int, cases: Sequence[tuple[str, str, Layout, str, Any, bool]]) -> None:
-    """One of the processes of groups of `size`: what each student has learned."""
+def learn_in_process(
+    out: Path, size: int, cases: Sequence[tuple[str, str, Layout, str, Any, bool]]
+) -> None:
+    """Train each student as one process of groups of `size`, and save metrics and weights."""
     rank = int(os.environ["RANK"])
     for number, (architecture, name, layout, attention, policy, lora) in enumerate(cases):
         model = student_of(architecture, attention, lora=lora)
@@ -168,15 +177,15 @@ def work(out: Path, size: int, cases: Sequence[tuple[str, str, Layout, str, Any,
         save_file(weights, out / f"{number}-{rank}-weights.safetensors")
 
 
-def run(world: int, out: Path, *arguments: Any) -> None:
-    """`work` in so many processes."""
-    assert Forks(world, out / "group", work, out, *arguments).wait(240) == [0] * world
+def run_processes(world: int, out: Path, *arguments: Any) -> None:
+    """Run `learn_in_process` in `world` processes."""
+    assert Forks(world, out / "group", learn_in_process, out, *arguments).wait(240) == [0] * world
 
 
-def check(out: Path, students: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """One of the processes of a group: whether it takes each student, in the layout it chooses.
+def check_students(out: Path, students: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Record, as one process of a group, whether it accepts each student, in its chosen layout.
 
-    students: architecture and settings. The rows of one that it takes are those of its full copy.
+    students: architecture and settings. Rows of an accepted student equal those of the full model.
     """
     size = int(os.environ["WORLD_SIZE"])
     for number, (name, changes) in enumerate(students):
@@ -192,10 +201,10 @@ def check(out: Path, students: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 
 def _check_rows(student: Replicated | Sharded) -> None:
-    """Inside `gathered()`: the rows that a group computes together, of drawn ids too."""
+    """Compare the rows computed by a group, with draws, with the full copy; inside `gathered()`."""
     batch = objective("rl").batch(sequences("rl", 2), student.device, student.full.layout)
     _, expected = student.full.rows(batch, 1.3)
-    _, found = student.rows(batch, 1.3)
+    _, rows = student.rows(batch, 1.3)
     assert expected.sample_logprobs is not None
     for name, values in vars(expected).items():
-        torch.testing.assert_close(getattr(found, name), values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(getattr(rows, name), values, rtol=1e-4, atol=1e-4)

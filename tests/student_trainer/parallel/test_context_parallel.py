@@ -1,4 +1,4 @@
-"""Groups that share the tokens of sequences learn what one process learns, in float64."""
+"""Context-parallel groups learn as one process does, in float64."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from safetensors.torch import load_file
 
 from student_trainer.data.packing import Layout
 from tests.forks import Forks
-from tests.student_trainer.parallel.shared_tokens import METHODS, check, learn, run, student_of
+from tests.student_trainer.parallel.shared_tokens import (
+    METHODS,
+    check_students,
+    learn,
+    run_processes,
+    student_of,
+)
 from tests.student_trainer.teachers.anchors import spread_student
 
 ERROR = 1e-10
-# transformers takes the softmax of eager attention in float32, also of a float64 model.
+# transformers computes the softmax of eager attention in float32, even in a float64 model.
 EAGER_ERROR = 1e-6
 Case = tuple[str, str, Layout, str, Any, bool]
 # Architecture, objective, layout, attention, recomputation, LoRA.
-OF_TWO: Sequence[Case] = [
+CASES_OF_TWO: Sequence[Case] = [
     *[("qwen3", name, "lines", "sdpa", False, False) for name in METHODS],
     ("llama", "sft", "one_line", "sdpa", "selective", False),
     ("qwen2", "offline", "padded", "sdpa", True, True),
     ("olmo2", "on_policy", "padded", "eager", 2, False),
 ]
-# Two heads of keys for four processes: each is repeated.
-OF_FOUR: Sequence[Case] = [
+# Two key heads for four processes: each head is repeated.
+CASES_OF_FOUR: Sequence[Case] = [
     ("qwen3", "rl", "padded", "sdpa", True, False),
     ("llama", "on_policy", "lines", "sdpa", "selective", True),
     ("mistral", "sft", "one_line", "sdpa", False, False),
@@ -38,9 +44,9 @@ OF_FOUR: Sequence[Case] = [
 @pytest.mark.parametrize(
     ("world", "size", "cases"),
     [
-        (2, 2, OF_TWO),
-        pytest.param(4, 4, OF_FOUR, marks=pytest.mark.slow),
-        pytest.param(4, 2, OF_TWO[:1] + OF_FOUR[:2], marks=pytest.mark.slow),
+        (2, 2, CASES_OF_TWO),
+        pytest.param(4, 4, CASES_OF_FOUR, marks=pytest.mark.slow),
+        pytest.param(4, 2, CASES_OF_TWO[:1] + CASES_OF_FOUR[:2], marks=pytest.mark.slow),
     ],
     ids=["one group of two", "one group of four", "two groups of two"],
 )
@@ -48,25 +54,29 @@ def test_learns_as_one_process(
     world: int, size: int, cases: Sequence[Case], tmp_path: Path
 ) -> None:
     """Losses, metrics, norms and weights after two updates."""
-    run(world, tmp_path, size, cases)
+    run_processes(world, tmp_path, size, cases)
     for number, (architecture, name, layout, attention, _, lora) in enumerate(cases):
         model = student_of(architecture, attention, lora=lora)
         error = EAGER_ERROR if attention == "eager" else ERROR
         metrics, weights = learn(spread_student(model), name, range(world), layout)
-        measured = {}
+        metrics_of_ranks = {}
         for rank in range(world):
-            measured |= load_file(tmp_path / f"{number}-{rank}-metrics.safetensors")
-            found = load_file(tmp_path / f"{number}-{rank}-weights.safetensors")
-            assert found.keys() == weights.keys()
+            metrics_of_ranks |= load_file(tmp_path / f"{number}-{rank}-metrics.safetensors")
+            stored_weights = load_file(tmp_path / f"{number}-{rank}-weights.safetensors")
+            assert stored_weights.keys() == weights.keys()
             for key, value in weights.items():
-                torch.testing.assert_close(found[key], value, rtol=error, atol=error, msg=key)
-        assert measured.keys() == metrics.keys()
+                torch.testing.assert_close(
+                    stored_weights[key], value, rtol=error, atol=error, msg=key
+                )
+        assert metrics_of_ranks.keys() == metrics.keys()
         for key, value in metrics.items():
-            torch.testing.assert_close(measured[key], value, rtol=error, atol=error, msg=key)
+            torch.testing.assert_close(
+                metrics_of_ranks[key], value, rtol=error, atol=error, msg=key
+            )
 
 
 # Architecture and settings -> why its tokens cannot be divided; "" if they can.
-CHECKED: Sequence[tuple[str, dict[str, Any], str]] = [
+CHECKED_STUDENTS: Sequence[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {}, ""),
     ("gemma2", {"query_pre_attn_scalar": 8}, ""),
     ("gpt2", {}, "its forward pass fails with a part of them"),
@@ -81,10 +91,10 @@ CHECKED: Sequence[tuple[str, dict[str, Any], str]] = [
 
 
 def test_students_that_cannot_be_divided(tmp_path: Path) -> None:
-    students = [(name, changes) for name, changes, _ in CHECKED]
-    group = Forks(2, tmp_path / "group", check, tmp_path, students)
+    students = [(name, changes) for name, changes, _ in CHECKED_STUDENTS]
+    group = Forks(2, tmp_path / "group", check_students, tmp_path, students)
     assert group.wait(240) == [0, 0]
-    for number, (name, _, why) in enumerate(CHECKED):
+    for number, (name, _, why) in enumerate(CHECKED_STUDENTS):
         for rank in range(2):
             verdict = (tmp_path / f"{number}-{rank}").read_text()
             assert verdict.startswith("train.context_parallel: the tokens of " if why else "")

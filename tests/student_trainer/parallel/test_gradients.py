@@ -1,4 +1,4 @@
-"""Gradients of a mesh of processes: one norm, and equal copies in a group."""
+"""Gradients of a mesh of processes: a common norm, and equal copies in a group."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.student_trainer.teachers.anchors import spread_student
 UNDIVIDED = ("model.norm.weight", "model.layers.0.self_attn.q_norm.weight")
 
 
-def disagree(out: Path) -> None:
-    """Every process gives its copies of undivided weights another gradient."""
+def clip_unequal_copies(out: Path) -> None:
+    """Give the copies of undivided weights a different gradient in every process, and clip."""
     student = spread_student(make("qwen3"), "fsdp2", 2)
     assert isinstance(student, Sharded)
     weights = dict(student.trained.model.named_parameters())
@@ -31,18 +31,20 @@ def disagree(out: Path) -> None:
     for name, weight in weights.items():
         weight.grad = gradients[name]
     norm = torch.tensor(clip_gradients(student, 1e9))
-    whole = {name: full_tensor(gradient) for name, gradient in gradients.items()}
-    save_file(whole | {"norm": norm}, out / f"{rank}.safetensors")
+    full_gradients = {name: full_tensor(gradient) for name, gradient in gradients.items()}
+    save_file(full_gradients | {"norm": norm}, out / f"{rank}.safetensors")
 
 
 def test_copies_in_a_group_get_one_gradient(tmp_path: Path) -> None:
-    assert Forks(4, tmp_path / "group", disagree, tmp_path).wait() == [0] * 4
+    assert Forks(4, tmp_path / "group", clip_unequal_copies, tmp_path).wait() == [0] * 4
     weights = dict(make("qwen3").named_parameters())
-    changed = sum(weights[name].numel() for name in UNDIVIDED)
+    undivided_elements = sum(weights[name].numel() for name in UNDIVIDED)
     total = sum(weight.numel() for weight in weights.values())
     for rank in range(4):
-        found = load_file(tmp_path / f"{rank}.safetensors")
-        assert float(found.pop("norm")) == pytest.approx((total + 3 * changed) ** 0.5)
-        assert found.keys() == weights.keys()
-        for name, gradient in found.items():
+        gradients = load_file(tmp_path / f"{rank}.safetensors")
+        assert float(gradients.pop("norm")) == pytest.approx(
+            (total + 3 * undivided_elements) ** 0.5
+        )
+        assert gradients.keys() == weights.keys()
+        for name, gradient in gradients.items():
             assert (gradient == (2 if name in UNDIVIDED else 1)).all(), name

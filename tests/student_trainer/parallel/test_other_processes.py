@@ -1,4 +1,4 @@
-"""Processes on several machines find each other, and tell a lost one from an error of their own."""
+"""Processes on several machines connect, and distinguish a lost process from their own errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from student_trainer.parallel.other_processes import is_lost_process_error, sele
 from tests.namespaces import namespace
 
 ROOT = Path(__file__).parents[3]
-# As both machines resolve their own name to their loopback, gloo alone would announce that.
+# Both machines resolve their own name to the loopback, which gloo would announce by default.
 PROGRAM = """
 from datetime import timedelta
 from student_trainer.parallel.collectives import max_over_ranks, make_accelerator
@@ -27,11 +27,11 @@ print(max_over_ranks(accelerator, 5 + accelerator.process_index))
 
 def test_two_machines_meet() -> None:
     (port,) = free_ports(1)
-    with namespace() as there:
+    with namespace() as machine:
         processes = []
-        for rank, prefix in enumerate([[], there.command()]):
+        for rank, prefix in enumerate([[], machine.command()]):
             places = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
-            group = {"MASTER_ADDR": there.here, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            group = {"MASTER_ADDR": machine.here, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environment = {name: str(value) for name, value in (places | group).items()}
             processes.append(
                 subprocess.Popen(
@@ -45,8 +45,8 @@ def test_two_machines_meet() -> None:
             )
         try:
             for process in processes:
-                said, errors = process.communicate(timeout=120)
-                assert said == "6\n", errors
+                output, errors = process.communicate(timeout=120)
+                assert output == "6\n", errors
         finally:
             for process in processes:
                 process.kill()
@@ -54,7 +54,7 @@ def test_two_machines_meet() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "variables",
     [
         {},
         {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
@@ -67,14 +67,14 @@ def test_two_machines_meet() -> None:
     ],
 )
 def test_one_machine_and_a_chosen_interface_stay(
-    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     select_interface()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == given.get("GLOO_SOCKET_IFNAME")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == variables.get("GLOO_SOCKET_IFNAME")
 
 
 def test_only_a_lost_process_is_no_verdict() -> None:

@@ -1,4 +1,4 @@
-"""Prompts that are made on the fly: the same for ever, and none of the held-out ones among them."""
+"""Generated prompts: reproducible, and disjoint from the held-out ones."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 @pytest.fixture(scope="module")
 def sums() -> Task:
-    """Of two digits: a few hundred questions, so that training meets held-out ones all the time."""
+    """Sums of two digits: a few hundred questions, so that training often meets held-out ones."""
     return Task("chain_sum", SUMS)
 
 
 def test_steps_are_the_same_whatever_ran_before(sums: Task) -> None:
     questions = TaskQuestions(sums, seed=3, held_out=8)
-    random.random()  # the library draws from the global generator in places
-    later = questions.of_step(7, 16)
-    again = TaskQuestions(Task("chain_sum", SUMS), seed=3, held_out=8)
-    assert again.of_step(7, 16) == later
-    assert again.held_out == questions.held_out
+    random.random()  # some tasks of the library use the global generator
+    questions_of_step_7 = questions.of_step(7, 16)
+    same_questions = TaskQuestions(Task("chain_sum", SUMS), seed=3, held_out=8)
+    assert same_questions.of_step(7, 16) == questions_of_step_7
+    assert same_questions.held_out == questions.held_out
     assert questions.of_step(1, 16) + questions.of_step(2, 16) == questions.of_step(1, 32)
-    assert TaskQuestions(sums, seed=4, held_out=8).of_step(7, 16) != later
+    assert TaskQuestions(sums, seed=4, held_out=8).of_step(7, 16) != questions_of_step_7
 
 
 def test_a_task_that_draws_from_the_global_generator_is_the_same_too() -> None:
-    def asked() -> list[str]:
+    def read_questions() -> list[str]:
         random.seed(None)
         return [
             question.text for question in TaskQuestions(Task("list_functions", {}), 0, 4).held_out
         ]
 
-    before = asked()
+    questions_before = read_questions()
     random.seed(5)
     state = random.getstate()
     Task("list_functions", {}).question(0, 1)
     assert random.getstate() == state
-    assert asked() == before
+    assert read_questions() == questions_before
 
 
 def test_held_out_questions_are_never_trained_on(sums: Task) -> None:
     questions = TaskQuestions(sums, seed=0, held_out=100)
     held_out = [question.text for question in questions.held_out]
     assert len(set(held_out)) == 100
-    trained = {question.text for question in questions.of_step(1, 500)}
-    assert trained.isdisjoint(held_out)
+    trained_texts = {question.text for question in questions.of_step(1, 500)}
+    assert trained_texts.isdisjoint(held_out)
     index = questions.held_out[0].fields["index"]
-    plain = {sums.question(0, (1 << 20) + number).text for number in range(500)}
-    assert not plain.isdisjoint(held_out), f"the test sees nothing: from index {index}"
+    raw_texts = {sums.question(0, (1 << 20) + number).text for number in range(500)}
+    assert not raw_texts.isdisjoint(held_out), f"the test sees nothing: from index {index}"
 
 
 def test_a_task_that_is_too_small_is_refused(sums: Task) -> None:
@@ -85,7 +85,7 @@ def test_commas_of_an_answer_are_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         (
             "chain_sums",
@@ -96,6 +96,6 @@ def test_commas_of_an_answer_are_its_own() -> None:
         ("chain_sum", {"min_terms": -1}, r"^reward.options: .*min_terms"),
     ],
 )
-def test_what_the_library_does_not_have(name: str, options: dict[str, int], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_what_the_library_does_not_have(name: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         Task(name, options)

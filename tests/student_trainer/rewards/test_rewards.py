@@ -1,4 +1,4 @@
-"""Answers that cannot be judged: counted, and never the end of those who asked."""
+"""Answers that cannot be judged are counted, and never end the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clients.config.tables.reward import LengthPenalty, RewardConfig
 from protos.errors import InvalidInput
 from student_trainer.rewards import Rewards, RewardSample, length_penalty
 
-# The answer says what becomes of the process that judges it.
+# The answer selects what happens to the judge's process.
 FUNCTION = """
 import os, signal, subprocess, sys, time
 print("what is printed is in nobody's way")
@@ -64,8 +64,8 @@ def test_every_way_to_fail_costs_one_reward(rewards: Rewards) -> None:
     scores = rewards(samples)
     np.testing.assert_array_equal(scores.values, [np.nan, 2.5] * len(ways))
     assert scores.errors == len(ways)
-    for said, expected in zip(scores.faults, ways.values(), strict=True):
-        assert said.startswith(expected)
+    for fault, expected in zip(scores.faults, ways.values(), strict=True):
+        assert fault.startswith(expected)
 
 
 def test_long_answers_do_not_fill_a_pipe(rewards: Rewards) -> None:
@@ -101,7 +101,7 @@ def test_reward_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_judges_end_with_a_killed_trainer(tmp_path: Path) -> None:
-    """Even one that hangs in the function, and reads nothing: its own alarm ends it."""
+    """A judge that hangs in the function is ended by its own alarm."""
     (tmp_path / "mine.py").write_text(
         "import os, pathlib, time\n"
         "def reward(prompt, answer, reference, fields):\n"
@@ -130,7 +130,7 @@ def test_judges_end_with_a_killed_trainer(tmp_path: Path) -> None:
 
 
 def wait_until_gone(pid: int) -> None:
-    """The test's own timeout is the only one. A zombie is gone: its new parent may be slow."""
+    """Only the test's timeout applies. A zombie counts as gone, as its new parent may be slow."""
     stat = Path(f"/proc/{pid}/stat")
     while stat.exists():
         try:
@@ -144,8 +144,8 @@ def wait_until_gone(pid: int) -> None:
 
 def test_length_penalty() -> None:
     length = LengthPenalty(free_tokens=100, max_tokens=300, weight=0.5)
-    lost = [length_penalty(tokens, length) for tokens in (0, 100, 101, 200, 300, 900)]
-    assert lost == [0, 0, 0.0025, 0.25, 0.5, 0.5]
+    penalties = [length_penalty(tokens, length) for tokens in (0, 100, 101, 200, 300, 900)]
+    assert penalties == [0, 0, 0.0025, 0.25, 0.5, 0.5]
     with Rewards(RewardConfig(type="exact_match", length=length), judges=1) as rewards:
         samples = [RewardSample("", "4", "4", tokens=200), RewardSample("", "5", "4", tokens=999)]
         assert rewards(samples).values.tolist() == [0.75, -0.5]

@@ -1,4 +1,4 @@
-"""What each judge says of an answer."""
+"""Scores of each judge."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_exact_match_is_of_the_final_answers(answer: str, reference: str, right:
 @pytest.mark.skipif(not GSM8K.is_file(), reason="needs GSM8K beside the checkout (../shared)")
 @pytest.mark.parametrize("kind", ["math", "exact_match"])
 def test_the_solutions_of_gsm8k(kind: str) -> None:
-    """1,319 solutions: right as they are and with text after them, wrong with another number."""
+    """1,319 solutions are right, also with text after them, and wrong with another number."""
     score = make_scorer(RewardConfig(type=kind)).score
     golds = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
     assert len(golds) == 1319
@@ -95,7 +95,7 @@ def test_math_without_a_reference_is_no_wrong_answer() -> None:
         (r"answer: (\d+)", "answer: 4? no, answer: 3", 0),  # the last one counts
         (r"answer: (\d+)", "answer: 3? no, answer: 4", 1),
         (r"answer: (\d+)", "4", 0),
-        (r"answer: \d+", "answer: 3", 1),  # without a group only its form counts
+        (r"answer: \d+", "answer: 3", 1),  # without a group, only a match counts
         (r"a|(b)", "a", 0),
     ],
 )
@@ -139,16 +139,16 @@ def test_function_of_the_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("1 / 0", "cannot be loaded: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "cannot be loaded: SystemExit: 3"),
         ("def rewards(): ...", "has no function `reward`"),
     ],
 )
-def test_function_that_is_none(tmp_path: Path, source: str, said: str) -> None:
+def test_function_that_is_none(tmp_path: Path, source: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(InvalidInput, match=r"^reward\.file: .*" + said):
+    with pytest.raises(InvalidInput, match=r"^reward\.file: .*" + message):
         make_scorer(RewardConfig(type="python", file=str(tmp_path / "mine.py")))
 
 

@@ -1,4 +1,4 @@
-"""A reward function is code: run where its author sits, found beside the job file, nowhere else."""
+"""A reward function is code: found next to the job file, run locally, refused by servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout services that the trainer starts: ready, restarted, given up, and their resources."""
+"""Rollout services started by the trainer: readiness, restarts, failure, and resources."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def process_of(services: RolloutServices) -> psutil.Process:
 
 
 @pytest.fixture
-def lost() -> Iterator[Any]:
-    """Collects the error of a service that is given up."""
-    found: list[DistillError] = []
-    told = threading.Event()
+def loss_recorder() -> Iterator[Any]:
+    """A callback that records the error of a failed service."""
+    errors: list[DistillError] = []
+    is_recorded = threading.Event()
 
     def call(error: DistillError) -> None:
-        found.append(error)
-        told.set()
+        errors.append(error)
+        is_recorded.set()
 
-    call.wait = lambda: told.wait(60) and found[0]  # type: ignore[attr-defined]
+    call.wait = lambda: is_recorded.wait(60) and errors[0]  # type: ignore[attr-defined]
     return call
 
 
@@ -99,7 +99,7 @@ def test_deaf_services_are_killed_after_one_period_for_all(
     children = [psutil.Process(service._process.pid) for service in services._services]  # type: ignore[union-attr]
     began = time.monotonic()
     services.stop()
-    assert time.monotonic() - began < 18  # one after the other: 20 s
+    assert time.monotonic() - began < 18  # sequentially it would take 20 s
     assert not any(child.is_running() for child in children)
 
 
@@ -124,23 +124,23 @@ def test_one_that_is_killed_is_started_again(tmp_path: Path) -> None:
     services.stop()
 
 
-def test_one_that_always_dies_is_given_up(lost: Any) -> None:
+def test_one_that_always_dies_is_given_up(loss_recorder: Any) -> None:
     services = services_of(f"import sys; {READY}; sys.exit('error: out of memory')")
-    services.call_when_lost(lost)
+    services.call_when_lost(loss_recorder)
     services.addresses()
-    error = lost.wait()
+    error = loss_recorder.wait()
     assert isinstance(error, Unavailable)
     assert "has ended 4 times" in error.message
     assert "out of memory" in error.message
-    services.call_when_lost(lost)  # also whoever asks later
+    services.call_when_lost(loss_recorder)  # a later callback is called, too
     services.stop()
 
 
 @pytest.mark.slow
-def test_one_of_two_that_is_given_up_ends_nothing(lost: Any) -> None:
-    dying = f"import sys; {READY}; sys.exit('error: out of memory')"
-    services = services_of(dying, f"import time; {READY}; time.sleep(99)")
-    services.call_when_lost(lost)
+def test_one_of_two_that_is_given_up_ends_nothing(loss_recorder: Any) -> None:
+    dying_program = f"import sys; {READY}; sys.exit('error: out of memory')"
+    services = services_of(dying_program, f"import time; {READY}; time.sleep(99)")
+    services.call_when_lost(loss_recorder)
     services.addresses()
     services._services[0]._thread.join(60)
     assert services._ended_count == 1
@@ -167,7 +167,7 @@ def test_other_ranks_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_shared(
     own: int, processes: int, lag: int, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(threads of a process of the trainer, threads of all engines)."""
+    """Compare (threads of a trainer process, threads of all engines)."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(own))
     config = job(lag=lag, engine="vllm")
     config = config.model_copy(
@@ -180,8 +180,10 @@ def test_threads_are_shared(
 def test_engines_get_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     config = job(engine="vllm", gpus=4, tensor_parallel_size=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3,1")
-    found = [local_services._gpu_variable(config, config.rollouts, number) for number in range(2)]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["2,5", "3,1"]
+    variables = [
+        local_services._gpu_variable(config, config.rollouts, number) for number in range(2)
+    ]
+    assert [variable["CUDA_VISIBLE_DEVICES"] for variable in variables] == ["2,5", "3,1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3")
     with pytest.raises(InvalidInput, match=r"4 GPUs; train.processes needs 1 .* the engine 4 more"):
         local_services._gpu_variable(config, config.rollouts, 0)
@@ -190,18 +192,20 @@ def test_engines_get_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch
 def test_engines_without_gpus_of_their_own_share_the_trainers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One on the GPU of each process; without lag they take turns, and free the memory."""
+    """One engine on the GPU of each process; without lag, engine and trainer alternate."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5")
     config = job(engine="vllm")
     config = config.model_copy(update={"train": config.train.model_copy(update={"processes": 2})})
     assert count_engines(config, config.rollouts) == 2
-    found = [local_services._gpu_variable(config, config.rollouts, number) for number in range(2)]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["7", "2"]
+    variables = [
+        local_services._gpu_variable(config, config.rollouts, number) for number in range(2)
+    ]
+    assert [variable["CUDA_VISIBLE_DEVICES"] for variable in variables] == ["7", "2"]
     assert local_services._sleep_option(config.rollouts) == ["--sleep"]
-    for other in (job(engine="vllm", lag=1), job(engine="vllm", gpus=2), job(lag=1)):
-        assert local_services._sleep_option(other.rollouts) == []
-    own = job(engine="vllm", gpus=2, tensor_parallel_size=2)
-    assert count_engines(own, own.rollouts) == 1
+    for unshared in (job(engine="vllm", lag=1), job(engine="vllm", gpus=2), job(lag=1)):
+        assert local_services._sleep_option(unshared.rollouts) == []
+    own_gpus = job(engine="vllm", gpus=2, tensor_parallel_size=2)
+    assert count_engines(own_gpus, own_gpus.rollouts) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert count_engines(config, config.rollouts) == 1
     assert local_services._gpu_variable(config, config.rollouts, 0) == {}

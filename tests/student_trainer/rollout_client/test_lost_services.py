@@ -1,4 +1,4 @@
-"""The loss of a trainer's own rollout services ends the orders of all its processes alike."""
+"""The loss of a trainer's own rollout services ends the orders of all its processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forks import Forks
 from tests.student_trainer.rollout_service.material import order
 from tests.student_trainer.saving import LIMIT
 
-# It is ready, and then ends. Nothing listens at its address.
+# A service that gets ready and then ends. Nothing listens at its address.
 NOBODY = "127.0.0.1:1"
 DYING = (
     f"import sys; print('rollout service listening on {NOBODY}', flush=True);"
@@ -26,8 +26,8 @@ DYING = (
 )
 
 
-def _sample(out: Path) -> None:
-    """What a step does: every process orders its share, and their errors are shared."""
+def _sample_until_lost(out: Path) -> None:
+    """Sample as a step does: every process orders its share, and errors are raised on all."""
     rank = torch.distributed.get_rank()
     accelerator = make_accelerator(LIMIT)
     services = RolloutServices([NOBODY], "token")
@@ -43,8 +43,8 @@ def _sample(out: Path) -> None:
 
 
 def test_every_rank_ends_with_the_same_error(tmp_path: Path) -> None:
-    """Long before the patience of the other ranks ends."""
-    assert Forks(2, tmp_path / "group", _sample, tmp_path).wait() == [0, 0]
+    """The error comes long before the patience of the other ranks ends."""
+    assert Forks(2, tmp_path / "group", _sample_until_lost, tmp_path).wait() == [0, 0]
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     assert first == second
     assert "the rollout service has ended 4 times" in first

@@ -1,4 +1,4 @@
-"""Rollouts in a checkpoint come back as they were, from one process or several."""
+"""Rollouts in a checkpoint are restored unchanged, from one process or several."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from student_trainer.rollout_client.stored_sequences import (
 K, M = 3, 2
 
 
-def rollout(length: int, *, draws: bool, talks: bool, seed: int) -> Rollout:
-    numbers = torch.Generator().manual_seed(seed)
-    ids = torch.randint(50, (length, 1 + K + M), generator=numbers)
-    logprobs = torch.randn(length, 1 + M, generator=numbers)
+def make_rollout(length: int, *, draws: bool, talks: bool, seed: int) -> Rollout:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(50, (length, 1 + K + M), generator=generator)
+    logprobs = torch.randn(length, 1 + M, generator=generator)
     start = 1 + seed
     return Rollout(
         token_ids=torch.cat([torch.arange(start), ids[:, 0]]),
@@ -31,7 +31,7 @@ def rollout(length: int, *, draws: bool, talks: bool, seed: int) -> Rollout:
         token_logprobs=logprobs[:, 0],
         truncated=bool(seed % 2),
         answer="",
-        own=torch.rand(length, generator=numbers) < 0.5 if talks else None,
+        own=torch.rand(length, generator=generator) < 0.5 if talks else None,
         draws=TailDraws(ids[:, 1 + K :].int(), logprobs[:, 1:]) if draws else None,
         concluded=[None, "", "zw\u00f6lf \n"][seed % 3] if talks else None,
         queries=seed if talks else 0,
@@ -43,28 +43,30 @@ def rollout(length: int, *, draws: bool, talks: bool, seed: int) -> Rollout:
 @pytest.mark.parametrize("talks", [False, True])
 @pytest.mark.parametrize("draws", [False, True])
 def test_round_trip(draws: bool, talks: bool, tmp_path: Path) -> None:
-    stored = {7 * n - 3: rollout(1 + 5 * n, draws=draws, talks=talks, seed=n) for n in range(6)}
+    stored = {
+        7 * n - 3: make_rollout(1 + 5 * n, draws=draws, talks=talks, seed=n) for n in range(6)
+    }
     halves = [dict(list(stored.items())[:2]), dict(list(stored.items())[2:])]
     for part, half in enumerate(halves):
         (tmp_path / file_name(part)).write_bytes(encode_rollouts(half))
-    found = read_rollouts(tmp_path)
-    assert found.keys() == stored.keys()
-    for number, one in stored.items():
+    loaded = read_rollouts(tmp_path)
+    assert loaded.keys() == stored.keys()
+    for number, expected in stored.items():
         for field in fields(Rollout):
-            same(getattr(found[number], field.name), getattr(one, field.name))
+            assert_same(getattr(loaded[number], field.name), getattr(expected, field.name))
 
 
-def same(found: object, expected: object) -> None:
+def assert_same(actual: object, expected: object) -> None:
     if isinstance(expected, TailDraws):
-        assert isinstance(found, TailDraws)
-        same(found.ids, expected.ids)
-        same(found.logprobs, expected.logprobs)
+        assert isinstance(actual, TailDraws)
+        assert_same(actual.ids, expected.ids)
+        assert_same(actual.logprobs, expected.logprobs)
     elif isinstance(expected, Tensor):
-        assert isinstance(found, Tensor)
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+        assert isinstance(actual, Tensor)
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 def test_a_checkpoint_without_rollouts(tmp_path: Path) -> None:

@@ -31,14 +31,14 @@ SETTINGS = SamplingSettings(
 )
 
 
-def request(*ids: int, limit: int = 10, **options: int) -> SequenceRequest:
+def make_request(*ids: int, limit: int = 10, **options: int) -> SequenceRequest:
     return SequenceRequest(torch.tensor(ids), options.pop("number", 4), limit, **options)
 
 
-ORDER = Order(VERSION, SETTINGS, [request(1, 2, 99), request(7, number=-5, used=30)])
+ORDER = Order(VERSION, SETTINGS, [make_request(1, 2, 99), make_request(7, number=-5, used=30)])
 
 
-def read(parts: list[rollouts_pb2.OrderPart]) -> Order:
+def read_order(parts: list[rollouts_pb2.OrderPart]) -> Order:
     reader = OrderReader(LIMITS)
     for part in parts:
         reader.add(rollouts_pb2.OrderPart.FromString(part.SerializeToString()))
@@ -49,12 +49,12 @@ def read(parts: list[rollouts_pb2.OrderPart]) -> Order:
 @pytest.mark.parametrize("seed", [None, 9])
 def test_an_order_arrives_as_it_was_sent(seed: int | None, vocab_size: int | None) -> None:
     settings = replace(SETTINGS, seed=seed, vocab_size=vocab_size)
-    found = read(wire.order_parts(Order(VERSION, settings, ORDER.sequences)))
-    assert (found.weights, found.settings) == (VERSION, settings)
-    for one, other in zip(found.sequences, ORDER.sequences, strict=True):
-        assert one.token_ids.dtype == torch.int64
-        assert torch.equal(one.token_ids, other.token_ids)
-        assert vars(one) | {"token_ids": 0} == vars(other) | {"token_ids": 0}
+    received = read_order(wire.order_parts(Order(VERSION, settings, ORDER.sequences)))
+    assert (received.weights, received.settings) == (VERSION, settings)
+    for request, expected in zip(received.sequences, ORDER.sequences, strict=True):
+        assert request.token_ids.dtype == torch.int64
+        assert torch.equal(request.token_ids, expected.token_ids)
+        assert vars(request) | {"token_ids": 0} == vars(expected) | {"token_ids": 0}
 
 
 def set_header(**values: Any) -> Callable[[list[rollouts_pb2.OrderPart]], None]:
@@ -133,7 +133,7 @@ def test_a_wrong_order_is_refused(
     parts = wire.order_parts(ORDER)
     change(parts)
     with pytest.raises(InvalidInput) as caught:
-        read(parts)
+        read_order(parts)
     assert caught.value.field == field
     assert caught.value.hint
 
@@ -141,7 +141,7 @@ def test_a_wrong_order_is_refused(
 def test_a_huge_order_is_refused_before_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_TOKENS", 92)
     with pytest.raises(InvalidInput, match="at most 92 tokens") as caught:
-        read(wire.order_parts(Order(VERSION, SETTINGS, [request(1, limit=30)] * 3)))
+        read_order(wire.order_parts(Order(VERSION, SETTINGS, [make_request(1, limit=30)] * 3)))
     assert caught.value.field == "sequences[2]"
 
 
@@ -159,24 +159,26 @@ def test_a_sequence_larger_than_a_message_is_refused_by_the_client() -> None:
     assert caught.value.field == "sequences[0].token_ids"
 
 
-def sampled(tokens: int, top_k: int, draws: int, *, vocab_size: int = 100) -> SampledTokens:
+def make_sampled(tokens: int, top_k: int, draws: int, *, vocab_size: int = 100) -> SampledTokens:
     generator = torch.Generator().manual_seed(tokens + top_k)
     ids = torch.randint(vocab_size, (tokens, 1 + top_k + draws), generator=generator)
     logprobs = -torch.rand(tokens, 1 + draws, generator=generator)
-    found = TailDraws(ids[:, 1 + top_k :].int(), logprobs[:, 1:].clone())
+    tail_draws = TailDraws(ids[:, 1 + top_k :].int(), logprobs[:, 1:].clone())
     if draws:
-        found.logprobs[0] = torch.inf  # a placeholder
+        tail_draws.logprobs[0] = torch.inf  # a placeholder
     return SampledTokens(
         *(ids[:, 0].clone(), ids[:, 1 : 1 + top_k].int(), logprobs[:, 0].clone(), True, False),
-        found if draws else None,
+        tail_draws if draws else None,
         ((3, 1), (4, tokens - 1)),
     )
 
 
-def wanted(tokens: int, top_k: int, draws: int) -> Order:
-    changed = {"top_k": top_k, "draws": draws}
+def make_order(tokens: int, top_k: int, draws: int) -> Order:
+    changes = {"top_k": top_k, "draws": draws}
     return Order(
-        VERSION, SamplingSettings(**{**vars(SETTINGS), **changed}), [request(1, limit=tokens)] * 3
+        VERSION,
+        SamplingSettings(**{**vars(SETTINGS), **changes}),
+        [make_request(1, limit=tokens)] * 3,
     )
 
 
@@ -185,28 +187,28 @@ def wanted(tokens: int, top_k: int, draws: int) -> Order:
 )
 def test_sampled_tokens_arrive_to_the_bit(tokens: int, top_k: int, draws: int) -> None:
     """Parts of several sequences may alternate."""
-    sent = sampled(tokens, top_k, draws)
-    streams = [list(wire.sampled_parts(index, sent)) for index in (2, 0)]
+    sequence = make_sampled(tokens, top_k, draws)
+    streams = [list(wire.sampled_parts(index, sequence)) for index in (2, 0)]
     assert all(part.ByteSize() <= 1 << 20 for part in streams[0])
     assert len(streams[0]) == -(-tokens * (8 + 4 * top_k + 8 * draws) // ((1 << 20) - 1024))
-    reader = SampledReader(wanted(tokens, top_k, draws), 100)
-    found = [reader.add(part) for pair in zip(*streams, strict=True) for part in pair]
-    assert [one for one in found[:-2] if one] == []
-    for one, index in zip(found[-2:], (2, 0), strict=True):
-        assert one is not None
-        assert one[0] == index
-        assert vars(one[1]).keys() == vars(sent).keys()
-        for name, value in vars(sent).items():
-            other = getattr(one[1], name)
+    reader = SampledReader(make_order(tokens, top_k, draws), 100)
+    received = [reader.add(part) for pair in zip(*streams, strict=True) for part in pair]
+    assert [entry for entry in received[:-2] if entry] == []
+    for entry, index in zip(received[-2:], (2, 0), strict=True):
+        assert entry is not None
+        assert entry[0] == index
+        assert vars(entry[1]).keys() == vars(sequence).keys()
+        for name, value in vars(sequence).items():
+            received_value = getattr(entry[1], name)
             if isinstance(value, TailDraws):
-                assert torch.equal(value.ids, other.ids)
-                assert other.ids.dtype == torch.int32
-                assert torch.equal(value.logprobs, other.logprobs)
+                assert torch.equal(value.ids, received_value.ids)
+                assert received_value.ids.dtype == torch.int32
+                assert torch.equal(value.logprobs, received_value.logprobs)
             elif isinstance(value, torch.Tensor):
-                assert torch.equal(value, other)
-                assert value.dtype == other.dtype
+                assert torch.equal(value, received_value)
+                assert value.dtype == received_value.dtype
             else:
-                assert value == other
+                assert value == received_value
     assert not reader.complete
 
 
@@ -238,8 +240,10 @@ def set_part(**values: Any) -> Callable[[rollouts_pb2.SampledPart], None]:
 def test_a_wrong_sampled_part_is_corrupt(
     change: Callable[[rollouts_pb2.SampledPart], object], match: str
 ) -> None:
-    reader = SampledReader(wanted(3, 5, 2), 100)
-    (first,), (second,) = (list(wire.sampled_parts(index, sampled(3, 5, 2))) for index in (0, 1))
+    reader = SampledReader(make_order(3, 5, 2), 100)
+    (first,), (second,) = (
+        list(wire.sampled_parts(index, make_sampled(3, 5, 2))) for index in (0, 1)
+    )
     assert reader.add(first) is not None
     change(second)
     with pytest.raises(Corrupt, match=match):

@@ -17,22 +17,22 @@ class StartService(Protocol):
 
 @pytest.fixture(scope="session")
 def student_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The student before its first step."""
+    """The directory of a student before its first step."""
     return tiny.save(student(0), tiny.tokenizer(), tmp_path_factory.mktemp("student"))
 
 
 @pytest.fixture
 def start_service(tmp_path: Path, student_path: Path) -> Iterator[StartService]:
-    """Starts rollout services; what still runs at the end of the test is killed."""
-    started: list[ServiceProcess] = []
+    """Starts rollout services, and kills them at the end of the test."""
+    services: list[ServiceProcess] = []
 
-    def start(*args: str, port: int = 0, failpoint: str = "") -> ServiceProcess:
+    def start_process(*args: str, port: int = 0, failpoint: str = "") -> ServiceProcess:
         if "--model" not in args:
             args = ("--model", str(student_path), *args)
         log = tmp_path / "service.log"
-        started.append(ServiceProcess(*args, log=log, port=port, failpoint=failpoint))
-        return started[-1]
+        services.append(ServiceProcess(*args, log=log, port=port, failpoint=failpoint))
+        return services[-1]
 
-    yield start
-    for service in started:
+    yield start_process
+    for service in services:
         service.close()

@@ -1,4 +1,4 @@
-"""What the trainer's own process samples for an order: the oracle of the services."""
+"""Sampling of orders in the trainer's process, the reference for the services."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from student_trainer.rollouts.sampler import SampledTokens
 from tests.student_trainer import tiny
 
 
-def in_process(wanted: Order, model: Any, *, bf16: bool = False) -> list[SampledTokens]:
-    """The sequences of an order whose limits are equal, by `HuggingFaceRollouts`."""
-    settings = wanted.settings
+def sample_in_process(order: Order, model: Any, *, bf16: bool = False) -> list[SampledTokens]:
+    """Sample an order, whose limits must be equal, with `HuggingFaceRollouts`."""
+    settings = order.settings
     rollouts = HuggingFaceRollouts(
         model,
         tiny.tokenizer(),
         top_k=settings.top_k,
         temperature=settings.temperature,
-        max_new_tokens=wanted.sequences[0].limit,
+        max_new_tokens=order.sequences[0].limit,
         batch_tokens=settings.batch_tokens,
         draws=settings.draws,
         bf16=bf16,
     )
-    prompts = [Prompt(one.token_ids.numpy().astype(np.int32), "") for one in wanted.sequences]
-    numbers = [one.number for one in wanted.sequences]
+    prompts = [
+        Prompt(request.token_ids.numpy().astype(np.int32), "") for request in order.sequences
+    ]
+    numbers = [request.number for request in order.sequences]
     greedy = settings.seed is None
-    found = rollouts.generate(prompts, numbers, seed=settings.seed or 0, greedy=greedy)
+    batches = rollouts.generate(prompts, numbers, seed=settings.seed or 0, greedy=greedy)
     return [
         SampledTokens(
-            one.token_ids[one.start :],
-            one.head_ids,
-            one.token_logprobs,
-            not one.truncated,
+            rollout.token_ids[rollout.start :],
+            rollout.head_ids,
+            rollout.token_logprobs,
+            not rollout.truncated,
             False,
-            one.draws,
+            rollout.draws,
         )
-        for batch in found
-        for one in batch
+        for batch in batches
+        for rollout in batch
     ]

@@ -24,7 +24,7 @@ TOP_K, DRAWS = 4, 3
 
 
 def student(number: int, **options: Any) -> Any:
-    """The student after so many steps: its weights are those of a seed."""
+    """Return the student of step `number`, with random weights by seed."""
     return tiny.model(seed=100 + number, spread=0.2, **options)
 
 
@@ -36,7 +36,7 @@ def probe_of(model: Any) -> Probe:
 
 
 def snapshot(root: Path, number: int, model: Any = None, probe: Probe | None = None) -> Path:
-    """A complete snapshot of version `number`."""
+    """Write a complete snapshot of version `number`, and return its directory."""
     directory = root / f"v{number}"
     directory.mkdir(parents=True)
     model = student(number) if model is None else model
@@ -73,14 +73,14 @@ def order(
 
 
 def tensors_of(sampled: SampledTokens) -> Sequence[Tensor]:
-    found = [sampled.token_ids, sampled.head_ids, sampled.token_logprobs]
+    tensors = [sampled.token_ids, sampled.head_ids, sampled.token_logprobs]
     if sampled.draws is not None:
-        found += [sampled.draws.ids, sampled.draws.logprobs]
-    return found
+        tensors += [sampled.draws.ids, sampled.draws.logprobs]
+    return tensors
 
 
-def assert_same(one: SampledTokens, other: SampledTokens) -> None:
-    """Equal to the bit, apart from the versions."""
-    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+def assert_same(actual: SampledTokens, expected: SampledTokens) -> None:
+    """Check that all but the versions is bit-identical."""
+    pairs = zip(tensors_of(actual), tensors_of(expected), strict=True)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-    assert (one.ended, one.closed) == (other.ended, other.closed)
+    assert (actual.ended, actual.closed) == (expected.ended, expected.closed)

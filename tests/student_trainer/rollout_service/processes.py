@@ -23,7 +23,7 @@ class ServiceProcess:
         failpoint: str = "",
         launched: bool = False,
     ) -> None:
-        """`launched`: a new interpreter, which vLLM needs, and no fork of a preloaded one."""
+        """`launched`: start a new interpreter, which vLLM needs, not a fork of a preloaded one."""
         self.log = log
         start = subprocess.Popen[str] if launched else ForkedPython
         command = [sys.executable, "-m", "student_trainer.rollout_service", *args]
@@ -49,7 +49,7 @@ class ServiceProcess:
         self.process.wait(20)
 
     def stop(self) -> int:
-        """As an operator would; the exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.process.terminate()
         return self.process.wait(30)
 

@@ -21,11 +21,11 @@ from student_trainer.rollout_client.push.pusher import WeightPusher
 from tests.student_trainer.saving import LIMIT
 from tests.student_trainer.teachers.anchors import spread_student
 
-SMALL_BUCKET = 4096  # so that a small student has many
+SMALL_BUCKET = 4096  # small, so that a small student has many buckets
 
 
 class Trainer:
-    """One process of a trainer whose student takes the weights of another model at each step."""
+    """One process of a trainer whose student gets the weights of another model at each step."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Trainer:
         self.versions = PushedVersions(accelerator, snapshots, self.client.pushed, self.pusher)
 
     def push(self, number: int, model: Any) -> Any:
-        """Take the weights of a model, and push them as version `number`."""
+        """Copy the weights of a model, and push them as version `number`."""
         with torch.no_grad():
-            taken = dict(model.named_parameters())
+            weights = dict(model.named_parameters())
             for name, parameter in self.student.trained.model.named_parameters():
-                local(parameter).copy_(taken[name][own_slices(parameter)])
+                local(parameter).copy_(weights[name][own_slices(parameter)])
         return self.versions.push(number)
 
     def close(self) -> None:
@@ -71,11 +71,11 @@ class Trainer:
 
 
 @contextmanager
-def trainer(*arguments: Any, **options: Any) -> Iterator[Trainer]:
+def open_trainer(*arguments: Any, **options: Any) -> Iterator[Trainer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "BUCKET_BYTES", SMALL_BUCKET)
-        made = Trainer(*arguments, **options)
+        trainer = Trainer(*arguments, **options)
         try:
-            yield made
+            yield trainer
         finally:
-            made.close()
+            trainer.close()

@@ -1,4 +1,4 @@
-"""A rollout service in this process, around an engine that a test controls."""
+"""A rollout service in this process, with an engine that a test controls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = 50_000
 
 
 class ScriptedEngine:
-    """Samples all tokens of each sequence from its number alone, once the test lets it."""
+    """Returns tokens that depend only on a sequence's number, once the test sets `go`."""
 
     def __init__(self, *, sleeps: bool = False) -> None:
         self.info = RolloutEngineInfo(
@@ -50,7 +50,7 @@ class ScriptedEngine:
                     await asyncio.sleep(0.001)
                 if index and self.error is not None:
                     raise self.error
-                yield index, expected(order, index, self._version)
+                yield index, scripted_tokens(order, index, self._version)
                 await asyncio.sleep(0)
         finally:
             self.open -= 1
@@ -61,7 +61,7 @@ class ScriptedEngine:
     async def close(self) -> None: ...
 
 
-def expected(order: Order, index: int, version: int) -> SampledTokens:
+def scripted_tokens(order: Order, index: int, version: int) -> SampledTokens:
     request, settings = order.sequences[index], order.settings
     generator = torch.Generator().manual_seed(request.number)
     width = 1 + settings.top_k + settings.draws
@@ -75,8 +75,8 @@ def expected(order: Order, index: int, version: int) -> SampledTokens:
 
 
 @contextmanager
-def served(servicer: RolloutServicer) -> Iterator[str]:
-    """Serve on a thread of its own; yields the address."""
+def serve_on_thread(servicer: RolloutServicer) -> Iterator[str]:
+    """Serve on a separate thread, and yield the address."""
     ready: list[tuple[str, asyncio.AbstractEventLoop]] = []
     started, stop = threading.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The command distill-rollouts: one line when ready, one sentence when not, a clean end."""
+"""The command distill-rollouts: ready line, one-sentence errors, and clean shutdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.forked_python import run_forked
 from tests.student_trainer.rollout_service.conftest import StartService
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
+def run_command(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "student_trainer.rollout_service", "--port", "0", *args]
     return run_forked(command, timeout=60)
 
@@ -38,31 +38,32 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_wrong_setting_is_one_sentence(args: list[str], field: str) -> None:
-    done = run(*args)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith(f"error: {field}: ")
-    assert done.stderr.count("\n") == 1
+    completed = run_command(*args)
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    assert completed.stderr.startswith(f"error: {field}: ")
+    assert completed.stderr.count("\n") == 1
 
 
 def test_the_vllm_engine_without_vllm_is_one_sentence() -> None:
-    done = run("--model", "x", "--engine", "vllm")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --engine: vllm is not installed; ")
+    completed = run_command("--model", "x", "--engine", "vllm")
+    assert completed.returncode == 2
+    assert completed.stderr.startswith("error: --engine: vllm is not installed; ")
 
 
 def test_the_version_and_the_help() -> None:
-    assert run("--version").stdout == f"distill-service {version()}\n"
-    shown = run("--help").stdout
-    assert "--gpu-memory-share" in shown
-    assert "50053" in shown
+    assert run_command("--version").stdout == f"distill-service {version()}\n"
+    help_text = run_command("--help").stdout
+    assert "--gpu-memory-share" in help_text
+    assert "50053" in help_text
 
 
 def test_a_taken_port(start_service: StartService) -> None:
     service = start_service()
-    done = run("--model", "/no/such/model", "--port", str(service.port))  # before it is loaded
-    assert done.returncode == 2
-    assert f"port {service.port} is taken" in done.stderr
+    # The port is checked before the model is loaded.
+    completed = run_command("--model", "/no/such/model", "--port", str(service.port))
+    assert completed.returncode == 2
+    assert f"port {service.port} is taken" in completed.stderr
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -1,4 +1,4 @@
-"""Trainers that are gone: a later attempt replaces them, or they no longer answer."""
+"""Trainers that are replaced by a later attempt, or no longer respond."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from tests.forks import fork
 from tests.student_trainer.rollout_service import scripted_service
 from tests.student_trainer.rollout_service.conftest import StartService
 from tests.student_trainer.rollout_service.material import order, snapshot
-from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
-from tests.student_trainer.rollout_service.test_service import LONG, sample_for_ever, until
+from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, serve_on_thread
+from tests.student_trainer.rollout_service.test_service import LONG, sample_forever, wait_until
 
 
-def of_attempt(wanted: Order, attempt: int, job: str = "job") -> Order:
+def of_attempt(order_of_job: Order, attempt: int, job: str = "job") -> Order:
     lineage = f"{job}-{attempt}"
-    weights = replace(wanted.weights, job=job, attempt=attempt, lineage=lineage)
-    return replace(wanted, weights=weights)
+    weights = replace(order_of_job.weights, job=job, attempt=attempt, lineage=lineage)
+    return replace(order_of_job, weights=weights)
 
 
 def test_a_later_attempt_ends_the_earlier_one(start_service: StartService, tmp_path: Path) -> None:
-    """As behind a network split that has healed: one order runs, one waits, one comes later."""
+    """As after a network split: one order runs, one waits, one comes later."""
     address = start_service().address
-    directory, later = snapshot(tmp_path, 1), snapshot(tmp_path, 2)
+    directory, second_snapshot = snapshot(tmp_path, 1), snapshot(tmp_path, 2)
     with EngineClient([address]) as zombie, EngineClient([address]) as trainer:
-        runs = zombie.sample(of_attempt(order(directory, **LONG), 1))
-        next(runs)
-        waits = zombie.sample(of_attempt(order(later, number=2), 1))
-        other = trainer.sample(of_attempt(order(directory), 1, "another job"))
-        found = dict(trainer.sample(of_attempt(order(later, number=2), 2)))
-        assert len(found) == 8
-        told = "attempt 2 of this job has replaced the one that sent this order"
-        for sampling in (runs, waits):
-            with pytest.raises(WrongState, match=told):
+        running_order = zombie.sample(of_attempt(order(directory, **LONG), 1))
+        next(running_order)
+        waiting_order = zombie.sample(of_attempt(order(second_snapshot, number=2), 1))
+        other_job = trainer.sample(of_attempt(order(directory), 1, "another job"))
+        sequences = dict(trainer.sample(of_attempt(order(second_snapshot, number=2), 2)))
+        assert len(sequences) == 8
+        message = "attempt 2 of this job has replaced the one that sent this order"
+        for sampling in (running_order, waiting_order):
+            with pytest.raises(WrongState, match=message):
                 list(sampling)
-        with pytest.raises(WrongState, match=told):
+        with pytest.raises(WrongState, match=message):
             zombie.sample(of_attempt(order(directory), 1))
-        assert len(dict(other)) == 8
+        assert len(dict(other_job)) == 8
         assert len(dict(trainer.sample(of_attempt(order(directory), 2)))) == 8
 
 
@@ -57,7 +57,8 @@ def test_the_fence_forgets_what_it_has_not_heard_for_long() -> None:
     fence = Fence(max_jobs=2)
     for job, attempt in [("a", 5), ("b", 5), ("a", 5), ("c", 5)]:
         fence.admit(weights(job, attempt).weights)
-    assert isinstance(fence.admit(weights("b", 1).weights), WrongState)  # forgotten: its first
+    # "b" was forgotten, so that attempt 1 is admitted as its first.
+    assert isinstance(fence.admit(weights("b", 1).weights), WrongState)
     with pytest.raises(WrongState, match="attempt 5"):
         fence.admit(weights("c", 4).weights)
     assert fence.admit(order(Path("/x")).weights) is None  # of no job
@@ -66,20 +67,20 @@ def test_the_fence_forgets_what_it_has_not_heard_for_long() -> None:
 def test_orders_of_a_frozen_trainer_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection stands, as that of a machine without power does. Here it has 2 s, not 40."""
+    """Its connection stays open, as that of a machine without power. The limit here is 2 s."""
     quick = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 1000}
     quick["grpc.http2.ping_timeout_ms"] = 1000
     options = [(key, quick.get(key, value)) for key, value in scripted_service.SERVER_OPTIONS]
     monkeypatch.setattr(scripted_service, "SERVER_OPTIONS", options)
     engine = ScriptedEngine()
     engine.go.clear()
-    with served(RolloutServicer(engine)) as address:
-        trainer = fork(sample_for_ever, address, tmp_path, 1)
+    with serve_on_thread(RolloutServicer(engine)) as address:
+        trainer = fork(sample_forever, address, tmp_path, 1)
         try:
-            until(lambda: engine.open == 1)
+            wait_until(lambda: engine.open == 1)
             assert trainer.pid is not None
             os.kill(trainer.pid, signal.SIGSTOP)
-            until(lambda: engine.open == 0)
+            wait_until(lambda: engine.open == 0)
         finally:
             trainer.kill()
             trainer.join()
@@ -88,11 +89,11 @@ def test_orders_of_a_frozen_trainer_are_dropped(
 def test_a_run_directory_has_one_identity(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    first = run_identity(run)
-    assert run_identity(run) == first
-    assert first.startswith("run-")
-    copied = tmp_path / "copied" / "run"
-    copied.mkdir(parents=True)
-    (copied / ".identity").write_bytes((run / ".identity").read_bytes())
+    identity = run_identity(run)
+    assert run_identity(run) == identity
+    assert identity.startswith("run-")
+    run_copy = tmp_path / "copied" / "run"
+    run_copy.mkdir(parents=True)
+    (run_copy / ".identity").write_bytes((run / ".identity").read_bytes())
     (run / ".identity").unlink()
-    assert len({first, run_identity(copied), run_identity(run)}) == 3
+    assert len({identity, run_identity(run_copy), run_identity(run)}) == 3

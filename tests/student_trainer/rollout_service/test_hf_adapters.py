@@ -1,4 +1,4 @@
-"""The hf engine with a student that learns adapters (LoRA): they alone are loaded."""
+"""The hf engine with a student that trains LoRA adapters: only adapters are loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from student_trainer.rollout_client.order import Order
 from student_trainer.rollout_client.snapshot import seal
 from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 from student_trainer.rollouts.sampler import SampledTokens
-from tests.student_trainer.rollout_service.in_process import in_process
+from tests.student_trainer.rollout_service.in_process import sample_in_process
 from tests.student_trainer.rollout_service.material import (
     assert_same,
     order,
@@ -31,8 +31,8 @@ from tests.student_trainer.rollout_service.material import (
 RANK = 3
 
 
-def adapted(path: Path, number: int, rank: int = RANK) -> Any:
-    """The student of `path` with the adapters of version `number`, which change every answer."""
+def load_adapted(path: Path, number: int, rank: int = RANK) -> Any:
+    """Return the student of `path` with the adapters of version `number`, which change answers."""
     lora = LoraConfig(rank=rank, alpha=5.0)
     torch.manual_seed(number)
     model = load_model(StudentConfig(model=str(path), lora=lora)).eval()
@@ -43,8 +43,8 @@ def adapted(path: Path, number: int, rank: int = RANK) -> Any:
     return model
 
 
-def pushed(root: Path, number: int, model: Any) -> Path:
-    """A snapshot of the adapters of a model."""
+def write_adapter_snapshot(root: Path, number: int, model: Any) -> Path:
+    """Write a snapshot of a model's adapters, and return its directory."""
     directory = root / f"adapters-{number}"
     directory.mkdir(parents=True)
     write_adapters(directory, model, trainable_weights(model))
@@ -52,45 +52,49 @@ def pushed(root: Path, number: int, model: Any) -> Path:
     return directory
 
 
-def load_and_sample(engine: HfRolloutEngine, wanted: Order) -> list[SampledTokens]:
-    async def both() -> list[SampledTokens]:
-        await engine.load(wanted.weights)
-        return [one async for _, one in engine.sample(wanted)]
+def load_and_sample(engine: HfRolloutEngine, sent_order: Order) -> list[SampledTokens]:
+    async def load_then_sample() -> list[SampledTokens]:
+        await engine.load(sent_order.weights)
+        return [tokens async for _, tokens in engine.sample(sent_order)]
 
-    return asyncio.run(both())
+    return asyncio.run(load_then_sample())
 
 
 def test_bits_of_the_trainers_process(student_path: Path, tmp_path: Path) -> None:
-    """The trainer samples with adapters beside the weights of their layers, and so does the engine.
+    """Trainer and engine sample with unmerged adapters.
 
-    Its own alpha, which is another one, does not count.
+    The engine uses the snapshot's alpha, not its own.
     """
     engine = HfRolloutEngine(str(student_path), dtype="float32", lora_rank=RANK)
-    before: list[list[int]] = []
+    tokens_by_load: list[list[int]] = []
     for number in (1, 2, 1):
-        model = adapted(student_path, number)
-        directory = pushed(tmp_path / str(len(before)), number, model)
+        model = load_adapted(student_path, number)
+        directory = write_adapter_snapshot(tmp_path / str(len(tokens_by_load)), number, model)
         assert (directory / "adapter_model.safetensors").stat().st_size < 50_000
-        found = load_and_sample(engine, wanted := order(directory, number=number))
-        for one, own in zip(found, in_process(wanted, model), strict=True):
-            assert_same(one, own)
-        before.append([int(token) for one in found for token in one.token_ids])
-    assert before[0] == before[2] != before[1]
+        sequences = load_and_sample(engine, sent_order := order(directory, number=number))
+        for sequence, expected in zip(sequences, sample_in_process(sent_order, model), strict=True):
+            assert_same(sequence, expected)
+        tokens_by_load.append(
+            [int(token) for sequence in sequences for token in sequence.token_ids]
+        )
+    assert tokens_by_load[0] == tokens_by_load[2] != tokens_by_load[1]
 
 
 def test_what_is_no_adapter_of_the_student_is_refused(student_path: Path, tmp_path: Path) -> None:
     engine = HfRolloutEngine(str(student_path), dtype="float32", lora_rank=RANK)
-    plain = HfRolloutEngine(str(student_path), dtype="float32")
-    adapters = order(pushed(tmp_path, 1, adapted(student_path, 1)))
-    other = order(pushed(tmp_path / "rank", 1, adapted(student_path, 1, rank=4)))
+    full_engine = HfRolloutEngine(str(student_path), dtype="float32")
+    adapters = order(write_adapter_snapshot(tmp_path, 1, load_adapted(student_path, 1)))
+    other_rank = order(
+        write_adapter_snapshot(tmp_path / "rank", 1, load_adapted(student_path, 1, rank=4))
+    )
     weights = order(snapshot(tmp_path, 1, student(1)))
-    for refusing, wanted, match in (
+    for tested_engine, sent_order, match in (
         (engine, weights, "has model.embed_tokens.weight, which the model"),
-        (engine, other, r"lora_A.weight in shape \[4, 96\], but the model .* has \[3, 96\]"),
-        (plain, adapters, "lora_A.weight, which the model of the rollout service has not"),
+        (engine, other_rank, r"lora_A.weight in shape \[4, 96\], but the model .* has \[3, 96\]"),
+        (full_engine, adapters, "lora_A.weight, which the model of the rollout service has not"),
     ):
         with pytest.raises(Corrupt, match=match):
-            load_and_sample(refusing, wanted)
+            load_and_sample(tested_engine, sent_order)
 
 
 @pytest.mark.parametrize("what", ["never delivered", "another alpha"])
@@ -98,11 +102,13 @@ def test_adapters_that_are_not_the_trainers_are_refused(
     student_path: Path, tmp_path: Path, what: str
 ) -> None:
     engine = HfRolloutEngine(str(student_path), dtype="float32", lora_rank=RANK)
-    model = adapted(student_path, 1)
-    directory = pushed(tmp_path, 1, model)
+    model = load_adapted(student_path, 1)
+    directory = write_adapter_snapshot(tmp_path, 1, model)
     if what == "never delivered":
         write_adapters(
-            directory, adapted(student_path, 2), trainable_weights(adapted(student_path, 2))
+            directory,
+            load_adapted(student_path, 2),
+            trainable_weights(load_adapted(student_path, 2)),
         )
     else:
         file = directory / "adapter_config.json"

@@ -1,4 +1,4 @@
-"""The hf engine: the bits of the trainer's process, and weights that are proven or refused."""
+"""The hf engine: samples equal to the trainer's, and weights that are verified or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from student_trainer.rollout_client.snapshot import Probe, open_snapshot, seal
 from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, rollout_noise
 from tests.student_trainer import tiny
-from tests.student_trainer.rollout_service.in_process import in_process
+from tests.student_trainer.rollout_service.in_process import sample_in_process
 from tests.student_trainer.rollout_service.material import (
     assert_same,
     order,
@@ -38,18 +38,18 @@ def engine(student_path: Path) -> Iterator[HfRolloutEngine]:
     asyncio.run(engine.close())
 
 
-async def sampled(engine: HfRolloutEngine, wanted: Order) -> list[SampledTokens]:
-    found = [one async for one in engine.sample(wanted)]
-    assert [index for index, _ in found] == list(range(len(wanted.sequences)))
-    return [one for _, one in found]
+async def sample_order(engine: HfRolloutEngine, sent_order: Order) -> list[SampledTokens]:
+    entries = [entry async for entry in engine.sample(sent_order)]
+    assert [index for index, _ in entries] == list(range(len(sent_order.sequences)))
+    return [entry for _, entry in entries]
 
 
-def load_and_sample(engine: HfRolloutEngine, wanted: Order) -> list[SampledTokens]:
-    async def both() -> list[SampledTokens]:
-        await engine.load(wanted.weights)
-        return await sampled(engine, wanted)
+def load_and_sample(engine: HfRolloutEngine, sent_order: Order) -> list[SampledTokens]:
+    async def load_then_sample() -> list[SampledTokens]:
+        await engine.load(sent_order.weights)
+        return await sample_order(engine, sent_order)
 
-    return asyncio.run(both())
+    return asyncio.run(load_then_sample())
 
 
 @pytest.mark.parametrize("seed", [7, None])
@@ -59,57 +59,63 @@ def test_bits_of_the_trainers_process(
 ) -> None:
     engine = HfRolloutEngine(str(student_path), dtype=dtype)
     for number in (1, 2):
-        wanted = order(snapshot(tmp_path, number), number=number, seed=seed)
-        own = in_process(wanted, student(number), bf16=dtype == "bfloat16")
-        for one, other in zip(load_and_sample(engine, wanted), own, strict=True):
-            assert_same(one, other)
-            assert one.versions == ((number, len(one.token_ids)),)
+        sent_order = order(snapshot(tmp_path, number), number=number, seed=seed)
+        expected_sequences = sample_in_process(
+            sent_order, student(number), bf16=dtype == "bfloat16"
+        )
+        for sequence, expected in zip(
+            load_and_sample(engine, sent_order), expected_sequences, strict=True
+        ):
+            assert_same(sequence, expected)
+            assert sequence.versions == ((number, len(sequence.token_ids)),)
 
 
 def test_orders_at_once_do_not_change_each_other(engine: HfRolloutEngine, tmp_path: Path) -> None:
     directory = snapshot(tmp_path, 1)
     orders = [order(directory, first=n * 100, sequences=6 + n) for n in range(3)]
 
-    async def together() -> list[list[SampledTokens]]:
+    async def sample_all() -> list[list[SampledTokens]]:
         await engine.load(orders[0].weights)
-        return await asyncio.gather(*(sampled(engine, one) for one in orders))
+        return await asyncio.gather(*(sample_order(engine, sent_order) for sent_order in orders))
 
-    for wanted, found in zip(orders, asyncio.run(together()), strict=True):
-        for one, other in zip(found, in_process(wanted, student(1)), strict=True):
-            assert_same(one, other)
+    for sent_order, sequences in zip(orders, asyncio.run(sample_all()), strict=True):
+        for sequence, expected in zip(
+            sequences, sample_in_process(sent_order, student(1)), strict=True
+        ):
+            assert_same(sequence, expected)
 
 
 def test_turns_of_a_rollout_use_its_random_numbers_and_marks(
     engine: HfRolloutEngine, tmp_path: Path
 ) -> None:
-    """`used` and `marks`, against the sampler that `SearchRollouts` calls."""
-    wanted = order(snapshot(tmp_path, 1), stream_tokens=30, marks=("12", "5"))
+    """`used` and `marks`, compared with the sampler that `SearchRollouts` calls."""
+    sent_order = order(snapshot(tmp_path, 1), stream_tokens=30, marks=("12", "5"))
     requests = [
-        replace(one, used=n, limit=5 + n, number=n) for n, one in enumerate(wanted.sequences)
+        replace(turn, used=n, limit=5 + n, number=n) for n, turn in enumerate(sent_order.sequences)
     ]
-    wanted = replace(
-        wanted, sequences=requests, settings=replace(wanted.settings, batch_tokens=999)
+    sent_order = replace(
+        sent_order, sequences=requests, settings=replace(sent_order.settings, batch_tokens=999)
     )
     words = tiny.tokenizer()
     sampler = Sampler(student(1), words, top_k=4, temperature=2.0, draws=3)
     noise = [
         [
-            rollout_noise(n, 7, 30, draws=draws)[one.used :][: one.limit]
-            for n, one in enumerate(requests)
+            rollout_noise(n, 7, 30, draws=draws)[turn.used :][: turn.limit]
+            for n, turn in enumerate(requests)
         ]
         for draws in (False, True)
     ]
-    own = sampler.write(
-        [one.token_ids for one in requests],
-        [one.limit for one in requests],
+    expected_sequences = sampler.write(
+        [turn.token_ids for turn in requests],
+        [turn.limit for turn in requests],
         noise[0],
         Marks(words, ("12", "5")),
         noise[1],
     )
-    found = load_and_sample(engine, wanted)
-    assert any(one.closed for one in found)
-    for one, other in zip(found, own, strict=True):
-        assert_same(one, other)
+    sequences = load_and_sample(engine, sent_order)
+    assert any(sequence.closed for sequence in sequences)
+    for sequence, expected in zip(sequences, expected_sequences, strict=True):
+        assert_same(sequence, expected)
 
 
 def test_an_untied_head_is_loaded(tmp_path: Path) -> None:
@@ -121,14 +127,14 @@ def test_an_untied_head_is_loaded(tmp_path: Path) -> None:
         models.append(model)
     path = tiny.save(models[0], tiny.tokenizer(), tmp_path / "model")
     engine = HfRolloutEngine(str(path), dtype="float32")
-    wanted = order(snapshot(tmp_path, 1, models[1]))
-    for one, other in zip(
-        load_and_sample(engine, wanted), in_process(wanted, models[1]), strict=True
+    sent_order = order(snapshot(tmp_path, 1, models[1]))
+    for sequence, expected in zip(
+        load_and_sample(engine, sent_order), sample_in_process(sent_order, models[1]), strict=True
     ):
-        assert_same(one, other)
+        assert_same(sequence, expected)
 
 
-def moe(seed: int) -> Qwen3MoeForCausalLM:
+def make_experts(seed: int) -> Qwen3MoeForCausalLM:
     torch.manual_seed(seed)
     words = tiny.tokenizer()
     config = Qwen3MoeConfig(
@@ -150,18 +156,22 @@ def moe(seed: int) -> Qwen3MoeForCausalLM:
 
 
 def test_weights_that_transformers_converts_are_loaded(tmp_path: Path) -> None:
-    """Qwen3-MoE's format has each expert; the model has the experts of a layer in one tensor."""
-    path = tiny.save(moe(1), tiny.tokenizer(), tmp_path / "model")
-    other = moe(2)
+    """Qwen3-MoE's files store experts separately; the model has a layer's experts in one tensor."""
+    path = tiny.save(make_experts(1), tiny.tokenizer(), tmp_path / "model")
+    trained_model = make_experts(2)
     directory = tmp_path / "v1"
-    export_model(directory, model=other, tokenizer=tiny.tokenizer())
-    seal(directory, number=1, dtype="float32", probe=probe_of(other))
+    export_model(directory, model=trained_model, tokenizer=tiny.tokenizer())
+    seal(directory, number=1, dtype="float32", probe=probe_of(trained_model))
     names = [name for name, _ in open_snapshot(directory).tensors()]
     assert any("experts.3.down_proj" in name for name in names)
     engine = HfRolloutEngine(str(path), dtype="float32")
-    wanted = order(directory)
-    for one, own in zip(load_and_sample(engine, wanted), in_process(wanted, other), strict=True):
-        assert_same(one, own)
+    sent_order = order(directory)
+    for sequence, expected in zip(
+        load_and_sample(engine, sent_order),
+        sample_in_process(sent_order, trained_model),
+        strict=True,
+    ):
+        assert_same(sequence, expected)
 
 
 def spoil(directory: Path, name: str) -> None:
@@ -183,8 +193,8 @@ def spoil(directory: Path, name: str) -> None:
             return
         case "a file elsewhere" | "a list of files":
             facts = json.loads((directory / "snapshot.json").read_text())
-            elsewhere = {"../v3/model.safetensors": facts["files"]["model.safetensors"]}
-            facts["files"] = elsewhere if name == "a file elsewhere" else [*facts["files"]]
+            outside_files = {"../v3/model.safetensors": facts["files"]["model.safetensors"]}
+            facts["files"] = outside_files if name == "a file elsewhere" else [*facts["files"]]
             (directory / "snapshot.json").write_text(json.dumps(facts))
         case "a link to elsewhere":
             weights.symlink_to(weights.rename(directory.parent / "elsewhere.safetensors"))
@@ -223,10 +233,12 @@ def test_a_damaged_snapshot_is_not_sampled(
     with pytest.raises(Corrupt, match=match):
         asyncio.run(engine.load(order(directory).weights))
     with pytest.raises(WrongState, match="no verified weights"):
-        asyncio.run(sampled(engine, order(directory)))
-    good = order(snapshot(tmp_path, 2), number=2)
-    for one, own in zip(load_and_sample(engine, good), in_process(good, student(2)), strict=True):
-        assert_same(one, own)
+        asyncio.run(sample_order(engine, order(directory)))
+    good_order = order(snapshot(tmp_path, 2), number=2)
+    for sequence, expected in zip(
+        load_and_sample(engine, good_order), sample_in_process(good_order, student(2)), strict=True
+    ):
+        assert_same(sequence, expected)
 
 
 @pytest.mark.parametrize("wrong", ["another version", "not finite"])
@@ -240,13 +252,13 @@ def test_weights_that_the_probe_disproves_are_not_sampled(
     with pytest.raises(Corrupt, match="does not have the weights"):
         asyncio.run(engine.load(order(directory).weights))
     with pytest.raises(WrongState):
-        asyncio.run(sampled(engine, order(directory)))
+        asyncio.run(sample_order(engine, order(directory)))
 
 
 def test_closing_the_iterator_ends_the_sampling(engine: HfRolloutEngine, tmp_path: Path) -> None:
-    """At the next token, not after the 2,000 of the batch or the 50 batches."""
-    long = order(snapshot(tmp_path, 1), limit=2000, batch_tokens=1, sequences=50)
-    short = order(long.weights.directory, sequences=1)
+    """It ends at the next token, not after the batch's 2,000 tokens or the 50 batches."""
+    long_order = order(snapshot(tmp_path, 1), limit=2000, batch_tokens=1, sequences=50)
+    short_order = order(long_order.weights.directory, sequences=1)
 
     forwards = 0
 
@@ -257,12 +269,12 @@ def test_closing_the_iterator_ends_the_sampling(engine: HfRolloutEngine, tmp_pat
     engine._model.register_forward_hook(count)
 
     async def scenario() -> None:
-        await engine.load(long.weights)
-        asking = asyncio.create_task(sampled(engine, long))
+        await engine.load(long_order.weights)
+        sampling = asyncio.create_task(sample_order(engine, long_order))
         while forwards < 5:
             await asyncio.sleep(0.001)
-        asking.cancel()
-        await sampled(engine, short)
+        sampling.cancel()
+        await sample_order(engine, short_order)
 
     asyncio.run(scenario())
     assert forwards < 2000
@@ -270,13 +282,13 @@ def test_closing_the_iterator_ends_the_sampling(engine: HfRolloutEngine, tmp_pat
 
 def test_a_slow_client_keeps_no_other_waiting(engine: HfRolloutEngine, tmp_path: Path) -> None:
     directory = snapshot(tmp_path, 1)
-    slow, other = order(directory, batch_tokens=1), order(directory, first=50)
+    slow_order, other_order = order(directory, batch_tokens=1), order(directory, first=50)
 
     async def scenario() -> None:
-        await engine.load(slow.weights)
-        async with aclosing(engine.sample(slow)) as sequences:
+        await engine.load(slow_order.weights)
+        async with aclosing(engine.sample(slow_order)) as sequences:
             await anext(sequences)
-            await sampled(engine, other)
+            await sample_order(engine, other_order)
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""What an operator sees of a running rollout service: /metrics."""
+"""Metrics of a running rollout service."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ P = "distill_rollouts_"
 def test_metrics_say_what_happened(start_service: StartService, tmp_path: Path) -> None:
     service = start_service("--metrics-port", "0")
     address = metrics_address(service.log)
-    before = scrape(address)
-    assert before[P + "weights_version"] == -1
-    assert {before[P + name] for name in ("orders_total[OK]", "sampled_tokens_total")} == {0}
-    wrong = snapshot(tmp_path, 2, student(2), probe_of(student(9)))
+    metrics_before = scrape(address)
+    assert metrics_before[P + "weights_version"] == -1
+    assert {metrics_before[P + name] for name in ("orders_total[OK]", "sampled_tokens_total")} == {
+        0
+    }
+    wrong_snapshot = snapshot(tmp_path, 2, student(2), probe_of(student(9)))
     with EngineClient([service.address]) as client:
         tokens = 0
         for first in (0, 8):
-            wanted = order(tmp_path / "v1" if first else snapshot(tmp_path, 1), first=first)
-            tokens += sum(len(one.token_ids) for _, one in client.sample(wanted))
+            sent_order = order(tmp_path / "v1" if first else snapshot(tmp_path, 1), first=first)
+            tokens += sum(len(sequence.token_ids) for _, sequence in client.sample(sent_order))
         with pytest.raises(Corrupt):
-            list(client.sample(order(wrong, number=2)))
-    after = scrape(address)
+            list(client.sample(order(wrong_snapshot, number=2)))
+    metrics_after = scrape(address)
     expected = {
         "orders_total[OK]": 2,
         "orders_total[DATA_LOSS]": 1,
@@ -46,14 +48,14 @@ def test_metrics_say_what_happened(start_service: StartService, tmp_path: Path) 
         "waiting_orders": 0,
         "held_bytes": 0,
     }
-    assert {name: after.get(P + name) for name in expected} == expected
+    assert {name: metrics_after.get(P + name) for name in expected} == expected
 
 
 def test_every_metric_is_explained(start_service: StartService) -> None:
-    found = scrape(metrics_address(start_service("--metrics-port", "0").log))
+    metrics = scrape(metrics_address(start_service("--metrics-port", "0").log))
     names = {
         re.sub(r"\[.*|_(bucket|count|sum|created)$", "", name.split("[")[0])
-        for name in found
+        for name in metrics
         if not name.startswith("process_")
     }
     page = (Path(__file__).parents[3] / "docs/rollouts.md").read_text()

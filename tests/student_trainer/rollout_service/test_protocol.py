@@ -1,4 +1,4 @@
-"""Trainer and service must agree on more than the messages: what one change of it would alter."""
+"""A digest of everything beyond messages that trainer and service must agree on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sample_step import sample_step
 from student_trainer.rollouts.sampler import rollout_noise
-from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
+from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, serve_on_thread
 
-# Of all that trainer and service must agree on, by protocol.
+# Digest by protocol number.
 DIGESTS = {
     1: "065b283165fb87f1f57e2d1fcc3a196bf624928d64240a04f72594ce67cb7ec2",
     2: "95483257a2afcf073cedc64a172f116d6d1656c8e23fa6b1379c40ac0b2493d3",  # pushes
@@ -29,7 +29,7 @@ DIGESTS = {
 def test_a_change_of_the_protocol_has_a_number(tmp_path: Path) -> None:
     digest = hashlib.sha256()
     digest.update(rollouts_pb2.DESCRIPTOR.serialized_pb)
-    digest.update(json.dumps(sampled()).encode())
+    digest.update(json.dumps(sample_tokens()).encode())
     digest.update(json.dumps(snapshot(tmp_path)).encode())
     assert DIGESTS[PROTOCOL] == digest.hexdigest(), (
         "the messages, the sampled tokens or the files of a snapshot are others: raise PROTOCOL in"
@@ -37,8 +37,8 @@ def test_a_change_of_the_protocol_has_a_number(tmp_path: Path) -> None:
     )
 
 
-def sampled() -> list[list[int]]:
-    """Tokens, head ids and draws of a seed and three rollout numbers."""
+def sample_tokens() -> list[list[int]]:
+    """Return tokens, head ids and draws of a seed and three rollout numbers."""
     logits = 4 * torch.sin(torch.arange(3 * 500, dtype=torch.float64).reshape(3, 500) ** 1.5)
     uniforms, draw_uniforms = (
         torch.stack([rollout_noise(number, 5, 4, draws=draws)[3] for number in (-2, 0, 10**6)])
@@ -57,7 +57,7 @@ def sampled() -> list[list[int]]:
 
 
 def snapshot(root: Path) -> list[object]:
-    """Of a snapshot without weights: the names of its files, its facts, and the files in them."""
+    """Return file names, facts, and the files in the facts of a snapshot without weights."""
     probe = Probe(torch.tensor([[1, 2]]), torch.zeros(1, 1))
     seal(root, number=3, dtype="float32", probe=probe)
     facts = json.loads((root / "snapshot.json").read_text())
@@ -67,12 +67,12 @@ def snapshot(root: Path) -> list[object]:
 def test_a_service_of_other_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", PROTOCOL + 1)
     with (
-        served(RolloutServicer(ScriptedEngine())) as address,
+        serve_on_thread(RolloutServicer(ScriptedEngine())) as address,
         EngineClient([address]) as client,
         pytest.raises(WrongState) as caught,
     ):
         client.info()
-    said = f"its protocol is {PROTOCOL + 1}, that of the job {PROTOCOL}"
-    assert said in caught.value.message
+    message = f"its protocol is {PROTOCOL + 1}, that of the job {PROTOCOL}"
+    assert message in caught.value.message
     assert address in caught.value.message
     assert caught.value.field == "rollouts.address"

@@ -1,4 +1,4 @@
-"""Weights through a process group: bits, late engines, and what dies in the middle of a push."""
+"""Weights through a process group: exactness, late engines, and processes that die in a push."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from student_trainer.rollout_client.push.pusher import _PushCall
 from student_trainer.rollout_client.push.stream import WeightsOffer, WeightSpec, buckets
 from tests.forks import Forks
 from tests.student_trainer.rollout_service.conftest import StartService
-from tests.student_trainer.rollout_service.in_process import in_process
+from tests.student_trainer.rollout_service.in_process import sample_in_process
 from tests.student_trainer.rollout_service.material import assert_same, order, student
-from tests.student_trainer.rollout_service.pushing import SMALL_BUCKET, Trainer, trainer
+from tests.student_trainer.rollout_service.pushing import SMALL_BUCKET, Trainer, open_trainer
 
-# Of the small student.
+# Buckets of the small student.
 BUCKETS = len(
     list(
-        buckets([WeightSpec.describe(*one) for one in student(0).named_parameters()], SMALL_BUCKET)
+        buckets(
+            [WeightSpec.describe(*parameter) for parameter in student(0).named_parameters()],
+            SMALL_BUCKET,
+        )
     )
 )
 
@@ -39,31 +42,33 @@ def order_of(version: WeightsVersion, **options: Any) -> Order:
 
 
 def assert_sampled(client: EngineClient, version: WeightsVersion, number: int) -> None:
-    """An order of a version has the bits of the trainer's own process, part by part."""
-    wanted = order_of(version)
-    found = dict(client.sample(wanted))
+    """Check that an order of a version equals samples of the trainer's process, part by part."""
+    sent_order = order_of(version)
+    sequences = dict(client.sample(sent_order))
     parts = len(client.replicas)
-    total = len(wanted.sequences)
+    total = len(sent_order.sequences)
     for part in range(parts):
-        own = slice(total * part // parts, total * (part + 1) // parts)
-        expected = in_process(replace(wanted, sequences=wanted.sequences[own]), student(number))
-        for index, one in enumerate(expected, own.start):
-            assert_same(found[index], one)
-            assert found[index].versions == ((number, len(one.token_ids)),)
+        part_slice = slice(total * part // parts, total * (part + 1) // parts)
+        expected = sample_in_process(
+            replace(sent_order, sequences=sent_order.sequences[part_slice]), student(number)
+        )
+        for index, sequence in enumerate(expected, part_slice.start):
+            assert_same(sequences[index], sequence)
+            assert sequences[index].versions == ((number, len(sequence.token_ids)),)
 
 
 def push_and_sample(addresses: list[str], root: Path, sharding: str) -> None:
-    """In each process of a trainer: several pushes through one group."""
-    with trainer(student(0), root, addresses, sharding=sharding) as made:
+    """Push several versions through one group, in each process of a trainer."""
+    with open_trainer(student(0), root, addresses, sharding=sharding) as trainer:
         groups = set()
         for number in (1, 2, 3):
-            version = made.push(number, student(number))
+            version = trainer.push(number, student(number))
             assert version.pushed
             assert not version.directory.exists()
-            assert_sampled(made.client, version, number)
-            if made.pusher is not None:
-                groups.add(made.pusher._group.seat.group)
-        assert len(groups) == (made.pusher is not None)
+            assert_sampled(trainer.client, version, number)
+            if trainer.pusher is not None:
+                groups.add(trainer.pusher._group.seat.group)
+        assert len(groups) == (trainer.pusher is not None)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
 
@@ -84,59 +89,61 @@ def test_an_engine_that_was_replaced_is_in_the_next_group(
     start_service: StartService, tmp_path: Path
 ) -> None:
     services = [start_service() for _ in range(2)]
-    with trainer(student(0), tmp_path / "weights", [one.address for one in services]) as made:
-        assert made.push(1, student(1)).pushed
-        first = made.pusher._group.seat.group
+    with open_trainer(
+        student(0), tmp_path / "weights", [service.address for service in services]
+    ) as trainer:
+        assert trainer.push(1, student(1)).pushed
+        first = trainer.pusher._group.seat.group
         services[0].kill()
         start_service(port=services[0].port)
-        version = made.push(2, student(2))
+        version = trainer.push(2, student(2))
         assert version.pushed
-        assert made.pusher._group.seat.group != first
-        assert_sampled(made.client, version, 2)
+        assert trainer.pusher._group.seat.group != first
+        assert_sampled(trainer.client, version, 2)
 
 
 def test_two_trainers_share_two_engines(
     start_service: StartService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named in opposite orders. An engine with one offer lets the other one wait."""
-    one, two = (start_service().address for _ in range(2))
-    offered = Replica.push
+    """They list the engines in opposite orders. An engine with one offer delays the other."""
+    first_address, second_address = (start_service().address for _ in range(2))
+    original_push = Replica.push
 
-    def slowly(self: Replica, parts: Any) -> Any:
-        call = offered(self, parts)
-        time.sleep(0.3)  # so that both trainers have an offer out
+    def push_slowly(self: Replica, parts: Any) -> Any:
+        call = original_push(self, parts)
+        time.sleep(0.3)  # so that both trainers have sent an offer
         return call
 
-    monkeypatch.setattr(Replica, "push", slowly)
+    monkeypatch.setattr(Replica, "push", push_slowly)
     with (
-        trainer(student(0), tmp_path / "a", [one, two]) as first,
-        trainer(student(0), tmp_path / "b", [two, one]) as second,
+        open_trainer(student(0), tmp_path / "a", [first_address, second_address]) as first,
+        open_trainer(student(0), tmp_path / "b", [second_address, first_address]) as second,
         ThreadPoolExecutor(2) as pool,
     ):
         second.versions._snapshots._job = "another run"
-        pushes = [pool.submit(made.push, 1, student(1)) for made in (first, second)]
+        pushes = [pool.submit(trainer.push, 1, student(1)) for trainer in (first, second)]
         try:
             assert all(push.result(60).pushed for push in pushes)
         finally:
-            for made in (first, second):
-                made.pusher.close()
+            for trainer in (first, second):
+                trainer.pusher.close()
 
 
 def test_an_engine_is_not_ready_in_time(start_service: StartService, tmp_path: Path) -> None:
-    """Another trainer has offered weights and does not send them: this one writes files."""
+    """Another trainer offers weights and does not send them, so this one writes files."""
     address = start_service().address
     with (
-        trainer(student(0), tmp_path / "a", [address]) as holder,
-        trainer(student(0), tmp_path / "b", [address]) as made,
+        open_trainer(student(0), tmp_path / "a", [address]) as holder,
+        open_trainer(student(0), tmp_path / "b", [address]) as trainer,
     ):
         holder.versions._snapshots._job = "another run"
         probe, dtype = holder.versions._snapshots.probe()
         version = replace(holder.versions._snapshots.version(1), pushed=True)
-        specs = [WeightSpec.describe(*one) for one in student(0).named_parameters()]
+        specs = [WeightSpec.describe(*parameter) for parameter in student(0).named_parameters()]
         member = _PushCall(holder.client.replicas[0], WeightsOffer(version, dtype, specs, probe))
         assert member.wait_until_ready(20)
-        made.pusher._patience_seconds = 1.0
-        assert not made.push(1, student(1)).pushed
+        trainer.pusher._patience_seconds = 1.0
+        assert not trainer.push(1, student(1)).pushed
         member.cancel()
 
 
@@ -144,16 +151,18 @@ def test_an_engine_that_missed_a_push_gets_files(
     start_service: StartService, tmp_path: Path
 ) -> None:
     services = [start_service() for _ in range(2)]
-    with trainer(student(0), tmp_path / "weights", [one.address for one in services]) as made:
+    with open_trainer(
+        student(0), tmp_path / "weights", [service.address for service in services]
+    ) as trainer:
         services[1].kill()
-        version = made.push(1, student(1))
+        version = trainer.push(1, student(1))
         assert not version.pushed
         start_service(port=services[1].port)
-        made.client.info()  # waits until it can be reached
-        assert_sampled(made.client, version, 1)
-        version = made.push(2, student(2))
+        trainer.client.info()  # waits until it can be reached
+        assert_sampled(trainer.client, version, 1)
+        version = trainer.push(2, student(2))
         assert version.pushed, "both are in the next group"
-        assert_sampled(made.client, version, 2)
+        assert_sampled(trainer.client, version, 2)
 
 
 @pytest.mark.parametrize(
@@ -162,18 +171,18 @@ def test_an_engine_that_missed_a_push_gets_files(
 def test_an_engine_dies_in_a_push(
     start_service: StartService, tmp_path: Path, failpoint: str
 ) -> None:
-    """The other engine loads the files that are written then, and is in the next group."""
+    """The other engine loads the files written in its place, and is in the next group."""
     victim, survivor = start_service(failpoint=failpoint), start_service()
     addresses = [victim.address, survivor.address]
-    with trainer(student(0), tmp_path / "weights", addresses) as made:
-        assert made.push(1, student(1)).pushed
-        version = made.push(2, student(2))
+    with open_trainer(student(0), tmp_path / "weights", addresses) as trainer:
+        assert trainer.push(1, student(1)).pushed
+        version = trainer.push(2, student(2))
         assert not version.pushed
         assert victim.process.wait(20) == -9
         start_service(port=victim.port)
-        made.client.info()  # waits until it can be reached
-        assert_sampled(made.client, version, 2)
-        assert made.push(3, student(3)).pushed
+        trainer.client.info()  # waits until it can be reached
+        assert_sampled(trainer.client, version, 2)
+        assert trainer.push(3, student(3)).pushed
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
@@ -182,10 +191,10 @@ def test_a_store_on_ipv6() -> None:
 
 
 def push_twice(address: str, root: Path, failpoint: str) -> None:
-    made = Trainer(student(0), root, [address])
-    made.push(1, student(1))
+    trainer = Trainer(student(0), root, [address])
+    trainer.push(1, student(1))
     arm(failpoint)
-    made.push(2, student(2))
+    trainer.push(2, student(2))
 
 
 @pytest.mark.parametrize(
@@ -198,10 +207,10 @@ def test_a_trainer_dies_in_a_push(
     address = start_service().address
     forks = Forks(1, tmp_path / "group", push_twice, address, tmp_path / "weights", failpoint)
     assert forks.wait(60) == [-9]
-    with trainer(student(0), tmp_path / "second", [address], attempt=2) as made:
-        version = made.push(5, student(5))
+    with open_trainer(student(0), tmp_path / "second", [address], attempt=2) as trainer:
+        version = trainer.push(5, student(5))
         assert version.pushed
-        assert_sampled(made.client, version, 5)
+        assert_sampled(trainer.client, version, 5)
 
 
 def test_a_push_of_an_earlier_attempt_is_refused(
@@ -209,8 +218,8 @@ def test_a_push_of_an_earlier_attempt_is_refused(
 ) -> None:
     address = start_service().address
     with (
-        trainer(student(0), tmp_path / "1", [address]) as earlier,
-        trainer(student(0), tmp_path / "2", [address], attempt=2) as later,
+        open_trainer(student(0), tmp_path / "1", [address]) as earlier,
+        open_trainer(student(0), tmp_path / "2", [address], attempt=2) as later,
     ):
         assert earlier.push(1, student(1)).pushed
         version = later.push(2, student(2))
@@ -222,11 +231,11 @@ def test_a_push_of_an_earlier_attempt_is_refused(
 
 
 def test_a_push_of_another_model_is_refused(start_service: StartService, tmp_path: Path) -> None:
-    """The engine keeps no mixture of weights: it has none until the next push."""
+    """The engine drops partly loaded weights, and has none until the next push."""
     address = start_service().address
-    with trainer(student(0, layers=3), tmp_path / "1", [address]) as other:
-        assert not other.push(1, student(1, layers=3)).pushed
-    with trainer(student(0), tmp_path / "2", [address], attempt=2) as made:
-        version = made.push(2, student(2))
+    with open_trainer(student(0, layers=3), tmp_path / "1", [address]) as other_trainer:
+        assert not other_trainer.push(1, student(1, layers=3)).pushed
+    with open_trainer(student(0), tmp_path / "2", [address], attempt=2) as trainer:
+        version = trainer.push(2, student(2))
         assert version.pushed
-        assert_sampled(made.client, version, 2)
+        assert_sampled(trainer.client, version, 2)

@@ -1,4 +1,4 @@
-"""Which orders start when: every decision of the schedule, with a load that the test controls."""
+"""Decisions of the schedule of orders, with loads that the test controls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from student_trainer.rollout_service.schedule import Schedule, ScheduleEntry
 
 
 class Weights:
-    """Loads that end when the test says so."""
+    """A loader whose loads end on the test's call of `end`."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requested_versions: list[str] = []
         self._ends: list[asyncio.Future[None]] = []
 
     async def load(self, weights: WeightsVersion) -> None:
-        self.asked.append(f"{weights.lineage}{weights.number}")
+        self.requested_versions.append(f"{weights.lineage}{weights.number}")
         self._ends.append(asyncio.get_running_loop().create_future())
         await self._ends[-1]
 
@@ -44,11 +44,11 @@ def version(name: str, in_flight: InFlight = "drain") -> WeightsVersion:
     return WeightsVersion(name[0], int(name[1:]), Path("/x"), in_flight)
 
 
-def runs(place: ScheduleEntry) -> bool:
-    return place._started.is_set() and place.error is None
+def is_running(entry: ScheduleEntry) -> bool:
+    return entry._started.is_set() and entry.error is None
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
+def run_scenario(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario)
 
 
@@ -56,14 +56,18 @@ def test_orders_of_one_version_run_at_once_after_one_load() -> None:
     async def scenario() -> None:
         weights = Weights()
         schedule = Schedule(weights.load)
-        places = [schedule.enter(version("a1")) for _ in range(3)]
-        assert not any(map(runs, places))
+        entries = [schedule.enter(version("a1")) for _ in range(3)]
+        assert not any(map(is_running, entries))
         await weights.end()
-        assert all(map(runs, places))
-        assert runs(schedule.enter(version("a1")))
-        assert (weights.asked, schedule.running_count, schedule.waiting_count) == (["a1"], 4, 0)
+        assert all(map(is_running, entries))
+        assert is_running(schedule.enter(version("a1")))
+        assert (weights.requested_versions, schedule.running_count, schedule.waiting_count) == (
+            ["a1"],
+            4,
+            0,
+        )
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_another_version_drains() -> None:
@@ -73,44 +77,44 @@ def test_another_version_drains() -> None:
         old = [schedule.enter(version("a1")) for _ in range(2)]
         await weights.end()
         new = schedule.enter(version("a2"))
-        late = schedule.enter(version("a1"))  # while its weights are there
-        assert runs(late)
-        for place in (*old, late):
+        late = schedule.enter(version("a1"))  # while its weights are loaded
+        assert is_running(late)
+        for entry in (*old, late):
             await settle()
-            assert weights.asked == ["a1"]
-            schedule.leave(place)
+            assert weights.requested_versions == ["a1"]
+            schedule.leave(entry)
         await weights.end()
-        assert runs(new)
-        assert weights.asked == ["a1", "a2"]
+        assert is_running(new)
+        assert weights.requested_versions == ["a1", "a2"]
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_two_lineages_take_turns_by_age() -> None:
-    """A trainer with one order after the other of one version keeps no other waiting."""
+    """A trainer with a sequence of orders of one version does not block other trainers."""
 
     async def scenario() -> None:
         weights = Weights()
         schedule = Schedule(weights.load)
         first = schedule.enter(version("a1"))
         await weights.end()
-        other = schedule.enter(version("b1"))
+        other_lineage = schedule.enter(version("b1"))
         second = schedule.enter(version("a1"))
         third = schedule.enter(version("b1"))
-        assert not runs(second)
+        assert not is_running(second)
         schedule.leave(first)
         await weights.end()
-        assert runs(other)
-        assert not runs(third)  # behind an older order of the other lineage
-        schedule.leave(other)
+        assert is_running(other_lineage)
+        assert not is_running(third)  # behind an older order of the other lineage
+        schedule.leave(other_lineage)
         await weights.end()
-        assert runs(second)
+        assert is_running(second)
         schedule.leave(second)
         await weights.end()
-        assert runs(third)
-        assert weights.asked == ["a1", "b1", "a1", "b1"]
+        assert is_running(third)
+        assert weights.requested_versions == ["a1", "b1", "a1", "b1"]
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
@@ -118,61 +122,64 @@ def test_a_newer_version_in_flight_is_loaded_while_orders_run(in_flight: InFligh
     async def scenario() -> None:
         weights = Weights()
         schedule = Schedule(weights.load)
-        old = schedule.enter(version("a2", in_flight))
+        running = schedule.enter(version("a2", in_flight))
         await weights.end()
-        new = schedule.enter(version("a3", in_flight))
+        newer = schedule.enter(version("a3", in_flight))
         await weights.end()
-        assert runs(old)
-        assert runs(new)
+        assert is_running(running)
+        assert is_running(newer)
         older = schedule.enter(version("a1", in_flight))
-        other = schedule.enter(version("b9", in_flight))
+        other_lineage = schedule.enter(version("b9", in_flight))
         await settle()
-        assert weights.asked == ["a2", "a3"]  # neither an older version nor another lineage
-        schedule.leave(old)
-        schedule.leave(new)
+        assert weights.requested_versions == [
+            "a2",
+            "a3",
+        ]  # neither an older version nor another lineage
+        schedule.leave(running)
+        schedule.leave(newer)
         await weights.end()
-        assert runs(older)
+        assert is_running(older)
         schedule.leave(older)
         await weights.end()
-        assert runs(other)
+        assert is_running(other_lineage)
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_a_failed_load_fails_its_orders_only() -> None:
     async def scenario() -> None:
         weights = Weights()
         schedule = Schedule(weights.load)
-        places = [schedule.enter(version(name)) for name in ("a1", "a2", "a1")]
+        entries = [schedule.enter(version(name)) for name in ("a1", "a2", "a1")]
         await weights.end(Corrupt("half"))
-        for place in (places[0], places[2]):
+        for entry in (entries[0], entries[2]):
             with pytest.raises(Corrupt, match="half"):
-                await place.wait_until_started()
+                await entry.wait_until_started()
         await weights.end()
-        assert runs(places[1])
-        schedule.leave(places[1])
-        again = schedule.enter(version("a1"))
+        assert is_running(entries[1])
+        schedule.leave(entries[1])
+        retried = schedule.enter(version("a1"))
         await weights.end()
-        assert runs(again)
-        assert weights.asked == ["a1", "a2", "a1"]
+        assert is_running(retried)
+        assert weights.requested_versions == ["a1", "a2", "a1"]
         assert schedule.loads == 2
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_orders_that_run_end_if_their_weights_are_lost() -> None:
     async def scenario() -> None:
         weights = Weights()
         schedule = Schedule(weights.load)
-        place = schedule.enter(version("a1"))
-        place.sampling = asyncio.create_task(asyncio.sleep(3600))
+        entry = schedule.enter(version("a1"))
+        entry.sampling = asyncio.create_task(asyncio.sleep(3600))
         await weights.end()
         schedule.enter(version("a2", "keep"))
         await weights.end(Corrupt("half"))
-        assert place.sampling.cancelled()
-        assert isinstance(place.error, Corrupt)
+        assert entry.sampling.cancelled()
+        assert isinstance(entry.error, Corrupt)
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_an_order_that_leaves_frees_its_place() -> None:
@@ -181,18 +188,18 @@ def test_an_order_that_leaves_frees_its_place() -> None:
         schedule = Schedule(weights.load)
         running = schedule.enter(version("a1"))
         await weights.end()
-        gone, stays = schedule.enter(version("b1")), schedule.enter(version("a1"))
-        schedule.leave(gone)
-        assert runs(stays)
-        for place in (running, running, stays, gone):
-            schedule.leave(place)
+        leaving, staying = schedule.enter(version("b1")), schedule.enter(version("a1"))
+        schedule.leave(leaving)
+        assert is_running(staying)
+        for entry in (running, running, staying, leaving):
+            schedule.leave(entry)
         assert (schedule.running_count, schedule.waiting_count) == (0, 0)
         schedule.leave(schedule.enter(version("c1")))  # while its weights are loaded
         await weights.end()
         last = schedule.enter(version("c1"))
-        assert runs(last)
+        assert is_running(last)
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_waiting_orders_are_bounded() -> None:
@@ -206,7 +213,7 @@ def test_waiting_orders_are_bounded() -> None:
         await weights.end()
         schedule.enter(version("a1"))
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_a_service_that_stops_fails_the_waiting_orders() -> None:
@@ -217,47 +224,51 @@ def test_a_service_that_stops_fails_the_waiting_orders() -> None:
         await weights.end()
         waits = schedule.enter(version("a2"))
         schedule.drain()
-        assert runs(running)
+        assert is_running(running)
         with pytest.raises(Unavailable, match="is stopping"):
             await waits.wait_until_started()
         with pytest.raises(Unavailable, match="is stopping"):
             schedule.enter(version("a1"))
         schedule.leave(running)
         await settle()
-        assert weights.asked == ["a1"]
+        assert weights.requested_versions == ["a1"]
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_it_rests_only_without_orders_and_loads_again_afterwards() -> None:
     async def scenario() -> None:
-        weights, slept = Weights(), asyncio.Event()
-        rests: list[str] = []
+        weights, may_wake = Weights(), asyncio.Event()
+        sleep_events: list[str] = []
 
         async def sleep() -> None:
-            rests.append("begun")
-            await slept.wait()
-            rests.append("ended")
+            sleep_events.append("begun")
+            await may_wake.wait()
+            sleep_events.append("ended")
 
         schedule = Schedule(weights.load)
-        place = schedule.enter(version("a1"))
+        entry = schedule.enter(version("a1"))
         await schedule.sleep(sleep)  # a load runs
         await weights.end()
         await schedule.sleep(sleep)  # an order runs
-        assert rests == []
-        schedule.leave(place)
+        assert sleep_events == []
+        schedule.leave(entry)
         resting = asyncio.create_task(schedule.sleep(sleep))
         await settle()
-        again = schedule.enter(version("a1"))
+        next_entry = schedule.enter(version("a1"))
         await settle()
-        assert (rests, weights.asked, schedule.loaded_version) == (["begun"], ["a1"], None)
-        slept.set()
+        assert (sleep_events, weights.requested_versions, schedule.loaded_version) == (
+            ["begun"],
+            ["a1"],
+            None,
+        )
+        may_wake.set()
         await resting
         await weights.end()
-        assert runs(again)
-        assert (rests, weights.asked) == (["begun", "ended"], ["a1", "a1"])
+        assert is_running(next_entry)
+        assert (sleep_events, weights.requested_versions) == (["begun", "ended"], ["a1", "a1"])
 
-    run(scenario())
+    run_scenario(scenario())
 
 
 def test_a_rest_that_fails_starts_the_orders_behind_it() -> None:
@@ -271,10 +282,10 @@ def test_a_rest_that_fails_starts_the_orders_behind_it() -> None:
 
         resting = asyncio.create_task(schedule.sleep(fail))
         await asyncio.sleep(0)
-        place = schedule.enter(version("a1"))
+        entry = schedule.enter(version("a1"))
         with pytest.raises(Corrupt):
             await resting
         await weights.end()
-        assert runs(place)
+        assert is_running(entry)
 
-    run(scenario())
+    run_scenario(scenario())

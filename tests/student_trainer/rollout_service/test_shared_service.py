@@ -1,4 +1,4 @@
-"""Jobs that share a rollout service, whatever their run directories are called."""
+"""Jobs that share a rollout service, with any names of run directories."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.order import Order
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.conftest import StartService
-from tests.student_trainer.rollout_service.in_process import in_process
+from tests.student_trainer.rollout_service.in_process import sample_in_process
 from tests.student_trainer.rollout_service.material import assert_same, order, student
 from tests.student_trainer.saving import LIMIT
 from tests.student_trainer.teachers.anchors import spread_student
 
 
 def engine_of(number: int, run: Path, address: str, material: tiny.Material) -> EngineConnection:
-    """The engine of the first attempt of a run whose student is `student(number)`."""
+    """Connect the first attempt of a run whose student is `student(number)`."""
     config: OnPolicyJob = tiny.job(material, rollouts__address=address)
     services = RolloutServices([address], "")
     model = spread_student(student(number))
@@ -31,7 +31,7 @@ def engine_of(number: int, run: Path, address: str, material: tiny.Material) -> 
 def test_runs_of_the_same_name_have_their_own_weights(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """A directory that was deleted and used again, or two machines with runs of the same name."""
+    """For example a directory that was deleted and reused, or two machines with equal run names."""
     address = start_service().address
     material = tiny.Material.at(tmp_path)
     for number in (1, 2):
@@ -39,9 +39,11 @@ def test_runs_of_the_same_name_have_their_own_weights(
         run.mkdir(parents=True)
         engine = engine_of(number, run, address, material)
         weights = engine.snapshots.write(0)
-        given = order(weights.directory)
+        plain_order = order(weights.directory)
         with engine.client:
-            sampled = dict(engine.client.sample(Order(weights, given.settings, given.sequences)))
+            sequences = dict(
+                engine.client.sample(Order(weights, plain_order.settings, plain_order.sequences))
+            )
         engine.snapshots.close()
-        for index, expected in enumerate(in_process(given, student(number))):
-            assert_same(sampled[index], expected)
+        for index, expected in enumerate(sample_in_process(plain_order, student(number))):
+            assert_same(sequences[index], expected)

@@ -1,4 +1,4 @@
-"""The worker's half of the vllm engine without vLLM: batches that change from step to step."""
+"""The worker side of the vllm engine, without vLLM, with batches that change in each step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def order_of(settings: SamplingSettings, numbers: list[int], limit: int, used: i
 
 
 class Batches:
-    """The steps of vLLM's scheduler for `orders`, with logits that only the position decides."""
+    """Scheduler steps of `orders` as in vLLM, with logits that depend on request and position."""
 
     def __init__(self, **orders: Order) -> None:
         self.worker = WorkerOrders()
@@ -55,7 +55,7 @@ class Batches:
                 self.fields[f"{name}-{index}"] = request_fields(name, order, index)
 
     def step(self, *rows: tuple[str, int], due: list[bool] | None = None) -> Tensor:
-        """One step for rows of (request, position)."""
+        """Sample one step for rows of (request, position)."""
         return self.worker.sample(
             torch.cat([logits_at(name, position) for name, position in rows]),
             [name for name, _ in rows],
@@ -64,7 +64,7 @@ class Batches:
             np.array([True] * len(rows) if due is None else due),
         )
 
-    def taken(self, order: Order, name: str, index: int, length: int) -> SampledTokens:
+    def take_tokens(self, order: Order, name: str, index: int, length: int) -> SampledTokens:
         (data,) = self.worker.take(name, [(index, length)])
         draws = order.settings.draws if order.settings.seed is not None else 0
         return decode_records(
@@ -81,24 +81,24 @@ def hash_of(name: str) -> int:
     return int.from_bytes(name.encode()[-4:], "big")
 
 
-def expected(order: Order, name: str, index: int, length: int) -> SampledTokens:
-    """The same, one sequence and one token at a time."""
+def expected_tokens(order: Order, name: str, index: int, length: int) -> SampledTokens:
+    """Return the tokens of a sequence, sampled one at a time."""
     settings, sequence = order.settings, order.sequences[index]
     steps = []
-    for place in range(length):
+    for step_number in range(length):
         uniforms = draw_uniforms = None
         if settings.seed is not None:
-            at = sequence.used + place
+            offset = sequence.used + step_number
             stream = rollout_noise(sequence.number, settings.seed, settings.stream_tokens)
-            uniforms = stream[at : at + 1]
+            uniforms = stream[offset : offset + 1]
             if settings.draws:
                 stream = rollout_noise(
                     sequence.number, settings.seed, settings.stream_tokens, draws=True
                 )
-                draw_uniforms = stream[at : at + 1]
+                draw_uniforms = stream[offset : offset + 1]
         steps.append(
             sample_step(
-                logits_at(f"{name}-{index}", place)[:, : settings.vocab_size],
+                logits_at(f"{name}-{index}", step_number)[:, : settings.vocab_size],
                 top_k=settings.top_k,
                 temperature=settings.temperature,
                 uniforms=uniforms,
@@ -117,20 +117,20 @@ def expected(order: Order, name: str, index: int, length: int) -> SampledTokens:
     )
 
 
-def assert_same(got: SampledTokens, order: Order, name: str, index: int) -> None:
-    wanted = expected(order, name, index, len(got.token_ids))
-    assert torch.equal(got.token_ids, wanted.token_ids)
-    assert torch.equal(got.head_ids, wanted.head_ids)
-    assert torch.equal(got.token_logprobs, wanted.token_logprobs)
-    assert (got.token_ids.dtype, got.head_ids.dtype) == (torch.int64, torch.int32)
-    assert (got.draws is None) == (wanted.draws is None)
-    if got.draws is not None and wanted.draws is not None:
-        assert torch.equal(got.draws.ids, wanted.draws.ids)
-        assert torch.equal(got.draws.logprobs, wanted.draws.logprobs)
+def assert_same(actual: SampledTokens, order: Order, name: str, index: int) -> None:
+    expected = expected_tokens(order, name, index, len(actual.token_ids))
+    assert torch.equal(actual.token_ids, expected.token_ids)
+    assert torch.equal(actual.head_ids, expected.head_ids)
+    assert torch.equal(actual.token_logprobs, expected.token_logprobs)
+    assert (actual.token_ids.dtype, actual.head_ids.dtype) == (torch.int64, torch.int32)
+    assert (actual.draws is None) == (expected.draws is None)
+    if actual.draws is not None and expected.draws is not None:
+        assert torch.equal(actual.draws.ids, expected.draws.ids)
+        assert torch.equal(actual.draws.logprobs, expected.draws.logprobs)
 
 
 def test_rows_move_and_orders_mix() -> None:
-    """The bits of a sequence do not depend on its place in the batch, or on who is beside it."""
+    """A sequence does not depend on its place in the batch, or on the other sequences."""
     a = order_of(SETTINGS, [5, -6, 7], 4, used=3)
     b = order_of(replace(SETTINGS, seed=None, top_k=0, temperature=1.2), [5], 4)
     c = order_of(replace(SETTINGS, draws=0, seed=12, vocab_size=7), [5, 8], 4)
@@ -141,27 +141,27 @@ def test_rows_move_and_orders_mix() -> None:
     batches.step(("a-2", 1), ("a-0", 2), ("c-0", 1), ("a-1", 2))
     for name, order, lengths in (("a", a, [3, 3, 2]), ("b", b, [2]), ("c", c, [2, 2])):
         for index, length in enumerate(lengths):
-            got = batches.taken(order, name, index, length)
-            assert len(got.token_ids) == length
-            assert_same(got, order, name, index)
+            tokens = batches.take_tokens(order, name, index, length)
+            assert len(tokens.token_ids) == length
+            assert_same(tokens, order, name, index)
 
 
 def test_the_tokens_go_to_their_rows() -> None:
     order = order_of(SETTINGS, [1, 2], 4)
     batches = Batches(a=order)
     ids = batches.step(("probe", 0), ("a-1", 0), ("a-0", 0), due=[True, True, False])
-    assert ids.tolist() == [0, int(expected(order, "a", 1, 1).token_ids), 0]
+    assert ids.tolist() == [0, int(expected_tokens(order, "a", 1, 1).token_ids), 0]
 
 
 def test_a_token_that_is_not_due_or_beyond_the_limit_has_no_record() -> None:
-    """A part of a prompt gives logits, too; and vLLM may run one step more than it needs."""
+    """Chunks of a prompt have logits, too, and vLLM may run one step more than needed."""
     order = order_of(SETTINGS, [1], 2)
     batches = Batches(a=order)
     batches.step(("a-0", -5), due=[False])
     batches.step(("a-0", 0))
     batches.step(("a-0", 1))
     batches.step(("a-0", 2))
-    assert_same(batches.taken(order, "a", 0, 2), order, "a", 0)
+    assert_same(batches.take_tokens(order, "a", 0, 2), order, "a", 0)
 
 
 def test_versions_are_those_of_each_token() -> None:
@@ -171,13 +171,13 @@ def test_versions_are_those_of_each_token() -> None:
         batches.worker.version = version
         batches.step(("a-0", position))
     batches.step(("a-1", 0))
-    assert batches.taken(order, "a", 0, 5).versions == ((3, 2), (4, 1), (9, 2))
-    assert batches.taken(order, "a", 0, 3).versions == ((3, 2), (4, 1))
-    assert batches.taken(order, "a", 1, 1).versions == ((9, 1),)
+    assert batches.take_tokens(order, "a", 0, 5).versions == ((3, 2), (4, 1), (9, 2))
+    assert batches.take_tokens(order, "a", 0, 3).versions == ((3, 2), (4, 1))
+    assert batches.take_tokens(order, "a", 1, 1).versions == ((9, 1),)
 
 
 def test_a_token_that_is_sampled_again_replaces_its_record() -> None:
-    """vLLM drops what it had in flight when it recomputes a sequence."""
+    """vLLM discards tokens in flight when it recomputes a sequence."""
     order = order_of(SETTINGS, [1], 3)
     batches = Batches(a=order)
     batches.worker.version = 1
@@ -185,7 +185,7 @@ def test_a_token_that_is_sampled_again_replaces_its_record() -> None:
         batches.step(("a-0", position))
     batches.worker.version = 2
     batches.step(("a-0", 2))
-    assert batches.taken(order, "a", 0, 3).versions == ((1, 2), (2, 1))
+    assert batches.take_tokens(order, "a", 0, 3).versions == ((1, 2), (2, 1))
 
 
 def test_a_dropped_order_is_gone() -> None:
@@ -199,7 +199,7 @@ def test_a_dropped_order_is_gone() -> None:
 
 
 def test_an_order_uses_memory_for_what_was_sampled() -> None:
-    """Its arrays would take 45 GB, more than the memory of many machines."""
+    """Arrays for the full limits would take 45 GB."""
     order = order_of(
         replace(SETTINGS, top_k=32, draws=8, stream_tokens=32_000), list(range(4000)), 32_000
     )
@@ -208,33 +208,33 @@ def test_an_order_uses_memory_for_what_was_sampled() -> None:
     batches.step(*((f"a-{index}", 0) for index in range(0, 4000, 100)))
     batches.step(*((f"a-{index}", 1) for index in range(0, 4000, 100)))
     assert psutil.Process().memory_info().rss - before < 100e6
-    assert_same(batches.taken(order, "a", 3900, 2), order, "a", 3900)
+    assert_same(batches.take_tokens(order, "a", 3900, 2), order, "a", 3900)
 
 
 def test_ended_sequences_are_fetched_together() -> None:
     running = RunningOrder("a", order_of(SETTINGS, [1, 2, 3], 3))
     ended = [EndedSequence(index, 2, False, False) for index in range(3)]
 
-    async def collected() -> list[list[EndedSequence]]:
+    async def collect_ended() -> list[list[EndedSequence]]:
         running.put(ended[0])
         first = await running.wait_for_ended()
         running.put(ended[1])
         running.put(ended[2])
         return [first, await running.wait_for_ended()]
 
-    assert asyncio.run(collected()) == [ended[:1], ended[1:]]
+    assert asyncio.run(collect_ended()) == [ended[:1], ended[1:]]
 
 
 def test_one_fetch_is_bounded() -> None:
     running = RunningOrder("a", order_of(SETTINGS, [1, 2, 3], 3))
-    long = [EndedSequence(index, 10**6, False, False) for index in range(3)]
+    long_sequences = [EndedSequence(index, 10**6, False, False) for index in range(3)]
 
-    async def collected() -> list[list[EndedSequence]]:
-        for one in long:
-            running.put(one)
-        return [await running.wait_for_ended() for _ in long]
+    async def collect_ended() -> list[list[EndedSequence]]:
+        for sequence in long_sequences:
+            running.put(sequence)
+        return [await running.wait_for_ended() for _ in long_sequences]
 
-    assert asyncio.run(collected()) == [[one] for one in long]
+    assert asyncio.run(collect_ended()) == [[sequence] for sequence in long_sequences]
 
 
 def test_a_fault_comes_before_what_has_ended() -> None:

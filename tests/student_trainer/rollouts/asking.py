@@ -1,4 +1,4 @@
-"""A student that has learned to ask a retriever, and a retriever: for tests of conversations."""
+"""A student trained to query a retriever, and a retriever, for tests of conversations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.student_trainer import tiny
 TAGS = ["<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"]
 
 
-def words() -> Any:
-    made = tiny.tokenizer(tiny.ALPHABET + "\nDoc()Title: ")
-    made.add_tokens(TAGS)
-    return made
+def make_words() -> Any:
+    tokenizer = tiny.tokenizer(tiny.ALPHABET + "\nDoc()Title: ")
+    tokenizer.add_tokens(TAGS)
+    return tokenizer
 
 
-WORDS = words()
+WORDS = make_words()
 TRAINING = [
     "--data",
     "-",
@@ -41,27 +41,27 @@ PROMPTS = [
 
 
 def asking_student(width: int = 32) -> Any:
-    """A small model that has seen a few talks, and is not yet sure of anything in them."""
+    """Return a small model, briefly trained on a few conversations, so that its samples vary."""
     torch.manual_seed(5)
     model = tiny.make_model(len(WORDS), WORDS, 1, width)
-    found = "\n\n<information>Doc 1(Title: 1) 12=\nDoc 2(Title: 1) 12=</information>\n\n"
-    asked = f"<search>1</search>{found}"
+    information = "\n\n<information>Doc 1(Title: 1) 12=\nDoc 2(Title: 1) 12=</information>\n\n"
+    search = f"<search>1</search>{information}"
     answer = "<answer>12</answer>"
-    talks = [f"1+{turns}{answer}" for turns in ("", asked, asked + asked)]
+    talks = [f"1+{turns}{answer}" for turns in ("", search, search + search)]
     texts = [Text([*WORDS(talk)["input_ids"], WORDS.eos_token_id], 2) for talk in talks]
     train(model, texts, _build_parser().parse_args(TRAINING))
     return model.eval()
 
 
 class Facts:
-    """A retriever that says which query it heard; None to some if it is told to."""
+    """A retriever whose passages show the query's length; None for queries with `fails` in them."""
 
     def __init__(self, fails: str | None = None) -> None:
         self.fails = fails
-        self.asked: list[str] = []
+        self.queries: list[str] = []
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
-        self.asked += queries
+        self.queries += queries
         return [
             None if self.fails is not None and self.fails in query else [f"{len(query)}\n12="] * 2
             for query in queries

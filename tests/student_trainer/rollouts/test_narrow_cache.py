@@ -1,4 +1,4 @@
-"""The cache in bfloat16 holds half of the bytes, and changes no bit of a rollout."""
+"""The bfloat16 cache has half of the size, and keeps rollouts bit-identical."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from student_trainer.rollouts.sampler import SampledTokens, Sampler
 from tests.student_trainer import tiny
 
 
-def sampled(model: Any) -> list[SampledTokens]:
+def write_tokens(model: Any) -> list[SampledTokens]:
     generator = torch.Generator().manual_seed(0)
 
     def uniform() -> list[Tensor]:
         return [torch.rand(12, generator=generator, dtype=torch.float64) for _ in range(3)]
 
-    before = [torch.randint(13, (length,), generator=generator) for length in (2, 5, 7)]
+    prompts = [torch.randint(13, (length,), generator=generator) for length in (2, 5, 7)]
     writer = Sampler(model, tiny.tokenizer(), top_k=4, temperature=1.0, draws=3, bf16=True)
-    return writer.write(before, [12, 7, 12], uniform(), None, uniform())
+    return writer.write(prompts, [12, 7, 12], uniform(), None, uniform())
 
 
 def test_rollouts_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model(seed=3, layers=3)
     caches: list[NarrowCache] = []
 
-    def noted(model: Any, *, bf16: bool) -> NarrowCache | None:
+    def record_cache(model: Any, *, bf16: bool) -> NarrowCache | None:
         caches.append(make_cache(model, bf16=bf16))  # type: ignore[arg-type]
         return caches[-1]
 
-    monkeypatch.setattr(sampler, "make_cache", noted)
-    found = sampled(model)
+    monkeypatch.setattr(sampler, "make_cache", record_cache)
+    sequences = write_tokens(model)
     monkeypatch.setattr(sampler, "make_cache", lambda model, bf16: None)
-    for ours, theirs in zip(found, sampled(model), strict=True):
-        assert torch.equal(ours.token_ids, theirs.token_ids)
-        assert torch.equal(ours.token_logprobs, theirs.token_logprobs)
-        assert torch.equal(ours.head_ids, theirs.head_ids)
-        assert ours.draws is not None
-        assert theirs.draws is not None
-        assert torch.equal(ours.draws.logprobs, theirs.draws.logprobs)
+    for sequence, expected in zip(sequences, write_tokens(model), strict=True):
+        assert torch.equal(sequence.token_ids, expected.token_ids)
+        assert torch.equal(sequence.token_logprobs, expected.token_logprobs)
+        assert torch.equal(sequence.head_ids, expected.head_ids)
+        assert sequence.draws is not None
+        assert expected.draws is not None
+        assert torch.equal(sequence.draws.logprobs, expected.draws.logprobs)
     (cache,) = caches
-    held = {(layer.keys.dtype, layer.values.dtype) for layer in cache.layers}
-    assert held == {(torch.bfloat16, torch.bfloat16)}
+    dtypes = {(layer.keys.dtype, layer.values.dtype) for layer in cache.layers}
+    assert dtypes == {(torch.bfloat16, torch.bfloat16)}
 
 
 def test_others_keep_their_own_cache() -> None:

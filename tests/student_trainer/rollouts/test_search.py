@@ -1,4 +1,4 @@
-"""A talk with a retriever: whose tokens are whose, what is learned from, what decides it."""
+"""Conversations with a retriever: token ownership, learned tokens, and reproducibility."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def student() -> Any:
     return asking_student()
 
 
-def source(
+def make_search(
     student: Any,
     retriever: Any,
     *,
@@ -46,129 +46,139 @@ def source(
     return SearchRollouts(conversations, sampler, WORDS, stream_tokens=new)
 
 
-def talks(
+def generate_talks(
     rollouts: SearchRollouts, numbers: Sequence[int], prompts: Sequence[Prompt] | None = None
 ) -> list[Rollout]:
-    asked = prompts or [PROMPTS[n % 2] for n in numbers]
-    return [one for batch in rollouts.generate(asked, numbers, seed=3) for one in batch]
+    chosen_prompts = prompts or [PROMPTS[n % 2] for n in numbers]
+    return [
+        rollout for batch in rollouts.generate(chosen_prompts, numbers, seed=3) for rollout in batch
+    ]
 
 
 @pytest.fixture(scope="module")
-def found(student: Any) -> list[Rollout]:
-    return talks(source(student, Facts()), range(60))
+def sampled_talks(student: Any) -> list[Rollout]:
+    return generate_talks(make_search(student, Facts()), range(60))
 
 
-def own(rollout: Rollout) -> Tensor:
+def own_mask(rollout: Rollout) -> Tensor:
     assert rollout.own is not None
     return rollout.own
 
 
-def test_the_material_has_all_there_is_to_see(found: list[Rollout]) -> None:
-    assert {rollout.queries for rollout in found} == {0, 1, 2}
-    assert {rollout.truncated for rollout in found} == {True, False}
-    assert any(rollout.concluded for rollout in found)
+def test_the_material_has_all_there_is_to_see(sampled_talks: list[Rollout]) -> None:
+    assert {rollout.queries for rollout in sampled_talks} == {0, 1, 2}
+    assert {rollout.truncated for rollout in sampled_talks} == {True, False}
+    assert any(rollout.concluded for rollout in sampled_talks)
 
 
 def test_two_turns_rebuilt_by_hand_have_the_same_log_probs(
-    student: Any, found: list[Rollout]
+    student: Any, sampled_talks: list[Rollout]
 ) -> None:
-    """One plain forward pass over the whole talk; rows of passages are not looked at."""
-    for rollout in found:
-        exact = completion_logprobs(student, rollout)
-        kept = own(rollout)
-        token = exact.gather(1, rollout.completion[:, None])[:, 0]
+    """One plain forward pass over the conversation; rows of passages are not compared."""
+    for rollout in sampled_talks:
+        exact_logprobs = completion_logprobs(student, rollout)
+        is_own = own_mask(rollout)
+        token = exact_logprobs.gather(1, rollout.completion[:, None])[:, 0]
         torch.testing.assert_close(
-            rollout.token_logprobs[kept].double(), token[kept], rtol=0, atol=1e-4
+            rollout.token_logprobs[is_own].double(), token[is_own], rtol=0, atol=1e-4
         )
-        assert torch.equal(rollout.head_ids[kept].long(), exact.topk(4).indices[kept])
+        assert torch.equal(rollout.head_ids[is_own].long(), exact_logprobs.topk(4).indices[is_own])
         assert len(rollout.head_ids) == len(rollout.token_logprobs) == len(rollout.completion)
 
 
-def test_passages_stand_where_the_query_ended_and_nowhere_else(found: list[Rollout]) -> None:
-    for rollout in found:
-        completion, kept = rollout.completion, own(rollout)
-        text = WORDS.decode(completion[~kept])
+def test_passages_stand_where_the_query_ended_and_nowhere_else(
+    sampled_talks: list[Rollout],
+) -> None:
+    for rollout in sampled_talks:
+        completion, is_own = rollout.completion, own_mask(rollout)
+        text = WORDS.decode(completion[~is_own])
         assert text.count("<information>") == text.count("</information>") == rollout.queries or (
             rollout.truncated and rollout.queries
         )
-        begins = (~kept & torch.cat([torch.tensor([True]), kept[:-1]])).nonzero().flatten()
-        for first in begins.tolist():
+        passage_starts = (
+            (~is_own & torch.cat([torch.tensor([True]), is_own[:-1]])).nonzero().flatten()
+        )
+        for first in passage_starts.tolist():
             assert completion[first - 1] == IDS["</search>"]
             block = completion[first:]
             block = block[: int((block == IDS["</information>"]).nonzero()[0]) + 1]
-            asked = WORDS.decode(completion[:first])
-            query = parse_action(asked[asked.rindex("<search>") :])[1]
+            text_before = WORDS.decode(completion[:first])
+            query = parse_action(text_before[text_before.rindex("<search>") :])[1]
             assert WORDS.decode(block).count(f"(Title: {len(query)}) 12=") == 2
 
 
-def test_neighbours_and_batches_do_not_matter(student: Any, found: list[Rollout]) -> None:
-    apart = [talks(source(student, Facts()), [n])[0] for n in range(6)]
-    small = talks(source(student, Facts(), batch=900), range(24))
-    backwards = talks(source(student, Facts()), range(23, -1, -1))[::-1]
-    for others in (apart, small, backwards):
-        for one, other in zip(found, others, strict=False):
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-            assert torch.equal(own(one), own(other))
+def test_neighbours_and_batches_do_not_matter(student: Any, sampled_talks: list[Rollout]) -> None:
+    single_talks = [generate_talks(make_search(student, Facts()), [n])[0] for n in range(6)]
+    small_batches = generate_talks(make_search(student, Facts(), batch=900), range(24))
+    backwards = generate_talks(make_search(student, Facts()), range(23, -1, -1))[::-1]
+    for variant in (single_talks, small_batches, backwards):
+        for rollout, variant_rollout in zip(sampled_talks, variant, strict=False):
+            assert rollout.token_ids.tolist() == variant_rollout.token_ids.tolist()
+            assert torch.equal(own_mask(rollout), own_mask(variant_rollout))
 
 
 @pytest.mark.parametrize("new", [5, 20, 40])
 def test_all_turns_together_keep_to_the_budget(student: Any, new: int) -> None:
-    for rollout in talks(source(student, Facts(), new=new), range(40)):
+    for rollout in generate_talks(make_search(student, Facts(), new=new), range(40)):
         assert len(rollout.completion) <= new
-        assert bool(own(rollout)[-1])  # what nobody answers to is not read either
-        ended = rollout.completion[-1] in (WORDS.eos_token_id, IDS["</answer>"], IDS["</search>"])
-        assert rollout.truncated or ended
+        assert bool(own_mask(rollout)[-1])  # no passage follows the last query
+        is_finished = rollout.completion[-1] in (
+            WORDS.eos_token_id,
+            IDS["</answer>"],
+            IDS["</search>"],
+        )
+        assert rollout.truncated or is_finished
 
 
 def test_long_passages_are_cut_and_closed(student: Any) -> None:
-    for rollout in talks(source(student, Facts(), max_passage_tokens=4), range(30)):
-        text = WORDS.decode(rollout.completion[~own(rollout)])
+    for rollout in generate_talks(make_search(student, Facts(), max_passage_tokens=4), range(30)):
+        text = WORDS.decode(rollout.completion[~own_mask(rollout)])
         assert text.replace("\n\n<information>Doc </information>\n\n", "") == ""
 
 
 def test_after_the_last_query_there_are_no_passages(student: Any) -> None:
     retriever = Facts()
-    rollouts = talks(source(student, retriever, max_turns=1), range(60))
+    rollouts = generate_talks(make_search(student, retriever, max_turns=1), range(60))
     assert max(rollout.queries for rollout in rollouts) == 1
-    assert len(retriever.asked) == sum(rollout.queries for rollout in rollouts)
-    again = [r for r in rollouts if (r.completion == IDS["</search>"]).sum() == 2]
-    assert again
-    assert all(rollout.concluded == "" for rollout in again)
+    assert len(retriever.queries) == sum(rollout.queries for rollout in rollouts)
+    second_queries = [r for r in rollouts if (r.completion == IDS["</search>"]).sum() == 2]
+    assert second_queries
+    assert all(rollout.concluded == "" for rollout in second_queries)
 
 
 def test_a_query_that_fails_is_the_fault_of_that_answer_alone(
-    student: Any, found: list[Rollout]
+    student: Any, sampled_talks: list[Rollout]
 ) -> None:
-    rollouts = talks(source(student, Facts(fails="1")), range(60))
+    rollouts = generate_talks(make_search(student, Facts(fails="1")), range(60))
     assert {rollout.failed for rollout in rollouts} == {True, False}
-    for one, other in zip(rollouts, found, strict=True):
-        if not one.failed:
-            assert one.token_ids.tolist() == other.token_ids.tolist()
+    for talk, expected_rollout in zip(rollouts, sampled_talks, strict=True):
+        if not talk.failed:
+            assert talk.token_ids.tolist() == expected_rollout.token_ids.tolist()
 
 
-def test_passages_have_no_gradient_and_no_rows(found: list[Rollout]) -> None:
-    """The rows of a batch are the student's own tokens; what is about others, however absurd,
-    changes nothing.
+def test_passages_have_no_gradient_and_no_rows(sampled_talks: list[Rollout]) -> None:
+    """The rows of a batch are the student's own tokens; invalid values of other tokens have no
+    effect.
     """
     torch.manual_seed(0)
     student = tiny.make_model(len(WORDS), WORDS, 1, 32)
     teacher = ModelTeacher(tiny.make_model(len(WORDS), WORDS, 1, 32))
-    rollouts = [rollout for rollout in found if rollout.queries][:3]
+    rollouts = [rollout for rollout in sampled_talks if rollout.queries][:3]
 
     def gradients(absurd: bool) -> list[Tensor]:
-        scored = []
+        scored_sequences = []
         for rollout in rollouts:
             rows = teacher.score(rollout)
             if absurd:
-                others = ~own(rollout).numpy()
-                rows.result().head_logprobs[others] = 1e9
-                rows.result().token_logprobs[others] = np.nan
-                rollout.token_logprobs[~own(rollout)] = np.nan
-            scored.append(PendingRows(rollout, rows).wait())
-        batch = make_batch(scored, torch.device("cpu"))
+                is_foreign = ~own_mask(rollout).numpy()
+                rows.result().head_logprobs[is_foreign] = 1e9
+                rows.result().token_logprobs[is_foreign] = np.nan
+                rollout.token_logprobs[~own_mask(rollout)] = np.nan
+            scored_sequences.append(PendingRows(rollout, rows).wait())
+        batch = make_batch(scored_sequences, torch.device("cpu"))
         assert len(batch) == sum(rollout.learned for rollout in rollouts)
-        whole = Student(student)
-        out = whole(
+        student_module = Student(student)
+        out = student_module(
             batch,
             lambda rows, i: rows.token_logprobs + (batch.teacher[i].head_logprobs).sum(1),
             1.0,
@@ -177,24 +187,26 @@ def test_passages_have_no_gradient_and_no_rows(found: list[Rollout]) -> None:
         out.loss_sum.backward()
         return [p.grad.clone() for p in student.parameters() if p.grad is not None]
 
-    plain = gradients(absurd=False)
-    assert any(g.abs().sum() > 0 for g in plain)
-    for one, other in zip(plain, gradients(absurd=True), strict=True):
-        assert torch.equal(one, other)
+    expected_gradients = gradients(absurd=False)
+    assert any(g.abs().sum() > 0 for g in expected_gradients)
+    for expected, gradient in zip(expected_gradients, gradients(absurd=True), strict=True):
+        assert torch.equal(expected, gradient)
 
 
-def test_the_gradient_of_logits_before_passages_is_exactly_zero(found: list[Rollout]) -> None:
-    rollout = next(rollout for rollout in found if rollout.queries)
+def test_the_gradient_of_logits_before_passages_is_exactly_zero(
+    sampled_talks: list[Rollout],
+) -> None:
+    rollout = next(rollout for rollout in sampled_talks if rollout.queries)
     teacher = ModelTeacher(tiny.make_model(len(WORDS), WORDS, 1, 32))
     batch = make_batch([PendingRows(rollout, teacher.score(rollout)).wait()], torch.device("cpu"))
     logits = torch.randn(1, len(rollout.token_ids), len(WORDS), requires_grad=True)
     logprobs = batch.select(logits).log_softmax(1).gather(1, batch.token_ids[:, None])
     logprobs.sum().backward()
     assert logits.grad is not None
-    moved = logits.grad[0].abs().sum(1) > 0
+    has_gradient = logits.grad[0].abs().sum(1) > 0
     expected = torch.zeros(len(rollout.token_ids), dtype=torch.bool)
-    expected[rollout.start - 1 : -1] = own(rollout)
-    assert torch.equal(moved, expected)
+    expected[rollout.start - 1 : -1] = own_mask(rollout)
+    assert torch.equal(has_gradient, expected)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +226,7 @@ def test_actions(turn: str, expected: tuple[str | None, str]) -> None:
 
 @pytest.mark.parametrize("text", ["so: </search>", "a</search>.", "</searc>h", "x</answer", "b>"])
 def test_a_mark_is_found_whatever_its_tokens(text: str) -> None:
-    """Byte-level BPE that cuts the marks in pieces, against a search in the text."""
+    """Byte-level BPE that splits the marks, compared with a search in the text."""
     bpe = tiny.make_tokenizer("bpe", ["the </sea h> rch a.b >. </a"] * 20, 300)
     marks = Marks(bpe, ["</search>", "</answer>"])
     ids = torch.tensor(bpe(text)["input_ids"])
@@ -230,19 +242,21 @@ def test_a_mark_is_found_whatever_its_tokens(text: str) -> None:
     assert closed[:first] == expected[:first]
 
 
-def test_draws_of_passages_are_placeholders(student: Any, found: list[Rollout]) -> None:
-    """The draws of own tokens use one random number a token; tokens are as without draws."""
-    rollouts = source(student, Facts(), draws=3)
-    drawn = talks(rollouts, range(60))
-    for number, (rollout, plain) in enumerate(zip(drawn, found, strict=True)):
-        assert torch.equal(rollout.token_ids, plain.token_ids)
-        assert plain.draws is None
+def test_draws_of_passages_are_placeholders(student: Any, sampled_talks: list[Rollout]) -> None:
+    """Draws of own tokens use one random number per token, and do not change tokens."""
+    rollouts = make_search(student, Facts(), draws=3)
+    talks_with_draws = generate_talks(rollouts, range(60))
+    for number, (rollout, expected) in enumerate(zip(talks_with_draws, sampled_talks, strict=True)):
+        assert torch.equal(rollout.token_ids, expected.token_ids)
+        assert expected.draws is None
         assert rollout.draws is not None
         assert rollout.draws.ids.shape == (len(rollout.completion), 3)
-        kept = own(rollout)
-        assert (rollout.draws.logprobs[~kept] == torch.inf).all()
-        assert not rollout.draws.ids[~kept].any()
+        is_own = own_mask(rollout)
+        assert (rollout.draws.logprobs[~is_own] == torch.inf).all()
+        assert not rollout.draws.ids[~is_own].any()
         levels = rollout_noise(number, 3, 200, draws=True)
-        exact = completion_logprobs(student, rollout)[kept]
-        wanted = draw_tail(exact.exp(), rollout.head_ids[kept].long(), levels[: len(exact)], 3)
-        assert torch.equal(rollout.draws[kept].ids, wanted.ids)
+        exact_logprobs = completion_logprobs(student, rollout)[is_own]
+        expected_draws = draw_tail(
+            exact_logprobs.exp(), rollout.head_ids[is_own].long(), levels[: len(exact_logprobs)], 3
+        )
+        assert torch.equal(rollout.draws[is_own].ids, expected_draws.ids)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a step, whatever happened before."""
+"""metrics.jsonl: one line per step, also after a resume or a crash."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def run(tmp_path: Path, material: tiny.Material) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", tiny.job(material))
 
 
-def lines(run: RunDirectory) -> list[tuple[int, int]]:
-    found = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [(line["attempt"], line["step"]) for line in found]
+def read_lines(run: RunDirectory) -> list[tuple[int, int]]:
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [(line["attempt"], line["step"]) for line in records]
 
 
 def log_steps(run: RunDirectory, attempt: int, last: int | None, steps: range) -> None:
@@ -37,11 +37,11 @@ def log_steps(run: RunDirectory, attempt: int, last: int | None, steps: range) -
 def test_a_resume_forgets_what_comes_again(run: RunDirectory) -> None:
     log_steps(run, 1, None, range(6))
     log_steps(run, 2, 3, range(4, 8))
-    assert lines(run) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6), (2, 7)]
+    assert read_lines(run) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6), (2, 7)]
     log_steps(run, 3, 7, range(8, 9))
-    assert lines(run)[-2:] == [(2, 7), (3, 8)]
+    assert read_lines(run)[-2:] == [(2, 7), (3, 8)]
     log_steps(run, 4, None, range(2))
-    assert lines(run) == [(4, 0), (4, 1)]
+    assert read_lines(run) == [(4, 0), (4, 1)]
 
 
 @pytest.mark.parametrize("torn", ['{"attempt": 1, "st', '{"attempt": 1, "step": 3, "loss": 1}'])
@@ -50,7 +50,7 @@ def test_a_torn_last_line_is_dropped(run: RunDirectory, torn: str) -> None:
     with run.metrics.open("a") as file:
         file.write(torn)
     log_steps(run, 2, 2, range(3, 4))
-    assert lines(run) == [(1, 0), (1, 1), (1, 2), (2, 3)]
+    assert read_lines(run) == [(1, 0), (1, 1), (1, 2), (2, 3)]
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(run: RunDirectory) -> None:
@@ -72,9 +72,9 @@ def test_numbers_that_are_none_are_told_and_left_out(
 ) -> None:
     log = open_metrics(run, attempt=1, last_step=None, track=FILE_ONLY)
     with caplog.at_level(logging.WARNING):
-        written = log.write(4, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+        finite_metrics = log.write(4, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
     log.close()
-    assert written == {"lr": 0.5}
+    assert finite_metrics == {"lr": 0.5}
     assert json.loads(run.metrics.read_text()) == {"attempt": 1, "step": 4, "lr": 0.5}
     assert sorted(record.getMessage() for record in caplog.records) == [
         "step 4: grad_norm is inf and was not written",
@@ -92,5 +92,5 @@ def test_tensorboard_shows_each_step_once(run: RunDirectory) -> None:
         log.close()
     board = EventAccumulator(str(run.tensorboard))
     board.Reload()
-    found = [(event.step, event.value) for event in board.Scalars("loss")]
-    assert found == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    events = [(event.step, event.value) for event in board.Scalars("loss")]
+    assert events == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]

@@ -1,4 +1,4 @@
-"""What a run directory tells of the code that an attempt ran."""
+"""The record of an attempt's source code in the run directory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no
 
 
 def git(root: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false")
-    done = subprocess.run(
-        ["git", "-C", str(root), *who, *arguments], capture_output=True, text=True, check=True
+    identity = ("-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false")
+    completed = subprocess.run(
+        ["git", "-C", str(root), *identity, *arguments], capture_output=True, text=True, check=True
     )
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def environment(run: RunDirectory) -> dict[str, str]:
+def read_environment(run: RunDirectory) -> dict[str, str]:
     write_environment(run, attempt=1, processes=1)
-    found: dict[str, str] = json.loads((run.path / "environment.json").read_text())
-    return found
+    variables: dict[str, str] = json.loads((run.path / "environment.json").read_text())
+    return variables
 
 
 def test_commit_and_changes(
@@ -48,25 +48,25 @@ def test_commit_and_changes(
     monkeypatch.setattr(provenance, "_ROOT", checkout)
     run = RunDirectory(tmp_path)
     commit = git(checkout, "rev-parse", "HEAD")
-    assert environment(run)["commit"] == commit
+    assert read_environment(run)["commit"] == commit
     assert not run.code_diff.exists()
     (checkout / "package" / "code.py").write_text("one = 2\n")
-    assert environment(run)["commit"] == f"{commit}, and code.diff"
+    assert read_environment(run)["commit"] == f"{commit}, and code.diff"
     diff = run.code_diff.read_text()
     assert "-one = 1\n+one = 2\n" in diff
-    # It is whole: who has the commit has the code.
+    # The diff is complete: with the commit it gives the code.
     git(checkout, "checkout", "-q", ".")
     subprocess.run(["git", "-C", str(checkout), "apply"], input=diff, text=True, check=True)
     assert (checkout / "package" / "code.py").read_text() == "one = 2\n"
     git(checkout, "commit", "-q", "-a", "-m", "second")
-    assert environment(run)["commit"] == git(checkout, "rev-parse", "HEAD") != commit
+    assert read_environment(run)["commit"] == git(checkout, "rev-parse", "HEAD") != commit
     assert not run.code_diff.exists()
 
 
 def test_no_checkout_of_its_own(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An environment in somebody's checkout, a repository without a commit, no git."""
+    """An environment in another project's checkout, a repository without a commit, or no git."""
     assert source_code(checkout / "package") is None
     assert source_code(tmp_path) is None
     (tmp_path / "empty").mkdir()
@@ -74,7 +74,7 @@ def test_no_checkout_of_its_own(
     assert source_code(tmp_path / "empty") is None
     assert source_code(tmp_path / "nowhere") is None
     monkeypatch.setattr(provenance, "_ROOT", checkout / "package")
-    assert "commit" not in environment(RunDirectory(tmp_path))
+    assert "commit" not in read_environment(RunDirectory(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert source_code(checkout) is None
 
@@ -82,20 +82,20 @@ def test_no_checkout_of_its_own(
 def test_neither_a_caller_s_repository_nor_its_taste(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hook of git tells what it starts of its own repository."""
+    """A git hook sets variables about its own repository."""
     commit = git(checkout, "rev-parse", "HEAD")
     git(checkout, "config", "diff.noprefix", "true")
     (checkout / "package" / "code.py").write_text("one = 2\n")
-    other = tmp_path / "other"
-    other.mkdir()
-    git(other, "init", "-q")
-    git(other, "commit", "-q", "--allow-empty", "-m", "another")
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
-    found = source_code(checkout)
-    assert found is not None
-    assert found.commit == commit
-    assert found.diff.startswith("diff --git a/package/code.py b/package/code.py\n")
+    other_repository = tmp_path / "other"
+    other_repository.mkdir()
+    git(other_repository, "init", "-q")
+    git(other_repository, "commit", "-q", "--allow-empty", "-m", "another")
+    monkeypatch.setenv("GIT_DIR", str(other_repository / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other_repository / ".git" / "index"))
+    source = source_code(checkout)
+    assert source is not None
+    assert source.commit == commit
+    assert source.diff.startswith("diff --git a/package/code.py b/package/code.py\n")
 
 
 def test_a_diff_is_bounded_and_runs_nothing(checkout: Path, tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_a_diff_is_bounded_and_runs_nothing(checkout: Path, tmp_path: Path) -> N
     git(checkout, "config", "diff.external", f"touch {canary}")
     git(checkout, "config", "core.fsmonitor", f"touch {canary};:")
     (checkout / "package" / "code.py").write_text("line\n" * MAX_DIFF_BYTES)
-    found = source_code(checkout)
-    assert found is not None
-    assert found.diff.endswith("\n... cut\n")
-    assert len(found.diff) < MAX_DIFF_BYTES + 100
+    source = source_code(checkout)
+    assert source is not None
+    assert source.diff.endswith("\n... cut\n")
+    assert len(source.diff) < MAX_DIFF_BYTES + 100
     assert not canary.exists()

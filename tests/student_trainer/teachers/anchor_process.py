@@ -1,4 +1,4 @@
-"""One of several processes over gloo that share an anchor, and what each of them says of it."""
+"""One of several gloo processes with shards of an anchor, and the report of each."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ from tests.student_trainer.teachers.anchors import (
 TAU, PERIOD = 0.9, 2
 
 
-def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> Path:
-    """Updates of the student, from the first or from the checkpoint `resumed` on, and a save."""
+def run_process(
+    out: Path, sharding: str, until: int, resumed_checkpoint: Path | None = None
+) -> Path:
+    """Update the student, from step 1 or `resumed_checkpoint`; write a report and a checkpoint."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     words, model = tiny.tokenizer(), tiny.model(seed=2, layers=2)
     student = spread_student(model, sharding)
     anchor = Anchor(student, tau=TAU, update_period=PERIOD)
-    if resumed is not None:
-        checkpoint.load_anchor(resumed, anchor)
+    if resumed_checkpoint is not None:
+        checkpoint.load_anchor(resumed_checkpoint, anchor)
     for update in range(anchor.updates + 1, until + 1):
         move(student, anchor, update)
     numbers = range(rank, len(rollouts()), world)
     blocks = rows_of(teacher_of(anchor, student), [rollouts()[number] for number in numbers])
-    said = {
+    report = {
         "gap": anchor.gap(),
         "version": anchor.version,
         "elements": sum(local(share).numel() for share in anchor.state().values()),
@@ -52,7 +54,7 @@ def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> P
         },
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"rank-{rank}.json").write_text(json.dumps(said))
+    (out / f"rank-{rank}.json").write_text(json.dumps(report))
     save_checkpoint(
         out,
         anchor.updates,
@@ -64,15 +66,19 @@ def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> P
     return checkpoint.checkpoint_path(out, until)
 
 
-def run(world: int, out: Path, sharding: str, until: int, resumed: Path | None = None) -> Path:
-    """`work` in so many processes; the checkpoint."""
-    forks = Forks(world, out.with_suffix(".group"), work, out, sharding, until, resumed)
+def run_processes(
+    world: int, out: Path, sharding: str, until: int, resumed_checkpoint: Path | None = None
+) -> Path:
+    """Run `run_process` in `world` processes, and return the checkpoint."""
+    forks = Forks(
+        world, out.with_suffix(".group"), run_process, out, sharding, until, resumed_checkpoint
+    )
     assert forks.wait() == [0] * world
     return checkpoint.checkpoint_path(out, until)
 
 
 def score_without_a_column(out: Path) -> None:
-    """The second process has an answer to a sample that the context does not fit."""
+    """Score with a sample in the second process that lacks a column of the context."""
     rank = int(os.environ["RANK"])
     student = spread_student(tiny.model(seed=2), "fsdp2")
     teacher = teacher_of(
@@ -87,6 +93,6 @@ def score_without_a_column(out: Path) -> None:
         (out / f"rank-{rank}.json").write_text(json.dumps(str(error)))
 
 
-def said(out: Path) -> list[Any]:
-    """What each process said, by rank."""
+def read_reports(out: Path) -> list[Any]:
+    """Return the report of each process, by rank."""
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank-*.json"))]

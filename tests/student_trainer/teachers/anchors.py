@@ -1,4 +1,4 @@
-"""Anchors of small students that are moved to where a test knows them to be."""
+"""Anchors of small students, with updates that tests can repeat."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def spread_student(
 ) -> Replicated | Sharded:
     accelerator = make_accelerator(LIMIT)
     student = Student(model, bf16=bf16)
-    made = distribute(accelerator, student, sharding, tensor_parallel, context_parallel)
+    distributed = distribute(accelerator, student, sharding, tensor_parallel, context_parallel)
     if pack:
-        made.choose_attention(StudentConfig(model="-"))
-    return made
+        distributed.choose_attention(StudentConfig(model="-"))
+    return distributed
 
 
 def theta(name: str, like: Tensor, update: int) -> Tensor:
-    """The whole of a weight after an update."""
+    """Return the full weight after an update."""
     generator = torch.Generator().manual_seed(1000 * update + sum(name.encode()))
     return 0.3 * torch.randn(like.shape, generator=generator)
 
 
 def move(student: Replicated | Sharded, anchor: Anchor, update: int) -> None:
-    """An update of the student that everyone can repeat."""
+    """Set the student's weights to those of an update, and update the anchor."""
     with torch.no_grad():
         for name, parameter in student.trained.model.named_parameters():
             if parameter.requires_grad:
@@ -55,27 +55,27 @@ def move(student: Replicated | Sharded, anchor: Anchor, update: int) -> None:
 
 
 def rollouts(count: int = 7, top_k: int = 4) -> list[Rollout]:
-    """Of all lengths, and with head ids in no order."""
+    """Return rollouts of different lengths, with unordered head ids."""
     generator = torch.Generator().manual_seed(0)
-    made = []
+    sequences = []
     for number in range(count):
-        start, written = 1 + number % 3, 1 + number % 5
-        ids = torch.randint(13, (start + written,), generator=generator)
-        heads = [torch.randperm(13, generator=generator)[:top_k] for _ in range(written)]
+        start, length = 1 + number % 3, 1 + number % 5
+        ids = torch.randint(13, (start + length,), generator=generator)
+        heads = [torch.randperm(13, generator=generator)[:top_k] for _ in range(length)]
         columns = {"answer": str(number), "hint": f"{number}+{number}", "text": "1+2="}
-        made.append(
+        sequences.append(
             Rollout(
                 token_ids=ids,
                 start=start,
                 head_ids=torch.stack(heads).int(),
-                token_logprobs=torch.zeros(written),
+                token_logprobs=torch.zeros(length),
                 truncated=False,
                 answer=columns["answer"],
                 fields=columns,
                 text=columns["text"],
             )
         )
-    return made
+    return sequences
 
 
 def teacher_of(anchor: Anchor, student: Replicated | Sharded, **options: Any) -> AnchorTeacher:
@@ -89,8 +89,8 @@ def teacher_of(anchor: Anchor, student: Replicated | Sharded, **options: Any) ->
     )
 
 
-def rows_of(teacher: AnchorTeacher, scored: Sequence[Rollout]) -> list[RowBlock]:
-    """As a step asks: every rollout first, then `finish`."""
-    futures = [teacher.score(rollout) for rollout in scored]
+def rows_of(teacher: AnchorTeacher, sequences: Sequence[Rollout]) -> list[RowBlock]:
+    """Score as a step does: all rollouts first, then `finish`."""
+    futures = [teacher.score(rollout) for rollout in sequences]
     teacher.finish()
     return [future.result(timeout=0) for future in futures]

@@ -1,4 +1,4 @@
-"""The anchor is the average it is said to be, scores as a teacher, and disturbs nothing."""
+"""The anchor is the documented average, scores as a teacher, and does not affect training."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
-def anchored(
+def make_anchored(
     model: Any, *, tau: float = 0.9, update_period: int = 2, **options: bool
 ) -> tuple[Replicated | Sharded, Anchor]:
     student = spread_student(model, **options)
@@ -74,7 +74,7 @@ def train(student: Replicated | Sharded, anchor: Anchor, optimizer: Any, step: i
 def test_it_is_the_closed_form(tau: float, period: int) -> None:
     """phi_v = tau^v phi_0 + (1 - tau) sum_j tau^(v - j) theta_(j period), in float64."""
     model = tiny.model(seed=2)
-    student, anchor = anchored(model, tau=tau, update_period=period)
+    student, anchor = make_anchored(model, tau=tau, update_period=period)
     first = {name: value.double() for name, value in weights_of(model).items()}
     updates = 11
     for update in range(1, updates + 1):
@@ -93,7 +93,7 @@ def test_it_is_the_closed_form(tau: float, period: int) -> None:
 
 def test_where_the_student_stays_it_does_not_drift() -> None:
     model = tiny.model(seed=2)
-    _, anchor = anchored(model, tau=0.7, update_period=1)
+    _, anchor = make_anchored(model, tau=0.7, update_period=1)
     for _ in range(50):
         anchor.after_update()
     assert anchor.version == 50
@@ -104,30 +104,32 @@ def test_where_the_student_stays_it_does_not_drift() -> None:
 @pytest.mark.parametrize("tau", [0.9, 1.0])
 def test_gap_is_the_relative_distance(tau: float) -> None:
     model = tiny.model(seed=2)
-    student, anchor = anchored(model, tau=tau)
+    student, anchor = make_anchored(model, tau=tau)
     for update in range(1, 6):
         move(student, anchor, update)
-    theirs = torch.cat([value.flatten() for value in anchor.state().values()]).double()
-    ours = torch.cat([value.flatten() for value in weights_of(model).values()]).double()
-    assert anchor.gap() == pytest.approx(float((ours - theirs).norm() / theirs.norm()), rel=1e-7)
+    anchor_values = torch.cat([value.flatten() for value in anchor.state().values()]).double()
+    student_values = torch.cat([value.flatten() for value in weights_of(model).values()]).double()
+    assert anchor.gap() == pytest.approx(
+        float((student_values - anchor_values).norm() / anchor_values.norm()), rel=1e-7
+    )
 
 
 def test_with_tau_1_it_is_a_frozen_reference() -> None:
-    """Weights and rows, bit by bit, while the student learns."""
+    """Weights and rows stay bit-identical while the student learns."""
     model = tiny.model(seed=2)
-    frozen = copy.deepcopy(model)
-    student, anchor = anchored(model, tau=1.0, update_period=1)
-    reference, of_reference = anchored(frozen, tau=1.0)
-    expected = rows_of(teacher_of(of_reference, reference), rollouts())
+    frozen_model = copy.deepcopy(model)
+    student, anchor = make_anchored(model, tau=1.0, update_period=1)
+    reference, reference_anchor = make_anchored(frozen_model, tau=1.0)
+    expected = rows_of(teacher_of(reference_anchor, reference), rollouts())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
         train(student, anchor, optimizer, step)
     assert anchor.version == 0
-    assert_equal(anchor.state(), weights_of(frozen))
-    for block, other in zip(
+    assert_equal(anchor.state(), weights_of(frozen_model))
+    for block, expected_block in zip(
         rows_of(teacher_of(anchor, student), rollouts()), expected, strict=True
     ):
-        assert bytes_of(block) == bytes_of(other)
+        assert bytes_of(block) == bytes_of(expected_block)
     assert anchor.gap() > 0.01, "the student has not moved"
 
 
@@ -138,22 +140,22 @@ def bytes_of(block: RowBlock) -> list[bytes]:
 
 
 def test_scoring_changes_nothing_of_the_training() -> None:
-    """The same bits as of a student that no anchor is scored by; also where scoring fails."""
+    """Training is bit-identical to training without scoring, also if scoring fails."""
     runs = []
-    for scored in (False, True):
+    for is_scored in (False, True):
         model = tiny.model(seed=2)
-        student, anchor = anchored(model)
+        student, anchor = make_anchored(model)
         places = [parameter.data_ptr() for parameter in model.parameters()]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(4):
             train(student, anchor, optimizer, step)
-            if scored:
+            if is_scored:
                 rows_of(teacher_of(anchor, student), rollouts())
                 fail_in_place(anchor)
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
         runs.append((weights_of(model), anchor.state()))
-    for alone, disturbed in zip(*runs, strict=True):
-        assert_equal(alone, disturbed)
+    for undisturbed, disturbed in zip(*runs, strict=True):
+        assert_equal(undisturbed, disturbed)
 
 
 def fail_in_place(anchor: Anchor) -> None:
@@ -165,7 +167,7 @@ def fail_in_place(anchor: Anchor) -> None:
 
 
 def model_in_place(anchor: Anchor, student: Replicated | Sharded) -> Any:
-    """A model of its own with the anchor's weights."""
+    """Return a copy of the model with the anchor's weights."""
     with anchor.in_student_place():
         return copy.deepcopy(student.full.model).eval()
 
@@ -180,7 +182,7 @@ def model_in_place(anchor: Anchor, student: Replicated | Sharded) -> Any:
 def test_rows_are_those_of_the_averaged_model(
     make: Callable[[], Any], pack: bool, top_k: int | None
 ) -> None:
-    student, anchor = anchored(make(), pack=pack)
+    student, anchor = make_anchored(make(), pack=pack)
     for update in range(1, 4):
         move(student, anchor, update)
     model = model_in_place(anchor, student)
@@ -188,45 +190,52 @@ def test_rows_are_those_of_the_averaged_model(
         {n: v for n, v in weights_of(model).items() if n in anchor.state()}, anchor.state()
     )
     oracle = ModelTeacher(model, temperature=TEMPERATURE, top_k=top_k or 0)
-    written = rollouts()
+    sequences = rollouts()
     for rollout, block in zip(
-        written, rows_of(teacher_of(anchor, student, top_k=top_k), written), strict=True
+        sequences, rows_of(teacher_of(anchor, student, top_k=top_k), sequences), strict=True
     ):
         assert_rows(block, oracle.score(rollout).result())
 
 
 @pytest.mark.parametrize("make", [tiny.model, soft_capped])
 def test_draws_are_scored_beside_the_head(make: Callable[[], Any]) -> None:
-    """Against a log_softmax in float64; all else of the rows is as without draws."""
-    student, anchor = anchored(make())
+    """Compared with a log_softmax in float64; the other columns equal those without draws."""
+    student, anchor = make_anchored(make())
     move(student, anchor, 1)
-    model, plain = model_in_place(anchor, student), rollouts()
+    model, plain_rollouts = model_in_place(anchor, student), rollouts()
     generator = torch.Generator().manual_seed(1)
-    written = []
-    for rollout in plain:
+    drawn_rollouts = []
+    for rollout in plain_rollouts:
         ids = torch.randint(13, (len(rollout.completion), 6), generator=generator)
         draws = TailDraws(ids.int(), torch.zeros(ids.shape))
-        written.append(replace(rollout, draws=draws))
+        drawn_rollouts.append(replace(rollout, draws=draws))
     teacher = teacher_of(anchor, student)
-    for rollout, block, bare in zip(
-        written, rows_of(teacher, written), rows_of(teacher, plain), strict=True
+    for rollout, block, plain_block in zip(
+        drawn_rollouts,
+        rows_of(teacher, drawn_rollouts),
+        rows_of(teacher, plain_rollouts),
+        strict=True,
     ):
-        assert_rows(block, bare)
+        assert_rows(block, plain_block)
         assert rollout.draws is not None
         assert block.draw_logprobs is not None
-        exact = completion_logprobs(model, rollout, TEMPERATURE).gather(1, rollout.draws.ids.long())
-        np.testing.assert_allclose(block.draw_logprobs, exact.numpy(), rtol=1e-4, atol=2e-5)
-        assert bare.draw_logprobs is None
+        exact_logprobs = completion_logprobs(model, rollout, TEMPERATURE).gather(
+            1, rollout.draws.ids.long()
+        )
+        np.testing.assert_allclose(
+            block.draw_logprobs, exact_logprobs.numpy(), rtol=1e-4, atol=2e-5
+        )
+        assert plain_block.draw_logprobs is None
 
 
-def assert_rows(found: RowBlock, expected: RowBlock) -> None:
-    assert found.head_ids is not None
+def assert_rows(actual: RowBlock, expected: RowBlock) -> None:
+    assert actual.head_ids is not None
     assert expected.head_ids is not None
-    assert found.head_ids.tolist() == expected.head_ids.tolist()
-    assert found.head_logprobs.dtype == np.float32
+    assert actual.head_ids.tolist() == expected.head_ids.tolist()
+    assert actual.head_logprobs.dtype == np.float32
     for name in ("head_logprobs", "tail_logmass", "token_logprobs"):
-        one, other = getattr(found, name), getattr(expected, name)
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+        values, expected_values = getattr(actual, name), getattr(expected, name)
+        np.testing.assert_allclose(values, expected_values, rtol=1e-4, atol=2e-5)
 
 
 def test_likeliest_ids_are_found_chunk_by_chunk() -> None:
@@ -234,37 +243,43 @@ def test_likeliest_ids_are_found_chunk_by_chunk() -> None:
     hidden = torch.randn(300, 8, generator=generator)
     weight = torch.randn(1000, 8, generator=generator)
     bias = torch.randn(1000, generator=generator)
-    found = fused_linear_top_ids(hidden, weight, 5, bias=bias)
-    assert torch.equal(found, (hidden @ weight.T + bias).topk(5).indices)
+    top_ids = fused_linear_top_ids(hidden, weight, 5, bias=bias)
+    assert torch.equal(top_ids, (hidden @ weight.T + bias).topk(5).indices)
     assert fused_linear_top_ids(hidden[:0], weight, 5).shape == (0, 5)
 
 
 def test_what_an_environment_wrote_has_rows_too() -> None:
-    """As from any teacher: one row a token of the completion."""
-    student, anchor = anchored(tiny.model(seed=2))
-    (rollout,) = [one for one in rollouts() if len(one.completion) == 5][:1]
-    own = torch.tensor([True, False, False, True, True])
-    plain, masked = rows_of(teacher_of(anchor, student), [rollout, replace(rollout, own=own)])
-    assert len(masked) == 5
-    assert_rows(masked, plain)
+    """As for any teacher, there is one row per token of the completion."""
+    student, anchor = make_anchored(tiny.model(seed=2))
+    (rollout,) = [candidate for candidate in rollouts() if len(candidate.completion) == 5][:1]
+    own_mask = torch.tensor([True, False, False, True, True])
+    plain_rows, masked_rows = rows_of(
+        teacher_of(anchor, student), [rollout, replace(rollout, own=own_mask)]
+    )
+    assert len(masked_rows) == 5
+    assert_rows(masked_rows, plain_rows)
 
 
 def test_a_privileged_anchor_reads_a_prompt_of_its_own() -> None:
-    """Its sequences, built by hand: rows still stand at the tokens of the completion."""
+    """Compared with sequences built by hand; rows are at the tokens of the completion."""
     words = tiny.tokenizer()
-    student, anchor = anchored(tiny.model(seed=2))
+    student, anchor = make_anchored(tiny.model(seed=2))
     move(student, anchor, 1)
     prompt = privileged_prompt("{hint}={answer}", PromptFormat(template="{prompt}0"), words)
-    written = rollouts()
-    blocks = rows_of(teacher_of(anchor, student, prompt=prompt), written)
+    sequences = rollouts()
+    blocks = rows_of(teacher_of(anchor, student, prompt=prompt), sequences)
     oracle = ModelTeacher(model_in_place(anchor, student), temperature=TEMPERATURE)
-    for number, (rollout, block) in enumerate(zip(written, blocks, strict=True)):
+    for number, (rollout, block) in enumerate(zip(sequences, blocks, strict=True)):
         text = f"{number}+{number}={number}1+2=0"
         ids = torch.tensor([words.convert_tokens_to_ids(character) for character in text])
-        by_hand = replace(rollout, token_ids=torch.cat([ids, rollout.completion]), start=len(text))
-        assert_rows(block, oracle.score(by_hand).result())
-        plain = oracle.score(rollout).result()
-        assert np.abs(plain.token_logprobs - block.token_logprobs).max() > 1e-3, "it was not read"
+        handmade_rollout = replace(
+            rollout, token_ids=torch.cat([ids, rollout.completion]), start=len(text)
+        )
+        assert_rows(block, oracle.score(handmade_rollout).result())
+        plain_rows = oracle.score(rollout).result()
+        assert np.abs(plain_rows.token_logprobs - block.token_logprobs).max() > 1e-3, (
+            "it was not read"
+        )
 
 
 def test_the_context_comes_before_the_last_user_message() -> None:
@@ -272,12 +287,12 @@ def test_the_context_comes_before_the_last_user_message() -> None:
     words.chat_template = PLAIN
     form = PromptFormat(messages_column="m", system="9")
     (rollout,) = rollouts(1)
-    asked = replace(rollout, fields={"m": TALK, "hint": "3"})
-    ids = privileged_prompt("{hint}=", form, words)(asked)
+    talk_rollout = replace(rollout, fields={"m": TALK, "hint": "3"})
+    ids = privileged_prompt("{hint}=", form, words)(talk_rollout)
     assert words.decode(ids) == "S9U1+1=A2<|end|>U3=2+2=A"
-    spoken = replace(rollout, fields={"hint": "3"})
-    ids = privileged_prompt("{hint}=", PromptFormat(system="9"), words)(spoken)
-    assert words.decode(ids) == f"S9U3={spoken.text}A"
+    text_rollout = replace(rollout, fields={"hint": "3"})
+    ids = privileged_prompt("{hint}=", PromptFormat(system="9"), words)(text_rollout)
+    assert words.decode(ids) == f"S9U3={text_rollout.text}A"
 
 
 def test_what_cannot_be_filled_in_is_refused() -> None:
@@ -295,17 +310,17 @@ def test_of_adapters_only_those_are_copied(head: str, tmp_path: Path) -> None:
     base = tiny.save(tiny.model(seed=2), tiny.tokenizer(), tmp_path / "base")
     lora = LoraConfig(rank=3, train_head=head == "trained")
     model = load_model(StudentConfig(model=str(base), lora=lora))
-    student, anchor = anchored(model, tau=0.5)
-    learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    everything = sum(p.numel() for p in model.parameters())
-    copied = anchor.state().values()
-    assert sum(value.numel() for value in copied) == learned < everything
-    assert {value.dtype for value in copied} == {torch.float32}
+    student, anchor = make_anchored(model, tau=0.5)
+    trained_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    all_elements = sum(p.numel() for p in model.parameters())
+    anchor_values = anchor.state().values()
+    assert sum(value.numel() for value in anchor_values) == trained_elements < all_elements
+    assert {value.dtype for value in anchor_values} == {torch.float32}
     for update in range(1, 4):
         move(student, anchor, update)
     save(tmp_path, student, anchor)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "export" / "anchor").eval()
-    oracle = ModelTeacher(plain, temperature=TEMPERATURE)
+    exported_model = AutoModelForCausalLM.from_pretrained(tmp_path / "export" / "anchor").eval()
+    oracle = ModelTeacher(exported_model, temperature=TEMPERATURE)
     for rollout, block in zip(
         rollouts(), rows_of(teacher_of(anchor, student), rollouts()), strict=True
     ):
@@ -322,49 +337,55 @@ def save(root: Path, student: Replicated | Sharded, anchor: Anchor) -> Path:
 
 def test_one_more_copy_and_no_more() -> None:
     model = tiny.model(seed=2)
-    _, anchor = anchored(model)
-    copied = anchor.state()
-    assert sum(v.nbytes for v in copied.values()) == sum(p.nbytes for p in model.parameters())
-    assert not {v.data_ptr() for v in copied.values()} & {p.data_ptr() for p in model.parameters()}
+    _, anchor = make_anchored(model)
+    anchor_values = anchor.state()
+    assert sum(v.nbytes for v in anchor_values.values()) == sum(
+        p.nbytes for p in model.parameters()
+    )
+    assert not {v.data_ptr() for v in anchor_values.values()} & {
+        p.data_ptr() for p in model.parameters()
+    }
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0])
 def test_saved_resumed_and_exported(tau: float, tmp_path: Path) -> None:
     model = tiny.model(seed=2)
-    student, anchor = anchored(model, tau=tau, update_period=2)
+    student, anchor = make_anchored(model, tau=tau, update_period=2)
     for update in range(1, 6):
         move(student, anchor, update)
     path = save(tmp_path, student, anchor)
     assert is_intact(path)
     assert_equal(load_file(path / "anchor.safetensors"), anchor.state())
 
-    resumed, again = anchored(load_model(StudentConfig(model=str(path / "model"))), tau=tau)
-    checkpoint.load_anchor(path, again)
-    assert (again.updates, again.version) == (anchor.updates, anchor.version)
-    assert_equal(again.state(), anchor.state())
+    resumed_student, resumed_anchor = make_anchored(
+        load_model(StudentConfig(model=str(path / "model"))), tau=tau
+    )
+    checkpoint.load_anchor(path, resumed_anchor)
+    assert (resumed_anchor.updates, resumed_anchor.version) == (anchor.updates, anchor.version)
+    assert_equal(resumed_anchor.state(), anchor.state())
     for update in (6, 7):
         move(student, anchor, update)
-        move(resumed, again, update)
-    assert_equal(again.state(), anchor.state())
-    assert again.version == anchor.version == (3 if tau < 1 else 0)
+        move(resumed_student, resumed_anchor, update)
+    assert_equal(resumed_anchor.state(), anchor.state())
+    assert resumed_anchor.version == anchor.version == (3 if tau < 1 else 0)
 
 
 def test_the_export_has_both_models(tmp_path: Path) -> None:
     model = tiny.model(seed=2)
-    student, anchor = anchored(model)
+    student, anchor = make_anchored(model)
     for update in range(1, 6):
         move(student, anchor, update)
     save(tmp_path, student, anchor)
     exported = tmp_path / "export"
     assert_equal(weights_of(AutoModelForCausalLM.from_pretrained(exported)), weights_of(model))
-    theirs = AutoModelForCausalLM.from_pretrained(exported / "anchor")
-    assert_equal(weights_of(theirs), anchor.state())
+    anchor_model = AutoModelForCausalLM.from_pretrained(exported / "anchor")
+    assert_equal(weights_of(anchor_model), anchor.state())
     assert is_intact(exported)
     assert (exported / "anchor" / "tokenizer.json").is_file()
 
 
 def test_a_run_without_an_anchor_is_not_resumed_with_one(tmp_path: Path) -> None:
-    student, anchor = anchored(tiny.model(seed=2))
+    student, anchor = make_anchored(tiny.model(seed=2))
     model = student.trained.model
     save_checkpoint(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Rows of a teacher with another tokenizer: what each word costs, and what is left out."""
+"""Rows of a teacher with another tokenizer: costs of words, and tokens without a cost."""
 
 from __future__ import annotations
 
@@ -52,27 +52,29 @@ def rollout_of(ids: np.ndarray, *, ended: bool) -> Rollout:
 
 
 def rows_of(teacher_ids: np.ndarray) -> RowBlock:
-    """Log-probs that say which token they are of: -1, -2, ..."""
+    """Return rows whose log-probs encode the token: -1, -2, ..."""
     count = len(teacher_ids)
     logprobs = -np.arange(1, count + 1, dtype=np.float32)
-    none = np.zeros(count, np.float32)
+    no_tail = np.zeros(count, np.float32)
     return RowBlock(
-        np.zeros((count, 1), np.int32), np.zeros((count, 1), np.float16), none, logprobs
+        np.zeros((count, 1), np.int32), np.zeros((count, 1), np.float16), no_tail, logprobs
     )
 
 
-def scored(ids: np.ndarray, *, ended: bool) -> AlignedRows:
-    found = ALIGNER.align(ids, has_end=ended)
-    assert found is not None
-    return aligned_rows(rollout_of(ids, ended=ended), found, None, rows_of(found.reader_ids))
+def aligned_answer(ids: np.ndarray, *, ended: bool) -> AlignedRows:
+    alignment = ALIGNER.align(ids, has_end=ended)
+    assert alignment is not None
+    return aligned_rows(
+        rollout_of(ids, ended=ended), alignment, None, rows_of(alignment.reader_ids)
+    )
 
 
-def encoded(text: str) -> np.ndarray:
+def encode_text(text: str) -> np.ndarray:
     return np.append(STUDENT.encode(text), np.int32(0))
 
 
 def costs_of_words(text: str) -> list[float]:
-    """-log q of each word and of the end, read one token at a time."""
+    """Return -log q of each word and of the end, one token at a time."""
     teacher = TEACHER.encode(text)
     sums, number = [], 0
     for i, token in enumerate(teacher):
@@ -85,44 +87,46 @@ def costs_of_words(text: str) -> list[float]:
 
 
 def test_each_word_has_the_cost_of_its_tokens() -> None:
-    rows = scored(encoded(TEXT), ended=True)
+    rows = aligned_answer(encode_text(TEXT), ended=True)
     assert rows.learned.all()
     assert rows.spelled
     assert 0 < rows.one_to_one.mean() < 1
-    found = np.bincount(rows.word, weights=-rows.token_logprobs)
-    assert found.tolist() == costs_of_words(TEXT)
+    word_costs = np.bincount(rows.word, weights=-rows.token_logprobs)
+    assert word_costs.tolist() == costs_of_words(TEXT)
 
 
 def test_another_spelling_costs_more() -> None:
-    ids = encoded(TEXT)
-    letters = np.concatenate([STUDENT.encode(one) for one in " sat"])
-    at = len(STUDENT.encode("the cat"))
-    other = np.concatenate([ids[:at], letters, ids[at + len(STUDENT.encode(" sat")) :]])
-    assert len(other) > len(ids)
-    rows, plain = scored(other, ended=True), scored(ids, ended=True)
+    ids = encode_text(TEXT)
+    letters = np.concatenate([STUDENT.encode(character) for character in " sat"])
+    offset = len(STUDENT.encode("the cat"))
+    respelled_ids = np.concatenate(
+        [ids[:offset], letters, ids[offset + len(STUDENT.encode(" sat")) :]]
+    )
+    assert len(respelled_ids) > len(ids)
+    rows, plain_rows = aligned_answer(respelled_ids, ended=True), aligned_answer(ids, ended=True)
     assert not rows.spelled
     assert rows.learned.all()
-    more = np.bincount(rows.word, weights=-rows.token_logprobs)
-    more -= np.bincount(plain.word, weights=-plain.token_logprobs)
-    assert more.tolist() == [0, 0, OTHER_SPELLING, 0, 0, 0, 0, 0]
+    added_cost = np.bincount(rows.word, weights=-rows.token_logprobs)
+    added_cost -= np.bincount(plain_rows.word, weights=-plain_rows.token_logprobs)
+    assert added_cost.tolist() == [0, 0, OTHER_SPELLING, 0, 0, 0, 0, 0]
 
 
 def test_the_last_tokens_of_a_truncated_answer_have_no_cost() -> None:
     ids = STUDENT.encode(TEXT)
-    rows = scored(ids, ended=False)
-    found = ALIGNER.align(ids, has_end=False)
-    assert found is not None
-    assert rows.learned.tolist() == found.settled.tolist()
+    rows = aligned_answer(ids, ended=False)
+    alignment = ALIGNER.align(ids, has_end=False)
+    assert alignment is not None
+    assert rows.learned.tolist() == alignment.settled.tolist()
     assert not rows.learned[-1]
-    settled = TEACHER.data(found.reader_ids[found.reader_settled])
-    assert STUDENT.data(ids[rows.learned]) == settled
-    total = sum(i + 1 for i, kept in enumerate(found.reader_settled) if kept)
+    settled_bytes = TEACHER.data(alignment.reader_ids[alignment.reader_settled])
+    assert STUDENT.data(ids[rows.learned]) == settled_bytes
+    total = sum(i + 1 for i, is_settled in enumerate(alignment.reader_settled) if is_settled)
     assert -rows.token_logprobs[rows.learned].sum() == total
 
 
 def test_a_special_token_within_an_answer_is_nearly_impossible() -> None:
-    ids = np.concatenate([STUDENT.encode("the cat sat"), np.int32([0]), encoded(" on")])
-    rows = scored(ids, ended=True)
+    ids = np.concatenate([STUDENT.encode("the cat sat"), np.int32([0]), encode_text(" on")])
+    rows = aligned_answer(ids, ended=True)
     at = len(STUDENT.encode("the cat sat"))
     assert rows.learned[at]
     assert rows.token_logprobs[at] == IMPOSSIBLE
@@ -134,37 +138,39 @@ def test_a_special_token_within_an_answer_is_nearly_impossible() -> None:
     assert bool((before >= -IMPOSSIBLE).all())
 
 
-class Answering:
-    """A client that answers at once, and keeps what was asked."""
+class AnsweringClient:
+    """A client that answers at once, and records its queries."""
 
     def __init__(self) -> None:
-        self.asked: list[ScoreQuery] = []
+        self.queries: list[ScoreQuery] = []
 
     def submit(self, query: ScoreQuery) -> Any:
-        self.asked.append(query)
+        self.queries.append(query)
         return resolved(rows_of(query.token_ids[query.start :]))
 
 
 def test_what_the_teacher_is_asked() -> None:
-    client: Any = Answering()
+    client: Any = AnsweringClient()
     before = np.array([7, 8, 9], np.int32)
     options: dict[str, Any] = {"temperature": 0.5, "max_length": 40}
     teacher = OtherTokenizerTeacher(client, ALIGNER, lambda _: torch.from_numpy(before), **options)
-    rows = teacher.score(rollout_of(encoded(TEXT), ended=True)).result()
-    [query] = client.asked
+    rows = teacher.score(rollout_of(encode_text(TEXT), ended=True)).result()
+    [query] = client.queries
     assert query.token_ids.tolist() == [7, 8, 9, *TEACHER.encode(TEXT), 0]
     assert (query.start, query.top_k, query.head_ids, query.temperature) == (3, 1, None, 0.5)
     assert isinstance(rows, AlignedRows)
     assert rows.learned.all()
-    rows = teacher.score(rollout_of(encoded(TEXT * 9), ended=True)).result()
-    assert len(client.asked) == 1
+    rows = teacher.score(rollout_of(encode_text(TEXT * 9), ended=True)).result()
+    assert len(client.queries) == 1
     assert isinstance(rows, AlignedRows)
     assert not rows.learned.any()
 
 
 def test_words_of_several_answers_have_numbers_of_their_own() -> None:
-    answers = [encoded(TEXT), encoded("the dog"), encoded("a")]
-    items = [ScoredSequence(rollout_of(a, ended=True), scored(a, ended=True)) for a in answers]
+    answers = [encode_text(TEXT), encode_text("the dog"), encode_text("a")]
+    items = [
+        ScoredSequence(rollout_of(a, ended=True), aligned_answer(a, ended=True)) for a in answers
+    ]
     batch = make_aligned_batch(items, torch.device("cpu"), "padded")
     pairs = set(zip(batch.sequence.tolist(), batch.word.tolist(), strict=True))
     assert len(pairs) == len({word for _, word in pairs})
@@ -174,12 +180,12 @@ def test_words_of_several_answers_have_numbers_of_their_own() -> None:
 
 
 def test_the_teacher_reads_its_own_template() -> None:
-    theirs = tiny.tokenizer(CHARACTERS)
-    theirs.chat_template = PLAIN
+    teacher_words = tiny.tokenizer(CHARACTERS)
+    teacher_words.chat_template = PLAIN
     job = tiny.job(tiny.Material(Path(), Path(), Path()), teacher__tokenizer="auto")
-    rollout = rollout_of(encoded("a"), ended=True)
+    rollout = rollout_of(encode_text("a"), ended=True)
     object.__setattr__(rollout, "text", "1+1=")
-    assert theirs.decode(teacher_prompt(job, theirs)(rollout)) == "U1+1=A"
+    assert teacher_words.decode(teacher_prompt(job, teacher_words)(rollout)) == "U1+1=A"
 
 
 def test_the_end_of_an_answer() -> None:
@@ -193,7 +199,7 @@ def test_the_end_of_an_answer() -> None:
     assert answer_end(words) == words.convert_tokens_to_ids("|")
 
 
-def connected(model: str, words: Any) -> dict[str, Any]:
+def connected_teacher(model: str, words: Any) -> dict[str, Any]:
     info = SimpleNamespace(model=model, tokenizer_fingerprint=compute_fingerprint(words))
     return {"": SimpleNamespace(info=info, label="teacher")}
 
@@ -203,25 +209,28 @@ def compute_fingerprint(words: Any) -> str:
 
 
 def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
-    ours, theirs = tiny.tokenizer(), tiny.tokenizer(CHARACTERS)
+    student_words, teacher_words = tiny.tokenizer(), tiny.tokenizer(CHARACTERS)
     material = tiny.Material(tmp_path, tmp_path, tmp_path)
-    here = str(tmp_path / "theirs")
-    theirs.save_pretrained(here)
+    teacher_path = str(tmp_path / "theirs")
+    teacher_words.save_pretrained(teacher_path)
 
     def pair(tokenizer: str, model: str, words: Any) -> TokenizerPair | RolePair | None:
         job = tiny.job(material, teacher__tokenizer=tokenizer)
-        return find_tokenizer_pair(job, connected(model, words), ours)
+        return find_tokenizer_pair(job, connected_teacher(model, words), student_words)
 
-    assert pair("same", here, theirs) is None
-    assert pair("auto", "nowhere", ours) is None
-    for tokenizer, model in (("auto", here), (here, "nowhere")):
-        found = pair(tokenizer, model, theirs)
-        assert isinstance(found, TokenizerPair)
-        assert found.tokens == len(ours)
-        assert found.aligner.reader.data(np.array(theirs("1+U")["input_ids"])) == b"1+U"
-    away = str(tmp_path / "away")
-    with pytest.raises(InvalidInput, match=f"none to load at '{away}'") as caught:
-        pair("auto", away, theirs)
+    assert pair("same", teacher_path, teacher_words) is None
+    assert pair("auto", "nowhere", student_words) is None
+    for tokenizer, model in (("auto", teacher_path), (teacher_path, "nowhere")):
+        tokenizer_pair = pair(tokenizer, model, teacher_words)
+        assert isinstance(tokenizer_pair, TokenizerPair)
+        assert tokenizer_pair.tokens == len(student_words)
+        assert (
+            tokenizer_pair.aligner.reader.data(np.array(teacher_words("1+U")["input_ids"]))
+            == b"1+U"
+        )
+    missing_path = str(tmp_path / "away")
+    with pytest.raises(InvalidInput, match=f"none to load at '{missing_path}'") as caught:
+        pair("auto", missing_path, teacher_words)
     assert caught.value.field == "teacher.tokenizer"
     with pytest.raises(WrongState, match="is not that of the teacher"):
-        pair(here, "nowhere", tiny.tokenizer(CHARACTERS + "z"))
+        pair(teacher_path, "nowhere", tiny.tokenizer(CHARACTERS + "z"))

@@ -1,4 +1,4 @@
-"""A teacher that reads another prompt, or other special tokens: rows of prompts made by hand."""
+"""Teachers with another prompt or other special tokens, compared with prompts made by hand."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import ModelTeacher
 from tests.student_trainer.teachers.anchors import rollouts
-from tests.student_trainer.teachers.test_other_tokenizer import connected
+from tests.student_trainer.teachers.test_other_tokenizer import connected_teacher
 
-NOWHERE = tiny.Material(Path(), Path(), Path())
+NO_MATERIAL = tiny.Material(Path(), Path(), Path())
 THINKING = PLAIN.replace("A", "{% if not thinking %}N{% endif %}A", 1)
 
 
-class InThisProcess:
-    """A client that scores with an engine, and keeps what it was asked."""
+class InProcessClient:
+    """A client that scores with an engine, and records its queries."""
 
     def __init__(self, engine: HfEngine) -> None:
         self._engine = engine
-        self.asked: list[ScoreQuery] = []
+        self.queries: list[ScoreQuery] = []
 
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
-        self.asked.append(query)
+        self.queries.append(query)
         [rows] = self._engine.score([query])
         assert isinstance(rows, RowBlock), rows
         if query.head_ids is not None:
@@ -48,58 +48,60 @@ class InThisProcess:
 
 
 def teacher_of(
-    made: Any, words: Any, path: Path, reading: Reading, **options: Any
-) -> tuple[RemoteTeacher, InThisProcess]:
-    engine = HfEngine(str(tiny.save(made, words, path)), device="cpu", dtype="float32")
-    client: Any = InThisProcess(engine)
+    teacher_model: Any, words: Any, path: Path, reading: Reading, **options: Any
+) -> tuple[RemoteTeacher, InProcessClient]:
+    engine = HfEngine(str(tiny.save(teacher_model, words, path)), device="cpu", dtype="float32")
+    client: Any = InProcessClient(engine)
     settings: dict[str, Any] = {"top_k": None, "temperature": 1.3, "f32": True, **options}
     return RemoteTeacher(client, reading=reading, **settings), client
 
 
-def assert_rows(found: RowBlock, wanted: RowBlock) -> None:
-    assert found.head_ids is not None
-    assert wanted.head_ids is not None
-    np.testing.assert_array_equal(found.head_ids, wanted.head_ids)
+def assert_rows(actual: RowBlock, expected: RowBlock) -> None:
+    assert actual.head_ids is not None
+    assert expected.head_ids is not None
+    np.testing.assert_array_equal(actual.head_ids, expected.head_ids)
     for name in ("head_logprobs", "tail_logmass", "token_logprobs", "draw_logprobs"):
-        one, other = getattr(found, name), getattr(wanted, name)
-        assert (one is None) == (other is None)
-        if one is not None:
-            np.testing.assert_allclose(one, other, atol=2e-5)
+        values, expected_values = getattr(actual, name), getattr(expected, name)
+        assert (values is None) == (expected_values is None)
+        if values is not None:
+            np.testing.assert_allclose(values, expected_values, atol=2e-5)
 
 
-def drawn(rollout: Rollout) -> Rollout:
-    """The rollout with draws outside its head."""
-    inside = np.asarray(rollout.head_ids)
-    ids = np.stack([np.setdiff1d(np.arange(13), row)[:3] for row in inside]).astype(np.int32)
+def add_draws(rollout: Rollout) -> Rollout:
+    """Return the rollout with draws outside its head."""
+    head_ids = np.asarray(rollout.head_ids)
+    ids = np.stack([np.setdiff1d(np.arange(13), row)[:3] for row in head_ids]).astype(np.int32)
     return replace(rollout, draws=TailDraws(torch.from_numpy(ids), torch.zeros(ids.shape)))
 
 
 def test_rows_with_a_context_are_those_of_the_prompt_with_it(tmp_path: Path) -> None:
-    words, made = tiny.tokenizer(), tiny.model(seed=1, layers=2)
-    job = tiny.job(NOWHERE, teacher__context="{hint}={answer}", data__template="{prompt}0")
+    words, teacher_model = tiny.tokenizer(), tiny.model(seed=1, layers=2)
+    job = tiny.job(NO_MATERIAL, teacher__context="{hint}={answer}", data__template="{prompt}0")
     reading = Reading(teacher_prompt(job, words))
-    teacher, client = teacher_of(made, words, tmp_path, reading)
-    oracle = ModelTeacher(made, temperature=1.3)
-    for number, plain in enumerate(rollouts()):
-        rollout = drawn(plain)
+    teacher, client = teacher_of(teacher_model, words, tmp_path, reading)
+    oracle = ModelTeacher(teacher_model, temperature=1.3)
+    for number, plain_rollout in enumerate(rollouts()):
+        rollout = add_draws(plain_rollout)
         text = f"{number}+{number}={number}1+2=0"
         ids = torch.tensor(words(text)["input_ids"])
-        by_hand = replace(rollout, token_ids=torch.cat([ids, rollout.completion]), start=len(ids))
-        found = teacher.score(rollout).result()
-        assert_rows(found, oracle.score(by_hand).result())
-        assert client.asked[-1].token_ids.tolist() == by_hand.token_ids.tolist()
-        other = oracle.score(rollout).result()
-        assert np.abs(other.token_logprobs - found.token_logprobs).max() > 1e-3
+        handmade_rollout = replace(
+            rollout, token_ids=torch.cat([ids, rollout.completion]), start=len(ids)
+        )
+        rows = teacher.score(rollout).result()
+        assert_rows(rows, oracle.score(handmade_rollout).result())
+        assert client.queries[-1].token_ids.tolist() == handmade_rollout.token_ids.tolist()
+        plain_rows = oracle.score(rollout).result()
+        assert np.abs(plain_rows.token_logprobs - rows.token_logprobs).max() > 1e-3
 
 
 def test_a_prompt_that_is_too_long_for_the_teacher() -> None:
-    job = tiny.job(NOWHERE, teacher__context="{hint}=")
+    job = tiny.job(NO_MATERIAL, teacher__context="{hint}=")
     prompt = teacher_prompt(job, tiny.tokenizer(), 8)
     with pytest.raises(InvalidInput, match="the teacher would read 9 tokens") as caught:
         prompt(rollouts(1)[0])
     assert caught.value.field == "teacher.context"
     words = tiny.tokenizer()
-    bare = teacher_prompt(tiny.job(NOWHERE), words, 3)
+    bare = teacher_prompt(tiny.job(NO_MATERIAL), words, 3)
     with pytest.raises(InvalidInput, match="with its own prompt the teacher would") as caught:
         bare(rollouts(1)[0])
     assert caught.value.field == "method.max_prompt_tokens"
@@ -108,21 +110,26 @@ def test_a_prompt_that_is_too_long_for_the_teacher() -> None:
 def test_the_arguments_of_the_teachers_template() -> None:
     words = tiny.tokenizer(CHARACTERS)
     words.chat_template = THINKING
-    asked = replace(rollouts(1)[0], fields={"m": TALK})
+    rollout = replace(rollouts(1)[0], fields={"m": TALK})
 
-    def told(**changes: Any) -> str:
-        job = tiny.job(NOWHERE, data__messages_column="m", **changes)
-        return str(words.decode(teacher_prompt(job, words)(asked)))
+    def render_prompt(**changes: Any) -> str:
+        job = tiny.job(NO_MATERIAL, data__messages_column="m", **changes)
+        return str(words.decode(teacher_prompt(job, words)(rollout)))
 
-    quiet = told()
-    assert quiet.endswith("NA")
-    assert told(teacher__template_arguments={"thinking": True}) == quiet.replace("N", "")
-    # Arguments of the student's template are for it alone, unless the teacher's reads them too.
-    assert told(data__template_arguments={"thinking": True, "other": 1}) == quiet.replace("N", "")
+    prompt_without_thinking = render_prompt()
+    assert prompt_without_thinking.endswith("NA")
+    assert render_prompt(
+        teacher__template_arguments={"thinking": True}
+    ) == prompt_without_thinking.replace("N", "")
+    # Arguments of the student's template apply to the teacher's only if that reads them.
+    assert render_prompt(
+        data__template_arguments={"thinking": True, "other": 1}
+    ) == prompt_without_thinking.replace("N", "")
     assert (
-        told(data__template_arguments={"thinking": True}, teacher__template_arguments={}) == quiet
+        render_prompt(data__template_arguments={"thinking": True}, teacher__template_arguments={})
+        == prompt_without_thinking
     )
-    job = tiny.job(NOWHERE, teacher__template_arguments={"thinkin": True})
+    job = tiny.job(NO_MATERIAL, teacher__template_arguments={"thinkin": True})
     with pytest.raises(InvalidInput, match="reads no argument 'thinkin'") as caught:
         teacher_form(job, words)
     assert caught.value.field == "teacher.template_arguments"
@@ -146,28 +153,28 @@ def pair(tmp_path: Path) -> tuple[Any, Any, Path]:
 
 @pytest.mark.parametrize("forward", [False, True])
 def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: bool) -> None:
-    """Those of a teacher whose embeddings are in the order of the student's roles."""
+    """Rows equal those of a teacher whose embeddings are permuted to the student's ids."""
     student, words, path = pair
-    given = {"<start>": "<think>"}
-    job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles=given)
-    found = find_tokenizer_pair(job, connected(str(path), words), student)
-    assert isinstance(found, RolePair)
+    chosen_roles = {"<start>": "<think>"}
+    job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", teacher__roles=chosen_roles)
+    role_pair = find_tokenizer_pair(job, connected_teacher(str(path), words), student)
+    assert isinstance(role_pair, RolePair)
     end = str(words.eos_token)
-    assert dict(found.roles.pairs) == {"<stop>": end, "<start>": "<think>"}
-    assert found.tokens == vocabulary(student)
+    assert dict(role_pair.roles.pairs) == {"<stop>": end, "<start>": "<think>"}
+    assert role_pair.tokens == vocabulary(student)
     size = len(student)
-    ids = found.ids(size + 3)
+    ids = role_pair.ids(size + 3)
     assert ids[size:].tolist() == [size, size + 1, size + 2]
 
     torch.manual_seed(0)
     from student_trainer.tools.pretrain import make_model
 
-    made = make_model(size, words, 2, 32).eval()
+    teacher_model = make_model(size, words, 2, 32).eval()
     with torch.no_grad():
-        made.get_input_embeddings().weight.normal_(std=0.5)
+        teacher_model.get_input_embeddings().weight.normal_(std=0.5)
     options = {"top_k": 5, "tail_samples": 4, "vocab_size": None} if forward else {}
-    reading = Reading(teacher_prompt(job, found.tokenizer), found.ids(size))
-    teacher, client = teacher_of(made, words, tmp_path / "model", reading, **options)
+    reading = Reading(teacher_prompt(job, role_pair.tokenizer), role_pair.ids(size))
+    teacher, client = teacher_of(teacher_model, words, tmp_path / "model", reading, **options)
     answer = torch.tensor([*student("12")["input_ids"], student.eos_token_id])
     heads = torch.tensor([[size - 1, 0, 5], [3, size - 2, 7], [size - 1, size - 2, size - 3]])
     rollout = replace(
@@ -178,26 +185,30 @@ def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: boo
         token_logprobs=torch.zeros(3),
     )
     rows = teacher.score(rollout).result()
-    read = words.decode(client.asked[0].token_ids)
-    assert read == f"<User>1+2={end}<think>12{end}"
+    text = words.decode(client.queries[0].token_ids)
+    assert text == f"<User>1+2={end}<think>12{end}"
     # The oracle: the same weights with rows in the student's order, which reads the student's ids.
-    renamed = make_model(size, words, 2, 32).eval()
-    renamed.load_state_dict(made.state_dict())
-    order = torch.from_numpy(found.ids(size)).long()
+    student_order_model = make_model(size, words, 2, 32).eval()
+    student_order_model.load_state_dict(teacher_model.state_dict())
+    order = torch.from_numpy(role_pair.ids(size)).long()
     with torch.no_grad():
-        renamed.get_input_embeddings().weight.copy_(made.get_input_embeddings().weight[order])
-    back = torch.argsort(order)
-    before = back[torch.tensor(words(f"<User>1+2={end}<think>")["input_ids"])]
-    asked = replace(rollout, token_ids=torch.cat([before, answer]), start=len(before))
-    oracle = ModelTeacher(renamed, temperature=1.3, top_k=5 if forward else 0)
-    wanted = oracle.score(asked).result()
+        student_order_model.get_input_embeddings().weight.copy_(
+            teacher_model.get_input_embeddings().weight[order]
+        )
+    student_ids = torch.argsort(order)
+    prompt_ids = student_ids[torch.tensor(words(f"<User>1+2={end}<think>")["input_ids"])]
+    oracle_rollout = replace(
+        rollout, token_ids=torch.cat([prompt_ids, answer]), start=len(prompt_ids)
+    )
+    oracle = ModelTeacher(student_order_model, temperature=1.3, top_k=5 if forward else 0)
+    expected_rows = oracle.score(oracle_rollout).result()
     if not forward:
-        assert_rows(rows, wanted)
+        assert_rows(rows, expected_rows)
         return
     assert rows.head_ids is not None
-    assert wanted.head_ids is not None
-    assert np.sort(rows.head_ids).tolist() == np.sort(wanted.head_ids).tolist()
-    np.testing.assert_allclose(rows.token_logprobs, wanted.token_logprobs, atol=2e-5)
+    assert expected_rows.head_ids is not None
+    assert np.sort(rows.head_ids).tolist() == np.sort(expected_rows.head_ids).tolist()
+    np.testing.assert_allclose(rows.token_logprobs, expected_rows.token_logprobs, atol=2e-5)
     assert rows.tail_sample_ids is not None
     assert not any(
         set(head) & set(tail)
@@ -211,10 +222,13 @@ def test_keys_of_aligned_tokens_are_refused(
 ) -> None:
     student, words, path = pair
     changes: dict[str, Any] = {f"method__{key}": value}
-    job = tiny.job(NOWHERE, teacher__tokenizer="auto", **changes)
-    for theirs, why in ((words, "differ in special tokens only"), (student, "the student's token")):
-        with pytest.raises(InvalidInput, match=why) as caught:
-            find_tokenizer_pair(job, connected(str(path), theirs), student)
+    job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", **changes)
+    for teacher_words, message in (
+        (words, "differ in special tokens only"),
+        (student, "the student's token"),
+    ):
+        with pytest.raises(InvalidInput, match=message) as caught:
+            find_tokenizer_pair(job, connected_teacher(str(path), teacher_words), student)
         assert caught.value.field == f"method.{key}"
 
 
@@ -224,15 +238,15 @@ def test_text_without_a_role_is_aligned(pair: tuple[Any, Any, Path], tmp_path: P
     path = str(tmp_path / "more")
     words.save_pretrained(path)
 
-    def paired(**changes: Any) -> Any:
-        job = tiny.job(NOWHERE, teacher__tokenizer="auto", **changes)
-        return find_tokenizer_pair(job, connected(path, words), student)
+    def find_pair(**changes: Any) -> Any:
+        job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", **changes)
+        return find_tokenizer_pair(job, connected_teacher(path, words), student)
 
-    assert not isinstance(paired(), RolePair)
-    assert isinstance(paired(teacher__roles={"<start>": "</t>"}), RolePair)
-    other = tiny.tokenizer("0123456789+=xyz")
-    other.save_pretrained(path)
-    job = tiny.job(NOWHERE, teacher__tokenizer="auto", teacher__roles={"<start>": "</t>"})
+    assert not isinstance(find_pair(), RolePair)
+    assert isinstance(find_pair(teacher__roles={"<start>": "</t>"}), RolePair)
+    other_words = tiny.tokenizer("0123456789+=xyz")
+    other_words.save_pretrained(path)
+    job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", teacher__roles={"<start>": "</t>"})
     with pytest.raises(InvalidInput, match="differ in more than special tokens") as caught:
-        find_tokenizer_pair(job, connected(path, other), student)
+        find_tokenizer_pair(job, connected_teacher(path, other_words), student)
     assert caught.value.field == "teacher.roles"

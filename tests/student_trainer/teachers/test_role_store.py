@@ -12,14 +12,14 @@ from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from student_trainer.teachers.role_store import RoleStore
 
-# The teacher's id of each of the student's.
+# The teacher's id of each student id.
 IDS = np.array([0, 1, 4, 2, 3, 5], np.int32)
-OURS = {theirs: ours for ours, theirs in enumerate(IDS.tolist())}
+STUDENT_IDS = {teacher_id: student_id for student_id, teacher_id in enumerate(IDS.tolist())}
 STORED = [4, 2, 1, 3, 0, 5]
 
 
-class Store:
-    """One sequence of the teacher's ids, whose rows have heads and samples of it."""
+class RoleSource:
+    """A data set of one sequence in the teacher's ids, whose rows have heads and samples."""
 
     lengths = np.array([len(STORED)])
 
@@ -46,31 +46,38 @@ class Store:
         return entry, self.block
 
 
-def ours(ids: Any) -> list[Any]:
-    return [ours(one) if isinstance(one, list) else OURS[one] for one in ids]
+def map_ids(ids: Any) -> list[Any]:
+    return [
+        map_ids(token_id) if isinstance(token_id, list) else STUDENT_IDS[token_id]
+        for token_id in ids
+    ]
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_ids_and_rows_are_the_students(known: bool) -> None:
-    mine = np.array([5, 5, 5], np.int32)
-    data: Any = Store(2 if known else 1)
-    prompts = (lambda ids: mine if ids.tolist() == STORED[:2] else None) if known else None
+@pytest.mark.parametrize("has_prompts", [True, False])
+def test_ids_and_rows_are_the_students(has_prompts: bool) -> None:
+    student_prompt = np.array([5, 5, 5], np.int32)
+    data: Any = RoleSource(2 if has_prompts else 1)
+    prompts = (
+        (lambda ids: student_prompt if ids.tolist() == STORED[:2] else None)
+        if has_prompts
+        else None
+    )
     store = RoleStore(IDS, "abcdef", prompts)
     store.check(data, "store", 7)
-    found = store.read(data, 0)
-    rows = found.rows.result()
-    before = mine.tolist() if known else ours(STORED[:1])
-    assert found.sequence.token_ids.tolist() == [*before, *ours(STORED[data.start :])]
-    assert found.sequence.start == len(before)
+    item = store.read(data, 0)
+    rows = item.rows.result()
+    prompt_ids = student_prompt.tolist() if has_prompts else map_ids(STORED[:1])
+    assert item.sequence.token_ids.tolist() == [*prompt_ids, *map_ids(STORED[data.start :])]
+    assert item.sequence.start == len(prompt_ids)
     assert rows.head_ids is not None
     assert rows.tail_sample_ids is not None
-    assert rows.head_ids.tolist() == ours(data.head.tolist())
-    assert rows.tail_sample_ids.tolist() == ours(data.samples.tolist())
+    assert rows.head_ids.tolist() == map_ids(data.head.tolist())
+    assert rows.tail_sample_ids.tolist() == map_ids(data.samples.tolist())
     assert rows.token_logprobs is data.block.token_logprobs
 
 
 def test_prompts_that_are_not_known_or_too_long() -> None:
-    data: Any = Store(2)
+    data: Any = RoleSource(2)
     with pytest.raises(InvalidInput, match="sequence 0 of the store is in a chat") as caught:
         RoleStore(IDS, "abcdef", lambda _: None).check(data, "store", None)
     assert caught.value.field == "data.prompts"
