@@ -43,7 +43,7 @@ def test_early_interrupts_print_no_traceback(
     program: str, arguments: list[str], module: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTER)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-m", program, *arguments],
         capture_output=True,
         text=True,
@@ -53,4 +53,4 @@ def test_early_interrupts_print_no_traceback(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         timeout=60,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "")

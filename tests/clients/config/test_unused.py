@@ -187,7 +187,7 @@ USED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "line", "remedy"), REFUSED, ids=lambda one: one.split("\n")[-1])
+@pytest.mark.parametrize(("text", "line", "remedy"), REFUSED, ids=lambda text: text.split("\n")[-1])
 def test_a_key_without_effect_is_refused(tmp_path: Path, text: str, line: str, remedy: str) -> None:
     (tmp_path / "job.toml").write_text(text)
     load_job(tmp_path / "job.toml")

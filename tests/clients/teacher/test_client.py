@@ -35,27 +35,29 @@ def fake(**settings: int) -> list[str]:
 
 def queries(count: int, length: int = 40, seed: int = 0) -> list[ScoreQuery]:
     rng = np.random.default_rng(seed)
-    made = []
+    score_queries = []
     for number in range(count):
         tokens = rng.integers(0, VOCAB, length).astype(np.int32)
         if number % 2:
-            drawn = {"tail_samples": 3, "seed": seed} if number % 4 == 1 else {}
-            made.append(ScoreQuery(tokens, 3, top_k=4, f32=True, **drawn))
+            tail_draws = {"tail_samples": 3, "seed": seed} if number % 4 == 1 else {}
+            score_queries.append(ScoreQuery(tokens, 3, top_k=4, f32=True, **tail_draws))
         else:
             head = np.argsort(rng.random((length - 3, VOCAB)))[:, :4].astype(np.int32)
-            made.append(ScoreQuery(tokens, 3, head_ids=head, f32=True))
-    return made
+            score_queries.append(ScoreQuery(tokens, 3, head_ids=head, f32=True))
+    return score_queries
 
 
-def assert_undisturbed(asked: Sequence[ScoreQuery], answers: Sequence[Future[RowBlock]]) -> None:
+def assert_undisturbed(
+    sent_queries: Sequence[ScoreQuery], answers: Sequence[Future[RowBlock]]
+) -> None:
     """Every row once, with the numbers of an engine that nobody disturbed."""
-    expected = FakeEngine(FakeSettings(vocab=VOCAB)).score(asked)
-    for answer, block in zip(answers, expected, strict=True):
+    expected_blocks = FakeEngine(FakeSettings(vocab=VOCAB)).score(sent_queries)
+    for answer, block in zip(answers, expected_blocks, strict=True):
         assert isinstance(block, RowBlock)
         rows = answer.result(WAIT)
         for column in fields(RowBlock):
-            found, drawn = getattr(rows, column.name), getattr(block, column.name)
-            np.testing.assert_array_equal(found, drawn)
+            values, expected_values = getattr(rows, column.name), getattr(block, column.name)
+            np.testing.assert_array_equal(values, expected_values)
 
 
 def test_info_vocabulary_and_rows(start_teacher: StartTeacher) -> None:
@@ -65,23 +67,23 @@ def test_info_vocabulary_and_rows(start_teacher: StartTeacher) -> None:
         assert (info.engine, info.vocab_size, info.max_top_k) == ("fake", VOCAB, VOCAB)
         tokens = client.vocabulary()
         assert tokenizer_fingerprint(tokens) == info.tokenizer_fingerprint
-        asked = queries(50)
-        assert_undisturbed(asked, [client.submit(query) for query in asked])
+        sent_queries = queries(50)
+        assert_undisturbed(sent_queries, [client.submit(query) for query in sent_queries])
 
 
 def test_many_queries_in_one_call(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*fake())
-    asked = queries(50)
-    expected = FakeEngine(FakeSettings(vocab=VOCAB)).score(asked)
+    sent_queries = queries(50)
+    expected_blocks = FakeEngine(FakeSettings(vocab=VOCAB)).score(sent_queries)
     with TeacherClient(teacher.address) as client:
-        in_order = client.score(iter(asked))
-        as_they_come = dict(client.as_completed(asked))
+        in_order = client.score(iter(sent_queries))
+        as_they_come = dict(client.as_completed(sent_queries))
         assert sorted(as_they_come) == list(range(50))
-        for number, block in enumerate(expected):
+        for number, block in enumerate(expected_blocks):
             assert isinstance(block, RowBlock)
-            for found in (in_order[number], as_they_come[number]):
-                np.testing.assert_array_equal(found.head_logprobs, block.head_logprobs)
-                np.testing.assert_array_equal(found.token_logprobs, block.token_logprobs)
+            for rows in (in_order[number], as_they_come[number]):
+                np.testing.assert_array_equal(rows.head_logprobs, block.head_logprobs)
+                np.testing.assert_array_equal(rows.token_logprobs, block.token_logprobs)
         assert client.score([]) == []
 
 
@@ -100,9 +102,9 @@ def test_a_long_sequence_comes_in_several_messages(start_teacher: StartTeacher) 
     teacher = start_teacher(*fake(max_length=20000))
     tokens = np.random.default_rng(0).integers(0, VOCAB, 20000).astype(np.int32)
     # 20,000 rows of 32 x 8 bytes: five messages of a MiB.
-    asked = [ScoreQuery(tokens, 1, top_k=32, f32=True)]
+    sent_queries = [ScoreQuery(tokens, 1, top_k=32, f32=True)]
     with TeacherClient(teacher.address) as client:
-        assert_undisturbed(asked, [client.submit(asked[0])])
+        assert_undisturbed(sent_queries, [client.submit(sent_queries[0])])
 
 
 @pytest.mark.parametrize(("length", "k"), [(16_401, 64), (32_769, 32)])
@@ -115,10 +117,10 @@ def test_head_ids_of_a_long_answer_come_in_parts(
     tokens = rng.integers(0, VOCAB, length).astype(np.int32)
     heads = np.tile(rng.permutation(VOCAB)[:k].astype(np.int32), (length - 1, 1))
     heads = np.roll(heads, 1, axis=1)
-    asked = [ScoreQuery(tokens, 1, head_ids=heads, f32=True), *queries(5)]
+    sent_queries = [ScoreQuery(tokens, 1, head_ids=heads, f32=True), *queries(5)]
     assert heads.nbytes >= 4 << 20
     with TeacherClient(teacher.address) as client:
-        assert_undisturbed(asked, [client.submit(query) for query in asked])
+        assert_undisturbed(sent_queries, [client.submit(query) for query in sent_queries])
 
 
 def test_faults_stay_with_their_request(start_teacher: StartTeacher) -> None:
@@ -127,19 +129,19 @@ def test_faults_stay_with_their_request(start_teacher: StartTeacher) -> None:
     tokens = good.token_ids % 50
     good = ScoreQuery(tokens, 3, top_k=4)
 
-    def with_token(token: int) -> ScoreQuery:
+    def query_with_token(token: int) -> ScoreQuery:
         return ScoreQuery(np.append(tokens, token).astype(np.int32), 3, top_k=4)
 
     with TeacherClient(teacher.address) as client:
-        asked = [
+        sent_queries = [
             good,
             ScoreQuery(tokens, 3, top_k=VOCAB + 1),
-            with_token(VOCAB),
+            query_with_token(VOCAB),
             ScoreQuery(np.insert(tokens, 5, 60).astype(np.int32), 3, top_k=4),
-            with_token(61),
+            query_with_token(61),
             good,
         ]
-        answers = [client.submit(query) for query in asked]
+        answers = [client.submit(query) for query in sent_queries]
         faults = [answer.exception(WAIT) for answer in answers]
     kinds = [None, InvalidInput, InvalidInput, Corrupt, InternalFault, None]
     assert [type(fault) if fault else None for fault in faults] == kinds
@@ -158,38 +160,42 @@ def test_what_cannot_be_sent_is_refused_at_once(start_teacher: StartTeacher) -> 
             client.submit(ScoreQuery(tokens[:9], -1, top_k=2))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_teacher_killed_and_restarted(start_teacher: StartTeacher, how: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_teacher_killed_and_restarted(
+    start_teacher: StartTeacher, signal_number: signal.Signals
+) -> None:
     args = [*fake(latency_ms=5), "--max-batch-tokens", "80"]
     teacher = start_teacher(*args)
-    asked = queries(400)
+    sent_queries = queries(400)
     with TeacherClient(teacher.address, max_in_flight=64) as client:
-        answers = [client.submit(query) for query in asked]
-        for done_before_kill in (60, 200):
-            answers[done_before_kill].result(WAIT)
-            teacher.send(how)
+        answers = [client.submit(query) for query in sent_queries]
+        for answers_before_kill in (60, 200):
+            answers[answers_before_kill].result(WAIT)
+            teacher.send(signal_number)
             teacher.process.wait(20)
             assert not all(answer.done() for answer in answers)
             teacher = start_teacher(*args, port=teacher.port)
-        assert_undisturbed(asked, answers)
+        assert_undisturbed(sent_queries, answers)
 
 
 def test_many_threads_share_a_client(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*fake())
-    asked = queries(120)
+    sent_queries = queries(120)
     answers: dict[int, Future[RowBlock]] = {}
     with TeacherClient(teacher.address, max_in_flight=8) as client:
 
-        def submit(first: int) -> None:
-            for number in range(first, len(asked), 4):
-                answers[number] = client.submit(asked[number])
+        def submit(first_number: int) -> None:
+            for number in range(first_number, len(sent_queries), 4):
+                answers[number] = client.submit(sent_queries[number])
 
-        threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
+        threads = [
+            threading.Thread(target=submit, args=(first_number,)) for first_number in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert_undisturbed(asked, [answers[number] for number in range(len(asked))])
+        assert_undisturbed(sent_queries, [answers[number] for number in range(len(sent_queries))])
 
 
 def test_a_teacher_gone_for_good_is_given_up_on_time(start_teacher: StartTeacher) -> None:
@@ -199,9 +205,9 @@ def test_a_teacher_gone_for_good_is_given_up_on_time(start_teacher: StartTeacher
         answers = [client.submit(query) for query in queries(30)]
         answers[0].result(WAIT)
         teacher.kill()
-        gone = time.monotonic()
+        killed_at = time.monotonic()
         fault = answers[-1].exception(WAIT)
-        assert patience * 0.9 < time.monotonic() - gone < patience * 10
+        assert patience * 0.9 < time.monotonic() - killed_at < patience * 10
         assert isinstance(fault, Unavailable)
         assert fault.field == "teacher.address"
         assert "3 s" in fault.message
@@ -215,9 +221,9 @@ def test_a_frozen_teacher_is_given_up_too(start_teacher: StartTeacher) -> None:
     with TeacherClient(teacher.address, patience_seconds=2.0) as client:
         client.submit(queries(1)[0]).result(WAIT)
         teacher.send(signal.SIGSTOP)
-        frozen = time.monotonic()
+        frozen_at = time.monotonic()
         fault = client.submit(queries(1)[0]).exception(WAIT)
-        assert time.monotonic() - frozen < 20  # ten times its patience
+        assert time.monotonic() - frozen_at < 20  # ten times its patience
         assert isinstance(fault, Unavailable)
         teacher.send(signal.SIGCONT)
         assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
@@ -256,22 +262,22 @@ def test_a_restarted_teacher_is_found_within_a_second(start_teacher: StartTeache
         answer = client.submit(queries(1)[0])
         time.sleep(4)
         start_teacher(*fake(), port=teacher.port)
-        listening = time.monotonic()
+        restarted_at = time.monotonic()
         answer.result(WAIT)
-        assert time.monotonic() - listening < 12  # ten times its longest back-off
+        assert time.monotonic() - restarted_at < 12  # ten times its longest back-off
 
 
 def test_other_weights_after_a_restart_are_refused(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "40")
     with TeacherClient(teacher.address) as client:
-        before = client.info().fingerprint
+        old_fingerprint = client.info().fingerprint
         answers = [client.submit(query) for query in queries(30)]
         answers[0].result(WAIT)
         teacher.kill()
         start_teacher(*fake(seed=1), port=teacher.port)
         fault = answers[-1].exception(WAIT)
         assert isinstance(fault, WrongState)
-        assert before in fault.message
+        assert old_fingerprint in fault.message
         assert isinstance(client.submit(queries(1)[0]).exception(WAIT), WrongState)
 
 
@@ -290,8 +296,8 @@ def test_something_else_there() -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         began = time.monotonic()
         with TeacherClient(address, patience_seconds=1.0) as client:
-            waiting = client.submit(queries(1)[0])
-            assert isinstance(waiting.exception(WAIT), Unavailable)
+            answer = client.submit(queries(1)[0])
+            assert isinstance(answer.exception(WAIT), Unavailable)
             with pytest.raises(Unavailable):
                 client.info()
         assert time.monotonic() - began < 10
@@ -300,7 +306,7 @@ def test_something_else_there() -> None:
 def test_three_that_are_away_take_as_long_as_one() -> None:
     with contextlib.ExitStack() as silent:
         listeners = [silent.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "abc"]
-        addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in listeners]
+        addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         began = time.monotonic()
         with TeacherClient(addresses) as client, pytest.raises(Unavailable):
             client.info()
@@ -316,8 +322,8 @@ def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
         with TeacherClient(f"127.0.0.1:{port}", patience_seconds=60.0) as client:
             with pytest.raises(InvalidInput, match="is not a teacher"):
                 client.info()
-            failed = client.submit(queries(1)[0]).exception(WAIT)
-            assert isinstance(failed, InvalidInput), failed
+            fault = client.submit(queries(1)[0]).exception(WAIT)
+            assert isinstance(fault, InvalidInput), fault
     finally:
         server.stop(None)
 
@@ -338,8 +344,8 @@ def test_a_wrong_address_beside_a_teacher(
                 client.info()
             assert len(client.submit(queries(1)[0]).result(WAIT)) > 0
             teacher.kill()
-            failed = client.submit(queries(2)[1]).exception(WAIT)
-            assert isinstance(failed, Unavailable), failed
+            fault = client.submit(queries(2)[1]).exception(WAIT)
+            assert isinstance(fault, Unavailable), fault
     finally:
         server.stop(None)
 
