@@ -62,12 +62,12 @@ for name in sys.argv[1:]:
 def test_grpc_is_told_before_it_is_imported(modules: list[str]) -> None:
     command = [sys.executable, "-c", WATCHED, *modules]
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "grpc\n"
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "grpc\n"
 
 
 def test_children_of_a_program_with_connections_are_left_alone() -> None:
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")

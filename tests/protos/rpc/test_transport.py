@@ -124,17 +124,17 @@ def test_every_watcher_of_the_health_is_told_and_let_go(
 ) -> None:
     health = health_pb2_grpc.HealthStub(channel)
 
-    def ask(name: str) -> Any:
+    def check_request(name: str) -> Any:
         return health_pb2.HealthCheckRequest(service=name)
 
     status = health_pb2.HealthCheckResponse
     names = ["", "distill.v1.Teacher", "distill.v1.Teacher", "no.such.Service"]
-    watches = [health.Watch(ask(name), timeout=20) for name in names]
-    first = [next(watch).status for watch in watches]
-    assert first == [status.SERVING] * 3 + [status.SERVICE_UNKNOWN]
+    watches = [health.Watch(check_request(name), timeout=20) for name in names]
+    first_statuses = [next(watch).status for watch in watches]
+    assert first_statuses == [status.SERVING] * 3 + [status.SERVICE_UNKNOWN]
     watches[1].cancel()
     with pytest.raises(grpc.RpcError) as caught:
-        health.Check(ask("no.such.Service"), timeout=10)
+        health.Check(check_request("no.such.Service"), timeout=10)
     assert isinstance(fault_of(caught.value, "teacher"), NotFound)
     server[0].send_signal(signal.SIGTERM)
     for watch in (watches[0], *watches[2:]):
@@ -159,11 +159,11 @@ def test_only_loopback(host: str) -> None:
 def test_a_call_that_the_server_cancels_may_be_repeated() -> None:
     """As gRPC does with a call that reaches a server while it closes its port."""
 
-    def cancel(request: bytes, context: grpc.ServicerContext) -> bytes:
+    def cancel_call(request: bytes, context: grpc.ServicerContext) -> bytes:
         context.cancel()
         return request
 
-    handler = grpc.unary_unary_rpc_method_handler(cancel)
+    handler = grpc.unary_unary_rpc_method_handler(cancel_call)
     server = grpc.server(ThreadPoolExecutor(1))
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("a", {"b": handler})])
     port = server.add_insecure_port("127.0.0.1:0")
@@ -179,9 +179,9 @@ def test_the_installed_grpc_knows_every_option() -> None:
     """An unknown one is ignored without a word."""
     (library,) = Path(cygrpc.__file__).parent.glob("cygrpc*.so")
     binary = library.read_bytes()
-    own = {name for name, _ in (*CHANNEL_OPTIONS, *SERVER_OPTIONS)}
-    own.add("grpc.max_allowed_incoming_connections")
-    assert {name for name in own if f"{name}\0".encode() not in binary} == set()
+    option_names = {name for name, _ in (*CHANNEL_OPTIONS, *SERVER_OPTIONS)}
+    option_names.add("grpc.max_allowed_incoming_connections")
+    assert {name for name in option_names if f"{name}\0".encode() not in binary} == set()
 
 
 class SilentTeacher(teacher_pb2_grpc.TeacherServicer):
@@ -198,15 +198,15 @@ def test_a_silent_call_is_not_cut_by_pings() -> None:
     """All times a thirtieth of what they are: a call that is silent for three minutes."""
     times = ("grpc.keepalive_time_ms", "grpc.http2.min_ping_interval_without_data_ms")
 
-    def scaled(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    def scale_times(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         return [(name, value // 30 if name in times else value) for name, value in options]
 
-    async def call() -> int:
-        server = grpc.aio.server(options=scaled(SERVER_OPTIONS))
+    async def call_silent_teacher() -> int:
+        server = grpc.aio.server(options=scale_times(SERVER_OPTIONS))
         teacher_pb2_grpc.add_TeacherServicer_to_server(SilentTeacher(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        options = scaled(CHANNEL_OPTIONS)
+        options = scale_times(CHANNEL_OPTIONS)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
                 stream = teacher_pb2_grpc.TeacherStub(channel).Score()
@@ -216,4 +216,4 @@ def test_a_silent_call_is_not_cut_by_pings() -> None:
             await server.stop(0)
         return int(chunk.first_position)
 
-    assert asyncio.run(call()) == 7
+    assert asyncio.run(call_silent_teacher()) == 7
