@@ -48,10 +48,10 @@ class Attempt(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Every process of it, as a machine that runs out of memory would."""
+        """Kill every process of the attempt, as a machine that runs out of memory would."""
 
     def wait_for_step(self, step: int, seconds: float = 60) -> None:
-        """Until this attempt has written a metrics line of `step` or a later one."""
+        """Wait until this attempt has written a metrics line of `step` or a later one."""
         deadline = time.monotonic() + seconds
         while not any(
             line["attempt"] == self.number and line["step"] >= step
@@ -98,7 +98,7 @@ def new_run(path: Path, config: AnyJob) -> RunDirectory:
 
 
 def metrics_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """Return the complete lines of metrics.jsonl."""
     try:
         text = run.metrics.read_text()
     except FileNotFoundError:
@@ -114,11 +114,11 @@ class RealServer(Server):
     """`distill-server` in a forked process, with real trainers, which it launches."""
 
     def launch(self) -> subprocess.Popen[str]:
-        where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
+        address_options = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
         options = ["--slots", str(self.slots), "--threads-per-job", "1"]
         options += ["--retries", "1", "--backoff", "0.5"]
         return ForkedPython(
-            [sys.executable, "-m", "distill_server", *where, *options],
+            [sys.executable, "-m", "distill_server", *address_options, *options],
             stdout=subprocess.PIPE,
             text=True,
             env=ENVIRONMENT,

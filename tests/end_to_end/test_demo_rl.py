@@ -34,13 +34,13 @@ def test_it_learns_what_is_rewarded(
     # The student is there already: no minute of pretraining.
     monkeypatch.setattr(demo_rl, "MAKE_STUDENT", demo_rl.MAKE_DATA)
     changes = {**CHANGES, "student.model": str(material.student)}
-    options = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    place = tmp_path / "demo"
-    assert main(["demo-rl", "--runs", str(place), *options]) == ExitCode.OK
+    options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    demo_directory = tmp_path / "demo"
+    assert main(["demo-rl", "--runs", str(demo_directory), *options]) == ExitCode.OK
     assert "anchor after" in capsys.readouterr().out
-    (metrics,) = (place / "jobs").glob("*/metrics.jsonl")
+    (metrics,) = (demo_directory / "jobs").glob("*/metrics.jsonl")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    summary = json.loads((place / "summary.json").read_text())
+    summary = json.loads((demo_directory / "summary.json").read_text())
     assert (summary["steps"], len(lines)) == (20, 21)
     # On prompts that it never saw.
     assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + 0.15

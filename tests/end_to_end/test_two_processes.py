@@ -51,24 +51,27 @@ def test_the_same_curve_as_one_process(
     assert_close(metrics_of(pair), metrics_of(finish(new_run(tmp_path / "run", config))))
 
 
-def assert_close(found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> None:
-    """The same curve but for the order of sums; of whole numbers, the same."""
+def assert_close(
+    lines: Sequence[Mapping[str, Any]], expected_lines: Sequence[Mapping[str, Any]]
+) -> None:
+    """Compare two curves: equal up to the order of sums; whole numbers are equal."""
     from tests.student_trainer.tiny import curve
 
-    worst = 0.0
-    for one, other in zip(curve(found), curve(expected), strict=True):
-        assert one.keys() == other.keys()
-        for name, value in other.items():
+    largest_difference = 0.0
+    for line, expected_line in zip(curve(lines), curve(expected_lines), strict=True):
+        assert line.keys() == expected_line.keys()
+        for name, value in expected_line.items():
             if name in COUNTS or name == "eval/accuracy":
-                assert one[name] == pytest.approx(value, rel=1e-12), (name, one["step"])
+                assert line[name] == pytest.approx(value, rel=1e-12), (name, line["step"])
             else:
                 # A perplexity is the exponential of what has this bound.
-                found, told = (
-                    math.log(x) if name == "eval/perplexity" else x for x in (one[name], value)
+                actual, reference = (
+                    math.log(number) if name == "eval/perplexity" else number
+                    for number in (line[name], value)
                 )
-                worst = max(worst, abs(found - told))
-                assert math.isclose(found, told, abs_tol=1e-5), (name, one["step"])
-    print(f"largest difference between the runs: {worst:.1e}")
+                largest_difference = max(largest_difference, abs(actual - reference))
+                assert math.isclose(actual, reference, abs_tol=1e-5), (name, line["step"])
+    print(f"largest difference between the runs: {largest_difference:.1e}")
 
 
 @pytest.mark.slow
@@ -107,10 +110,10 @@ def test_a_killed_process_costs_an_attempt_not_the_job(
     with trainer(run, dying=rank, failpoint="step-done:kill:5") as process:
         assert isinstance(process, Forked)
         code = process.wait_for_survivor(1 - rank)
-    ended = verdict_of(JobState.RUNNING, 5, run.read_status(), Exited(code))
-    assert isinstance(ended, AttemptDied), ended
-    assert not ended.blameless
-    assert "another process of the trainer is lost" in ended.reason
+    verdict = verdict_of(JobState.RUNNING, 5, run.read_status(), Exited(code))
+    assert isinstance(verdict, AttemptDied), verdict
+    assert not verdict.blameless
+    assert "another process of the trainer is lost" in verdict.reason
     finish(run, 2)
     assert curve(metrics_of(run)) == curve(metrics_of(pair))
     assert weights(run) == weights(pair)
