@@ -42,7 +42,9 @@ def code_from_data(tree: ast.AST) -> list[int]:
                 names |= {alias.asname or alias.name: alias.name for alias in node.names}
             case ast.ImportFrom():
                 module = node.module or ""
-                names |= {a.asname or a.name: f"{module}.{a.name}" for a in node.names}
+                names |= {
+                    alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names
+                }
     return [node.lineno for node in ast.walk(tree) if _is_forbidden(node, names)]
 
 
@@ -53,11 +55,11 @@ def _is_forbidden(node: ast.AST, names: dict[str, str]) -> bool:
             return bool(FORBIDDEN_MODULES & modules)
         case ast.ImportFrom():
             full_names = {f"{node.module}.{alias.name}" for alias in node.names}
-            top = (node.module or "").split(".")[0]
-            return top in FORBIDDEN_MODULES or bool(FORBIDDEN_CALLS & full_names)
+            package = (node.module or "").split(".")[0]
+            return package in FORBIDDEN_MODULES or bool(FORBIDDEN_CALLS & full_names)
         case ast.Call():
-            first, dot, rest = ast.unparse(node.func).partition(".")
-            return f"{names.get(first, first)}{dot}{rest}" in FORBIDDEN_CALLS
+            root_name, dot, attributes = ast.unparse(node.func).partition(".")
+            return f"{names.get(root_name, root_name)}{dot}{attributes}" in FORBIDDEN_CALLS
         case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value))):
             return (name, value) in FORBIDDEN_KEYWORDS
     return False

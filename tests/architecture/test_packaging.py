@@ -34,11 +34,11 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
         capture_output=True,
         cwd=ROOT,
     )
-    made = {path.name: path.read_bytes() for path in (tmp_path / "protos").iterdir()}
+    generated = {path.name: path.read_bytes() for path in (tmp_path / "protos").iterdir()}
     committed = {path.name: path.read_bytes() for path in (ROOT / "protos").glob("*_pb2*.py*")}
-    assert sorted(made) == sorted(committed)
-    stale = [name for name in made if made[name] != committed[name]]
-    assert stale == [], "run `make protos` and commit"
+    assert sorted(generated) == sorted(committed)
+    outdated = [name for name in generated if generated[name] != committed[name]]
+    assert outdated == [], "run `make protos` and commit"
 
 
 def test_makefile_generates_the_same_protos() -> None:
@@ -58,8 +58,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_the_wheel_holds_five_packages(wheel: set[str]) -> None:
-    top = {name.split("/")[0] for name in wheel}
-    assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+    top_level_names = {name.split("/")[0] for name in wheel}
+    assert {name for name in top_level_names if not name.endswith(".dist-info")} == PACKAGES
 
 
 def test_the_wheel_holds_every_module(wheel: set[str]) -> None:
@@ -77,8 +77,8 @@ def test_the_wheel_ships_its_license(wheel: set[str]) -> None:
 
 
 def test_the_project_has_what_every_project_has() -> None:
-    expected = ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"]
-    assert [name for name in expected if not (ROOT / name).is_file()] == []
+    required_files = ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"]
+    assert [name for name in required_files if not (ROOT / name).is_file()] == []
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
