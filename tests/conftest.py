@@ -60,17 +60,17 @@ _tie_weights: list[object] = []
 
 
 @pytest.fixture(autouse=True)
-def _weights_are_tied() -> None:
+def _restore_tie_weights() -> None:
     """Undo what transformers leaves behind when two threads of a test load models at once.
 
     `from_pretrained` replaces `PreTrainedModel.tie_weights` while it loads and puts back what it
     found, which is the replacement if another load had begun before.
     """
     module = sys.modules.get("transformers.modeling_utils")
-    found = getattr(getattr(module, "PreTrainedModel", None), "tie_weights", None)
-    if found is None:
+    tie_weights = getattr(getattr(module, "PreTrainedModel", None), "tie_weights", None)
+    if tie_weights is None:
         return
-    if found.__name__ == "tie_weights":
-        _tie_weights[:] = [found]
+    if tie_weights.__name__ == "tie_weights":
+        _tie_weights[:] = [tie_weights]
     elif _tie_weights:
         module.PreTrainedModel.tie_weights = _tie_weights[0]  # type: ignore[union-attr]

@@ -44,16 +44,16 @@ class Block:
 
 def blocks_in(text: str, document: str) -> Iterator[Block]:
     """Every block that names its language."""
-    for found in _BLOCK.finditer(text):
-        line = text.count("\n", 0, found.start("body"))
-        marks = {"test": "", "needs": "", found["verb"] or "": found["mark"] or ""}
-        kind, body = found["kind"], found["body"]
+    for match in _BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start("body"))
+        marks = {"test": "", "needs": "", match["verb"] or "": match["mark"] or ""}
+        kind, body = match["kind"], match["body"]
         yield Block(document, line, kind, body, marks["test"], marks["needs"])
 
 
 def blocks(document: str, test: str) -> list[Block]:
-    """Those that are marked for `test`, in order; there is one at least."""
-    found = blocks_in((ROOT / document).read_text(), document)
-    marked = [block for block in found if block.test == test]
+    """Return the blocks that are marked for `test`, in order; there must be at least one."""
+    all_blocks = blocks_in((ROOT / document).read_text(), document)
+    marked = [block for block in all_blocks if block.test == test]
     assert marked, f"{document} has no block for {test}"
     return marked

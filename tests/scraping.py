@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def metrics_address(log: Path) -> str:
-    """The HOST:PORT in the log of a service."""
-    found = re.search(r"metrics at http://(127\.0\.0\.1:\d+)/", log.read_text())
-    assert found, log.read_text()
-    return found[1]
+    """Return the HOST:PORT of the metrics page from the log of a service."""
+    match = re.search(r"metrics at http://(127\.0\.0\.1:\d+)/", log.read_text())
+    assert match, log.read_text()
+    return match[1]
 
 
 def status(address: str, path: str) -> int:

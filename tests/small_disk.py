@@ -14,9 +14,9 @@ import pytest
 def mount(place: Path, size: str) -> None:
     """Mount a tmpfs on a directory. Raises OSError with the reason if that is not allowed."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(done.stderr.strip())
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise OSError(process.stderr.strip())
 
 
 def unmount(place: Path) -> None:
