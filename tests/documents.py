@@ -24,7 +24,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences; `line` is that of the first one, from 1."""
+    """A fenced block; `line` is the 1-based line of its first fence."""
 
     document: str
     line: int
@@ -35,7 +35,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """A backslash continues a line; in a console, only what follows "$ " is typed."""
+        """The commands: a backslash continues a line; a command in a console starts with "$ "."""
         lines = self.body.replace("\\\n", " ").splitlines()
         if self.kind == "console":
             return [line[2:] for line in lines if line.startswith("$ ")]
@@ -43,7 +43,7 @@ class Block:
 
 
 def blocks_in(text: str, document: str) -> Iterator[Block]:
-    """Every block that names its language."""
+    """Yield every fenced block that names its language."""
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start("body"))
         marks = {"test": "", "needs": "", match["verb"] or "": match["mark"] or ""}

@@ -46,7 +46,7 @@ _ARGUMENT_NAMES = (
 
 
 class ForkedPython(subprocess.Popen[Any]):
-    """Forks commands `python -m` of MODULES, and starts all others."""
+    """Forks commands `python -m MODULE` for MODULES, and starts all other commands normally."""
 
     _forked: BaseProcess | None = None
 
@@ -107,7 +107,7 @@ class ForkedPython(subprocess.Popen[Any]):
 def run_forked(
     command: list[str], *, timeout: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run, with captured text."""
+    """Run the command as subprocess.run does, with captured text."""
     pipe = subprocess.PIPE
     with ForkedPython(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
         try:

@@ -24,7 +24,7 @@ def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
     """Start `target(*arguments)` in a process of its own and return the process."""
     sys.audit("os.fork")  # the fork itself happens in another process
     process = _CONTEXT.Process(target=_run_target, args=(target, *arguments))
-    with contextlib.chdir(_ROOT):  # where `tests` can be imported from
+    with contextlib.chdir(_ROOT):  # so that the child can import `tests`
         process.start()
     return process
 
@@ -38,7 +38,7 @@ def forking_address() -> str:
 
 
 def fork_from(address: str) -> None:
-    """In a forked process: fork its own processes from the same one, and start no other."""
+    """Called in a forked process: use the existing fork server instead of starting another one."""
     server: Any = forkserver._forkserver
     server._forkserver_address = address
     server.ensure_running = lambda: None
@@ -50,7 +50,7 @@ def _run_target(target: Callable[..., object], *arguments: Any) -> None:
 
 
 class Descriptor:
-    """An open file, which a forked process gets as an argument."""
+    """An open file that is passed to a forked process as an argument."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -64,12 +64,12 @@ def _receive_descriptor(duplicate: Any) -> Descriptor:
 
 
 class Forks:
-    """`target(*arguments)` as each of `world` processes, which know each other."""
+    """Runs `target(*arguments)` in `world` processes of one torch.distributed group."""
 
     def __init__(
         self, world: int, group: Path, target: Callable[..., object], *arguments: Any
     ) -> None:
-        """`group`: a file that is not there yet, and must outlive none of them."""
+        """`group`: a path for the rendezvous file, which must not exist yet."""
         self.processes = [
             fork(_run_rank, rank, world, group, target, arguments) for rank in range(world)
         ]
@@ -81,7 +81,7 @@ class Forks:
         return 0 if failed is None and None not in codes else failed
 
     def wait(self, seconds: float = 600) -> list[int | None]:
-        """Exit codes; when one fails, the others are killed, as by `accelerate launch`."""
+        """Return the exit codes. If a process fails, kill the others, as `accelerate launch`."""
         deadline = time.monotonic() + seconds
         try:
             while self.poll() is None:
@@ -117,7 +117,7 @@ def _run_rank(
         "LOCAL_WORLD_SIZE": world,
     }
     os.environ.update({name: str(value) for name, value in rank_variables.items()})
-    # By a file: no port that somebody else could take.
+    # A rendezvous by file needs no port, which another program could take.
     dist.init_process_group("gloo", init_method=f"file://{group}", rank=rank, world_size=world)
     target(*arguments)
     dist.destroy_process_group()

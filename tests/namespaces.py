@@ -1,4 +1,4 @@
-"""A network namespace beside that of the tests, as another machine: its link can be cut."""
+"""A second network namespace that stands for another machine: its link can be cut."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Namespace:
         self.here, self.there = f"10.213.{subnet}.1", f"10.213.{subnet}.2"
 
     def command(self, *words: str) -> list[str]:
-        """A command line that runs there."""
+        """Return a command line that runs `words` in the namespace."""
         return ["ip", "netns", "exec", self.name, *words]
 
     def set_link(self, state: str) -> None:
-        """`up` or `down`: nothing that is sent arrives, and nobody is told."""
+        """Set the link `up` or `down`. While it is down, packets are lost without an error."""
         _run_ip("link", "set", self._link, state)
 
     def make(self) -> None:
@@ -45,7 +45,7 @@ class Namespace:
 
 @contextmanager
 def namespace() -> Iterator[Namespace]:
-    """A namespace for the length of a test, which is skipped where the system allows none."""
+    """A namespace for one test; skips the test where the system does not allow namespaces."""
     test_namespace = Namespace(f"d{os.getpid() % 1_000_000}", os.getpid() % 250)
     try:
         test_namespace.make()

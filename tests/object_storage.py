@@ -1,4 +1,4 @@
-"""A real S3 server for tests: moto's, on a free port of loopback, with one bucket."""
+"""An S3 server for tests: moto on a free port of loopback, with one bucket."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class S3Server:
         self._post("/moto-api/reset-auth", b"inf")
 
     def names(self, prefix: str) -> list[str]:
-        """The names of the files below a prefix of the bucket, sorted."""
+        """Return the sorted names of the files below a prefix of the bucket."""
         from pyarrow import fs
 
         selector = fs.FileSelector(f"{BUCKET}/{prefix}", allow_not_found=True)
@@ -84,7 +84,7 @@ class S3Server:
         self.file_system().delete_file(f"{BUCKET}/{path}")
 
     def digests(self, prefix: str) -> dict[str, str]:
-        """sha256 of every file below a prefix but the claim of its writer."""
+        """Return the sha256 of every file below a prefix, except the claim of its writer."""
         return {
             name: hashlib.sha256(self.read(f"{prefix}/{name}")).hexdigest()
             for name in self.names(prefix)

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine, whose head can be killed and started again, empty."""
+"""A Ray cluster on this machine, which can be killed and started again as an empty one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 
 from protos.rpc.ports import free_ports
 
-_START_SECONDS = 180.0  # seven on a quiet machine
+_START_SECONDS = 180.0  # about seven seconds on an idle machine
 
 
 class Cluster:
@@ -32,10 +32,10 @@ class Cluster:
         gpus: int = 0,
     ) -> None:
         self._log = log
-        # Workers are made when they are needed: of those made before, none would be.
+        # Start workers only on demand: prestarted workers would not be used.
         self.environment = {**os.environ, "RAY_prestart_worker_first_driver": "0"}
         self._cpus = cpus
-        # Short: sockets live there, whose names have a limit.
+        # A short path, because it holds sockets, whose paths have a maximum length.
         self._directory = Path(f"/tmp/ray-{os.getpid()}")
         port, self._dashboard_port, *self._agents = free_ports(2 + len(cpus))
         self._dashboard = dashboard
@@ -66,7 +66,7 @@ class Cluster:
         matching_processes = []
         for node in self._nodes:
             children = []
-            with contextlib.suppress(psutil.NoSuchProcess):  # a node that ended by itself
+            with contextlib.suppress(psutil.NoSuchProcess):  # the node has already ended
                 children = psutil.Process(node.pid).children(recursive=True)
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):

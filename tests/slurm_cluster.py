@@ -21,7 +21,7 @@ import psutil
 from protos.rpc.ports import free_ports
 
 NODES = ("n1", "n2", "n3")
-CPUS = 4  # of a node
+CPUS = 4  # per node
 KILL_WAIT = 10
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 _SECONDS = 60.0
@@ -65,7 +65,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 
 
 def missing() -> str:
-    """Why there can be no Slurm here; "" if there can."""
+    """Return the reason why Slurm cannot run here, or an empty string."""
     if os.geteuid():
         return "a Slurm of one machine needs root"
     absent = [program for program in _PROGRAMS if shutil.which(program) is None]
@@ -73,10 +73,10 @@ def missing() -> str:
 
 
 class SlurmCluster:
-    """`gpus`: devices that each node says it has; they are made, and are of no use."""
+    """A running Slurm. `gpus`: number of device files that each node declares; they do not work."""
 
     def __init__(self, gpus: int = 0) -> None:
-        # Short: sockets live there, whose names have a limit.
+        # A short path, because it holds sockets, whose paths have a maximum length.
         self.place = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.place.chmod(0o755)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -84,10 +84,10 @@ class SlurmCluster:
         host = socket.gethostname()
         port, *ports = free_ports(1 + len(NODES))
         self._write_configuration(host, port, ports, gpus)
-        # For sbatch and the others, in this process and below.
+        # For sbatch and other commands, in this process and its children.
         self.environment = {"SLURM_CONF": str(self.conf)}
         (self.place / "state").mkdir()
-        # A directory that the last node has not: there, another file system is in its place.
+        # A directory that the last node does not see: another file system is mounted over it there.
         self.unshared = self.place / "unshared"
         self.unshared.mkdir()
         key = self.place / "munge.key"
@@ -136,12 +136,12 @@ class SlurmCluster:
         )
 
     def start_controller(self) -> None:
-        """Start slurmctld with the state that it had."""
+        """Start slurmctld with its saved state."""
         self._start_program("slurmctld", ["slurmctld", "-D", "-f", str(self.conf)])
         eventually(lambda: self._try_command("scontrol", "ping") is not None, self._read_logs)
 
     def kill_controller(self) -> None:
-        """As if its machine lost power, once it has saved what it knows of the jobs.
+        """Kill slurmctld, as if its machine lost power, after it has saved the state of the jobs.
 
         It saves every few seconds, and kills jobs that it finds and does not know.
         """
@@ -165,7 +165,7 @@ class SlurmCluster:
         return [state for _, state in states] == ["idle"] * len(NODES)
 
     def jobs(self) -> list[list[str]]:
-        """Number, name and state of all jobs that Slurm remembers, oldest first."""
+        """Return number, name and state of all jobs that Slurm remembers, oldest first."""
         output = self.call("squeue", "--noheader", "--states=all", "--sort=i", "--format=%A %j %T")
         return [line.split() for line in output.splitlines()]
 
@@ -183,7 +183,7 @@ class SlurmCluster:
         """End all jobs and programs, and remove their files."""
         processes = [psutil.Process(process.pid) for process in self._processes.values()]
         descendants = [child for process in processes for child in process.children(recursive=True)]
-        # Each step has a process of Slurm, which is not below the one of its node.
+        # Each step has a process of Slurm that is not a child of its node's process.
         steps = [process for process in psutil.process_iter() if _is_step_of(process, self.place)]
         descendants += [child for step in steps for child in _children_of(step)] + steps
         for process in [*descendants, *processes]:
@@ -215,7 +215,7 @@ class SlurmCluster:
         return "\n".join(f"{file.name}: {file.read_text()[-1000:]}" for file in files)
 
 
-# A program that does not see a directory: `sh -c ... sh DIRECTORY PROGRAM...`.
+# Command prefix that hides a directory from a program: `sh -c ... sh DIRECTORY PROGRAM...`.
 _HIDE_DIRECTORY = ["unshare", "--mount", "sh", "-c"]
 _HIDE_DIRECTORY += ['mount -t tmpfs none "$1" && shift && exec "$@"', "sh"]
 _MUNGE_FILES = ("socket", "pid-file", "log-file", "seed-file")

@@ -1,4 +1,4 @@
-"""Random Qwen2.5-VL and Qwen3-VL models with a character tokenizer, made in a blink."""
+"""Tiny random Qwen2.5-VL and Qwen3-VL models with a character tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.student_trainer import tiny
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 START, IMAGE, VIDEO, END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
-# Each message as its texts and images, in order, and nothing in between.
+# The texts and images of all messages in order, without separators.
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
@@ -42,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def processor(**changes: Any) -> Qwen2VLImageProcessorPil:
-    """Of patches of 4 pixels, 2 x 2 of which are a token: an image has 4 to 64 tokens."""
+    """Return a processor with patches of 4 pixels, 2 x 2 per token: 4 to 64 tokens per image."""
     size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
     return Qwen2VLImageProcessorPil(**{"patch_size": _PATCH, "size": size, **changes})
 
@@ -108,7 +108,7 @@ def save(path: Path, kind: str = KINDS[0], *, seed: int = 0) -> Path:
 
 
 def image(seed: int = 0, width: int = 24, height: int = 16) -> bytes:
-    """A PNG of random pixels."""
+    """Return a PNG of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return png(Image.fromarray(pixels))
 

@@ -1,4 +1,4 @@
-"""A client that sends one byte at a time, for ever if it is let."""
+"""A client that sends one byte at a time."""
 
 from __future__ import annotations
 

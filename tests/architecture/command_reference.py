@@ -1,4 +1,4 @@
-"""The tables of the commands and programs with their options, made from the programs themselves."""
+"""Tables of the options of all commands and programs, generated from their definitions."""
 
 from __future__ import annotations
 

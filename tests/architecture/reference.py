@@ -1,4 +1,4 @@
-"""The table of every key of a job file, made from the fields themselves.
+"""The table of every key of a job file, generated from the fields.
 
 `python -m tests.architecture.reference` writes it into docs/reference.md, and the options of all
 commands into docs/cli.md; a test keeps both pages up to date.

@@ -31,7 +31,7 @@ JOB_KINDS = frozenset({"OnPolicyJob", "OfflineJob", "RLJob", "SFTJob", "EvalJob"
 
 
 def empty_names(paths: Iterable[Path]) -> tuple[Counter[str], int]:
-    """Assigned names of EMPTY_NAMES with their number, and the number of all assigned names."""
+    """Count assignments to each name in EMPTY_NAMES, and all assignments to names."""
     counts: Counter[str] = Counter()
     total = 0
     for path in paths:
@@ -44,7 +44,7 @@ def empty_names(paths: Iterable[Path]) -> tuple[Counter[str], int]:
 
 
 def classes_in_two_packages(paths: Iterable[Path]) -> dict[str, set[str]]:
-    """Names of top-level public classes that more than one top-level package defines."""
+    """Return the top-level public class names that several packages define."""
     packages: defaultdict[str, set[str]] = defaultdict(set)
     for path in paths:
         for node in ast.parse(path.read_text()).body:
@@ -54,7 +54,7 @@ def classes_in_two_packages(paths: Iterable[Path]) -> dict[str, set[str]]:
 
 
 def kind_checks(paths: Iterable[Path]) -> list[str]:
-    """Lines that tell kinds of jobs apart: `isinstance`, and class patterns of `match`."""
+    """Return the lines that distinguish kinds of jobs: `isinstance`, and class patterns."""
     lines = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):

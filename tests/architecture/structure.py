@@ -58,7 +58,7 @@ class Folder:
 
 
 def modules_of(root: Path) -> dict[str, Path]:
-    """Every module of the packages by its dotted name, without generated code."""
+    """Return every module of the packages by its dotted name, without generated code."""
     modules = {}
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -69,7 +69,7 @@ def modules_of(root: Path) -> dict[str, Path]:
 
 
 def imports_of(path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """The modules that `path` imports, wherever in the file it does."""
+    """Return the modules that `path` imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Import():
@@ -82,7 +82,7 @@ def imports_of(path: Path, modules: dict[str, Path]) -> Iterator[str]:
 
 
 def ranks_of(root: Path) -> dict[str, int]:
-    """The layer of each module or folder that `.importlinter` orders; 0 is the highest."""
+    """Return the layer of each module or folder that `.importlinter` orders; 0 is the highest."""
     config = configparser.ConfigParser()
     config.read(root / ".importlinter")
     ranks = {}
@@ -97,7 +97,7 @@ def ranks_of(root: Path) -> dict[str, int]:
 
 
 def folders_of(root: Path) -> list[Folder]:
-    """Every folder of the packages that has rooms."""
+    """Return every folder of the packages that has rooms."""
     modules = modules_of(root)
     pairs = {(a, b) for a, path in modules.items() for b in imports_of(path, modules) if a != b}
     ranks = ranks_of(root)

@@ -15,9 +15,9 @@ ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and "`" in li
 
 
 def paths_in_row(row: str) -> list[Path | None]:
-    """The paths of a row, None for one that does not exist.
+    """Return the paths of a row, None for one that does not exist.
 
-    A bare name lies beside, or in, the path before it.
+    A bare name is relative to the previous path or its parent.
     """
     paths: list[Path | None] = []
     previous_path = ROOT

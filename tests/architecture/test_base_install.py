@@ -102,7 +102,7 @@ def install_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def base_dependencies() -> set[str]:
-    """The distributions that the base install brings, and what they need."""
+    """Return the names of all distributions of the base install, with indirect dependencies."""
     names: set[str] = set()
     pending = [extras.DISTRIBUTION]
     while pending:
@@ -175,7 +175,7 @@ def test_doctor_says_what_is_missing(install_directory: Path) -> None:
 
 
 def test_a_server_refuses_what_it_cannot_run(install_directory: Path) -> None:
-    """Before it is queued; a server without torch accepted jobs that all failed."""
+    """The job is refused before it is queued, because it could only fail without torch."""
     code = (
         "import asyncio, pathlib\n"
         "from clients import load_job\n"

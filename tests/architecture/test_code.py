@@ -1,4 +1,4 @@
-"""Rules of the source that no linter knows: one test a rule, which lists every violation."""
+"""Rules of the source that no linter checks: one test per rule, which lists every violation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 from tests.architecture.sources import PRODUCT, python_files, relative_name
 
-# They run code that is hidden in data.
+# These modules run code from data.
 FORBIDDEN_MODULES = {
     *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"),
 }
@@ -34,7 +34,7 @@ def test_ascii() -> None:
 
 
 def code_from_data(tree: ast.AST) -> list[int]:
-    """The lines that open a pickle, start a shell, or evaluate text, under whatever name."""
+    """Return the lines that load pickles, start a shell or evaluate text, under any import name."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         match node:

@@ -1,4 +1,4 @@
-"""The commands of docs/training.md are jobs, with the numbers that it claims."""
+"""The commands of docs/training.md are valid jobs with the documented numbers."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_search_is_the_papers() -> None:
 
 @pytest.mark.parametrize("name", ["rl_maths_8gpu.toml", "rl_search_8gpu.toml"])
 def test_eight_gpus_are_used(name: str) -> None:
-    """Half of them sample, by engines of vLLM."""
+    """Half of the GPUs run vLLM engines for sampling."""
     for job in load_jobs_of_page(name):
         assert (gpus_of(job), job.train.sharding) == (8, "fsdp2")
         assert (job.rollouts.gpus, job.rollouts.engine, job.rollouts.lag) == (4, "vllm", 1)
         assert (job.train.learning_rate, job.method.beta) == (1e-6, 0.001)
 
 
-# The published config.json, without what has no size.
+# The size-related keys of the published config.json.
 R1_QWEN_1_5B = {
     "model_type": "qwen2",
     "hidden_size": 1536,
@@ -89,7 +89,7 @@ def test_the_plan_of_the_page_is_that_of_the_command(
 
 
 def test_the_plan_is_within_a_tenth_of_what_was_measured() -> None:
-    """The figures of the benchmark, against the formulas as they are now."""
+    """The stored results of the benchmark, compared with the present formulas."""
     text = (ROOT / "benchmarks" / "results" / "memory_plan.json").read_text()
     measurements = json.loads(text)
     loads = {case.label: case.load for case in list_cases()}

@@ -1,4 +1,4 @@
-"""docs/faults.md: every row of the plan is in it, and every test that it names exists."""
+"""docs/faults.md: it has every row of the fault plan, and every test that it names exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who imports whom, and what it costs."""
+"""Import contracts, and the cost of imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def modules_of(*packages: str) -> list[str]:
 
 
 def packages_loaded_by(code: str) -> set[str]:
-    """The top-level packages in a fresh interpreter after `code`."""
+    """Return the top-level packages that a fresh interpreter has loaded after `code`."""
     script = f"import sys\n{code}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
@@ -37,7 +37,7 @@ def test_import_contracts_hold() -> None:
 
 
 def test_the_light_packages_load_no_torch() -> None:
-    # Programs of Ray's workers, which bring Ray: it is not in every environment.
+    # These modules run in Ray's workers and import Ray, which may not be installed.
     ray_modules = ("distill_server.runners.ray.driver", "distill_server.runners.ray.rank")
     modules = [
         module
@@ -45,7 +45,7 @@ def test_the_light_packages_load_no_torch() -> None:
         if module not in ray_modules
     ]
     loaded_packages = packages_loaded_by("".join(f"import {module}\n" for module in modules))
-    # pyarrow belongs to [teacher] and [train]: the store of rows imports it when it is used.
+    # pyarrow belongs to [teacher] and [train]; the store imports it only when it is used.
     assert loaded_packages & set(HEAVY) == set()
 
 

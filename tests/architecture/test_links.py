@@ -26,7 +26,7 @@ def remove_code(text: str) -> str:
 
 
 def heading_anchors(text: str) -> set[str]:
-    """The anchors of a page, as GitHub and the site make them."""
+    """Return the anchors of the headings of a page, as GitHub and the site generate them."""
     anchors: set[str] = set()
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
@@ -37,7 +37,7 @@ def heading_anchors(text: str) -> set[str]:
 
 
 def broken_links(page: str, text: str) -> list[str]:
-    """The relative links of `text`, a page at `page`, that lead nowhere."""
+    """Return the broken relative links in `text`, the content of `page`."""
     targets = []
     for link in LINK.finditer(remove_code(text)):
         path, anchor = link["path"], link["anchor"]

@@ -1,4 +1,4 @@
-"""What is generated is up to date, and what is shipped is what we mean to ship."""
+"""Generated code is up to date, and the wheel has the intended files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROTOS = ("protos/teacher.proto", "protos/distill.proto", "protos/rollouts.proto
 
 
 def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
-    """The command of `make protos`, into another directory."""
+    """Run the command of `make protos` with another output directory."""
     binaries = Path(sys.executable).parent
     subprocess.run(
         [
@@ -48,7 +48,7 @@ def test_makefile_generates_the_same_protos() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in the built wheel; made without a network."""
+    """The file names in the wheel, which is built without a network."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, check=True, capture_output=True, cwd=ROOT)
@@ -63,7 +63,7 @@ def test_the_wheel_holds_five_packages(wheel: set[str]) -> None:
 
 
 def test_the_wheel_holds_every_module(wheel: set[str]) -> None:
-    """An ignore rule of git that matches a folder of a package would leave it out."""
+    """A rule in .gitignore that matches a package folder would exclude it from the wheel."""
     modules = {
         str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
     }

@@ -21,7 +21,7 @@ from tests.architecture.command_reference import PROGRAMS
 from tests.architecture.reference import PAGES, insert_reference
 from tests.documents import DOCUMENTS, ROOT, TYPED, Block, blocks, blocks_in
 
-# Of this package's documents; a quarter of an hour and more is for benchmarks.
+# Allowed values of `needs` marks.
 NEEDS = {
     "a cluster",
     "docker",
@@ -42,8 +42,8 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 
 
 def parse_command(command: str) -> None:
-    """Raises typer.TyperException when `distill` would not take it, LookupError for a target of
-    make or a module that is not there.
+    """Raise typer.TyperException if `distill` refuses the command, LookupError for an unknown make
+    target or module.
     """
     words = [word.removeprefix(".venv/bin/") for word in shlex.split(command, comments=True)]
     for end in ("|", "&&", "||", ";", ">", "&"):
@@ -89,11 +89,11 @@ def test_commands_parse(block: Block) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_within_sentences_exist(document: str) -> None:
-    """Their options too; what they work on may be left out."""
+    """Commands and options exist; arguments may be left out."""
     text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
     for command in re.findall(r"`((?:distill[a-z-]*|make|python -m) [^`]*)`", text):
         if "--install-completion" in command:
-            continue  # it would
+            continue  # --install-completion would change the user's shell
         error_text = ""
         try:
             parse_command(" ".join(command.replace("...", "").split()))
@@ -112,7 +112,7 @@ def test_every_block_is_run_or_says_what_it_needs() -> None:
 
 
 def test_every_fence_is_a_block_that_was_looked_at() -> None:
-    """A mark that is spelt wrongly, or a block in a list, would be passed over."""
+    """A misspelt mark, or a block inside a list, would be ignored otherwise."""
     for document in DOCUMENTS:
         text = (ROOT / document).read_text()
         fences = re.findall(r"^ *```\w+$", text, re.MULTILINE)

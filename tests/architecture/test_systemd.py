@@ -1,4 +1,4 @@
-"""The units of deploy/systemd start our programs with options that exist; systemd takes them."""
+"""The units of deploy/systemd are valid and start the programs with existing options."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def material(once: Once) -> Material:
 
 @pytest.fixture(scope="session")
 def teacher(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a teacher that nobody may disturb."""
+    """The address of a shared teacher, which tests must not stop."""
     log = tmp_path_factory.mktemp("teacher") / "teacher.log"
     process = ForkedTeacher(teacher_arguments(material), log=log)
     yield process.address

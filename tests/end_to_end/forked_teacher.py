@@ -1,4 +1,4 @@
-"""The real teacher in a forked process: ready as soon as its model is."""
+"""The real teacher in a forked process, which saves the time of its imports."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from protos.rpc import failpoints
 from tests.end_to_end.processes import Attempt, Launched
 from tests.forks import Forks
 
-# (event, text, n): die at the n-th audit event of Python of this name ("open", "os.rename") that
-# has the text in one of its arguments.
+# (event, text, n): die at the n-th Python audit event with this name ("open", "os.rename") and the
+# text in one of its arguments.
 Death = tuple[str, str, int]
 
 
@@ -38,7 +38,7 @@ class Forked(Attempt):
         failpoint: str = "",
         death: Death | None = None,
     ) -> None:
-        """`failpoint` is armed in the process `dying`, and so is `death`."""
+        """`dying`: the rank of the process in which `failpoint` and `death` are armed."""
         super().__init__(run, number)
         world = processes_of(run.config())
         group = run.logs(number) / "group"
@@ -85,22 +85,22 @@ def run_attempt(
 
 
 def kill_after_checkpoint(run: RunDirectory, count: int = 1) -> None:
-    """Train until the checkpoint number `count` has its name, which kills the main process.
+    """Train until checkpoint number `count` is renamed into place, which kills the main process.
 
-    A test that waits for the checkpoint and kills would meet a trainer that has ended.
+    A test that waited for the checkpoint and then killed might find that the trainer has ended.
     """
     with trainer(run, failpoint=f"checkpoint-renamed:kill:{count}") as process:
         assert process.wait() == -signal.SIGKILL, process.log
 
 
 def finish(run: RunDirectory, attempt: int = 1, *, launched: bool = False) -> RunDirectory:
-    """Train to the end, undisturbed, without a warning."""
+    """Train to the end, without interruption and without a warning."""
     with trainer(run, attempt, launched=launched) as process:
         assert process.wait() == 0, process.log
         assert "Warning" not in process.log
     status = run.read_status()
     assert status is not None
-    # A capture and an evaluation learn the number of their steps from the data.
+    # For captures and evaluations the data determine the number of steps.
     steps = run.config().max_steps or status.max_steps
     assert (status.verdict, status.step) == ("succeeded", steps)
     return run

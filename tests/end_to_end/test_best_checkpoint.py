@@ -1,4 +1,4 @@
-"""A run whose student gets worse still has the checkpoint at which it was best."""
+"""A run whose student gets worse keeps its best checkpoint."""
 
 from __future__ import annotations
 

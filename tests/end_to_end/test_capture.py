@@ -1,4 +1,4 @@
-"""Captures as people start them: the command, and the server."""
+"""Captures started by the command and by a server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_distill(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_commands(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of docs/capture.md, with another data set and teacher."""
+    """Run the commands of docs/capture.md with another data set and teacher."""
     (block,) = blocks("docs/capture.md", "capture")
     capture, *other_commands = (shlex.split(command)[1:] for command in block.commands)
     process = run_distill(*capture)
@@ -112,7 +112,7 @@ def test_the_commands(directory: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_submitted(directory: Path, make_server: MakeServer) -> None:
-    """The same bytes as on this machine alone, fetched from the server; progress in sequences."""
+    """The pulled store has the bytes of a local capture; progress is counted in sequences."""
     _, undisturbed = capture_here(
         directory / "run", job(directory / "data.jsonl", directory / "words")
     )

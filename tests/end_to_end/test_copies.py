@@ -1,4 +1,4 @@
-"""A run whose machine is lost goes on on another one from its copies, to the same bits."""
+"""A run whose machine is lost continues on another machine from its copies, to the same bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["storage"]
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-pytestmark = pytest.mark.filterwarnings("default")  # moto's own
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of moto
 
 STEPS = 20
 
@@ -78,7 +78,7 @@ def assert_same(run: RunDirectory, undisturbed: RunDirectory) -> None:
 def failpoint_in_second_copy(run: RunDirectory) -> str:
     """Return a failpoint that kills at the third file after the first checkpoint is complete.
 
-    Before it there are job.json, the files of the checkpoint and the metrics.
+    Earlier files are job.json, the files of the checkpoint and the metrics.
     """
     newest = run.checkpoint(run.checkpoint_steps()[-1])
     return f"object-sent:kill:{sum(path.is_file() for path in newest.rglob('*')) + 5}"
@@ -98,7 +98,7 @@ def assert_copied(storage: S3Server, place: str, run: RunDirectory) -> None:
 def test_every_machine_is_lost(
     material: Material, undisturbed: RunDirectory, storage: S3Server, tmp_path: Path
 ) -> None:
-    """Each attempt is on a new machine, and is killed: in its copies and in its steps."""
+    """Each attempt runs on a new machine and is killed during a copy or a step."""
     place = f"s3://{BUCKET}/lost"
     config = job_of(material, checkpoint__copy_to=place, name="run")
     kills = ["step-done:kill:6", failpoint_in_second_copy(undisturbed)]
@@ -119,7 +119,7 @@ def test_every_machine_is_lost(
 
 
 def test_two_processes_go_on_as_two(material: Material, storage: S3Server, tmp_path: Path) -> None:
-    """And an error of the main process ends both."""
+    """Two processes resume from the copies; an error of the main process ends both."""
     changes = {"train__processes": 2, "train__sharding": "fsdp2", "max_steps": 8}
     run_without_copies = finish(new_run(tmp_path / "alone", job_of(material, **changes)))
     config = job_of(material, checkpoint__copy_to=f"s3://{BUCKET}/two", name="run", **changes)
@@ -153,7 +153,7 @@ def run_two_processes(
 def test_the_run_is_taken_over(
     material: Material, undisturbed: RunDirectory, storage: S3Server, tmp_path: Path
 ) -> None:
-    """A machine that was only cut off writes nothing more once another one goes on."""
+    """A machine that was cut off writes no more copies after another machine has taken over."""
     config = job_of(material, checkpoint__copy_to=f"s3://{BUCKET}/taken", name="run")
     slow_run = new_run(tmp_path / "slow", config)
     slow_run.logs(1).mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_from_a_terminal_to_a_server(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """`distill run --dir` is killed; `distill submit` of the same file goes on elsewhere."""
+    """`distill run --dir` is killed; `distill submit` of the same file continues on a server."""
     keys = tmp_path / "keys"
     keys.write_text("[default]\naws_access_key_id = test\naws_secret_access_key = test\n")
     environment = {**ENVIRONMENT, "AWS_SHARED_CREDENTIALS_FILE": str(keys)}

@@ -34,7 +34,7 @@ PROMPTS, SAMPLES = 256, 32
 
 
 def make_eval_job(material: Material, **changes: Any) -> EvalJob:
-    """Answers with a 1 in them are right: of a random student, some are."""
+    """Answers that contain a 1 are right; a random student gives some of them."""
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "data": {"path": str(material.prompts)},
@@ -117,7 +117,7 @@ def test_an_anchor_is_evaluated_too(material: Material, tmp_path: Path) -> None:
 
 
 def test_another_model_under_the_answers_is_refused(material: Material, tmp_path: Path) -> None:
-    """The answers of two models are not mixed."""
+    """An evaluation must not mix the answers of two models."""
     model = tmp_path / "model"
     shutil.copytree(material.student, model)
     method = {"type": "eval", "prompts": 4, "samples": 2, "max_new_tokens": 6}

@@ -1,4 +1,6 @@
-"""A run directory whose disk is full: told as a fault of the disk, and made up for later."""
+"""A run directory whose disk is full: the fault is reported as one of the disk, and the run
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def fill_and_free(run: RunDirectory, ballast: Path) -> None:
         fill_disk(ballast)
         assert process.wait() == ExitCode.UNREACHABLE, process.log
         assert "error: disk: no space left on device" in process.log
-    for status in (run.read_status(), None):  # whether it could be written or not
+    for status in (run.read_status(), None):  # whether or not the status could be written
         verdict = verdict_of(JobState.RUNNING, 5, status, Exited(ExitCode.UNREACHABLE))
         assert isinstance(verdict, AttemptDied)
         assert (verdict.blameless, verdict.waits_for) == (True, "disk")

@@ -1,4 +1,4 @@
-"""Tensor or context parallelism in groups of two, sharded by FSDP2: the run of one process."""
+"""Tensor or context parallelism in groups of two, sharded by FSDP2, equals one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def group_options(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_the_same_curve_as_one_process(
     material: Material, teacher: str, once: Once, tmp_path: Path, group_options: dict[str, Any]
 ) -> None:
-    """Undisturbed; killed and resumed by four; killed and resumed by one."""
+    """Without interruption; killed and resumed by four processes; killed and resumed by one."""
     from tests.student_trainer.tiny import curve, job
 
     single_run = run_job_once(once, "alone", material, teacher, **UNEVEN)
@@ -55,7 +55,7 @@ def test_the_same_curve_as_one_process(
 def test_rl_with_anchor_and_critic(
     material: Material, once: Once, tmp_path: Path, group_options: dict[str, Any]
 ) -> None:
-    """The curve, the anchor and the critic of one process."""
+    """Curve, anchor and critic equal those of one process."""
     from tests.student_trainer.tiny import rl_job
 
     changes = GROUPS | {"method__advantages": "gae"}
@@ -76,7 +76,7 @@ def test_rl_with_anchor_and_critic(
 def test_bfloat16_and_recomputation(
     material: Material, tmp_path: Path, group_options: dict[str, Any]
 ) -> None:
-    """What is gathered, summed or exchanged is in bfloat16; adapters where groups allow them."""
+    """Gathers, sums and exchanges are in bfloat16; with adapters where groups support them."""
     from tests.student_trainer.tiny import sft_job
 
     changes = {

@@ -17,7 +17,7 @@ from tests.documents import ROOT, blocks
 from tests.end_to_end.processes import ENVIRONMENT, metrics_of
 
 QUESTIONS = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-# A minute in place of a quarter of an hour.
+# Changes that shorten the example from a quarter of an hour to a minute.
 SMALLER = {
     "--batch 16": "--batch 8 --max-tokens 128",
     "--layers 3 --width 128 --steps 700": "--layers 2 --width 64 --steps 90",
@@ -33,7 +33,7 @@ SMALLER = {
 @pytest.mark.slow
 @pytest.mark.skipif(not QUESTIONS.is_file(), reason="needs GSM8K beside the checkout (../shared)")
 def test_distil_on_real_questions(tmp_path: Path) -> None:
-    """The lines of docs/operations.md, pasted as they stand."""
+    """Run the commands of docs/operations.md with the changes of SMALLER."""
     start_block, train_block = blocks("docs/operations.md", "gsm8k")
     port = free_ports(1)[0]
     changes = {

@@ -1,4 +1,4 @@
-"""Tokens and TLS from the client to the teacher: a job over the whole line, and its secrets."""
+"""Tokens and TLS on every connection from the client to the teacher, and secrecy of the tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.security.processes import Program, server
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-# Fixtures of the security tests, by their names.
+# Fixtures of the security tests, imported by name.
 __all__ = ["certificates", "tokens"]
 
 
@@ -43,7 +43,7 @@ def test_a_guarded_line(
     certificates: Certificates,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """mTLS and tokens on both servers; the trainer has one of its own for the teacher, no other."""
+    """mTLS and tokens on both services; the trainer has only its own token for the teacher."""
     from tests.student_trainer.tiny import job
 
     server_token = secrets.token_urlsafe(32)
@@ -92,7 +92,7 @@ def test_a_guarded_line(
 
 
 def trainer_of(job_id: str) -> psutil.Process:
-    """The trainer itself, and not the shim that carries its command too."""
+    """Return the trainer process, not the shim, whose command line contains the same command."""
     lines = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
     [trainer] = [
         process

@@ -35,7 +35,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Material:
-    """Models of one kind, and prompts with an image, with two, and every fourth without one."""
+    """Models of one kind, and prompts with one image, two images or (every fourth) none."""
     from tests import tiny_vision
     from tests.student_trainer.tiny import Material
 
@@ -71,7 +71,7 @@ def teacher_address(pair: Material, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def changed_weights(run: RunDirectory, pair: Material) -> set[str]:
-    """The names of the weights that have learned."""
+    """Return the names of the weights that training changed."""
     from safetensors.torch import load_file
 
     old_weights, new_weights = (
@@ -93,7 +93,7 @@ def assert_learned(run: RunDirectory, pair: Material) -> None:
 
 
 def test_on_policy(pair: Material, teacher_address: str, tmp_path: Path) -> None:
-    """The KL falls, and two processes make the same curve as one."""
+    """Training changes the weights, and two processes have the same curve as one."""
     from tests.end_to_end.test_two_processes import assert_close
     from tests.student_trainer.tiny import job
 
@@ -104,7 +104,7 @@ def test_on_policy(pair: Material, teacher_address: str, tmp_path: Path) -> None
 
 
 def test_a_killed_run_goes_on(pair: Material, teacher_address: str, tmp_path: Path) -> None:
-    """A checkpoint is a model of images and text, too; the weights are those of one attempt."""
+    """A vision-language run resumes from its checkpoint to the weights of an unkilled run."""
     from tests.student_trainer.tiny import job
 
     config = job(pair, teacher_address, **CHANGES | {"max_steps": 4, "checkpoint__every": 1})
@@ -117,7 +117,7 @@ def test_a_killed_run_goes_on(pair: Material, teacher_address: str, tmp_path: Pa
 def test_teachers_of_text_and_of_images(
     pair: Material, teacher_address: str, tmp_path: Path
 ) -> None:
-    """Records name their teacher; one that reads no images gets none."""
+    """Records name their teacher; a teacher that reads no images gets only text."""
     import shutil
 
     from tests.student_trainer.tiny import Material, job
@@ -149,7 +149,7 @@ def test_teachers_of_text_and_of_images(
 
 
 def test_a_teacher_that_is_the_student(pair: Material, tmp_path: Path) -> None:
-    """The KL to itself is zero: both read the same images at the same places."""
+    """The KL of a model to itself is zero: trainer and teacher read the same images."""
     from tests.student_trainer.tiny import job
 
     arguments = ["--model", str(pair.student), "--no-cache", "--device", "cpu"]
@@ -164,7 +164,7 @@ def test_a_teacher_that_is_the_student(pair: Material, tmp_path: Path) -> None:
 
 
 def test_rl(pair: Material, teacher_address: str, tmp_path: Path) -> None:
-    """From a reward, an EMA anchor and a teacher that sees."""
+    """RL with a reward, an EMA anchor and a teacher that reads images."""
     from tests.student_trainer.tiny import rl_job
 
     teacher = {"teacher__address": teacher_address}
@@ -173,12 +173,12 @@ def test_rl(pair: Material, teacher_address: str, tmp_path: Path) -> None:
     assert_learned(run, pair)
     line = next(line for line in metrics_of(run) if "reward/mean" in line)
     assert 0 <= line["reward/mean"] <= 1
-    # At the first update the anchor is the student: the KL of both is zero, with the images too.
+    # The anchor starts equal to the student; its KL is measured with images, too.
     assert "kl/anchor" in line
 
 
 def test_a_store_and_its_offline_job(pair: Material, teacher_address: str, tmp_path: Path) -> None:
-    """A capture names the images; the job reads them again, and notices another one."""
+    """A capture stores references to images; the offline job reads them and detects changes."""
     import numpy as np
 
     from clients.config.capture import CaptureJob

@@ -1,4 +1,4 @@
-"""Capture once, train with no teacher: the whole way, killed, swapped, damaged, refused, mixed."""
+"""Capture once, train without a teacher: killed, with swapped or damaged stores, refused, mixed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 SEQUENCES = 200
-# Of the processor, so that it does not count what else the machine does. Most of it is torch.
+# CPU seconds, which do not depend on other load of the machine. Most of it is importing torch.
 SECONDS = 10.0
 
 
 @pytest.fixture(scope="session")
 def store(material: Material, once: Once) -> Path:
-    """What the teacher thinks of its task's answers; it is gone when this is done."""
+    """A store with the teacher's rows; no teacher runs afterwards."""
 
     def capture_answers(path: Path) -> None:
         from clients.config.capture import CaptureJob
@@ -100,7 +100,7 @@ def test_the_held_out_kl_falls(undisturbed: RunDirectory) -> None:
 def test_killed_swapped_and_resumed(
     material: Material, store: Path, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Killed in the second epoch of 24 steps; it goes on with the store that it began with."""
+    """Killed in the second epoch of 24 steps; the run resumes only with its original store."""
     from tests.student_trainer.small_store import sums, write_store
     from tests.student_trainer.tiny import curve, model
 
@@ -122,7 +122,7 @@ def test_killed_swapped_and_resumed(
 
 
 def test_adapters_in_shares(material: Material, store: Path, tmp_path: Path) -> None:
-    """Two processes (FSDP2, LoRA) learn what one does; 7 sequences, so that their parts differ."""
+    """Two processes (FSDP2, LoRA) equal one; 7 sequences, so that their shares differ."""
     changes = {
         "max_steps": 4,
         "eval__every": 2,
@@ -142,7 +142,7 @@ def test_adapters_in_shares(material: Material, store: Path, tmp_path: Path) -> 
 def test_a_damaged_sequence_ends_the_job(
     material: Material, store: Path, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Nothing of its step is learned, the steps before are kept; once mended, it goes on."""
+    """Its step is not trained, earlier steps are kept; the run resumes after the repair."""
     from tests.student_trainer.tiny import curve
 
     store_copy = tmp_path / "store"
@@ -173,7 +173,7 @@ def test_a_damaged_sequence_ends_the_job(
 
 
 def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) -> None:
-    """A quarter of each step is the student's own, scored live."""
+    """A quarter of each step are the student's own answers, scored by a live teacher."""
     changes = {
         "max_steps": 12,
         "method__on_policy_fraction": 0.25,
@@ -193,9 +193,9 @@ def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) ->
 def test_mixed_with_answers_of_an_engine(
     material: Material, store: Path, teacher: str, tmp_path: Path
 ) -> None:
-    """Without lag to the bit as in the trainer; with lag, a killed trainer goes on to equal bits.
+    """Without lag, an engine changes no bit; with lag, a killed trainer resumes to the same bits.
 
-    The lag is further than what is read ahead.
+    The lag is longer than the read-ahead.
     """
     from tests.student_trainer.rollout_service.processes import ServiceProcess
     from tests.student_trainer.tiny import curve
@@ -247,7 +247,7 @@ def test_submitted(
 def test_refused_in_seconds(
     has_other_tokenizer: bool, material: Material, store: Path, tmp_path: Path
 ) -> None:
-    """What else is refused is in tests/student_trainer/data/test_captured_stores.py."""
+    """Other refusals are tested in tests/student_trainer/data/test_captured_stores.py."""
     from tests.student_trainer import tiny
 
     if not has_other_tokenizer:

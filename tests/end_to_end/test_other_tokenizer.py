@@ -22,7 +22,7 @@ from tests.real_tokenizers import fetch_tokenizer
 PROMPT = "say: "
 NOUNS = ["cat", "dog", "bird", "horse"]
 VERBS = ["sat down", "ate it", "sang", "ran off"]
-# The teacher likes the first of both, the student the last.
+# The teacher prefers the first noun and verb, the student the last ones.
 WEIGHTS = [0.6, 0.25, 0.1, 0.05]
 SLOW_MATCHES = pytest.mark.parametrize(
     "match",
@@ -36,7 +36,7 @@ STEPS = 100
 
 
 def answers_of(name: str) -> list[str]:
-    """As many as are needed to learn how often each is given."""
+    """Return 400 answers with the word frequencies that the model `name` is to learn."""
     random = Random(0)
     weights = WEIGHTS if name == "teacher" else WEIGHTS[::-1]
     nouns, verbs = (random.choices(words, weights, k=400) for words in (NOUNS, VERBS))
@@ -116,7 +116,7 @@ def job(models_directory: Path, address: str, **changes: Any) -> Any:
 
 
 def measure_string_cost(models_directory: Path, student: Path) -> float:
-    """Mean of log p(a) - log q(t(x)) over answers that the student samples, by plain models."""
+    """Return the mean of log p(a) - log q(t(x)) over sampled answers, computed by plain models."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -220,7 +220,7 @@ def test_two_processes_and_small_batches_change_nothing(
 def test_logits_without_a_token_are_left_out(
     models_directory: Path, teacher: str, tmp_path: Path
 ) -> None:
-    """The random student would sample them in two of five cases."""
+    """An untrained student would sample such ids in two of five cases."""
     from transformers import PreTrainedTokenizerFast
 
     from student_trainer.tools.pretrain import make_model
@@ -254,7 +254,7 @@ def test_the_control_variate_changes_the_gradient_only(
 
 @pytest.fixture(scope="module")
 def renamed_directory(models_directory: Path) -> Path:
-    """The student's own weights; its end has another name."""
+    """A copy of the student whose end token has another name."""
     renamed_directory = shutil.copytree(models_directory / "student", models_directory / "renamed")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         text = (renamed_directory / file).read_text()
@@ -274,7 +274,7 @@ def renamed_teacher(renamed_directory: Path, tmp_path: Path) -> Iterator[str]:
 def test_a_teacher_with_other_special_tokens(
     models_directory: Path, renamed_teacher: str, tmp_path: Path
 ) -> None:
-    """The KL is 0, and with a context that of the context alone."""
+    """The KL is 0; with a context, it is the effect of the context alone."""
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
     first_lines = {}
     for name, context in (("plain", None), ("context", "{answer}. ")):
@@ -318,7 +318,7 @@ def test_rl_with_a_teacher_of_other_special_tokens(
     )
     run = finish(new_run(tmp_path / "run", run))
     [line] = [line for line in metrics_of(run) if "kl/teacher" in line]
-    # The first of two updates has the weights of the teacher.
+    # In the first of two updates the student has the weights of the teacher.
     assert abs(line["kl/teacher"]) < 1e-3
     assert "<|end|> is <stop>" in run.log_file(1).read_text()
 
@@ -394,7 +394,7 @@ def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
     first_line, *_, last_line = (line for line in metrics_of(run) if "kl/teacher" in line)
     # Random text is seldom changed by Qwen's normalization.
     assert first_line["pair/left_out"] + last_line["pair/left_out"] < 0.1
-    # Tokens of random models: most of them are tokens of both, or bytes.
+    # Random models mostly sample tokens of both vocabularies, or bytes.
     assert 0.1 < first_line["pair/one_to_one"] < 1
     assert all(abs(line["kl/teacher"]) < 50 for line in (first_line, last_line))
 
@@ -407,7 +407,7 @@ def capture_answers(
     teacher: str = "teacher",
     form: str = "completion",
 ) -> Path:
-    """The teacher's rows of what it likes."""
+    """Capture the teacher's rows of its preferred answers; return the store."""
     from clients.config.capture import CaptureJob
     from tests.teacher_service.capture.material import capture_here
 
@@ -434,7 +434,9 @@ def capture_answers(
 
 @pytest.fixture(scope="module")
 def store(models_directory: Path) -> Path:
-    """Beside it is one to hold out, whose prompt is another: no copies of it are left out here."""
+    """A store for training; the held-out store `aside` has another prompt, so that no rows are
+    equal.
+    """
     capture_answers(models_directory, "aside", f"now {PROMPT}")
     return capture_answers(models_directory, "store", PROMPT)
 
@@ -512,7 +514,7 @@ def test_two_processes_and_small_batches_change_nothing_of_a_store(
 def test_a_store_of_other_special_tokens(
     models_directory: Path, renamed_directory: Path, tmp_path: Path, form: str
 ) -> None:
-    """Rows of the student's own weights: the KL of head and tail is 0."""
+    """A store captured with the student's weights: the KL of head and tail is 0."""
     path = capture_answers(
         models_directory, f"renamed-{form}", PROMPT, teacher=renamed_directory.name, form=form
     )

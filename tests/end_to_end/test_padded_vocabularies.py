@@ -22,12 +22,12 @@ from tests.end_to_end.processes import metrics_of, new_run
 CHARACTERS = "0123456789+=" + "".join(chr(0x4E00 + number) for number in range(287))
 TOKENS, NARROW, WIDE = 300, 320, 336
 PROMPTS = ["12+34=", "5+6=", "1+1=", "70+8=", "9+9=", "33+44="] * 8
-# Of these, only the seconds and the memory may differ.
+# Metrics that must be equal; times and memory may differ.
 COMPARED = ("loss", "grad_norm", "kl/teacher", "entropy", "topk/teacher_mass", "topk/student_mass")
 
 
 def make_padded_model(seed: int) -> Any:
-    """A model of the widest head, whose padding has as much mass as its tokens."""
+    """Return a model with the widest head, whose padding has as much mass as its tokens."""
     import torch
 
     from student_trainer.tools.pretrain import make_model
@@ -41,7 +41,7 @@ def make_padded_model(seed: int) -> Any:
 
 
 def make_biased_model(seed: int) -> Any:
-    """A model whose padding has no mass at all: a bias of the head takes it out."""
+    """Return a model whose padding has no mass, because of the head's bias."""
     import torch
     from transformers import PhiConfig, PhiForCausalLM
 
@@ -197,7 +197,7 @@ def has_biased_head(width_pairs: Pairs) -> bool:
 
 
 def assert_untouched(width_pairs: Pairs, run: RunDirectory) -> None:
-    """The padding of the student has no gradient: its weights are those of before."""
+    """The padding of the student has no gradient, so its weights do not change."""
     from safetensors.torch import load_file
 
     old_weights = load_file(width_pairs.model("student", WIDE) / "model.safetensors")
@@ -208,7 +208,7 @@ def assert_untouched(width_pairs: Pairs, run: RunDirectory) -> None:
 
 
 def capture_rows(width_pairs: Pairs, student: int, teacher: int, root: Path) -> Path:
-    """A store of the teacher's rows for a student, with the whole head but a few ids."""
+    """Capture the teacher's rows for a student, with nearly all ids in the head."""
     from clients.config.capture import CaptureJob
     from tests.teacher_service.capture.material import capture_here
 
@@ -230,7 +230,7 @@ def capture_rows(width_pairs: Pairs, student: int, teacher: int, root: Path) -> 
 def test_a_store_and_its_offline_job(
     widths: tuple[int, int], width_pairs: Pairs, tmp_path: Path
 ) -> None:
-    """The capture names its student, and so leaves out what the student has not."""
+    """The capture names its student, so it leaves out ids that the student does not have."""
     import torch
 
     from clients.store.dataset import LogitDataset

@@ -38,12 +38,12 @@ REPEATS = int(os.environ.get("DISTILL_REPEATS", "3"))
 SEED = int(os.environ.get("DISTILL_PIPELINE_SEED", "1"))
 STEPS = 8
 SECONDS = 240.0
-# What is killed, with the first and the last job during which it is: only RL has a teacher.
+# What is killed, with the first and last job during which it may be: only RL has a teacher.
 VICTIMS = {"server": (0, 3), "teacher": (2, 2), "trainer": (1, 3)}
 
 
 def make_pipeline(material: Material) -> list[AnyJob]:
-    """capture -> offline -> RL with a teacher that the server runs -> eval."""
+    """Return the jobs capture -> offline -> RL, with a teacher that the server runs -> eval."""
     from tests.student_trainer.tiny import offline_job, rl_job
 
     rows = CaptureJob.model_validate(
@@ -74,7 +74,7 @@ def make_pipeline(material: Material) -> list[AnyJob]:
 
 
 def run_one_by_one(root: Path, jobs: Sequence[AnyJob], teacher: str) -> list[RunDirectory]:
-    """Run the jobs without a server, each with the paths of what those before it made."""
+    """Run the jobs without a server, each with the output paths of earlier jobs."""
     runs: dict[str, RunDirectory] = {}
     for job in jobs:
         for output in outputs_in(job):
@@ -165,7 +165,7 @@ def test_killed_anywhere_it_comes_to_the_same_bits(
     job_documents = [
         json.loads(job.model_dump_json(exclude_unset=True)) for job in make_pipeline(material)
     ]
-    file = tmp_path / "pipeline.yaml"  # of which JSON is a part
+    file = tmp_path / "pipeline.yaml"  # JSON is a subset of YAML
     file.write_text(json.dumps({"job": job_documents}))
     configs = [loaded.config for loaded in load_jobs(file)]
     assert configs == make_pipeline(material)

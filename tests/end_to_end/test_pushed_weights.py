@@ -1,4 +1,4 @@
-"""Jobs whose weights go to the engines through a process group: the bits are those of files."""
+"""Jobs that push weights to engines through a process group equal jobs that write files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 8
 def run_with_files(
     material: Material, teacher: str, tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
-    """A run with a lag of one step whose engine loads files."""
+    """A run with a lag of one step, whose engine loads the weights from files."""
     return finish(
         new_run(tmp_path_factory.mktemp("files") / "run", make_job(material, teacher, "file"))
     )
@@ -46,7 +46,7 @@ def make_job(material: Material, teacher: str, push: str, **changes: Any) -> Any
 def test_a_job_that_pushes_has_the_bits_of_one_with_files(
     material: Material, teacher: str, run_with_files: RunDirectory, tmp_path: Path
 ) -> None:
-    """Only evaluations write files."""
+    """With push, only evaluations write files."""
     run = finish(new_run(tmp_path / "run", make_job(material, teacher, "broadcast")))
     assert_same(run, run_with_files)
 
@@ -55,7 +55,7 @@ def test_a_job_that_pushes_has_the_bits_of_one_with_files(
 def test_a_push_waits_for_the_orders_before_it(
     material: Material, teacher: str, run_with_files: RunDirectory, tmp_path: Path
 ) -> None:
-    """Each order takes longer to its engine than a step does."""
+    """Each sampling order reaches its engine later than a step takes."""
     run = new_run(tmp_path / "run", make_job(material, teacher, "broadcast"))
     with trainer(run, failpoint="order-due:sleep:1") as process:
         assert process.wait() == 0, process.log
@@ -97,7 +97,7 @@ def test_killed_trainers_resume_to_the_same_bits(
 def test_the_only_engine_is_killed_without_a_lag(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """The trainer still has the weights of the step, and writes them for the engine's successor."""
+    """The trainer writes the weights of the step as files for the restarted engine."""
     changes = {"rollouts__lag": 0, "method__max_new_tokens": 16}
     run_with_files = finish(
         new_run(tmp_path / "here", make_job(material, teacher, "file", **changes))
@@ -128,7 +128,7 @@ def test_the_only_engine_is_killed_without_a_lag(
 def test_an_engine_that_is_killed_again_and_again(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """The job ends, and each answer was sampled with weights that its step may learn from."""
+    """The job ends, and the lag of each step stays within the limit."""
     run = new_run(tmp_path / "run", make_job(material, teacher, "broadcast"))
     with trainer(run) as process:
         for step in (2, 5):

@@ -1,4 +1,4 @@
-"""Qwen2.5's 7B teaches its 1.5B: the real tokenizer and numbers of logits, tiny layers."""
+"""Qwen2.5 7B teaches 1.5B: the real tokenizer and vocabulary sizes, tiny layers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_teaches_the_other(
     models_directory: Path, tmp_path: Path, student: str, divergence: str
 ) -> None:
-    """End to end, in both directions: the KL falls. The teacher refuses any id of the padding."""
+    """In both directions the KL falls. The teacher would refuse any padding id."""
     from tests.student_trainer import tiny
 
     (teacher,) = WIDTHS.keys() - {student}

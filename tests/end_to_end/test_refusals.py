@@ -1,4 +1,4 @@
-"""What cannot work is refused at once, in one sentence that names the field and the remedy."""
+"""Invalid jobs are refused at once, in one sentence that names the field and the remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.forked_python import run_forked
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-# The promise is 10 s; the rest is for a machine that has much else to do.
+# Documented limit: 10 s; the test allows more, for a busy machine.
 SECONDS = 100.0
 JOB = """\
 max_steps = 5
@@ -45,11 +45,11 @@ class Refusal:
     sentence_parts: tuple[str, ...]  # the field first, then what is wrong, then the remedy
     code: ExitCode = ExitCode.USAGE
     make: Callable[[Path], object] = field(default=lambda root: None)
-    launched: bool = False  # by an interpreter of its own, not forked
+    launched: bool = False  # in a new interpreter instead of a forked process
 
 
 def make_other_student(characters: str, width: int = 0) -> Callable[[Path], object]:
-    """A student of another alphabet, or with logits for `width` ids."""
+    """Return a function that saves a student with another alphabet, or with `width` logits."""
 
     def save_student(root: Path) -> None:
         from tests.student_trainer import tiny
@@ -106,7 +106,7 @@ CASES = {
     "a name that is nowhere": Refusal(
         {"student.model": "nobody/nothing-of-this-name"},
         ("student.model: ", "no usable model", "give a Hugging Face directory"),
-        launched=True,  # whether the hub is away is known before its library is imported
+        launched=True,  # the hub library reads its environment variables at its import
     ),
     "no weights": Refusal(
         STUDENT, ("student.model: ", "no *.safetensors", "give a Hugging Face directory"),
@@ -178,12 +178,12 @@ def test_the_server(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The same sentence: at once, where the first records of the data show it; else the job is
-    FAILED with it, and without a second try.
+    """The same sentence: at once if the first records of the data show the problem; otherwise the
+    job is FAILED with it, without a retry.
     """
     from tests.student_trainer.tiny import job
 
-    # What distill run and submit refuse from the looks of the file alone comes to a server as well.
+    # Jobs that the command refuses by the job file alone also reach a server.
     at_once = ("another tokenizer", "k > max", "no data file", "no student", "no teacher")
     at_once += ("no weights", "too long", "no column")
     at_start = ("bad json",)
@@ -210,7 +210,7 @@ def test_the_server(
         values = {"student": material.student, "prompts": material.prompts, "address": teacher}
         file.write_text(JOB.format(**values))
         dry_run = ["--server", server.address, "submit", str(file), "--dry-run"]
-        capsys.readouterr()  # what made the material above
+        capsys.readouterr()  # discard earlier output
         assert main(dry_run) == ExitCode.OK
         assert capsys.readouterr().err == "the server would accept the job\n"
         assert main([*dry_run, "--set", "teacher.top_k=14"]) == ExitCode.USAGE

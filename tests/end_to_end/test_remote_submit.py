@@ -1,4 +1,4 @@
-"""A job from an empty machine that shares nothing with the server: sent, trained, pulled."""
+"""A job from a machine that shares no files with the server: uploaded, trained, pulled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = Path(clients.__file__).parent.parent
 
 
 class EmptyMachine:
-    """Another home, and disks of its own: the server cannot see its files, nor it the server's.
+    """A mount namespace with its own disks: it and the server cannot see each other's files.
 
     The name of its directory exists on both.
     """
@@ -56,7 +56,7 @@ class EmptyMachine:
 
 
 def as_toml(config: dict[str, Any]) -> str:
-    """The text of a job file."""
+    """Return the text of a job file."""
 
     def format_value(setting: Any) -> str:
         if isinstance(setting, dict):
@@ -78,7 +78,7 @@ def test_nothing_is_shared(
     undisturbed: RunDirectory,
     tmp_path: Path,
 ) -> None:
-    """The same bits as a run on the machine of the files."""
+    """The result has the bits of a run on the machine that has the files."""
     from tests.student_trainer.tiny import job
 
     server = make_server()
@@ -100,7 +100,7 @@ def test_nothing_is_shared(
         *(line.replace(".venv/bin/distill", distill) for line in document.commands),
         "exec >&3",
         "sha256sum trained/model.safetensors",
-        # From files that are the same, nothing is sent again.
+        # Unchanged files are not sent again.
         f"{distill} submit job.toml --upload --set student.model=trained 2> told",
         "grep 'the server has' told",
     )
@@ -114,7 +114,7 @@ def test_nothing_is_shared(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # moto's own
+@pytest.mark.filterwarnings("default")  # warnings of moto
 def test_files_in_an_object_storage(
     material: Material,
     teacher: str,
@@ -122,7 +122,7 @@ def test_files_in_an_object_storage(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same bits; a job whose file is not there says so, and one that waits is not lost."""
+    """Jobs that read from an object storage have the same bits; a missing file is reported."""
     from tests.student_trainer.tiny import job
 
     storage = pytest.importorskip("tests.object_storage")

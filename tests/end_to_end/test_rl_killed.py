@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 REPEATS = int(os.environ.get("DISTILL_REPEATS", "2"))
-# With a critic there is more to lose. One case for every two kills.
+# One case for every two kills; cases with a critic come first, as they have more state.
 CASES = [("none", "gae"), ("fsdp2", "gae"), ("none", "group"), ("fsdp2", "group")]
-# Moments of a step, and how many of each an attempt may live to see: at most two steps' worth.
+# Failpoints of a step, and at which occurrence at most to kill: within two steps.
 IN_STEPS = {"gradients-ready": 4, "anchor-moved": 4, "step-done": 2, "checkpoint-part-written": 1}
-# Only the first process publishes.
+# Failpoints that only the first process reaches.
 IN_SAVES = {"metrics-written": 2, "checkpoint-filled": 1, "checkpoint-renamed": 1}
 
 
@@ -45,7 +45,7 @@ def test_killed_as_often_as_one_likes(
     )
     undisturbed = finish(new_run(tmp_path / "undisturbed", config))
     run = new_run(tmp_path / "run", config)
-    generator = random.Random(31)  # its first kill leaves a checkpoint to go on from
+    generator = random.Random(31)  # with this seed, the first kill comes after a checkpoint
     executed_steps: set[tuple[int, int]] = set()
     for number in range(1, REPEATS + 1):
         dying_rank = generator.randrange(2)
@@ -69,7 +69,7 @@ def test_killed_as_often_as_one_likes(
 
 @pytest.mark.slow
 def test_a_killed_student_that_searches(material: Material, tmp_path: Path) -> None:
-    """As soon as there is a checkpoint of the first step: the bits of one that nobody killed."""
+    """Killed at the checkpoint of the first step, the run resumes to the same bits."""
     from tests.student_trainer.searching import searching_job
     from tests.student_trainer.tiny import curve
 

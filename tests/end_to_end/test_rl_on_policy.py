@@ -1,4 +1,4 @@
-"""On-policy distillation is learning from rewards without any: the same bits."""
+"""RL without rewards has the same bits as on-policy distillation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_without_rewards_it_is_on_policy_distillation(
     assert rl_config.method.teacher_beta == 1
     rl_run = train_run(tmp_path / "rl", rl_config)
     curves = [tiny.curve(metrics_of(run)) for run in (on_policy_run, rl_run)]
-    for line in curves[1]:  # RL names the noise after the KL that it is of
+    for line in curves[1]:  # in RL, the name of the metric contains the kind of KL
         if "topk/teacher_gradient_sd" in line:
             line["topk/gradient_sd"] = line["topk/teacher_gradient_sd"]
     names = set(curves[0][-1])
@@ -78,7 +78,7 @@ def test_without_rewards_it_is_on_policy_distillation(
 
 
 def test_teacher_and_anchor_at_once(material: tiny.Material, teacher: str, tmp_path: Path) -> None:
-    """Both directions: forward, the anchor is asked at the ids that the teacher chose."""
+    """With forward KL, the anchor is evaluated at the ids that the teacher chose."""
     for divergence in ("reverse_kl", "forward_kl"):
         config = tiny.rl_job(
             material,

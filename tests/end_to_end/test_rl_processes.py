@@ -30,7 +30,7 @@ CASES = [
     (2, "fsdp2", "group"),
     (2, "none", "gae"),
 ]
-# 9 groups are no even number for any of them.
+# 9 groups do not divide evenly among the processes.
 GROUPS = {"max_steps": 4, "eval__every": 4, "train__prompts_per_step": 9}
 
 
@@ -63,7 +63,7 @@ def test_the_same_curve_as_one_process(
     assert_close(lines, metrics_of(single_run))
     assert lines[-1]["anchor/version"] == 4
     assert lines[-1]["reward/std"] > 0, "nothing was learned from"
-    # An estimate of a small number: it may have either sign.
+    # The estimate of a small KL may have either sign.
     assert abs(lines[-1]["kl/anchor"]) > 1e-5, "the anchor pulled at nothing"
     for file in ["anchor.safetensors"] + ["critic.safetensors"] * (advantages == "gae"):
         for name, value in load_tensors(single_run, file).items():
@@ -72,7 +72,7 @@ def test_the_same_curve_as_one_process(
 
 
 def test_dynamic_sampling_in_two_processes(material: Material, tmp_path: Path) -> None:
-    """Both make the same number of rounds, whoever lacks groups, and end with their share."""
+    """Both processes make the same number of rounds and end with their share of groups."""
     from tests.student_trainer.tiny import rl_job
 
     rounds = {"method__dynamic_sampling": 3, "method__rollouts_per_prompt": 2}

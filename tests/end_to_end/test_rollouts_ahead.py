@@ -1,4 +1,4 @@
-"""A rollout engine in a process of its own: equal bits without lag, and with it after any kill."""
+"""A rollout engine in its own process: equal bits without lag, and with lag after any kill."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def without_lag(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def services_of_trainers() -> list[psutil.Process]:
-    """The rollout services that the trainers of this test worker have started."""
+    """Return the rollout services that the trainers of this test worker have started."""
     services = []
     for process in psutil.Process().children(recursive=True):
         command = process.cmdline()
@@ -58,7 +58,7 @@ def services_of_trainers() -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def service_address(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The address of a service of its own."""
+    """The address of a rollout service for the tests of this module."""
     from tests.student_trainer.rollout_service.processes import ServiceProcess
 
     log = tmp_path_factory.mktemp("service") / "service.log"
@@ -83,14 +83,14 @@ def test_without_lag_an_engine_changes_no_bit(
 def test_an_engine_that_sleeps_while_the_trainer_learns(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """As vLLM does on the trainer's GPU: its weights are gone, and each order loads them again."""
+    """A sleeping engine loses its weights, as vLLM does, and each order loads them again."""
     from student_trainer.rollout_service.engines.hf import HfRolloutEngine
     from student_trainer.rollout_service.service import RolloutServicer
     from tests.student_trainer.rollout_service.scripted_service import served
     from tests.student_trainer.tiny import job
 
     class Sleeper(HfRolloutEngine):
-        """It has no memory to free; it only forgets its weights."""
+        """An engine whose sleep only clears its weights."""
 
         slept = 0
 
@@ -111,7 +111,7 @@ def test_an_engine_that_sleeps_while_the_trainer_learns(
 
 
 def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path: Path) -> None:
-    """With `student.lora` the engine has the base model and gets the adapters of each step.
+    """With `student.lora` the engine has the base model and receives the adapters of each step.
 
     A service of another rank is refused, and one that takes all weights gets them merged.
     """
@@ -154,7 +154,7 @@ def test_each_step_learns_from_older_weights(
     run = finish(new_run(tmp_path / "run", lagging_job(material, teacher, lag)))
     lines = metrics_of(run)[1:]
     assert [line["rollout/lag"] for line in lines] == [min(n, lag) for n in range(STEPS)]
-    # With the importance weights the expectation of their mean is 1, whatever the lag.
+    # The expected mean of importance weights is 1, whatever the lag.
     assert sum(line["ratio/mean"] for line in lines) / STEPS == pytest.approx(1, abs=0.1)
     assert any(line["ratio/ess"] < 0.999 for line in lines)
 
@@ -200,7 +200,7 @@ def test_a_killed_engine_is_started_again(
     run = new_run(tmp_path / "run", lagging_job(material, teacher, 2))
     with trainer(run) as process:
         for step in (3, 7):
-            process.wait_for_step(step, seconds=300)  # the engine is started anew
+            process.wait_for_step(step, seconds=300)  # the engine is started again
             for service in services_of_trainers():
                 service.send_signal(signal.SIGKILL)
         assert process.wait() == 0, process.log
@@ -252,7 +252,7 @@ def test_two_processes_and_reinforcement(material: Material, tmp_path: Path) -> 
 def test_a_step_that_fails_keeps_its_rollouts(
     material: Material, service_address: str, lagging_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """The teacher goes away: the weights that sampled the rollouts of the failed step are gone."""
+    """The teacher stops. The rollouts of the failed step are kept, as their weights are gone."""
     from tests.end_to_end.test_teacher_killed import PATIENCE, MortalTeacher
 
     mortal = MortalTeacher(material, tmp_path / "teacher.log")
@@ -273,7 +273,7 @@ def test_a_step_that_fails_keeps_its_rollouts(
 def test_a_slow_teacher_bounds_what_is_sampled(
     material: Material, lagging_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """The engine samples the answers of `lag` + 1 steps more than are learned, and waits."""
+    """The engine samples `lag` + 1 steps ahead of training at most, and then waits."""
     from tests.end_to_end.test_teacher_killed import MortalTeacher
     from tests.scraping import metrics_address, scrape
     from tests.student_trainer.rollout_service.processes import ServiceProcess
@@ -291,7 +291,7 @@ def test_a_slow_teacher_bounds_what_is_sampled(
             process.wait_for_step(3)
             mortal.kill()
             learned_step, unchanged_looks = 0, 0
-            while unchanged_looks < 20:  # looks in a row that find the most, and nothing new
+            while unchanged_looks < 20:  # polls in a row that find the maximum and no new step
                 sampled = scrape(metrics_page)["distill_rollouts_sequences_total"]
                 step_before, learned_step = learned_step, metrics_of(run)[-1]["step"]
                 max_sampled = evaluation_prompts + (learned_step + 1 + lag) * answers_per_step
@@ -315,7 +315,7 @@ def test_a_slow_teacher_bounds_what_is_sampled(
 def test_a_cancelled_job_does_not_wait_for_a_hung_engine(
     material: Material, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last finished step is saved before a server would kill it, and it can be resumed."""
+    """Its last finished step is saved before a server would kill the trainer; it can be resumed."""
     from tests.student_trainer.rollout_service.processes import ServiceProcess
 
     monkeypatch.setattr(stopped_job, "STOP_SECONDS", 0.5)

@@ -1,4 +1,4 @@
-"""A job whose student searches, sampled by an engine: equal bits without lag, and after a kill."""
+"""A search job sampled by an engine: equal bits without lag, and with lag after a kill."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_lag_an_engine_changes_no_bit(material: Material, tmp_path: Path
 
 @pytest.mark.slow
 def test_killed_trainers_resume_to_the_same_bits(material: Material, tmp_path: Path) -> None:
-    """Two trainers, with the conversations of two later steps in the checkpoint."""
+    """Two trainers are killed; the checkpoint has the conversations of two later steps."""
     from tests.student_trainer.searching import searching_job
 
     changes: dict[str, Any] = {"max_steps": 5, "rollouts__lag": 2}

@@ -40,7 +40,7 @@ def assert_each_once(events: Sequence[JobEvent], max_steps: int) -> None:
 
 @pytest.fixture
 def watchers() -> Iterator[list[Watcher]]:
-    """Threads that must have ended."""
+    """Watcher threads, which must end before the test does."""
     started_watchers: list[Watcher] = []
     yield started_watchers
     for watcher in started_watchers:
@@ -54,7 +54,7 @@ def test_cancelled_resumed_pulled(
     undisturbed: RunDirectory,
     tmp_path: Path,
 ) -> None:
-    """The same bits as the run that nobody stopped; no step is told twice, or not at all."""
+    """The same bits as a run without interruption; every step is reported exactly once."""
     from tests.student_trainer.tiny import curve, job
 
     server = make_server()
@@ -111,7 +111,7 @@ def assert_usable(directory: Path) -> None:
 def test_the_server_is_killed_under_a_job(
     material: Material, teacher: str, make_server: MakeServer, watchers: list[Watcher]
 ) -> None:
-    """The same trainer goes on; a watcher sees every event once."""
+    """The same trainer continues; a watcher sees every event once."""
     from tests.student_trainer.tiny import job
 
     steps = 120
@@ -139,7 +139,7 @@ def test_the_server_is_killed_under_a_job(
 def test_the_trainer_is_killed_under_the_server(
     material: Material, teacher: str, make_server: MakeServer, undisturbed: RunDirectory
 ) -> None:
-    """It is started again, by itself, and comes to the same bits."""
+    """The server restarts the trainer, which comes to the same bits."""
     from tests.student_trainer.tiny import curve, job
 
     server = make_server()

@@ -1,4 +1,4 @@
-"""Prompts that name their teacher, and teachers that stand in for each other."""
+"""Prompts that name their teacher, and replicated teachers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_job(material: Material, **changes: Any) -> OnPolicyJob:
 def single_teacher_run(
     material: Material, teacher: str, tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
-    """With one teacher, undisturbed."""
+    """A run with one teacher, without interruption."""
     path = tmp_path_factory.mktemp("plain") / "run"
     return finish(new_run(path, make_job(material, teacher__address=teacher)))
 
@@ -55,7 +55,7 @@ def routed_material(material: Material, tmp_path: Path) -> Material:
 
 @pytest.fixture
 def other_teacher(tmp_path: Path) -> Iterator[str]:
-    """The same tokenizer, other weights."""
+    """A teacher with the same tokenizer and other weights."""
     from tests.student_trainer.tiny import model, save, tokenizer
 
     path = save(model(seed=7, layers=2), tokenizer(), tmp_path / "other")
@@ -85,7 +85,7 @@ def test_each_prompt_is_scored_by_the_teacher_it_names(
         [line for line in metrics_of(run) if line["step"] == 1]
         for run in (same_teacher_run, two_teachers_run)
     ]
-    # The same student wrote the same answers in the first step.
+    # In the first step both runs have the same student and answers.
     assert two_teachers_line["kl/teacher/sums"] == same_teacher_line["kl/teacher/sums"]
     assert two_teachers_line["kl/teacher/rest"] != same_teacher_line["kl/teacher/rest"]
     for line in (same_teacher_line, two_teachers_line):
@@ -99,7 +99,7 @@ def test_each_prompt_is_scored_by_the_teacher_it_names(
 def test_a_teacher_that_dies_is_replaced_by_another(
     material: Material, single_teacher_run: RunDirectory, teacher: str, tmp_path: Path
 ) -> None:
-    """The same bits, with nobody to start the first one again."""
+    """The run has the same bits although nobody restarts the first teacher."""
     dying_teacher = ForkedTeacher(teacher_arguments(material), log=tmp_path / "mortal.log")
     addresses = [dying_teacher.address, teacher]
     run = new_run(tmp_path / "run", make_job(material, teacher__address=addresses))

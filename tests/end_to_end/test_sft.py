@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by real trainers: it learns, resumes, and divides its work."""
+"""Supervised fine-tuning by real trainers: the loss falls, runs resume, processes share work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# 7 sequences a step, few a micro-batch: one process has more micro-batches than the other.
+# 7 sequences per step in small micro-batches, so that the processes have different numbers.
 PAIR = {"max_steps": 6, "train__prompts_per_step": 7, "eval__every": 3, "eval__prompts": 5}
 
 
@@ -32,7 +32,7 @@ def make_job(material: Material, **changes: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def mixed_data(material: Material, once: Once) -> dict[str, Any]:
-    """Weights, and a second data set of which each step has a quarter."""
+    """Options for weighted records and a second data set with a quarter of each step."""
 
     def write_data(path: Path) -> None:
         path.mkdir()
@@ -58,7 +58,7 @@ def undisturbed(material: Material, mixed_data: dict[str, Any], once: Once) -> R
 
 @pytest.fixture(scope="session")
 def single_run(material: Material, mixed_data: dict[str, Any], once: Once) -> RunDirectory:
-    """One process of what two processes repeat."""
+    """The run in one process that two processes must equal."""
     config = make_job(material, **mixed_data, **PAIR)
     return RunDirectory(once("sft-alone", lambda path: finish(new_run(path, config))))
 
@@ -72,7 +72,7 @@ def test_the_held_out_loss_falls(undisturbed: RunDirectory) -> None:
 def test_killed_and_resumed(
     material: Material, mixed_data: dict[str, Any], undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Within the third epoch of the small data set, and the fourth of the other."""
+    """Killed in the third epoch of the small data set and the fourth of the other one."""
     from tests.student_trainer.tiny import curve
 
     run = new_run(tmp_path / "run", make_job(material, **mixed_data))

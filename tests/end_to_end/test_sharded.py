@@ -1,4 +1,4 @@
-"""FSDP2 over gloo: a share of everything in each process, and the same run as in one."""
+"""FSDP2 over gloo: a sharded run equals the run of one process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.end_to_end.test_two_processes import assert_close
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-# 7 answers, one a micro-batch: one process has more micro-batches than the other. 13 rows
-# of embeddings, tied with the head, are no even number either.
+# 7 answers, one per micro-batch, so that the processes have different numbers of micro-batches. The
+# 13 rows of the tied embeddings do not divide evenly either.
 UNEVEN = {
     "max_steps": 8,
     "train__prompts_per_step": 7,
@@ -27,7 +27,7 @@ UNEVEN = {
     "eval__prompts": 5,
     "student__gradient_checkpointing": True,
 }
-# Frozen weights are bfloat16 here, and lie in one group with adapters in float32.
+# Frozen bfloat16 weights share a group with float32 adapters.
 ADAPTED = {
     **UNEVEN,
     "student__lora": {"rank": 4, "train_head": True},
@@ -47,13 +47,13 @@ def run_job_once(
 
 @pytest.fixture(scope="module")
 def single_run(material: Material, teacher: str, once: Once) -> RunDirectory:
-    """One process, undisturbed."""
+    """A run of one process, without interruption."""
     return run_job_once(once, "alone", material, teacher, **UNEVEN)
 
 
 @pytest.fixture(scope="module")
 def sharded_run(material: Material, teacher: str, once: Once) -> RunDirectory:
-    """Two processes, undisturbed."""
+    """A run of two processes, without interruption."""
     return run_job_once(once, "sharded-pair", material, teacher, **UNEVEN, **PAIR)
 
 
@@ -83,7 +83,7 @@ def test_the_same_curve_as_one_process(single_run: RunDirectory, sharded_run: Ru
 def test_one_process_with_its_weights_in_host_memory(
     material: Material, teacher: str, single_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """A group of one process; killed, and resumed with weights on the device."""
+    """One process with CPU offload, killed, and resumed with weights on the device."""
     from tests.student_trainer.tiny import job
 
     offload = {"train__sharding": "fsdp2", "train__cpu_offload": True}
@@ -122,7 +122,7 @@ def test_killed_and_resumed_by_two_or_by_one(
 def test_bfloat16_is_gathered_as_it_is_computed(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """The matrices are cast before they are gathered, to what one process casts them to."""
+    """Matrices are cast to bfloat16 before the gather, to the same values as in one process."""
     from tests.student_trainer.tiny import job
 
     changes = {
@@ -158,7 +158,7 @@ def test_adapters_killed_with_two_and_resumed_by_one(
 def test_an_engine_beside_sharded_processes(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """No process gathers all weights; one has more held-out answers to score than the other."""
+    """No process gathers all weights; the processes have different numbers of held-out answers."""
     changes = {**UNEVEN, "max_steps": 4, "eval__prompts": 3, "rollouts__lag": 1}
     from tests.student_trainer.tiny import job
 

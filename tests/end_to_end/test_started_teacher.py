@@ -1,4 +1,4 @@
-"""`distill run` of a job with teacher.model: it starts the teacher, and leaves none behind."""
+"""`distill run` of a job with teacher.model starts the teacher and stops it at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_same_bits_as_with_an_address(
 
     text = job(material).model_dump_json(exclude={"teacher": {"address"}}, exclude_none=True)
     file = tmp_path / "job.yaml"
-    file.write_text(text)  # JSON is YAML
+    file.write_text(text)  # JSON is a subset of YAML
     teacher_settings = ["teacher.model=" + str(material.teacher), "teacher.batch_invariant=true"]
     process = run_distill(file, *teacher_settings)
     assert process.returncode == 0, process.stderr
@@ -61,7 +61,7 @@ def test_the_same_bits_as_with_an_address(
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["teacher.log", "metrics.jsonl"])
 def test_a_killed_run_leaves_no_teacher(material: Material, tmp_path: Path, moment: str) -> None:
-    """Killed while its teacher loads, or in a step: then the trainer first ends its job."""
+    """Killed while its teacher loads, or in a step; in a step, the trainer first ends its job."""
     from tests.student_trainer.tiny import job
 
     model = tmp_path / "teacher"
@@ -80,7 +80,7 @@ def test_a_killed_run_leaves_no_teacher(material: Material, tmp_path: Path, mome
     ) as process:
         eventually(lambda: list(tmp_path.glob(f"runs/*/{moment}")))
         process.kill()
-    # In a step, the trainer ends its job before: on a busy machine that takes a minute.
+    # After a kill in a step, the trainer first ends its job: a minute on a busy machine.
     eventually(lambda: not teachers_of(tmp_path), seconds=200.0)
     if moment == "metrics.jsonl":
         (path,) = (tmp_path / "runs").iterdir()

@@ -1,5 +1,5 @@
-"""Jobs whose tail term comes from ids that the student drew: the same tokens, and the same bits
-after a kill, for a teacher service and for an anchor.
+"""Jobs whose tail term uses ids that the student drew: the same tokens, and the same bits after a
+kill, for a teacher service and for an anchor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_the_same_tokens_and_the_same_bits_after_a_kill(
 ) -> None:
     from tests.student_trainer.tiny import curve
 
-    # One update a step: a second one is made of other weights.
+    # One update per step: a second one would use other weights.
     changes = {} if kind == "on-policy" else {"method__updates_per_step": 1}
     draws_options = {**changes, "checkpoint__every": 3}
     coin_options = {**changes, "method__tail": "bucket+sampled"}
@@ -63,7 +63,7 @@ def test_the_same_tokens_and_the_same_bits_after_a_kill(
 def test_forward_kl_reads_what_the_teacher_drew(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """The same tokens with and without the teacher's tail samples, and another estimate."""
+    """The tokens are the same with and without the teacher's tail samples; the estimate differs."""
     changes = {"method__divergence": "forward_kl", "max_steps": 2}
     metrics_by_tail = [
         metrics_of(

@@ -19,11 +19,11 @@ from tests.end_to_end.processes import metrics_of, new_run, weights
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-PATIENCE = 3.5  # as much as a busy machine may need for an evaluation's first answer
+PATIENCE = 3.5  # enough for the first answer of an evaluation on a busy machine
 
 
 class MortalTeacher:
-    """A teacher on one port, whose processes come and go."""
+    """A teacher that can be killed and started again on the same port."""
 
     def __init__(self, material: Material, log: Path) -> None:
         self._arguments, self._log = teacher_arguments(material), log
@@ -49,7 +49,7 @@ def mortal_teacher(material: Material, tmp_path: Path) -> Iterator[MortalTeacher
 def test_the_job_outlives_its_teacher(
     material: Material, mortal_teacher: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Killed twice and started again: not a row is missing or counted twice."""
+    """The teacher is killed and restarted twice: no row is missing or counted twice."""
     from tests.student_trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, mortal_teacher.address))
@@ -73,7 +73,7 @@ def test_the_job_outlives_its_teacher(
 def test_a_teacher_that_stays_away(
     material: Material, mortal_teacher: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """The job fails in time, names the teacher, and goes on where it was."""
+    """The job fails in time, names the teacher, and resumes where it was."""
     from tests.student_trainer.tiny import job
 
     run = new_run(
@@ -84,7 +84,9 @@ def test_a_teacher_that_stays_away(
         mortal_teacher.kill()
         assert process.wait() == ExitCode.UNREACHABLE, process.log
     status = assert_told_failure(run)
-    if status.phase == "saving":  # lost in a step, or in the evaluation after it: nothing is redone
+    if (
+        status.phase == "saving"
+    ):  # lost in a step or in the evaluation after it: no step is repeated
         assert newest_checkpoint_step(run) - metrics_of(run)[-1]["step"] in (0, 1)
     resume_with_teacher(run, mortal_teacher, undisturbed)
 
@@ -97,10 +99,10 @@ def test_a_teacher_that_stays_away_from_an_evaluation(
     tmp_path: Path,
     checkpoint_interval: int,
 ) -> None:
-    """The checkpoint of step 4 is there; the next attempt makes up for the lost evaluation."""
+    """The checkpoint of step 4 is saved; the next attempt repeats the lost evaluation."""
     from tests.student_trainer.tiny import job
 
-    # A second of evaluation, in which to kill.
+    # The evaluation takes a second, in which the teacher is killed.
     changes = {
         "max_steps": 8,
         "eval__every": 4,
@@ -154,7 +156,7 @@ def resume_with_teacher(
 def test_two_processes_lose_their_teacher(
     material: Material, mortal_teacher: MortalTeacher, tmp_path: Path
 ) -> None:
-    """Neither waits for the other for ever; together they go on."""
+    """Neither process waits forever for the other; both resume."""
     from tests.student_trainer.tiny import job
 
     config = job(

@@ -14,12 +14,12 @@ from tests.end_to_end.processes import metrics_of, new_run, weights
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-# Where in a save the trainer dies. Several of its files are there by then.
+# Moments of a save at which the trainer dies, after it has written several files.
 IN_SAVES: list[Death] = [
-    ("open", ".tmp/model/tokenizer_config.json", 1),  # no tensor is written
-    ("open", ".tmp/manifest.json", 1),  # everything is written but what says so
-    ("open", ".tmp/optimizer.safetensors", 1),  # the weights are written, the rest is not
-    ("os.rename", "checkpoints/.step-", 1),  # the last moment before it counts
+    ("open", ".tmp/model/tokenizer_config.json", 1),  # before any tensor is written
+    ("open", ".tmp/manifest.json", 1),  # everything but the manifest is written
+    ("open", ".tmp/optimizer.safetensors", 1),  # only the weights are written
+    ("os.rename", "checkpoints/.step-", 1),  # just before the checkpoint becomes visible
 ]
 IN_EXPORT: Death = ("os.rename", ".export.", 1)
 

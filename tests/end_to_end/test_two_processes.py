@@ -1,4 +1,4 @@
-"""Two processes of `accelerate launch` over gloo: the same run as one."""
+"""Two processes of `accelerate launch` over gloo equal one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIR = {"max_steps": STEPS, "train__processes": 2, "eval__every": 4}
 
 @pytest.fixture(scope="module")
 def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
-    """Two processes of the launcher, undisturbed."""
+    """A run of two launched processes, without interruption."""
     from tests.student_trainer.tiny import job
 
     run = RunDirectory(
@@ -64,7 +64,7 @@ def assert_close(
             if name in COUNTS or name == "eval/accuracy":
                 assert line[name] == pytest.approx(value, rel=1e-12), (name, line["step"])
             else:
-                # A perplexity is the exponential of what has this bound.
+                # The bound holds for the logarithm of a perplexity.
                 actual, reference = (
                     math.log(number) if name == "eval/perplexity" else number
                     for number in (line[name], value)
@@ -78,7 +78,7 @@ def assert_close(
 def test_two_processes_stopped_killed_and_resumed(
     material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
 ) -> None:
-    """Both leave together after a checkpoint; both are killed; the bits are those of `pair`."""
+    """Stopped at a checkpoint, then killed, two processes come to the bits of `pair`."""
     from tests.student_trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, teacher, **PAIR))
@@ -103,7 +103,7 @@ def test_two_processes_stopped_killed_and_resumed(
 def test_a_killed_process_costs_an_attempt_not_the_job(
     rank: int, material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
 ) -> None:
-    """The others notice before the launcher does, and must not judge the job by that."""
+    """The surviving process notices first and must not report it as a failure of the job."""
     from tests.student_trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, teacher, **PAIR))

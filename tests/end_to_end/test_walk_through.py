@@ -1,4 +1,4 @@
-"""The walk-throughs of the documents, typed as shown: every command, and every line of answer.
+"""The walk-throughs of the documents: every command runs, every line of output is as documented.
 
 Ids, numbers and addresses differ from run to run; all else of an answer must be the same. The
 models are those of the tests. The job of docs/getting-started.md is long enough to be still there
@@ -33,7 +33,7 @@ STEPS_AFTER_RESUME = 20
 
 @dataclass(frozen=True)
 class Typed:
-    """A command, and the lines that the page shows under it; "..." stands for any."""
+    """A command and its documented output lines; "..." stands for any lines."""
 
     command: str
     answer: list[str]
@@ -46,10 +46,10 @@ def typed_commands(block: str) -> Iterator[Typed]:
 
 
 def normalize_line(line: str) -> str:
-    """What must be the same: not the numbers, ids, places and phases, nor the curve's dots."""
+    """Return the line without what may differ: numbers, ids, paths, phases, the dots of curves."""
     line = re.sub(r"\|.*", "|", line)
     line = re.sub(r"on-policy-addition-[0-9a-f]+", "ID", line)
-    # How far it has come when somebody looks is not for the test to say.
+    # The progress at this moment is arbitrary.
     line = re.sub(r"RUNNING \w+ .*eval/kl.*", "RUNNING MEASURED", line)
     line = re.sub(r"(RUNNING|CANCELLING) [a-z]\w*", r"\1 PHASE", line)
     line = re.sub(r"/\S+/", "/", line)
@@ -58,7 +58,7 @@ def normalize_line(line: str) -> str:
 
 
 class Terminal:
-    """Runs what is typed, in a directory like a clone's, against the servers of the test."""
+    """Runs commands in a directory like a clone, against the servers of the test."""
 
     def __init__(self, directory: Path, server: RealServer, teacher: str) -> None:
         self._place = directory
@@ -74,7 +74,7 @@ class Terminal:
         return text.replace("localhost:50050", "127.0.0.1:1")
 
     def type(self, command: str, stop_at: str = "") -> list[str]:
-        """The lines of the answer; Ctrl-C as soon as one has the shape `stop_at`."""
+        """Run the command and return its output lines; press Ctrl-C after the line `stop_at`."""
         if command == "echo $?":
             return [str(self._code)]
         if command == "distill resume @last":
@@ -93,7 +93,7 @@ class Terminal:
             text=True,
             cwd=self._place,
             env=environment,
-            # A shell's background jobs, which tests may be one of, inherit that Ctrl-C is ignored.
+            # Background jobs of a shell ignore Ctrl-C, and their child processes inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         lines = []
@@ -113,7 +113,7 @@ class Terminal:
 
 
 def assert_same(answer: list[str], documented: list[str], command: str) -> None:
-    """A line "..." of `documented` is any lines; so is what comes while a Ctrl-C takes effect."""
+    """A line "..." of `documented` matches any lines, as do lines until a Ctrl-C takes effect."""
     remaining_lines = [normalize_line(line) for line in answer]
     expected_lines = [normalize_line(line) for line in documented]
     expected_text = "\n".join(expected_lines).replace("^C", "^C\n...")
@@ -150,7 +150,7 @@ def test_everything_typed_is_answered_as_shown(
 def test_the_readme_is_answered_as_shown(
     material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
-    """Its servers are started by the commands that `test_the_servers_start_as_shown` runs."""
+    """`test_the_servers_start_as_shown` runs the commands that start the servers."""
     assert README_SERVERS.body == SERVERS.body
     directory = make_clone(tmp_path, material)
     server = make_server()
@@ -162,7 +162,7 @@ def test_the_readme_is_answered_as_shown(
 def type_all(
     documented_blocks: list[Block], terminal: Terminal, directory: Path, *, steps: int
 ) -> int:
-    """Types the blocks in order, with a job of so many steps; returns the number of commands."""
+    """Run the blocks in order, with a job of `steps` steps; return the number of commands."""
     count = 0
     for block in documented_blocks:
         if block.kind == "toml":
@@ -181,7 +181,7 @@ def type_all(
 
 
 def make_clone(root: Path, material: Material) -> Path:
-    """A checkout after `make demo`, as far as the walk-through sees it."""
+    """Make a directory with the files of a checkout after `make demo` that the page uses."""
     demo = root / "clone" / "runs" / "demo"
     demo.mkdir(parents=True)
     for name, model_directory in (("teacher", material.teacher), ("student", material.student)):
@@ -193,7 +193,7 @@ def make_clone(root: Path, material: Material) -> Path:
 
 @pytest.mark.parametrize("number", [0, 1], ids=["teacher", "server"])
 def test_the_servers_start_as_shown(number: int, material: Material, tmp_path: Path) -> None:
-    """On a free port; the third line finds the commands."""
+    """Start each server on a free port; the third documented line sets PATH."""
     *starts, source = SERVERS.commands
     command = re.sub(r"--port \d+ &$", "--port 0", starts[number])
     assert command.endswith("--port 0")

@@ -1,4 +1,4 @@
-"""A program that talks gRPC can fork: its children say nothing of gRPC's own, and do not die."""
+"""A program that uses gRPC can fork: its children print nothing about gRPC and do not die."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FORKS = 60
-# A `preexec_fn`, whatever it does, makes Python fork, where it would otherwise only spawn.
+# Any `preexec_fn` makes Python fork instead of using posix_spawn.
 PROGRAM = f"""
 import subprocess
 from clients.jobs.client import DistillClient
@@ -32,7 +32,7 @@ server.stop(0)
 """
 
 
-# Fails at the import of gRPC when it may still follow forks.
+# Fails if gRPC is imported before its fork support is disabled.
 WATCHED = """
 import importlib, os, sys
 

@@ -59,7 +59,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Made with the commands of docs/security.md; beside them, some that nobody should trust."""
+    """Certificates made with the commands of docs/security.md, and some untrusted ones."""
     path = tmp_path_factory.mktemp("certificates")
     (commands,) = blocks("docs/security.md", "certificates")
     _run_commands(commands.body, path)

@@ -1,4 +1,4 @@
-"""Real servers with tokens and certificates, and clients that bring them, or wrong ones."""
+"""Real servers and teachers with tokens and certificates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Program:
         before: Callable[[], None] | None = None,
         launched: bool = False,
     ) -> None:
-        """`launched`: by an interpreter of its own, which has its own command line."""
+        """`launched`: start a new interpreter, with its own command line, instead of a forked
+        process.
+        """
         self.log = log
         with log.open("ab") as stderr:
             self.process = (subprocess.Popen if launched else ForkedPython)(

@@ -1,4 +1,4 @@
-"""S1: who may call what, over every method that the protos declare, on both real servers."""
+"""S1: access to every method that the protos declare, on a real server and a real teacher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.security.processes import Program
 Metadata = Sequence[tuple[str, str | bytes]]
 CONFIG = OnPolicyJob(student=StudentConfig(model="tiny"), data=DataConfig(path="prompts.jsonl"))
 HEADER = teacher_pb2.WeightsHeader(mode=teacher_pb2.WEIGHTS_MODE_REPLACE)
-# What each method would act on; the others get an empty message.
+# Requests of methods with an effect; the other methods get an empty message.
 REQUESTS = {
     "SubmitJob": distill_pb2.SubmitJobRequest(config_json=CONFIG.model_dump_json()),
     "Score": teacher_pb2.ScoreRequest(token_ids=bytes(16), start=1, top_k=2, temperature=1),
@@ -51,7 +51,7 @@ ROLLOUT_METHODS = sorted(methods_of(rollouts_pb2.DESCRIPTOR))
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a call, and all that its trailers say."""
+    """The outcome of a call, and its trailers."""
 
     code: grpc.StatusCode
     text: str
@@ -115,7 +115,8 @@ def test_nobody_without_a_token_gets_in(
 ) -> None:
     answers = []
     for program, methods in ((guarded_server, SERVER_METHODS), (guarded_teacher, TEACHER_METHODS)):
-        # Also what is not served there: strangers do not learn which methods are.
+        # Also methods that are not served here: callers without a token do not learn which ones
+        # are.
         unknown = ["/distill.v1.Teacher/Nothing", "/x.Y/Z", "/grpc.health.v1.Health/List"]
         with grpc.insecure_channel(program.address) as channel:
             for method in [*SERVER_METHODS, *TEACHER_METHODS, *ROLLOUT_METHODS, *unknown]:
@@ -136,7 +137,7 @@ def test_nothing_happened(
     tokens: Secrets,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The calls above are repeated where they would be seen: a job, a score, new weights."""
+    """Calls without a valid token leave no job, score nothing and push no weights."""
     for program, method in (
         (guarded_server, "/distill.v1.Distill/SubmitJob"),
         (guarded_teacher, "/distill.v1.Teacher/Score"),
@@ -167,7 +168,7 @@ def test_a_role_may_do_what_the_table_says(
                 required_role = REQUIRED_ROLES[method]
                 assert required_role is not None
                 if method.endswith("SubmitJob") and role >= required_role:
-                    continue  # it would leave a job behind
+                    continue  # the call would create a job
                 answer = call(channel, method, metadata)
                 is_denied = answer.code is grpc.StatusCode.PERMISSION_DENIED
                 assert is_denied == (role < required_role), (method, answer)

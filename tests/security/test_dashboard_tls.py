@@ -1,4 +1,4 @@
-"""The dashboard's port asks for what gRPC's does: a certificate, and then a token."""
+"""The dashboard requires a client certificate and a token, as the gRPC port does."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_certified_browsers_are_served(
 def test_others_are_not(
     port: int, certificates: Certificates, tokens: Secrets, own_certificate: str
 ) -> None:
-    """TLS 1.3 lets a client write before it is refused: a pipe may break, but nothing is read."""
+    """TLS 1.3 lets a client write before it is refused: the connection breaks without an answer."""
     with pytest.raises((ssl.SSLError, ConnectionError)):
         response_status(port, certificates, own_certificate=own_certificate, token=tokens.read)
 

@@ -1,4 +1,4 @@
-"""What the documents say about security is what happens: their commands run, their floors hold."""
+"""The documents about security are correct: commands run, and minimum versions hold."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_pyproject_keeps_the_floors() -> None:
 
 
 def test_the_table_of_variables_is_the_code() -> None:
-    """Every variable is in a source, and every one of a source is in the document."""
+    """The document and the sources name the same environment variables."""
     sources = "".join(
         path.read_text()
         for package in ("protos", "clients", "distill_server", "teacher_service", "student_trainer")
@@ -66,7 +66,7 @@ def test_the_table_of_variables_is_the_code() -> None:
 def test_the_readme_beyond_this_machine(
     certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both its blocks, with a teacher that needs no download, and this machine as the other one."""
+    """Run both blocks, with a fake teacher that needs no download, on one machine."""
     for name in ("server.pem", "server.key", "ca.pem"):
         shutil.copy(certificates.path / name, tmp_path)
     teacher_commands, client_commands = (
@@ -100,7 +100,7 @@ def test_the_readme_beyond_this_machine(
             client_commands = re.sub(
                 r"DISTILL_TEACHER_TOKEN=\S+", f"DISTILL_TEACHER_TOKEN={token}", client_commands
             )
-            # The job itself would take minutes; everything before it is run.
+            # The job itself would take minutes; the test runs everything before it.
             commands = client_commands[: client_commands.index(".venv/bin/distill run")]
             commands += "\nenv | grep ^DISTILL_ > variables"
             process = subprocess.run(
@@ -122,7 +122,7 @@ def test_the_readme_beyond_this_machine(
 
 
 def test_the_server_of_the_ray_page(certificates: Certificates, tmp_path: Path) -> None:
-    """Its tokens, and its command with other paths and ports, without the cluster."""
+    """Run the commands for tokens and server, with other paths and ports, without a cluster."""
     for name in ("server.pem", "server.key", "ca.pem"):
         shutil.copy(certificates.path / name, tmp_path)
     (tmp_path / ".venv").mkdir()
@@ -133,7 +133,7 @@ def test_the_server_of_the_ray_page(certificates: Certificates, tmp_path: Path) 
     (start,) = blocks("docs/ray.md", "ray-server")
     command = start.body.replace("/shared/runs", "runs").replace("/var/lib/distill/", "")
     command = re.sub(r"(--dashboard|--metrics-port) \d+", r"\1 0", command)
-    command = command.replace("--ray http://127.0.0.1:8265", "")  # the extra [ray] is not here
+    command = command.replace("--ray http://127.0.0.1:8265", "")  # the extra [ray] is not installed
     command = command.replace("--host 0.0.0.0", "--host 0.0.0.0 --port 0")
     command = command.replace(".venv/bin/distill-server", "exec .venv/bin/distill-server")
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""S10: connections that never say anything, and connections that are torn down at once."""
+"""S10: connections that send nothing, and connections that are reset at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def limit_descriptors() -> None:
 
 @pytest.fixture(autouse=True)
 def many_sockets() -> Iterator[None]:
-    """This process is the attacker, and needs descriptors itself."""
+    """Raise the limit of descriptors of this process, which is the attacker."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = HALF_OPEN + 200
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -41,7 +41,7 @@ def many_sockets() -> Iterator[None]:
 
 
 def seconds_to_answer(program: Program) -> float:
-    """From a new connection to its first answer."""
+    """Return the seconds from a new connection to its first answer."""
     began = time.monotonic()
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
     with grpc.insecure_channel(program.address, options=options) as channel:
@@ -74,7 +74,7 @@ def test_silent_and_broken_connections(service: str, tmp_path: Path) -> None:
                 connect(program, stack)
             time.sleep(0.5)
             held_count = process.num_fds()
-            # Some are left for files, while the attack goes on.
+            # Some descriptors remain for files during the attack.
             assert held_count < DESCRIPTORS - 32
         after_silence = seconds_to_answer(program)
         for _ in range(RESETS):
@@ -84,7 +84,7 @@ def test_silent_and_broken_connections(service: str, tmp_path: Path) -> None:
                 )
         after_resets = seconds_to_answer(program)
         assert program.process.poll() is None
-        deadline = time.monotonic() + 12  # more than a handshake may take
+        deadline = time.monotonic() + 12  # more than the timeout of a handshake
         while (open_count := process.num_fds()) > idle_count + 5 and time.monotonic() < deadline:
             time.sleep(0.1)
     print(

@@ -1,4 +1,4 @@
-"""S7: files that would run code when a careless program opens them. None of ours does."""
+"""S7: no program of this project runs code from hostile files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def clean_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_directory(clean_directory: Path, tmp_path: Path) -> Path:
-    """A model of its own for each test to spoil."""
+    """A copy of the model, which the test may change."""
     return Path(shutil.copytree(clean_directory, tmp_path / "model"))
 
 
@@ -86,7 +86,7 @@ def change_json(file: Path, **values: object) -> None:
 
 
 def test_the_bomb_works(tmp_path: Path) -> None:
-    """The control: without it, an unharmed canary would say nothing."""
+    """Control: the bomb does touch the canary when it is unpickled."""
     canary = tmp_path / "canary"
     pickle.loads(pickle.dumps(Bomb(canary)))
     assert canary.exists()
@@ -145,7 +145,7 @@ def test_code_that_a_model_brings(
         with pytest.raises(InvalidInput, match="auto_map"):
             load(model_directory)
         return
-    # A tokenizer that transformers knows is loaded as what it is, or refused; never run.
+    # A known tokenizer class is loaded without the code, or refused; the code never runs.
     for loader in (load, load_student_tokenizer):
         with contextlib.suppress(InvalidInput):
             loader(model_directory)
@@ -192,7 +192,7 @@ def test_arrow_types_that_carry_code(tmp_path: Path, canary: Path) -> None:
         writer.write_batch(batch.set_column(batch.num_columns - 1, evil_field, rows))
     data = shard.read_bytes()
     assert b"arrow.py_extension_type" in data
-    # The manifest agrees with it: only what is in the file is wrong.
+    # Make the manifest match, so that only the content of the file is wrong.
     manifest = json.loads((store / "manifest.json").read_text())
     manifest["shards"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (store / "manifest.json").write_text(json.dumps(manifest))
@@ -242,7 +242,7 @@ import subprocess; subprocess.getoutput("ls")
 
 @pytest.mark.parametrize("line", [line for line in FORBIDDEN.splitlines() if line])
 def test_the_gate_knows(line: str) -> None:
-    """The rule that no source of ours may break finds each of these."""
+    """The architecture test finds each of these lines."""
     assert code_from_data(ast.parse(line))
 
 

@@ -1,4 +1,4 @@
-"""The HTTP front of a teacher asks for what its gRPC port does: a certificate, and then a token."""
+"""The HTTP front of a teacher requires a client certificate and a token, as its gRPC port does."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_without_tokens_everybody_of_this_machine_is_served(
     with teacher(tmp_path_factory.mktemp("open") / "log", "--http-port", 0) as program:
         port = http_port(program)
         assert response_status(plain_connection(port), "POST", "/v1/completions") == 200
-        # A client may send credentials that nobody asked for, of a .netrc for instance.
+        # A client may send unrequested credentials, for instance from a .netrc file.
         assert (
             response_status(
                 plain_connection(port), "POST", "/v1/completions", basic_credentials("a", "b")
@@ -165,7 +165,7 @@ def status_over_tls(
 def test_certified_clients_are_served(
     certified_port: int, certificates: Certificates, tokens: Secrets
 ) -> None:
-    # The body is one of /v1/completions.
+    # Status 400, because the body is one for /v1/completions.
     assert status_over_tls(certified_port, certificates, "client", tokens.read) == 400
     assert status_over_tls(certified_port, certificates, "client", "x") == 401
 

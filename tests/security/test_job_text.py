@@ -1,4 +1,4 @@
-"""S5 and S6: hostile job texts are refused quickly, and those that are taken run nothing."""
+"""S5 and S6: hostile job texts are refused quickly; accepted ones run no commands."""
 
 from __future__ import annotations
 
@@ -126,14 +126,14 @@ def test_hostile_json_to_the_server(text: str, tmp_path: Path) -> None:
 def test_a_job_that_tries_to_run_commands_runs_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every text of a job a command, and the real trainer, which a server starts that did not look
-    at the job first: what it would look at is not there.
+    """Every text of the job is a shell command. A server without preflight checks starts the real
+    trainer.
     """
     canaries = tmp_path / "canaries"
     canaries.mkdir()
     site = tmp_path / "site"
     site.mkdir()
-    # Where PYTHONPATH reaches a trainer, Python runs this before anything else.
+    # If PYTHONPATH reached a trainer, Python would run this file first.
     (site / "sitecustomize.py").write_text(
         "import sys, pathlib\n"
         f"if 'student_trainer' in ' '.join(sys.orig_argv):\n"
@@ -172,7 +172,7 @@ def test_a_job_that_tries_to_run_commands_runs_none(
     finally:
         jobs.close()
     assert job.state is JobState.FAILED
-    # It was the trainer that refused, so it was started.
+    # The trainer refused the job, so it was started.
     assert "no such file" in job.reason
     assert RunDirectory(runs / job.id).log_file(1).exists()
     assert list(canaries.iterdir()) == []

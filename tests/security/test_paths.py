@@ -1,4 +1,4 @@
-"""S4: no text of a client, and none of a server, becomes a path outside of its directory."""
+"""S4: no text from a client or a server becomes a path outside the expected directory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def watch_paths() -> Iterator[list[str]]:
 
 
 def paths_outside(touched: list[str], root: Path) -> set[str]:
-    # The mode of `open` is told beside the path; it has no slash. Python opens its modules.
+    # Audit events also have the mode of `open`, which has no slash. Python opens its modules.
     python_prefixes = ("/proc/self/", sys.prefix, sys.base_prefix)
     paths = {path for path in touched if "/" in path and not path.startswith(python_prefixes)}
     return {path for path in paths if not Path(os.path.realpath(path)).is_relative_to(root)}
@@ -81,7 +81,7 @@ def paths_outside(touched: list[str], root: Path) -> set[str]:
 def hostile_name(order: random.Random, job_id: str) -> str:
     pieces = order.choices((*PIECES, job_id, job_id[:9]), k=order.randint(1, 5))
     text = "".join(pieces)
-    # What protobuf takes as a string, or is UTF-8 on a command line.
+    # Protobuf strings and command lines must be UTF-8.
     return text.replace("\udcff", "")
 
 
@@ -233,7 +233,9 @@ def test_names_of_jobs_become_names_of_directories(base_directory: Path) -> None
 def test_what_a_server_sends_never_leaves_the_destination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # ten thousand would take a minute
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: None
+    )  # 10,000 calls of fsync would take a minute
     order = random.Random(2)
     digest = hashlib.sha256(b"x").hexdigest()
     outcomes = {"refused": 0, "written": 0}
@@ -253,7 +255,7 @@ def test_what_a_server_sends_never_leaves_the_destination(
 
 
 def test_links_are_not_followed_even_when_they_appear_meanwhile(base_directory: Path) -> None:
-    """A directory of an artifact is a link to the secret every other moment."""
+    """A thread keeps replacing a directory of an artifact by a link to the secret."""
     root = base_directory / "runs" / "job" / "export"
     (root / "sub").mkdir(parents=True)
     (root / "sub" / "secret").write_bytes(b"harmless")
@@ -297,7 +299,7 @@ def test_links_are_not_followed_even_when_they_appear_meanwhile(base_directory: 
 
 
 def test_a_manifest_names_no_file_of_others(tmp_path: Path) -> None:
-    """A cache directory that somebody else prepared."""
+    """A cache directory with a hostile manifest."""
     victim = tmp_path / "victim.arrow"
     victim.write_bytes(SECRET)
     cache = tmp_path / "cache"

@@ -45,7 +45,9 @@ def test_the_roles(
         for call in (client.info, lambda: client.sample(sample_order)):
             with pytest.raises(Unauthenticated, match="DISTILL_ROLLOUTS_TOKEN"):
                 call()
-    monkeypatch.setenv("DISTILL_TEACHER_TOKEN", tokens.admin)  # is for teachers only
+    monkeypatch.setenv(
+        "DISTILL_TEACHER_TOKEN", tokens.admin
+    )  # this variable is a token for teachers only
     with EngineClient([address]) as client, pytest.raises(Unauthenticated):
         client.info()
     for token in (tokens.read, tokens.submit):
@@ -68,7 +70,9 @@ def test_the_roles(
 def test_the_token_of_an_attempt(
     start: Start, tokens: Secrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It samples if its parent may; that of a teacher, and that of the server itself, do not."""
+    """The token of an attempt samples if its parent may; tokens for teachers and of attempt 0 do
+    not.
+    """
     address = start("--token-file", tokens.file)
     sample_order = order(snapshot(tmp_path, 1))
     attempt_tokens = [

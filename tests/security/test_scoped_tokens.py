@@ -1,4 +1,4 @@
-"""Tokens of trainers: derived for one attempt, good for asking teachers, and for nothing else."""
+"""Tokens of trainers: derived for one attempt, and valid only for scoring by teachers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ JOB = "on-policy-qwen3-0.6b-7f3a"
 
 
 def test_what_a_token_is_made_of(tokens: Secrets) -> None:
-    """As the module says, by another way of making it."""
+    """Compute the token independently, as the module documents it."""
     key = hmac.new(tokens.admin.encode(), b"distill scoped token 1", hashlib.sha256).digest()
     text = f"scoped.{JOB}.3"
     tag = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
@@ -54,7 +54,7 @@ def test_every_token_of_a_teacher_is_a_parent(tokens: Secrets, role: Role) -> No
     known_tokens = read_tokens(tokens.file)
     token = scoped_token(getattr(tokens, role.name.lower()), JOB, 12)
     assert known_tokens.scope_of(token) == f"{JOB}.12"
-    # As an ordinary token it is none, so no other server and no dashboard takes it.
+    # It is not an ordinary token, so no other server and no dashboard accepts it.
     assert known_tokens.role_of(token) is None
     assert token not in repr(vars(known_tokens))
     for unknown_token in (tokens.read, scoped_token(secrets.token_urlsafe(32), JOB, 12)):
@@ -127,7 +127,7 @@ def test_forgeries_get_the_answer_of_everybody_without_a_token(
 def test_a_scoped_token_reads_from_teachers_and_from_nobody_else(
     guarded_server: Program, guarded_teacher: Program, tokens: Secrets, role: Role
 ) -> None:
-    """Whatever its parent may do; the parent is known to both servers here."""
+    """The rights of the parent do not matter; both services know the parent."""
     metadata: Metadata = bearer(scoped_token(getattr(tokens, role.name.lower()), JOB, 1))
     with grpc.insecure_channel(guarded_server.address) as channel:
         stranger_answer = call(channel, SERVER_METHODS[0], [])
@@ -143,7 +143,7 @@ def test_a_scoped_token_reads_from_teachers_and_from_nobody_else(
 def test_a_trainer_scores_and_the_log_names_its_job(
     guarded_teacher: Program, tokens: Secrets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the client that trainers have; the log has neither its token nor the parent."""
+    """Uses the client of trainers; the log contains neither the token nor its parent."""
     token = scoped_token(tokens.admin, JOB, 7)
     monkeypatch.setenv(TEACHER_TOKEN, token)
     ids = np.arange(8, dtype=np.int32)
@@ -163,7 +163,7 @@ def test_a_trainer_scores_and_the_log_names_its_job(
 def test_a_real_trainer_sees_no_token_but_its_own(
     from_file: bool, tmp_path: Path, tokens: Secrets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the shim and of what it started, as the kernel tells it."""
+    """Checks environment and command line of the shim and of its child process."""
     file = tmp_path / "parent"
     if from_file:
         file.touch(0o600)
@@ -227,7 +227,7 @@ def test_what_the_server_itself_asks_with(
     tokens: Secrets,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A job names the address that the server asks: no parent token must ever get there."""
+    """The server queries an address from a job, so it must never send a parent token there."""
     monkeypatch.setenv(TEACHER_TOKEN, tokens.admin)
     with TeacherClient(guarded_teacher.address, scope="preflight") as teacher:
         assert teacher.info().vocab_size == 64
@@ -242,8 +242,8 @@ def test_what_the_server_itself_asks_with(
 def test_the_time_of_a_comparison_tells_nothing(tokens: Secrets) -> None:
     """10^4 tags that are wrong in the first digit, 10^4 in the last, taken in turns.
 
-    To leave one of the three keys out would save a fifth of the time; where a string lies in
-    memory makes a hundredth.
+    Comparing only two of the three keys would save a fifth of the time; the memory address of a
+    string changes it by a hundredth.
     """
     known_tokens = read_tokens(tokens.file)
     forged = forgeries(tokens)

@@ -1,4 +1,4 @@
-"""S3: who is not who the certificates say is served nothing. And S2: who may listen where."""
+"""S3: peers without the right certificate are refused. S2: on which addresses servers listen."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def listening_addresses(program: Program) -> set[str]:
     process = psutil.Process(program.process.pid)
     connections = process.net_connections(kind="inet")
     addresses = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
-    # gRPC's sockets are of IPv6, for both families.
+    # gRPC listens on IPv6 sockets for both families.
     return {"0.0.0.0" if ip == "::" else ip.removeprefix("::ffff:") for ip in addresses}
 
 

@@ -1,4 +1,4 @@
-"""Token files, what clients do with theirs, and how long a comparison takes."""
+"""Token files, tokens of clients, and the duration of comparisons."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_several_tokens_of_a_role_are_valid_at_once(tmp_path: Path) -> None:
         Role.ADMIN,
     ]
     assert [tokens.role_of(token) for token in ("", "d" * 64, OLD[:-1], "\udcff")] == [None] * 4
-    # Kept as digests: not even a dump of the object shows one.
+    # Tokens are stored as digests: a dump of the object does not show them.
     assert OLD not in repr(vars(tokens))
 
 
@@ -73,7 +73,7 @@ def test_a_wrong_line_is_named_and_never_quoted(tmp_path: Path, line: str, word:
 
 @pytest.mark.parametrize("text", ["", "\n", "# read, until Monday\n"])
 def test_a_file_without_a_token_does_not_open_the_server(tmp_path: Path, text: str) -> None:
-    """Cut off while it was changed, for one: it must not mean that nobody is asked."""
+    """For instance a truncated file: it must not disable the check of tokens."""
     with pytest.raises(InvalidInput, match="holds no token") as caught:
         read_tokens(write_tokens(tmp_path / "tokens", text))
     assert caught.value.field == "--token-file"
@@ -83,7 +83,7 @@ def test_tokens_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not read_tokens(None)
     monkeypatch.setenv("DISTILL_TOKENS", f"read {OLD}\nadmin {NEW}")
     assert read_tokens(None).role_of(NEW) is Role.ADMIN
-    # The file is the whole truth when there is one.
+    # If there is a token file, the environment variable is ignored.
     assert read_tokens(write_tokens(tmp_path / "tokens", f"read {OLD}")).role_of(NEW) is None
     monkeypatch.setenv("DISTILL_TOKENS", "read short")
     with pytest.raises(InvalidInput, match=r"\$DISTILL_TOKENS: line 1 "):
@@ -116,7 +116,7 @@ def test_a_token_never_leaves_the_machine_in_the_clear(
 
 
 def test_grpc_itself_keeps_the_token_here(tmp_path: Path) -> None:
-    """Our look at the address is the first lock; this is the second."""
+    """gRPC's local credentials are a second check after the check of the address."""
     bearer = grpc.access_token_call_credentials(OLD)
     local = grpc.composite_channel_credentials(grpc.local_channel_credentials(), bearer)
     addresses = [address for nic in psutil.net_if_addrs().values() for address in nic]
@@ -149,7 +149,8 @@ def test_the_time_of_a_comparison_tells_nothing() -> None:
     wrong = (changed_character[right[0]] + right[1:], right[:-1] + changed_character[right[-1]])
     times = times_in_turns(tokens.role_of, wrong)
     medians = [statistics.median(nanoseconds) for nanoseconds in times]
-    # Of a median of n: 1.2533 sigma / sqrt(n); sigma from the quartiles, which no pause moves.
+    # Standard error of a median of n: 1.2533 sigma / sqrt(n); sigma from quartiles, which are
+    # robust against pauses.
     spreads = [
         statistics.quantiles(nanoseconds)[2] - statistics.quantiles(nanoseconds)[0]
         for nanoseconds in times
@@ -157,7 +158,7 @@ def test_the_time_of_a_comparison_tells_nothing() -> None:
     sigma = 1.2533 * sum((spread / 1.349) ** 2 / 10_000 for spread in spreads) ** 0.5
     delta = abs(medians[0] - medians[1])
     print(f"\nmedians {medians} ns, difference {delta} ns, 3 sigma {3 * sigma:.1f} ns")
-    # The clock's own step: a smaller difference cannot be seen, here or from afar.
+    # 50 ns: the resolution of the clock.
     assert delta < max(3 * sigma, 50)
 
 

@@ -1,4 +1,4 @@
-"""S8 and the limits: what is too large, packed or garbled costs little, and tells nothing."""
+"""S8 and the limits: large, compressed or invalid messages cost little and reveal nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_metadata_that_is_too_large(services: tuple[Program, Program]) -> None:
     "garbage", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 50_000, bytes(range(255, 0, -1))]
 )
 def test_messages_that_are_none(services: tuple[Program, Program], garbage: bytes) -> None:
-    """No traceback, no defect, and the same for every method that reads a message."""
+    """Every method refuses invalid messages without a traceback in the log."""
     jobs, scores = services
     for program, methods in ((jobs, SERVER_METHODS), (scores, TEACHER_METHODS)):
         size = len(program.log.read_text())
@@ -89,7 +89,7 @@ def test_messages_that_are_none(services: tuple[Program, Program], garbage: byte
                 with pytest.raises(grpc.RpcError) as caught:
                     list(stream)
                 fault = fault_of(caught.value, "server")
-                # The fake engine takes no weights, whatever is sent.
+                # The fake engine refuses all pushed weights.
                 refusal = WrongState if method.endswith("PushWeights") else InvalidInput
                 assert isinstance(fault, refusal), (method, caught.value)
         assert len(program.log.read_text()) == size
@@ -99,7 +99,7 @@ WITHOUT_DATABASE = ("BeginUpload", "SendFiles", "StartTeacher", "StopTeacher")
 
 
 def test_defects_are_told_as_an_id(tmp_path: Path) -> None:
-    """A database without its tables: names, queries and paths are the server's secret."""
+    """With a database without tables, the error contains no names, queries or paths."""
     with server(tmp_path / "runs") as program:
         with contextlib.closing(sqlite3.connect(tmp_path / "runs" / "server.sqlite")) as database:
             database.execute("PRAGMA foreign_keys = OFF")
@@ -135,12 +135,12 @@ def request_of(method: str) -> bytes:
         return distill_pb2.SubmitJobsRequest(jobs=[job_request]).SerializeToString()
     if method.endswith("ListJobs"):
         return b""
-    # The job's id is the first field of all the others.
+    # In all other requests the first field is the job's id.
     return distill_pb2.GetJobRequest(job_id="some-job").SerializeToString()
 
 
 def test_tokens_are_in_no_log_and_no_process_list(tmp_path: Path, tokens: Secrets) -> None:
-    """Right and wrong ones, from a file and from the environment, on both servers."""
+    """Valid and invalid tokens, from a file and from the environment, on both services."""
     wrong_token = secrets.token_urlsafe(32)
     all_tokens = [tokens.read, tokens.submit, tokens.admin, wrong_token]
     from_environment = {"DISTILL_TOKENS": f"admin {tokens.admin}\nread {tokens.read}"}

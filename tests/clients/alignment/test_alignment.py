@@ -1,4 +1,4 @@
-"""Alignment by bytes, against definitions that read one token at a time."""
+"""Alignment by bytes, compared with definitions that process one token at a time."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_any_tokens_that_a_student_samples(
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, st.text(st.sampled_from("xtd .\n46"), max_size=4), st.sampled_from(list(TOKENIZERS)))
 def test_what_follows_a_word_does_not_change_it(text: str, suffix: str, name: str) -> None:
-    """The tokens before the last word that has begun are the same for every continuation."""
+    """The tokens before the start of the last word are the same for every continuation."""
     teacher = TOKENIZERS[name]
     data = text.encode()
     spaces = [byte in b" \n\t\r" for byte in data]

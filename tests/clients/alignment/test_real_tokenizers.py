@@ -42,7 +42,7 @@ x = (-315 + sqrt(315^2 + 4 * 7826)) / 2 = (-315 + 361.28) / 2 = 23.14. A price o
 8.25% tax is $1,250.75 * 1.0825 = $1,353.94, and 12345 * 6789 = 83810205.
 """
 TEXTS = {"prose": PROSE, "code": CODE, "maths": MATHS}
-# Student, teacher: shares in prose, code and maths, of these texts.
+# (student, teacher): expected shares for the prose, code and maths texts.
 SHARES = {
     ("llama3_2", "qwen3"): (1.0, 1.0, 0.78),
     ("qwen3", "llama3_2"): (1.0, 1.0, 0.58),
@@ -101,7 +101,7 @@ def test_round_trips(tokenizers_directory: Path, text: str, student: str, teache
     aligner = build_aligner(tokenizers_directory, (student, teacher))
     ids = aligner.writer.encode(text)
     if aligner.writer.data(ids) != text.encode():
-        assert student == "qwen3"  # NFC
+        assert student == "qwen3"  # its normalizer (NFC) changed the text
         return
     alignment = aligner.align(ids, has_end=False)
     if alignment is None:
@@ -135,7 +135,7 @@ def test_tokens_that_are_no_text(
 def test_what_follows_a_word_does_not_change_it(
     tokenizers_directory: Path, name: str, kind: str
 ) -> None:
-    """The tokens before the last word that has begun, at every prefix of a text."""
+    """For every prefix of a text, the tokens before its last word are those of the whole text."""
     tokenizer, text = load_tokenizer(tokenizers_directory, name), (TEXTS | OTHER_TEXTS)[kind]
     all_ids = tokenizer.encode(text)
     ends = tokenizer.ends(all_ids)

@@ -1,4 +1,4 @@
-"""Tokenizers that differ in their special tokens only: which of them have the same role."""
+"""Tokenizers that differ only in their special tokens: which special tokens have the same role."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_ends_have_the_same_role() -> None:
     token_map = checked_role_map(QWEN, DISTILL)
     assert token_map.pairs == (("<im_end>", "<end>"),)
     assert token_map.missing == ()
-    # <im_end>, id 5, is <end>, id 3; <eot> gets what is left, and the others keep their ids.
+    # <im_end>, id 5, is <end>, id 3; <eot> gets the remaining id, and the others keep their ids.
     assert token_map.ids.tolist() == [0, 1, 2, 5, 4, 3, 6, 7]
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers that the tests train, in the two ways that tokens can be bytes."""
+"""Tokenizers trained for the tests: byte-level BPE, and BPE with byte fallback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a whole: its boundary of errors, its exit codes, its two ways of talking."""
+"""The command as a whole: error handling, exit codes, text and JSON output."""
 
 from __future__ import annotations
 

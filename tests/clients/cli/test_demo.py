@@ -27,7 +27,7 @@ time.sleep(60)
 
 @pytest.fixture
 def modules_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory from which `python -m` runs."""
+    """A directory whose modules `python -m` can run."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     (tmp_path / "logs").mkdir()
     return tmp_path

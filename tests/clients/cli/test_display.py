@@ -1,4 +1,4 @@
-"""What people see while a job runs."""
+"""The terminal output while a job runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Terminal(io.StringIO):
 
 
 def attach_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Not a fixture: pytest puts its own stderr in place when a test begins."""
+    """Replace stderr. Not a fixture, because pytest sets its own stderr when a test begins."""
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     for name, value in (("TERM", "xterm"), ("COLUMNS", "100")):
@@ -65,7 +65,9 @@ def test_numbers_of_the_newest_step() -> None:
 
 
 def test_a_bound_of_the_kl_has_its_own_name() -> None:
-    """Of a store without samples; in a mixed job both are there, of other tokens each."""
+    """A store without samples has only the bound; a mixed job has the KL and the bound, of
+    different tokens.
+    """
     stored_only, mixed = JobView("alone"), JobView("mixed")
     event = step_event(4)
     stored_only.add(replace(event, metrics={"kl/teacher_bound": 0.125}))

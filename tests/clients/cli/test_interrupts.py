@@ -49,7 +49,7 @@ def test_early_interrupts_print_no_traceback(
         text=True,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module},
         cwd=tmp_path,
-        # A shell's background jobs, which tests may be one of, inherit that Ctrl-C is ignored.
+        # Background jobs of a shell ignore Ctrl-C, and their child processes inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         timeout=60,
     )

@@ -1,4 +1,4 @@
-"""Commands that talk to a server, with the client's place taken by a script."""
+"""Commands that talk to a server, with a scripted client."""
 
 from __future__ import annotations
 

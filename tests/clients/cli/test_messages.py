@@ -1,4 +1,4 @@
-"""Messages that a newcomer can act on: near names, missing ports, one line per job."""
+"""Messages for new users: similar names, missing ports, one line per job."""
 
 from __future__ import annotations
 

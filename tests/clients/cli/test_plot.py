@@ -33,7 +33,7 @@ MakeRun = Callable[..., RunDirectory]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """A run directory as a trainer leaves it: `steps` of a loss and a KL that fall."""
+    """Returns a function that writes a finished run directory: `steps` of falling loss and KL."""
 
     def make_directory(
         folder: str, steps: int = 100, scale: float = 1.0, **config: Any
@@ -104,7 +104,7 @@ def test_a_plot_of_one_run(capsys: Capture, make_run: MakeRun) -> None:
 
 
 def test_a_run_whose_answers_an_engine_samples(make_run: MakeRun) -> None:
-    """Staleness, weights and distance: only where they say something."""
+    """Lag, importance weights and KL get panels only if the run has them."""
     run = make_run("ahead")
     rollout_metrics = {"rollout/lag": 2.0, "ratio/ess": 0.9, "ratio/mean": 1.01, "ratio/kl": 0.02}
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -263,7 +263,7 @@ def test_a_negative_kl_is_left_out_of_a_logarithm(make_run: MakeRun) -> None:
 
 
 def test_stages_are_stacked_to_the_time_of_a_step(make_run: MakeRun) -> None:
-    """Ten steps in three bars; `time/anchor` starts in the seventh, learning is the rest."""
+    """Ten steps in three bars; `time/anchor` starts in step 7, learning is the remaining time."""
     points = [Point(0, {"eval/kl": 1.0})]
     for step in range(1, 11):
         metrics = {"time/step": 10.0, "time/rollout": float(step), "time/optim": 0.5}
@@ -294,7 +294,7 @@ def test_a_report_without_a_teacher_names_what_it_did(make_run: MakeRun) -> None
 
 
 class Page(HTMLParser):
-    """What a browser would make of a report: its words, its tags, and what it would fetch."""
+    """The report as a browser parses it: words, tags, and URLs that it would fetch."""
 
     VOID = ("meta", "br")
 
@@ -338,7 +338,7 @@ def test_a_report_needs_nothing_else(capsys: Capture, make_run: MakeRun) -> None
     assert "script" not in page.tags
     assert "link" not in page.tags
     assert page.tags.count("svg") == 5
-    # The time of its four stages, in 25 bars of 4 steps.
+    # The stage chart: four stages in 25 bars of 4 steps.
     assert page.tags.count("rect") == 4 * 25
     for word in ("<script>alert(1)</script>", "SUCCEEDED", "at 100?", "<b>&", "9.9.9", "Reports"):
         assert (word in page.words) is (word != "Reports")

@@ -1,4 +1,4 @@
-"""`distill run` with a script in the trainer's place: it writes the files that a trainer writes."""
+"""`distill run` with a scripted trainer, which writes the files that a trainer writes."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_directory_is_made_then_resumed_then_finished(
         log(attempt, loss=0.5)
         tell("cancelled" if attempt == 1 else "succeeded", "", attempt)
     """)
-    Path("runs/mine").mkdir(parents=True)  # an empty one is as good as none
+    Path("runs/mine").mkdir(parents=True)  # an existing empty directory is allowed
     command = ["run", job_file(), "--dir", "runs/mine", "--set", "max_steps=2"]
     assert main(command) == ExitCode.JOB_CANCELLED
     assert only_run().path.name == "mine"
@@ -238,7 +238,7 @@ def test_resume_leaves_a_trainer_at_work_alone(
 def test_a_trainer_that_finds_another_one_says_so(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:
-    """Both were started at once; the status is the other's."""
+    """Both were started at the same time; the status file belongs to the other trainer."""
     trainer("""
         run.write_status(Status(7, "running", "training", 1, max_steps))
         print("error: another trainer is at work; wait", file=sys.stderr)
@@ -312,7 +312,7 @@ def test_ctrl_c_stops_after_a_checkpoint(
 def test_a_second_sigterm_does_not_kill(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:
-    """Batch systems send it to every process, and again."""
+    """Batch systems send SIGTERM to every process, and repeat it."""
     trainer("""
         log(1, loss=0.5)
         while run.read_control().stop != "checkpoint":

@@ -1,4 +1,4 @@
-"""Jobs whose prompts have images: what goes together, and what a teacher must do."""
+"""Jobs whose prompts have images: supported combinations, and requirements of the teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job that learns from rewards must not say: one sentence, where it is, and what to do."""
+"""Invalid keys of RL jobs: one sentence with the line and the remedy."""
 
 from __future__ import annotations
 
@@ -192,13 +192,14 @@ def test_refusals_of_what_does_not_go_together(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("method.top_k=0", "method.estimator=k1"),  # the reward is learned from
+        ("method.top_k=0", "method.estimator=k1"),  # trains on the reward
         ("method.reward_weight=0", "teacher.address=localhost:1"),
         ("method.reward_weight=0", "anchor.context={answer}"),
         ("anchor.tau=0.0", "anchor.update_period=1", "method.updates_per_step=2"),
         ("environment.retriever=c.jsonl", "environment.max_passage_tokens=1023"),
         ("method.kl_in=reward", "method.tail=bucket"),
-        # What a resolved job of before draws has, whether or not its loss reads the tail.
+        # Resolved jobs from before tail draws have this key, whether or not the loss reads the
+        # tail.
         ("method.beta=0", "method.tail=bucket+sampled"),
         ("method.top_k=0", "method.tail=bucket+sampled"),
         ("method.kl_in=reward", "method.tail=bucket+sampled"),

@@ -1,4 +1,4 @@
-"""The JSON Schema of job files, read by another program: what it accepts and what it refuses."""
+"""The JSON Schema of job files, checked with jsonschema: what it accepts and what it refuses."""
 
 from __future__ import annotations
 

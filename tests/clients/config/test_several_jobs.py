@@ -1,4 +1,4 @@
-"""A file with several jobs, in [[job]] tables: each is a job of its own, with its own lines."""
+"""A file with several jobs in [[job]] tables: separate jobs, each with its line numbers."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_the_command_and_the_gpus(tmp_path: Path) -> None:
 
 
 def test_the_gpus_of_a_capture(tmp_path: Path) -> None:
-    """They share each layer of its own engine, so the job reserves them."""
+    """The capture's own engine divides each layer among its GPUs, so the job reserves them."""
     lines = ['method.type = "capture"', 'teacher.model = "m"', 'teacher.engine = "vllm"']
     assert gpus_of(load_job(write_job(tmp_path, *lines)).config) == 1
     assert gpus_of(load_job(write_job(tmp_path, *lines, "teacher.gpus = 8")).config) == 8

@@ -1,4 +1,4 @@
-"""The table `sweep` of a job: every combination is a job of its own, or the file is refused."""
+"""The table `sweep` of a job: every combination is a separate job, or the file is refused."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ sweep:
 
 
 def test_names_of_points(tmp_path: Path) -> None:
-    """Two keys with one last part have their full names; a long value has its place."""
+    """Keys with the same last part appear with full names; a long value appears as its index."""
     head = HEAD.replace('"student"', '"s"')
     lists = f"""[sweep]
 student.model = ["a/b", "c"]

@@ -1,4 +1,4 @@
-"""Placeholders and image tokens, and files that are no images."""
+"""Placeholders and image tokens, and files that are not images."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_pixels_are_the_processors_own(reader: ImageReader) -> None:
     expected = tiny_vision.processor()(images=pictures, return_tensors="np")
     np.testing.assert_array_equal(pixels.values, expected["pixel_values"])
     np.testing.assert_array_equal(pixels.grid, expected["image_grid_thw"])
-    assert pixels.tokens == (6, 30)  # of 4 x 6 and 12 x 10 patches, 4 of which are a token
+    assert pixels.tokens == (6, 30)  # 4 x 6 and 12 x 10 patches; 4 patches are a token
 
 
 def test_an_image_is_turned_as_its_metadata_says(reader: ImageReader) -> None:
@@ -95,7 +95,7 @@ def test_an_image_of_too_many_pixels_is_not_decoded(
 
 
 def test_images_share_the_limits(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request has as many images as placeholders: each alone would be no limit."""
+    """A request may have many images, so the limits are for all images together."""
     files = [tiny_vision.image(number) for number in range(3)]
     assert reader.read(files, max_tokens=18).tokens == (6, 6, 6)
     with pytest.raises(InvalidInput, match="the images have more than 17 tokens"):

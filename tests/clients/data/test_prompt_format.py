@@ -1,4 +1,4 @@
-"""Text and conversations become prompts; what cannot be one is refused."""
+"""Text and conversations become prompts; invalid records are refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_prompts(chat_tokenizer: Any, keys: Any, record: Any, expected: str) -> 
 
 
 def test_null_keys_of_parquet_are_left_out(chat_tokenizer: Any) -> None:
-    """A Parquet file gives every message the keys of all."""
+    """In a Parquet file every message has the keys of all messages, with nulls."""
     messages = [{**message, "tool_calls": None, "name": None} for message in TALK]
     conversation = conversation_in({"m": messages}, "m", "row 1")
     assert conversation == conversation_in({"m": TALK}, "m", "row 1")
@@ -179,7 +179,7 @@ def test_templates_that_fit() -> None:
 
 
 def test_the_template_of_a_directory(chat_tokenizer: Any, tmp_path: Path) -> None:
-    """As transformers finds it, in each place that a tokenizer may be saved to."""
+    """The template that transformers finds, in each file in which a tokenizer may store it."""
     from transformers import AutoTokenizer
 
     assert chat_template_in(tmp_path) is None
@@ -217,7 +217,7 @@ def test_all_answers_and_their_ends(marked_tokenizer: Any) -> None:
     assert [token for token, is_answer in zip(text, is_learned, strict=True) if is_answer] == [
         "2", "<|end|>", "4", "<|end|>",
     ]  # fmt: skip
-    # Without an end in the template, one ends the last answer, and no other.
+    # If the template writes no end token, only the last answer gets one.
     marked_tokenizer = tiny.tokenizer(CHARACTERS)
     marked_tokenizer.chat_template = MARKED.replace("<|end|>", "")
     ids, is_learned = assistant_ids(form, marked_tokenizer, conversation, "row 1")

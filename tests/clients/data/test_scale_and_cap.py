@@ -1,4 +1,4 @@
-"""Scale and cap from a few values, or nothing if the function is another one."""
+"""Fit scale and cap from a few values; None for any other function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Numbers = NDArray[np.float32]
 
 
 def scale_and_cap(scale: float, cap: float) -> Callable[[Numbers], Numbers]:
-    """In float32, as a model computes it."""
+    """Return tanh(z * scale / cap) * cap in float32, as a model computes it."""
     s, c = np.float32(scale), np.float32(cap)
     return lambda z: np.tanh(z * s / c) * c
 

@@ -25,7 +25,7 @@ def make_job(**labels: str) -> Job:
     ],
 )
 def test_best_by_the_direction_of_the_metric(metric: str, best: Measurement | None) -> None:
-    values = {1: 1.0, 2: 1.0, 3: 4.0, 4: 2.0}  # of equal values, the later step
+    values = {1: 1.0, 2: 1.0, 3: 4.0, 4: 2.0}  # for equal values, the later step is the best one
     points = [Point(step, {metric: value}) for step, value in values.items()]
     points[2].metrics["eval/reward_stderr"] = 0.5  # type: ignore[index]
     result = result_of(make_job(), [*points, Point(5, {"other": 9.0})], metric)

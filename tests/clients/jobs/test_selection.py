@@ -1,4 +1,4 @@
-"""Jobs chosen by owner and labels, at a server that does not know them yet."""
+"""Jobs selected by owner and labels, with a server that does not support them yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protos.errors import WrongState
 
 
 class OlderServer(distill_pb2_grpc.DistillServicer):
-    """Lists all jobs, whatever the new fields of the request say."""
+    """Ignores the newer fields of the request and lists all jobs."""
 
     def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         state = request.state or pb.RUNNING
@@ -38,7 +38,7 @@ def client() -> Iterator[DistillClient]:
 
 @pytest.mark.parametrize("selection", [{"own_only": True}, {"labels": {"for": "paper"}}])
 def test_no_job_of_others_is_chosen(client: DistillClient, selection: dict[str, Any]) -> None:
-    """Otherwise `distill cancel --mine` would cancel everybody's jobs."""
+    """Otherwise `distill cancel --mine` would cancel the jobs of all owners."""
     assert jobs_in(client, {JobState.RUNNING})
     with pytest.raises(WrongState, match="without owners and labels"):
         jobs_in(client, {JobState.RUNNING}, **selection)

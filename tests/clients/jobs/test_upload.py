@@ -1,4 +1,4 @@
-"""Which files of this machine a job names, and what of them cannot be sent."""
+"""Which local files a job uploads, and which files cannot be uploaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of processes that share the tokens of sequences: what is refused, and what is planned."""
+"""Context parallelism: groups that are refused, and the memory plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONG = {"max_prompt_tokens": 1024, "max_new_tokens": 64512}
 )
 def test_the_job_file_is_refused(lines: list[str], sentence: str, tmp_path: Path) -> None:
     path = job_file(tmp_path, *lines)
-    if "[student]" in lines:  # the model is in a table of its own then
+    if "[student]" in lines:  # the model then moves into the table [student]
         model_line, *other_lines = path.read_text().splitlines()
         path.write_text("\n".join([*other_lines, model_line.removeprefix("student.")]))
     with pytest.raises(InvalidInput) as caught:
@@ -74,7 +74,7 @@ def test_a_process_learns_from_its_part_of_the_tokens(tmp_path: Path) -> None:
     divided = load_of(load_grouped_job(tmp_path, 4), shape)
     undivided = replace(divided, context_parallel=1)
     assert divided.shards == undivided.shards == 8
-    output_numbers = 2 * shape.queries  # the outputs of attention, a second time
+    output_numbers = 2 * shape.queries  # the outputs of attention are stored twice
     more_bytes = shape.layers * output_numbers * divided.tokens // 4
     activations = learning_bytes(divided)["activations"]
     assert activations == activation_bytes(undivided) // 4 + more_bytes * (

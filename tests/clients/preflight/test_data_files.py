@@ -1,4 +1,4 @@
-"""The data of a job is opened before the job is queued: format, records and columns."""
+"""The data of a job is checked before the job is queued: format, records and columns."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CAPTURE = {"method": {"type": "capture"}}
 
 
 def parquet_bytes(**columns: list[Any]) -> bytes:
-    """The bytes of a Parquet file with these columns."""
+    """Return the bytes of a Parquet file with these columns."""
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table(columns), sink)
     return bytes(sink.getvalue())
 
 
 def row_groups_bytes(*row_groups: list[str]) -> bytes:
-    """The bytes of a Parquet file of prompts with a row group for each list."""
+    """Return the bytes of a Parquet file of prompts with a row group for each list."""
     sink = pyarrow.BufferOutputStream()
     with pyarrow.parquet.ParquetWriter(sink, pyarrow.schema({"prompt": "string"})) as file:
         for prompts in row_groups:

@@ -1,4 +1,4 @@
-"""The versions of the weights for rollout engines in the estimate of a job's disk space."""
+"""The estimate of a job's disk space includes the weights for rollout engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_config(site: Path, **rollouts: Any) -> OnPolicyJob:
 
 
 def test_versions_of_the_weights_need_room(site: Path) -> None:
-    """Those of `lag` steps, the newest and the one that is written, of 4 bytes per weight."""
+    """`lag` older versions, the newest one and the one being written: each 4 bytes per weight."""
     check_space(make_config(site), site / "run")
     free = shutil.disk_usage(site).free
     version = 4 * parameters_of(site / "student")
@@ -44,7 +44,7 @@ def test_versions_of_the_weights_need_room(site: Path) -> None:
     assert caught.value.hint.startswith("lower it, free disk space, or enlarge /dev/shm")
     check_space(
         make_config(site, lag=LAG), site / "run", here=False
-    )  # a node of a cluster has its own
+    )  # a cluster node has its own memory disk
     old_weights = site / "run" / "weights" / "attempt-1"
     old_weights.mkdir(parents=True)
     with (old_weights / "model.safetensors").open("wb") as file:

@@ -1,4 +1,4 @@
-"""The memory formulas against what autograd saves, and the plan of a job."""
+"""The memory formulas, compared with what autograd saves, and the memory plan of a job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
 from student_trainer.model.recomputation import PRODUCTS
 from student_trainer.model.student import Student
 
-# The published config.json of Qwen2.5-7B, without what has no size.
+# The size-related keys of the published config.json of Qwen2.5-7B.
 QWEN_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -76,7 +76,7 @@ def measure_saved_bytes(model: str, load: Load, kernel: SDPBackend) -> int:
 
     def record_tensor(tensor: Tensor) -> Tensor:
         pointer = tensor.untyped_storage().data_ptr()
-        # A bfloat16 copy of a weight is a weight, too.
+        # Bfloat16 copies of weights do not count either.
         if pointer not in weight_pointers and tuple(tensor.shape) not in shapes:
             saved_tensors[pointer] = tensor
         return tensor
@@ -143,7 +143,7 @@ def test_layers_that_recompute_save_their_input_only() -> None:
 
 
 def test_a_gpu_without_a_kernel_for_float32_groups_saves_the_scores() -> None:
-    """PyTorch then takes the kernel `MATH`, which a CPU has too."""
+    """PyTorch then uses the kernel `MATH`, which also runs on a CPU."""
     shape = replace(SHAPE, vocabulary=1024)
     load = Load(shape, 1, False, False, False, TOKENS, LINE)
     few, many = (
@@ -261,7 +261,7 @@ def test_headers_with_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_adamw_needs_a_gradient_and_nothing_else() -> None:
-    """The fused kernel of a GPU has no temporary tensors, and the loop of a CPU small ones."""
+    """The fused GPU kernel has no temporary tensors; the loop on a CPU has small ones."""
     load = Load(SHAPE, 2, True, True, False, TOKENS, LINE)
     assert optimizer_bytes(load) == {"gradients": 4 * SHAPE.weights // 2}
 
@@ -281,7 +281,7 @@ def test_weights_in_host_memory(processes: int, anchor: bool) -> None:
 @pytest.mark.parametrize("lora", [0, 64])
 @pytest.mark.parametrize("hidden", [256, 320, 288])
 def test_moments_in_8_bits(lora: int, hidden: int) -> None:
-    """Rows of 288 are no whole blocks; those of adapters with rank 64 are, but few."""
+    """Rows of 288 numbers are not whole blocks; adapters of rank 64 have few but whole blocks."""
     shape = replace(SHAPE, hidden=hidden, tied=True)
     load = Load(shape, 2, True, True, False, TOKENS, LINE, lora=lora, narrow_moments=True)
     student = make_model(MemoryCase("llama", load))
@@ -335,7 +335,7 @@ class TestCommand:
     def test_wrong_requests_are_one_sentence(
         self, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # The library read the variable of this name when it was imported.
+        # The library reads the environment variable only when it is imported.
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         capture = str(ROOT / "deploy" / "jobs" / "gsm8k_capture.toml")
         for arguments, message in (

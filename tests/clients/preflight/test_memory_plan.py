@@ -1,4 +1,4 @@
-"""The advice of a plan leads to valid jobs; a store is read once."""
+"""The changes that a plan advises are valid jobs; a store is opened once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a pair, from two directories."""
+"""The report on a pair of tokenizers, from two model directories."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_data_without_text(tmp_path: Path) -> None:
 
 
 def test_other_special_tokens(pair_directory: Path, capsys: Capture) -> None:
-    """Their roles, or the tokens of text that have none."""
+    """The report lists the roles of special tokens, and text tokens without a role."""
     document = json.loads((pair_directory / "teacher" / "tokenizer.json").read_text())
     size = len(document["model"]["vocab"])
 

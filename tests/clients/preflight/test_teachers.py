@@ -1,4 +1,4 @@
-"""The limits of a teacher against a job, before anything is queued."""
+"""A job is checked against the limits of its teacher before it is queued."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_limits_of_an_endpoint(
     [(151_936, 152_064, 151_936), (152_064, 151_936, 151_936), (700, 700, 700)],
 )
 def test_padding_is_not_common(student_size: int, teacher_size: int, common: int) -> None:
-    """Equal widths have nothing to leave out, whatever their padding is."""
+    """With equal numbers of logits no id is left out, whatever the padding is."""
     tokens = [f"t{number}" for number in range(600)]
     assert common_ids(student_size, teacher_size, "teacher", tokens) == common
 
@@ -133,7 +133,7 @@ def test_an_id_with_a_token_is_no_padding(
 
 
 def test_a_live_teacher_may_be_wider_than_the_store() -> None:
-    """It then leaves out what the store has left out, unless it is too old for that."""
+    """The teacher then leaves out the ids that the store left out, unless it is too old."""
     facts = {
         "tokenizer_fingerprint": "t",
         "vocab_size": "151665",

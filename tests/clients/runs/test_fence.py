@@ -1,4 +1,4 @@
-"""A trainer that outlives its attempt writes nothing more into its run directory."""
+"""A trainer whose attempt was replaced no longer writes into the run directory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_without_a_fence_all_may_write(monkeypatch: pytest.MonkeyPatch, fence: s
 def test_an_old_attempt_publishes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither when it comes late, nor when it slept while it wrote."""
+    """Neither if it starts late, nor if it was replaced while it wrote."""
     from student_trainer.checkpoints.atomic_directory import write_atomically
 
     step = tmp_path / "checkpoints" / "step-000004"
@@ -74,7 +74,7 @@ def test_an_old_attempt_publishes_no_checkpoint(
 def test_an_old_attempt_deletes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it takes for leftovers is what its successor is writing."""
+    """The partial directory that it would delete belongs to its successor."""
     from student_trainer.checkpoints.checkpoint import delete_after, delete_old
 
     names = ["step-000004", "step-000008", "step-000012", ".step-000016.tmp"]
@@ -105,7 +105,7 @@ def test_an_old_attempt_adds_no_metrics_and_no_samples(
     for write in (
         lambda: metrics.write(2, {"loss": 0.5}),
         lambda: write_samples(run, 1, [{"answer": "3"}]),
-        # One that begins only now would drop the lines of its successor.
+        # A log that is opened only now would drop the lines of its successor.
         lambda: MetricsLog(run, attempt=1, last_step=None),
     ):
         with pytest.raises(WrongState, match="attempt 1 was replaced"):
@@ -121,7 +121,7 @@ def test_an_old_attempt_adds_no_metrics_and_no_samples(
 def test_an_old_attempt_adds_no_file_to_a_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither one more, nor an older manifest."""
+    """It writes neither another file nor an older manifest."""
     from clients.store.writer import StoreWriter
 
     zeros = np.zeros(2, np.float32)

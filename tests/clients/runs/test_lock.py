@@ -1,4 +1,4 @@
-"""One program per run directory, also while a killed one is still ending."""
+"""One program per run directory, even while a killed one is still ending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stores made of dumped prompt_logprobs: rows against numpy in float64; interrupted; refused."""
+"""Stores imported from dumped prompt_logprobs: rows compared with numpy in float64, interrupted
+imports, refused dumps.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_logprobs(number: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Token ids [length] and log-probs [length, VOCAB] of their positions."""
+    """Return random token ids [length] and log-probs [length, VOCAB] for their positions."""
     rng = np.random.default_rng(number)
     logits = 3 * rng.standard_normal((length, VOCAB))
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -39,7 +41,9 @@ def random_logprobs(number: int, length: int) -> tuple[NDArray[np.int32], NDArra
 
 
 def vllm_answer(number: int, length: int, k: int = K) -> dict[str, Any]:
-    """As vLLM: the k likeliest, and the token with its rank, in any order; the first is null."""
+    """An answer as vLLM gives it: the k likeliest ids and the token, with ranks, in any order; the
+    first position is null.
+    """
     tokens, logprobs = random_logprobs(number, length)
     prompt_logprobs: list[Any] = [None]
     for token, row in zip(tokens[1:], logprobs[1:], strict=True):
@@ -88,7 +92,7 @@ def test_answers_of_completions_and_fewer_ids(tokenizer_directory: Path, tmp_pat
 
 
 def test_a_token_of_the_next_rank_is_no_head_id(tokenizer_directory: Path, tmp_path: Path) -> None:
-    """In the only line the token is the (k + 1)-th at one position, and in the head at another."""
+    """The token is the (k + 1)-th likeliest at one position, and in the head at another one."""
     _, logprobs = random_logprobs(0, 4)
     order = np.argsort(-logprobs)
     tokens = [0, int(order[1, K]), int(order[2, 0]), int(order[3, K])]
@@ -221,7 +225,7 @@ def _keep_logprobs_only(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_token_only(entries: dict[str, Any]) -> dict[str, Any]:
-    """As of prompt_logprobs = 0: the token alone."""
+    """Keep only the token, as with prompt_logprobs = 0."""
     return {i: {**entry, "rank": 9} for i, entry in list(entries.items())[:1]}
 
 
@@ -231,7 +235,7 @@ def _keep_token_only(entries: dict[str, Any]) -> dict[str, Any]:
 def test_a_bad_first_line_is_named(
     change: Callable[[dict[str, Any]], Any], tokenizer_directory: Path, tmp_path: Path
 ) -> None:
-    """The number of head ids is found there."""
+    """The importer reads the number of head ids from the first line."""
     record = vllm_answer(0, 8)
     record["prompt_logprobs"][1] = change(record["prompt_logprobs"][1])
     (dump := tmp_path / "dump.jsonl").write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""The store on disk: what was appended is there, whatever happened to the writer."""
+"""The store on disk: appended rows are readable whatever happens to the writer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ META = {"fingerprint": "abc"}
 
 
 def entry(number: int, rows: int = 3) -> StoredRows:
-    """Everything follows from the number, so that a reader can check what it finds."""
+    """Return rows derived from the number, so that a test can check them."""
     rng = np.random.default_rng(number)
     block = RowBlock(
         rng.integers(0, 99, (rows, 4)).astype(np.int32),
@@ -53,7 +53,7 @@ def test_the_oldest_shard_goes_and_its_readers_stay(tmp_path: Path) -> None:
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         for rows in entries[:3]:
             store.append([rows])
-        store.append([entries[0]])  # written again: the newer one counts
+        store.append([entries[0]])  # the same key again: the newer rows count
         with LogitStore(tmp_path) as reader:
             store.drop_oldest()
             store.drop_oldest()
@@ -132,9 +132,7 @@ def readable_rows(store: LogitStore, key: bytes) -> bytes | None:
 
 
 def test_every_changed_byte_is_harmless(tmp_path: Path) -> None:
-    """A flip gives a shard that is left out, a key that nobody asks for, or rows that do not
-    verify.
-    """
+    """A flipped bit gives an unreadable shard, an unknown key, or rows that fail verification."""
     entries = [entry(i) for i in range(3)]
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append(entries)

@@ -1,4 +1,4 @@
-"""The client for event loops: the rows and errors of the other one, and a loop that runs on."""
+"""The asyncio client has the rows and errors of the blocking client and does not block the loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rows_in_order_and_as_they_come(start_teacher: StartTeacher) -> None:
 
 
 def test_an_error_ends_a_call_and_others_go_on(start_teacher: StartTeacher) -> None:
-    """The teacher is so slow that the others are unfinished when the bad query is refused."""
+    """The slow teacher has not finished the other queries when the bad query is refused."""
     teacher = start_teacher(*fake(latency_ms=500))
     bad_query = ScoreQuery(np.array([1, 2, VOCAB], np.int32), 1, top_k=2)
 

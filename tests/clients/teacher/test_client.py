@@ -50,7 +50,7 @@ def queries(count: int, length: int = 40, seed: int = 0) -> list[ScoreQuery]:
 def assert_undisturbed(
     sent_queries: Sequence[ScoreQuery], answers: Sequence[Future[RowBlock]]
 ) -> None:
-    """Every row once, with the numbers of an engine that nobody disturbed."""
+    """Every answer has exactly the rows of an engine without interruptions."""
     expected_blocks = FakeEngine(FakeSettings(vocab=VOCAB)).score(sent_queries)
     for answer, block in zip(answers, expected_blocks, strict=True):
         assert isinstance(block, RowBlock)
@@ -88,7 +88,7 @@ def test_many_queries_in_one_call(start_teacher: StartTeacher) -> None:
 
 
 def test_the_first_error_ends_a_call(start_teacher: StartTeacher) -> None:
-    """The teacher is so slow that the others are unfinished when the bad query is refused."""
+    """The slow teacher has not finished the other queries when the bad query is refused."""
     teacher = start_teacher(*fake(latency_ms=2000))
     bad = ScoreQuery(np.array([1, VOCAB], np.int32), 1, top_k=4)
     with TeacherClient(teacher.address) as client:
@@ -111,7 +111,7 @@ def test_a_long_sequence_comes_in_several_messages(start_teacher: StartTeacher) 
 def test_head_ids_of_a_long_answer_come_in_parts(
     start_teacher: StartTeacher, length: int, k: int
 ) -> None:
-    """More than 4 MiB of head ids, as reverse KL of a long answer has them."""
+    """More than 4 MiB of head ids, as for reverse KL of a long answer."""
     teacher = start_teacher(*fake(max_length=40_000))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, length).astype(np.int32)
@@ -211,7 +211,7 @@ def test_a_teacher_gone_for_good_is_given_up_on_time(start_teacher: StartTeacher
         assert isinstance(fault, Unavailable)
         assert fault.field == "teacher.address"
         assert "3 s" in fault.message
-        # The next attempt has its own patience, and a teacher that is back is used.
+        # The next query has its own patience and uses a teacher that is back.
         start_teacher(*fake(), port=teacher.port)
         assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
 
@@ -254,7 +254,7 @@ def test_a_slow_teacher_is_waited_for_but_not_for_ever(
 
 
 def test_a_restarted_teacher_is_found_within_a_second(start_teacher: StartTeacher) -> None:
-    """Many refused connections must not add up to a long pause."""
+    """Many refused connections must not lead to a long back-off."""
     teacher = start_teacher(*fake())
     with TeacherClient(teacher.address) as client:
         client.submit(queries(1)[0]).result(WAIT)
@@ -291,7 +291,7 @@ def test_nobody_there() -> None:
 
 
 def test_something_else_there() -> None:
-    """A port that accepts and says nothing."""
+    """A port that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         began = time.monotonic()
@@ -314,7 +314,7 @@ def test_three_that_are_away_take_as_long_as_one() -> None:
 
 
 def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
-    """The user must change the address, so nobody waits for it."""
+    """The user must change the address, so the client does not wait."""
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -331,7 +331,7 @@ def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
 def test_a_wrong_address_beside_a_teacher(
     start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused before a job starts, and a good teacher that goes away is waited for."""
+    """The address is refused before a job starts; a good teacher that goes away is waited for."""
     monkeypatch.setattr("clients.teacher.client._BUSY_FACTOR", 2)
     teacher = start_teacher("--engine", "fake", "--model", "vocab=1000")
     server = grpc.server(ThreadPoolExecutor(1))
@@ -351,7 +351,7 @@ def test_a_wrong_address_beside_a_teacher(
 
 
 class BrokenTeacher(teacher_pb2_grpc.TeacherServicer):
-    """Every call fails, with details that a program of ours would not write."""
+    """Every call fails, with status details that this project never sends."""
 
     def __init__(self, details: bytes) -> None:
         self._details = details
@@ -365,7 +365,7 @@ class BrokenTeacher(teacher_pb2_grpc.TeacherServicer):
 
 @pytest.mark.parametrize("details", [b"", b"\xff\xff\xff"])
 def test_the_fault_of_a_broken_teacher_is_told(details: bytes) -> None:
-    """Not taken for one that is not there, or too slow; and what it says may be garbled."""
+    """The fault is reported, even with garbled details, and not as an absent or slow teacher."""
     server = grpc.server(ThreadPoolExecutor(4))
     teacher_pb2_grpc.add_TeacherServicer_to_server(BrokenTeacher(details), server)
     port = server.add_insecure_port("127.0.0.1:0")

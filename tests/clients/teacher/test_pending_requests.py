@@ -63,11 +63,11 @@ def test_a_resumed_request_asks_for_the_rest_only() -> None:
     stream.receive(chunks[0])
 
     stream.end()
-    # Another teacher with the same rows, or the same one again.
+    # The next stream: another teacher with the same rows, or the same teacher again.
     stream = window.open()
     second_request = next(stream.requests())
     assert second_request.next_position == QUERY.start + chunks[0].count
-    # What is left of the first answer, had it stayed in a buffer, is not counted again.
+    # A late chunk of the first answer is not counted again.
     stream.receive(chunks[1])
     for chunk in make_chunks(second_request):
         stream.receive(chunk)
@@ -151,7 +151,7 @@ def test_the_window_bounds_what_is_sent() -> None:
 
 
 class Sender:
-    """A stream whose writer is a thread, as gRPC's is: what it sent is answered on demand."""
+    """A stream with a writer thread, as in gRPC; `answer_all` answers the sent requests."""
 
     def __init__(self, window: PendingRequests) -> None:
         self.sent_requests: list[teacher_pb2.ScoreRequest] = []
@@ -189,18 +189,18 @@ def test_the_window_bounds_the_memory_of_answers() -> None:
     sender = Sender(window)
     assert wait_until_settled(sender) == 3
     sender.answer_all()
-    # Answered, but nobody has taken them: they still fill the memory.
+    # Answers that are not collected yet still count towards the memory limit.
     assert wait_until_settled(sender) == 3
     assert 3 * size <= window.held_bytes <= 3.5 * size
     assert sum(count_bytes(future.result(0)) for future in futures[:1]) == size
     assert wait_until_settled(sender) == 4
-    # Whoever waits is served, full or not: here for the last of all.
+    # A future that is waited for is sent although the window is full: here the last one.
     waiter = threading.Thread(target=futures[7].result, args=(10,))
     waiter.start()
     assert wait_until_settled(sender) == 5
     sender.answer_all()
     waiter.join(10)
-    del futures[1:7]  # nobody will ever ask for them
+    del futures[1:7]  # these futures will never be read
     assert wait_until_settled(sender) == 8
     sender.answer_all()
     assert window.held_bytes == 0
@@ -240,7 +240,7 @@ async def gather_futures(futures: list[Future[RowBlock]]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_waits_is_served_in_whatever_way(way: str) -> None:
-    """The limit has room for one answer of ten."""
+    """The memory limit has room for one of ten answers."""
     window = make_window(128, max_bytes=10)
     futures = [window.submit(QUERY) for _ in range(10)]
     sender = Sender(window)

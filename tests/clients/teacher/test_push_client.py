@@ -1,4 +1,4 @@
-"""A client that pushes weights goes on with the new ones; any other finds out that it cannot."""
+"""A client that pushes weights continues with the new weights; other clients get an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[HfEngine]:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherProcess]:
-    """One for all tests: it starts with the weights of seed 0, each test goes on with its own."""
+    """One teacher for all tests: it starts with the weights of seed 0, and each test pushes its
+    own.
+    """
     folder = tmp_path_factory.mktemp("teacher")
     model = save_tiny_model(folder / "model", seed=0)
     process = TeacherProcess(
@@ -78,7 +80,8 @@ def test_after_a_push_every_row_is_of_the_new_weights(
                 block = answer.result(WAIT)
                 is_new = has_same_logprobs(block, new_blocks[number])
                 assert is_new or (was_done[number] or has_same_logprobs(block, old_blocks[number]))
-            # What is asked for now, and all that was unfinished when the push returned.
+            # Later queries and all queries that were unfinished when the push returned have new
+            # rows.
             for number, answer in enumerate([client.submit(query) for query in sent_queries]):
                 assert has_same_logprobs(answer.result(WAIT), new_blocks[number])
 
@@ -112,7 +115,7 @@ def test_another_client_is_told(teacher: TeacherProcess, models: list[HfEngine])
         assert f"version {version + 1}" in fault.message
         with pytest.raises(WrongState):
             other_client.push_weights(arrays(models[0]))
-        # Averages: an update that follows the one that the pusher knows of.
+        # An average counts as an update after the last one of this client.
         pusher.push_weights(arrays(models[0]), tau=0.5)
         rows_after = pusher.submit(query).result(WAIT)
         assert not has_same_logprobs(rows_after, rows_before)
@@ -146,7 +149,7 @@ def test_a_refused_push_reaches_its_caller_and_changes_nothing(
 def test_a_push_that_is_cut_off_changes_nothing(
     teacher: TeacherProcess, models: list[HfEngine]
 ) -> None:
-    """The pusher dies half-way; the next one is not in its way."""
+    """The pushing client dies half-way; the next push succeeds."""
     reached = threading.Event()
 
     class Endless(dict[str, np.ndarray]):

@@ -1,4 +1,4 @@
-"""Vocabularies are compared by id, up to the highest one: also those with unused ids."""
+"""Vocabularies are compared up to the highest id, even if some ids are unused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clients.teacher.query import tokenizer_fingerprint
 
 
 def tokens_with_holes(last_token: str) -> list[str]:
-    """12 tokens, of which one has id 15."""
+    """Return a vocabulary of 12 tokens, of which one has id 15."""
     words = {f"w{number}": number for number in range(11)} | {last_token: 15}
     model = Tokenizer(WordLevel(words, unk_token="w0"))
     return tokens_of(PreTrainedTokenizerFast(tokenizer_object=model))

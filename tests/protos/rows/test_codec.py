@@ -1,4 +1,4 @@
-"""The row codec: exact round trips, its size, and no changed bit that goes unseen."""
+"""The row codec: exact round trips, its size, and detection of every changed bit."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_size(k: int, samples: int, bytes_a_token: float) -> None:
 
 
 def test_rows_from_before_there_were_samples_are_read() -> None:
-    """One row with the ids 1 and 65,537, made by hand."""
+    """One hand-written row with the ids 1 and 65,537."""
     payload = struct.pack("<2HB2e2f", 1, 1, 0b0100, -0.5, -1.5, -2.0, -0.5)
     prefix = struct.pack("<4sBBHII", b"DRow", 1, 1, 0, 2, 1)
     block = decode_rows(prefix + xxhash.xxh3_128_digest(prefix + payload) + payload)
@@ -131,7 +131,7 @@ def test_rows_from_before_there_were_samples_are_read() -> None:
 
 
 def test_draws_cost_two_bytes_each_and_have_a_version_of_their_own() -> None:
-    """A program that knows none says that the version is another; other blocks are as before."""
+    """An older program reports an unknown version; blocks without draws keep version 1."""
     block = make_block(1000, 8, ids=False, draws=16)
     data = encode_rows(block)
     assert len(data) == 1000 * (2 * (8 + 16) + 8) + HEADER_BYTES

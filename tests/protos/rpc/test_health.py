@@ -1,4 +1,4 @@
-"""The health check of containers, as its own program: its exit code is what they look at."""
+"""The health check of containers: a program whose exit code is the answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_server_with_tokens_and_tls(
     teacher = TeacherProcess(options, log=tmp_path / "log")
     try:
         address = f"https://localhost:{teacher.port}"
-        assert not is_serving(address)  # the authority is not a public one
+        assert not is_serving(address)  # the certificate authority is not public
         monkeypatch.setenv("DISTILL_TLS_CA", str(certificates.pem("ca")))
         assert is_serving(address)
         assert not is_serving(f"localhost:{teacher.port}", seconds=1)

@@ -1,4 +1,4 @@
-"""The page of a service for its operators, read by the standard library's client."""
+"""The metrics page of a service, read with http.client."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_service_is_alive_and_then_ready(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_answers_come_from_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that runs answers; one that hangs, or is closed, is not alive."""
+    """A running event loop answers; one that hangs or is closed is not alive."""
     monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.05)
     page = MetricsPage(CollectorRegistry())
     page.ready = True
@@ -74,7 +74,7 @@ def test_answers_come_from_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_page_ends_at_once() -> None:
-    """Its thread waits for a client without a limit of time, and its port is free afterwards."""
+    """The page closes although its thread waits without a timeout; its port is free afterwards."""
     with serve_page(MetricsPage(CollectorRegistry())) as port:
         [thread] = [thread for thread in threading.enumerate() if thread.name == "metrics"]
     assert not thread.is_alive()

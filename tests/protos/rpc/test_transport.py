@@ -55,7 +55,7 @@ def test_a_fault_keeps_category_field_and_hint(channel: grpc.Channel) -> None:
 
 
 def test_a_call_that_the_server_does_not_have(channel: grpc.Channel) -> None:
-    """As of a client that is newer than its server."""
+    """A client that is newer than its server calls such a method."""
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/distill.v1.Teacher/FutureCall")(b"", timeout=10)
     fault = fault_of(caught.value, "teacher")
@@ -77,7 +77,9 @@ def test_overload_says_when_to_come_again(channel: grpc.Channel) -> None:
 
 
 def test_a_fault_survives_its_own_length() -> None:
-    """Trailers of more than 8 KiB are dropped: the caller would read of them, not of its fault."""
+    """Trailers of more than 8 KiB are dropped, and the caller would get an error about them
+    instead.
+    """
     text = "\u00e9" * 50_000
     fault = InvalidInput(text, field=text, hint=text)
     context = AsyncMock()
@@ -157,7 +159,7 @@ def test_only_loopback(host: str) -> None:
 
 
 def test_a_call_that_the_server_cancels_may_be_repeated() -> None:
-    """As gRPC does with a call that reaches a server while it closes its port."""
+    """gRPC cancels a call that reaches a server while it closes its port."""
 
     def cancel_call(request: bytes, context: grpc.ServicerContext) -> bytes:
         context.cancel()
@@ -176,7 +178,7 @@ def test_a_call_that_the_server_cancels_may_be_repeated() -> None:
 
 
 def test_the_installed_grpc_knows_every_option() -> None:
-    """An unknown one is ignored without a word."""
+    """gRPC silently ignores unknown options."""
     (library,) = Path(cygrpc.__file__).parent.glob("cygrpc*.so")
     binary = library.read_bytes()
     option_names = {name for name, _ in (*CHANNEL_OPTIONS, *SERVER_OPTIONS)}
@@ -185,7 +187,7 @@ def test_the_installed_grpc_knows_every_option() -> None:
 
 
 class SilentTeacher(teacher_pb2_grpc.TeacherServicer):
-    """Its first message comes after `SECONDS`."""
+    """Sends its first message after `SECONDS`."""
 
     SECONDS = 6.0
 
@@ -195,7 +197,7 @@ class SilentTeacher(teacher_pb2_grpc.TeacherServicer):
 
 
 def test_a_silent_call_is_not_cut_by_pings() -> None:
-    """All times a thirtieth of what they are: a call that is silent for three minutes."""
+    """All times are divided by 30: the call stands for one that is silent for three minutes."""
     times = ("grpc.keepalive_time_ms", "grpc.http2.min_ping_interval_without_data_ms")
 
     def scale_times(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
