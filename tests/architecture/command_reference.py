@@ -22,17 +22,17 @@ PROGRAMS = {
 HEAD = "| argument or option | default | meaning |\n|---|---|---|\n"
 
 
-def sections() -> str:
+def format_sections() -> str:
     """Return a section for each program and each command, with a table of its options."""
     command_sections = []
     for name, program in PROGRAMS.items():
         command = typer.main.get_command(program)
         with command.make_context(name, [], resilient_parsing=True) as context:
-            command_sections += list(_format_sections(name, command, context))
+            command_sections += list(_format_command_sections(name, command, context))
     return "\n".join(command_sections)
 
 
-def _format_sections(name: str, command: Any, context: Any) -> Iterator[str]:
+def _format_command_sections(name: str, command: Any, context: Any) -> Iterator[str]:
     subcommand_names = command.list_commands(context) if hasattr(command, "list_commands") else []
     parameters = [
         parameter for parameter in command.params if parameter.name not in ("help", "version")
@@ -45,7 +45,7 @@ def _format_sections(name: str, command: Any, context: Any) -> Iterator[str]:
     for subcommand_name in subcommand_names:
         subcommand = command.get_command(context, subcommand_name)
         if not subcommand.hidden:
-            yield from _format_sections(f"{name} {subcommand_name}", subcommand, context)
+            yield from _format_command_sections(f"{name} {subcommand_name}", subcommand, context)
 
 
 def _format_row(names: str, text: str) -> str:

@@ -20,7 +20,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.config.problems import table_in
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
-from tests.architecture.command_reference import sections
+from tests.architecture.command_reference import format_sections
 
 OFFLINE = """\
 Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint`,
@@ -43,7 +43,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
 
 
-def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def format_rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         nested_model = table_in(field)
         if nested_model is None or field.default is None:
@@ -53,16 +53,16 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 default = "none"
             yield f"| `{prefix}{name}` | {default} | {field.description} |"
         if nested_model is not None:
-            yield from rows(nested_model, f"{prefix}{name}.")
+            yield from format_rows(nested_model, f"{prefix}{name}.")
 
 
-def table() -> str:
+def format_tables() -> str:
     head = ["| key | default | |", "|---|---|---|"]
-    training = [*rows(OnPolicyJob)]
+    training = [*format_rows(OnPolicyJob)]
     lines = [*head, *training]
     other_kinds = ((RL, RLJob), (SFT, SFTJob), (CAPTURE, CaptureJob), (EVAL, EvalJob))
     for intro, kind in ((OFFLINE, OfflineJob), *other_kinds):
-        lines += ["", intro, "", *head, *(row for row in rows(kind) if row not in training)]
+        lines += ["", intro, "", *head, *(row for row in format_rows(kind) if row not in training)]
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
 
 
@@ -72,7 +72,7 @@ def insert_reference(text: str, reference: str) -> str:
     return text_before + BEGIN + reference + END + text_after_begin.split(END, 1)[1]
 
 
-PAGES = {DOCS / "reference.md": table, DOCS / "cli.md": sections}
+PAGES = {DOCS / "reference.md": format_tables, DOCS / "cli.md": format_sections}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

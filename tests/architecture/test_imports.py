@@ -66,9 +66,9 @@ def test_help_loads_nothing_heavy() -> None:
 def test_help_is_instant() -> None:
     times = []
     for _ in range(3):
-        began = seconds_of_children()
+        start_time = seconds_of_children()
         subprocess.run([sys.executable, "-m", "clients", "--help"], check=True, capture_output=True)
-        times.append(seconds_of_children() - began)
+        times.append(seconds_of_children() - start_time)
     assert min(times) < SECONDS_FOR_HELP
 
 

@@ -88,7 +88,7 @@ def teacher(models_directory: Path, tmp_path: Path) -> Iterator[str]:
     process.close()
 
 
-def job(models_directory: Path, address: str, **changes: Any) -> Any:
+def make_job(models_directory: Path, address: str, **changes: Any) -> Any:
     from tests.student_trainer import tiny
 
     material = tiny.Material(
@@ -170,7 +170,9 @@ def answer_logprob(model: Any, tokenizer: Any, answer: list[int]) -> float:
 def test_the_student_learns_what_the_teacher_likes(
     models_directory: Path, teacher: str, tmp_path: Path, horizon: str
 ) -> None:
-    run = finish(new_run(tmp_path / "run", job(models_directory, teacher, method__horizon=horizon)))
+    run = finish(
+        new_run(tmp_path / "run", make_job(models_directory, teacher, method__horizon=horizon))
+    )
     cost_before, cost_after = (
         measure_string_cost(models_directory, models_directory / "student"),
         measure_string_cost(models_directory, run.export),
@@ -210,7 +212,7 @@ def test_two_processes_and_small_batches_change_nothing(
             "train__tokens_per_micro_batch": tokens,
         }
         path = tmp_path / f"{processes}-{tokens}"
-        run = finish(new_run(path, job(models_directory, teacher, **changes)))
+        run = finish(new_run(path, make_job(models_directory, teacher, **changes)))
         last_lines.append(metrics_of(run)[-1])
     for name in ("loss", "grad_norm", "kl/teacher", "pair/one_to_one", "pair/other_spelling"):
         values = [line[name] for line in last_lines]
@@ -232,7 +234,7 @@ def test_logits_without_a_token_are_left_out(
     )
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 2)
     changes: dict[str, Any] = {"student__model": str(wide_student), **steps}
-    run = finish(new_run(tmp_path / "run", job(models_directory, teacher, **changes)))
+    run = finish(new_run(tmp_path / "run", make_job(models_directory, teacher, **changes)))
     assert all(line.get("pair/left_out", 0) == 0 for line in metrics_of(run))
 
 
@@ -244,7 +246,9 @@ def test_the_control_variate_changes_the_gradient_only(
     lines = []
     for control in (False, True):
         changes: dict[str, Any] = {**steps, "method__control_variate": control}
-        run = finish(new_run(tmp_path / str(control), job(models_directory, teacher, **changes)))
+        run = finish(
+            new_run(tmp_path / str(control), make_job(models_directory, teacher, **changes))
+        )
         lines.append(next(line for line in metrics_of(run) if "grad_norm" in line))
     plain_line, controlled_line = lines
     for name in ("loss", "kl/teacher", "entropy", "pair/one_to_one"):
@@ -279,14 +283,16 @@ def test_a_teacher_with_other_special_tokens(
     first_lines = {}
     for name, context in (("plain", None), ("context", "{answer}. ")):
         changes = {**steps, "teacher__context": context, "teacher__logprob_format": "f32"}
-        run = finish(new_run(tmp_path / name, job(models_directory, renamed_teacher, **changes)))
+        run = finish(
+            new_run(tmp_path / name, make_job(models_directory, renamed_teacher, **changes))
+        )
         first_lines[name] = metrics_of(run)[0]
         assert "<|end|> is <stop>" in run.log_file(1).read_text()
     assert abs(first_lines["plain"]["eval/kl"]) < 1e-5
     assert first_lines["context"]["eval/kl"] > 0.01
 
 
-def rl_job(models_directory: Path, address: str, **changes: Any) -> Any:
+def make_rl_job(models_directory: Path, address: str, **changes: Any) -> Any:
     from tests.student_trainer import tiny
 
     material = tiny.Material(
@@ -313,7 +319,7 @@ def rl_job(models_directory: Path, address: str, **changes: Any) -> Any:
 def test_rl_with_a_teacher_of_other_special_tokens(
     models_directory: Path, renamed_teacher: str, tmp_path: Path, divergence: str
 ) -> None:
-    run = rl_job(
+    run = make_rl_job(
         models_directory, renamed_teacher, method__divergence=divergence, method__temperature=1.0
     )
     run = finish(new_run(tmp_path / "run", run))
@@ -326,7 +332,7 @@ def test_rl_with_a_teacher_of_other_special_tokens(
 def test_rl_refuses_a_teacher_with_other_words(
     models_directory: Path, teacher: str, tmp_path: Path
 ) -> None:
-    run = new_run(tmp_path / "run", rl_job(models_directory, teacher))
+    run = new_run(tmp_path / "run", make_rl_job(models_directory, teacher))
     assert run_attempt(run, 1) != [0]
     status = run.read_status()
     assert status is not None
@@ -336,7 +342,7 @@ def test_rl_refuses_a_teacher_with_other_words(
 def test_by_default_another_tokenizer_is_refused(
     models_directory: Path, teacher: str, tmp_path: Path
 ) -> None:
-    run = new_run(tmp_path / "run", job(models_directory, teacher, teacher__tokenizer="same"))
+    run = new_run(tmp_path / "run", make_job(models_directory, teacher, teacher__tokenizer="same"))
     assert run_attempt(run, 1) != [0]
     status = run.read_status()
     assert status is not None
@@ -352,7 +358,8 @@ def test_a_tokenizer_that_is_not_the_teachers(
 
         pretrain.make_tokenizer("bpe", ["another text"], 262).save_pretrained(other_tokenizer)
     run = new_run(
-        tmp_path / "run", job(models_directory, teacher, teacher__tokenizer=str(other_tokenizer))
+        tmp_path / "run",
+        make_job(models_directory, teacher, teacher__tokenizer=str(other_tokenizer)),
     )
     assert run_attempt(run, 1) != [0]
     status = run.read_status()
@@ -388,7 +395,9 @@ def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
     options = {"data__messages_column": "messages", "method__max_prompt_tokens": 64}
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 3)
     try:
-        run = finish(new_run(tmp_path / "run", job(tmp_path, process.address, **options, **steps)))
+        run = finish(
+            new_run(tmp_path / "run", make_job(tmp_path, process.address, **options, **steps))
+        )
     finally:
         process.close()
     first_line, *_, last_line = (line for line in metrics_of(run) if "kl/teacher" in line)
@@ -441,7 +450,7 @@ def store(models_directory: Path) -> Path:
     return capture_answers(models_directory, "store", PROMPT)
 
 
-def stored_job(models_directory: Path, store: Path, **changes: Any) -> Any:
+def make_offline_job(models_directory: Path, store: Path, **changes: Any) -> Any:
     from tests.student_trainer import tiny
 
     material = tiny.Material(
@@ -476,7 +485,10 @@ def test_the_student_learns_from_a_store(
         ("max_steps", "eval__every", "checkpoint__every"), STEPS if match == "row" else 2 * STEPS
     )
     run = finish(
-        new_run(tmp_path / "run", stored_job(models_directory, store, method__match=match, **steps))
+        new_run(
+            tmp_path / "run",
+            make_offline_job(models_directory, store, method__match=match, **steps),
+        )
     )
     cost_before, cost_after = (
         measure_string_cost(models_directory, models_directory / "student"),
@@ -503,7 +515,7 @@ def test_two_processes_and_small_batches_change_nothing_of_a_store(
             "train__tokens_per_micro_batch": tokens,
         }
         path = tmp_path / f"{processes}-{tokens}"
-        run = finish(new_run(path, stored_job(models_directory, store, **changes)))
+        run = finish(new_run(path, make_offline_job(models_directory, store, **changes)))
         last_lines.append(metrics_of(run)[-1])
     for name in ("loss", "grad_norm", "cross_entropy", "kl/teacher", "eval/kl"):
         values = [line[name] for line in last_lines]
@@ -519,7 +531,7 @@ def test_a_store_of_other_special_tokens(
         models_directory, f"renamed-{form}", PROMPT, teacher=renamed_directory.name, form=form
     )
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
-    config = stored_job(models_directory, path, data__eval_path=None, **steps)
+    config = make_offline_job(models_directory, path, data__eval_path=None, **steps)
     run = finish(new_run(tmp_path / "run", config))
     line = metrics_of(run)[0]
     assert abs(line["eval/kl_bound"]) < 1e-5
@@ -530,7 +542,7 @@ def test_a_store_of_other_special_tokens(
 def test_a_store_of_packed_text(models_directory: Path, tmp_path: Path) -> None:
     path = capture_answers(models_directory, "text", PROMPT, form="text")
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 20)
-    config = stored_job(models_directory, path, data__eval_path=None, **steps)
+    config = make_offline_job(models_directory, path, data__eval_path=None, **steps)
     run = finish(new_run(tmp_path / "run", config))
     lines = metrics_of(run)
     assert lines[-1]["eval/kl"] < 0.9 * lines[0]["eval/kl"]

@@ -100,7 +100,7 @@ class Pairs:
         return path
 
     @contextmanager
-    def teaching(self, width: int) -> Iterator[str]:
+    def serve_teacher(self, width: int) -> Iterator[str]:
         arguments = ["--model", str(self.model("teacher", width)), "--batch-invariant"]
         log = self._root / "teacher.log"
         process = ForkedTeacher([*arguments, "--no-cache", "--device", "cpu"], log=log)
@@ -115,13 +115,13 @@ def width_pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return Pairs(tmp_path_factory.mktemp("pairs"), request.param)
 
 
-def material(width_pairs: Pairs, student: int) -> Any:
+def make_material(width_pairs: Pairs, student: int) -> Any:
     from tests.student_trainer.tiny import Material
 
     return Material(width_pairs.prompts, Path(), width_pairs.model("student", student))
 
 
-def job(kind: str, width_pairs: Pairs, student: int, address: str) -> Any:
+def make_job(kind: str, width_pairs: Pairs, student: int, address: str) -> Any:
     """A job of three steps, with rows in float32: float16 would round equal logs differently."""
     from tests.student_trainer import tiny
 
@@ -134,16 +134,16 @@ def job(kind: str, width_pairs: Pairs, student: int, address: str) -> Any:
     }
     if kind == "rl":
         rl = {"teacher__address": address, "method__updates_per_step": 1}
-        return tiny.rl_job(material(width_pairs, student), **common, **rl, eval__metric="none")
+        return tiny.rl_job(make_material(width_pairs, student), **common, **rl, eval__metric="none")
     options = {"method__divergence": "forward_kl"} if kind == "forward" else {}
     options |= {"eval__metric": "none"}
-    return tiny.job(material(width_pairs, student), address, **common, **options)
+    return tiny.job(make_material(width_pairs, student), address, **common, **options)
 
 
 def run_pair(kind: str, width_pairs: Pairs, student: int, teacher: int, root: Path) -> RunDirectory:
-    with width_pairs.teaching(teacher) as address:
+    with width_pairs.serve_teacher(teacher) as address:
         path = root / f"{kind}-{student}-{teacher}"
-        return finish(new_run(path, job(kind, width_pairs, student, address)))
+        return finish(new_run(path, make_job(kind, width_pairs, student, address)))
 
 
 def assert_same_run(actual: RunDirectory, expected: RunDirectory) -> None:
@@ -248,7 +248,7 @@ def test_a_store_and_its_offline_job(
         store = capture_rows(width_pairs, student_width, teacher_width, tmp_path / root)
         assert LogitDataset(store).metadata["vocab_size"] == str(min(student_width, teacher_width))
         config = tiny.offline_job(
-            material(width_pairs, student_width),
+            make_material(width_pairs, student_width),
             store,
             max_steps=3,
             eval__every=3,
@@ -266,7 +266,7 @@ def test_a_store_about_more_ids_than_the_student_has(width_pairs: Pairs, tmp_pat
     from tests.student_trainer import tiny
 
     store = capture_rows(width_pairs, WIDE, WIDE, tmp_path)
-    config = tiny.offline_job(material(width_pairs, NARROW), store)
+    config = tiny.offline_job(make_material(width_pairs, NARROW), store)
     with pytest.raises(WrongState, match=r"are about 336 ids, but .* for 320 only; capture again"):
         check_stored_vocabulary(
             open_stores(config).training,

@@ -150,13 +150,13 @@ def test_distill_run(case: Refusal, material: Material, teacher: str, tmp_path: 
     file, runs = tmp_path / "job.toml", tmp_path / "runs"
     file.write_text(JOB.format(student=material.student, prompts=material.prompts, address=teacher))
     sets = [f"--set={key}={value.format(root=tmp_path)}" for key, value in case.sets.items()]
-    began = time.monotonic()
+    start_time = time.monotonic()
     command = [sys.executable, "-m", "clients", "-q", "run", str(file), "--runs", str(runs), *sets]
     if case.launched:
         process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     else:
         process = run_forked(command, env=ENVIRONMENT)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     print(f"{seconds:.1f} s: {process.stderr}")
     assert (process.returncode, process.stdout) == (case.code, "")
     (sentence,) = process.stderr.splitlines()
@@ -200,10 +200,10 @@ def test_the_server(
 
     with DistillClient(server.address) as client:
         for number, name in enumerate(at_once):
-            began = time.monotonic()
+            start_time = time.monotonic()
             with pytest.raises(DistillError) as caught:
                 submit_case(CASES[name], tmp_path / str(number))
-            print(f"{time.monotonic() - began:.1f} s: {name}: {caught.value}")
+            print(f"{time.monotonic() - start_time:.1f} s: {name}: {caught.value}")
             assert matches_case(str(caught.value), CASES[name])
             assert caught.value.exit_code is CASES[name].code
         file = tmp_path / "job.toml"

@@ -88,7 +88,7 @@ def test_nothing_is_shared(
     config["student"]["model"] = "student"
     config["data"]["path"] = str(machine.path / "train.jsonl")
     distill = f"{sys.executable} -m clients --server {server.address}"
-    printed = machine.run(
+    output = machine.run(
         f"cp -r {material.student} student",
         f"cp {material.prompts} train.jsonl",
         f"cat > job.toml <<'END'\n{as_toml(config)}END",
@@ -104,8 +104,8 @@ def test_nothing_is_shared(
         f"{distill} submit job.toml --upload --set student.model=trained 2> told",
         "grep 'the server has' told",
     )
-    assert printed.split()[0] == weights(undisturbed)
-    assert "data.path: the server has its" in printed
+    assert output.split()[0] == weights(undisturbed)
+    assert "data.path: the server has its" in output
     runs = [RunDirectory(path.parent) for path in server.runs.glob("*/job.json")]
     for run in runs:
         job_config = run.config()

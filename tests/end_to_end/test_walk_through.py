@@ -66,7 +66,7 @@ class Terminal:
         self._teacher = teacher
         self._code = 0
 
-    def localized(self, text: str) -> str:
+    def localize(self, text: str) -> str:
         server_options = f"--host {self._server.host} --port {self._server.port}"
         text = text.replace("--port 50051", server_options).replace(
             "localhost:50052", self._teacher
@@ -87,7 +87,7 @@ class Terminal:
             "COLUMNS": "80",
         }
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {self.localized(command)}"],
+            ["bash", "-c", f"exec {self.localize(command)}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -168,7 +168,7 @@ def type_all(
         if block.kind == "toml":
             name = block.body.splitlines()[0].removeprefix("# ")
             assert block.body.count("max_steps = 200\n") == 1
-            text = terminal.localized(block.body)
+            text = terminal.localize(block.body)
             (directory / name).write_text(text.replace("max_steps = 200", f"max_steps = {steps}"))
         elif block.kind == "python":
             run_python(block.body, directory)

@@ -42,12 +42,12 @@ def many_sockets() -> Iterator[None]:
 
 def seconds_to_answer(program: Program) -> float:
     """Return the seconds from a new connection to its first answer."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
     with grpc.insecure_channel(program.address, options=options) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         health.Check(health_pb2.HealthCheckRequest(), timeout=30, wait_for_ready=True)
-    return time.monotonic() - began
+    return time.monotonic() - start_time
 
 
 def connect(program: Program, stack: ExitStack) -> socket.socket:

@@ -55,9 +55,9 @@ def measure_cost(action: Callable[[], object]) -> tuple[float, int]:
     """Return CPU seconds of the fastest of three runs, and peak bytes of memory."""
     seconds = []
     for _ in range(3):
-        began = time.process_time()
+        start_time = time.process_time()
         action()
-        seconds.append(time.process_time() - began)
+        seconds.append(time.process_time() - start_time)
     tracemalloc.start()
     try:
         action()

@@ -15,7 +15,7 @@ def times_in_turns(
     order = random.Random(0)
     for _ in range(count):
         for index in order.sample((0, 1), 2):
-            began = time.perf_counter_ns()
+            start_time = time.perf_counter_ns()
             action(arguments[index])
-            times[index].append(time.perf_counter_ns() - began)
+            times[index].append(time.perf_counter_ns() - start_time)
     return times

@@ -20,10 +20,10 @@ Capture = pytest.CaptureFixture[str]
 
 def test_help_lists_every_exit_code(capsys: Capture) -> None:
     assert main(["--help"]) == 0
-    printed = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert set(EXIT_CODE_MEANINGS) == set(ExitCode)
     for code, meaning in EXIT_CODE_MEANINGS.items():
-        assert f"  {code.value:<4} {meaning}\n" in printed
+        assert f"  {code.value:<4} {meaning}\n" in output
 
 
 def test_no_command_is_help_and_usage(capsys: Capture) -> None:

@@ -70,10 +70,10 @@ def test_failures_name_the_log(modules_directory: Path) -> None:
 
 def test_output_of_a_process_that_ends(modules_directory: Path) -> None:
     (modules_directory / "fine.py").write_text("print('{}')")
-    began = time.monotonic()
+    start_time = time.monotonic()
     with Services(modules_directory / "logs") as services:
         assert services.run("fine", ["fine"]) == "{}\n"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start_time < 10
 
 
 def test_a_directory_of_something_else_is_never_replaced(

@@ -132,8 +132,8 @@ def test_live_block(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(1, 21):
             job.add(event := step_event(number, **({"eval/kl": 0.25} if number == 10 else {})))
             live_display.show(event)
-    printed = terminal.getvalue()
-    last_block = printed.rsplit("job-7f3a", 1)[1]
+    output = terminal.getvalue()
+    last_block = output.rsplit("job-7f3a", 1)[1]
     for text in (
         "RUNNING training",
         "20/100",
@@ -143,8 +143,8 @@ def test_live_block(monkeypatch: pytest.MonkeyPatch) -> None:
         "\u2588\u2584\u2583",
     ):
         assert text in last_block
-    assert "eval/kl 0.25" in printed
-    assert "\033[36m" in printed
+    assert "eval/kl 0.25" in output
+    assert "\033[36m" in output
 
 
 def test_no_color_keeps_the_block_and_drops_colors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,16 +30,16 @@ def test_an_address_without_a_port_is_refused(address: str, capsys: Capture) -> 
 @pytest.mark.parametrize("command", [["config", "schema"], ["config", "show", "job.toml"]])
 def test_json_is_accepted_after_the_command(command: list[str], capsys: Capture) -> None:
     Path("job.toml").write_text('student.model = "a/b"\ndata.path = "a/b"\n')
-    printed = []
+    output = []
     for arguments in (
         ["--json", *command],
         [*command, "--json"],
         [command[0], "--json", *command[1:]],
     ):
         assert main(arguments) == ExitCode.OK
-        printed.append(capsys.readouterr().out)
-    assert len(set(printed)) == 1
-    assert printed[0].startswith("{")
+        output.append(capsys.readouterr().out)
+    assert len(set(output)) == 1
+    assert output[0].startswith("{")
 
 
 @pytest.mark.parametrize(

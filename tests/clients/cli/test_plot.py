@@ -90,17 +90,17 @@ def test_a_level_curve_has_a_place(
 def test_a_plot_of_one_run(capsys: Capture, make_run: MakeRun) -> None:
     run = make_run("one")
     assert main(["plot", str(run.path)]) == 0
-    printed = capsys.readouterr().out
-    titles = [line for line in printed.splitlines() if line and line[0] != " "]
+    output = capsys.readouterr().out
+    titles = [line for line in output.splitlines() if line and line[0] != " "]
     assert titles == [
         "loss",
         "KL, nats per token (log)",
         "reward, accuracy  eval/accuracy",
         "tokens per second  tokens_per_sec",
     ]
-    assert printed.count("step  ") == 4
-    assert max(map(len, printed.splitlines())) <= 100
-    assert "\033" not in printed
+    assert output.count("step  ") == 4
+    assert max(map(len, output.splitlines())) <= 100
+    assert "\033" not in output
 
 
 def test_a_run_whose_answers_an_engine_samples(make_run: MakeRun) -> None:

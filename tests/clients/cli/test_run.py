@@ -334,10 +334,10 @@ def test_ctrl_c_twice_kills(capsys: Capture, job_file: Callable[..., str], train
         time.sleep(60)
     """)
     thread = send_signals(has_metrics, signal.SIGINT, signal.SIGINT)
-    began = time.monotonic()
+    start_time = time.monotonic()
     assert main(["run", job_file()]) == ExitCode.INTERRUPTED
     thread.join()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start_time < 20
     pid = int((only_run().path / "pid").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -55,9 +55,9 @@ def test_the_command(pair_directory: Path, capsys: Capture) -> None:
         str(pair_directory / "data.jsonl"),
     ]
     assert main(["pair", *arguments]) == ExitCode.OK
-    printed = capsys.readouterr().out
-    assert "tokenizer: another one" in printed
-    assert 'teacher.tokenizer = "auto"' in printed
+    output = capsys.readouterr().out
+    assert "tokenizer: another one" in output
+    assert 'teacher.tokenizer = "auto"' in output
     assert main(["--json", "pair", *arguments, "--column", "answer"]) == ExitCode.OK
     record = json.loads(capsys.readouterr().out)
     assert record["same"] is False
@@ -134,10 +134,10 @@ def test_other_special_tokens(pair_directory: Path, capsys: Capture) -> None:
         str(pair_directory / "data.jsonl"),
     ]
     assert main(["pair", *arguments]) == ExitCode.OK
-    printed = capsys.readouterr().out
-    assert "role: <im_end> of the student is <end> of the teacher" in printed
-    assert f"KL of the rows of every token (docs/methods.md), over {size + 8} ids" in printed
-    assert 'teacher.tokenizer = "auto"' in printed
+    output = capsys.readouterr().out
+    assert "role: <im_end> of the student is <end> of the teacher" in output
+    assert f"KL of the rows of every token (docs/methods.md), over {size + 8} ids" in output
+    assert 'teacher.tokenizer = "auto"' in output
     save_tokenizer("teacher", ("<end>", True), ("<think>", False))
     report = pair_report(pair_directory / "teacher", pair_directory / "student", ["the cat"])
     assert report.missing == ("<think>",)

@@ -25,7 +25,7 @@ def test_a_program_that_is_ending_is_waited_for(tmp_path: Path) -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        began = time.monotonic()
+        start_time = time.monotonic()
         with RunDirectory(tmp_path).held():
-            assert time.monotonic() - began > 0.5, "the other one had the lock"
+            assert time.monotonic() - start_time > 0.5, "the other one had the lock"
             assert holder.wait(10) == 0

@@ -13,7 +13,7 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput, Unavailable
 from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from tests.clients.teacher.test_client import VOCAB, fake, queries
+from tests.clients.teacher.test_client import VOCAB, fake_engine_options, make_queries
 from tests.teacher_service.conftest import StartTeacher
 
 
@@ -27,7 +27,7 @@ def assert_rows(sent_queries: Sequence[ScoreQuery], blocks: Sequence[RowBlock]) 
 
 
 def test_rows_in_order_and_as_they_come(start_teacher: StartTeacher) -> None:
-    teacher, sent_queries = start_teacher(*fake()), queries(50)
+    teacher, sent_queries = start_teacher(*fake_engine_options()), make_queries(50)
 
     async def use_client() -> None:
         async with AsyncTeacherClient(teacher.address) as client:
@@ -44,36 +44,36 @@ def test_rows_in_order_and_as_they_come(start_teacher: StartTeacher) -> None:
 
 def test_an_error_ends_a_call_and_others_go_on(start_teacher: StartTeacher) -> None:
     """The slow teacher has not finished the other queries when the bad query is refused."""
-    teacher = start_teacher(*fake(latency_ms=500))
+    teacher = start_teacher(*fake_engine_options(latency_ms=500))
     bad_query = ScoreQuery(np.array([1, 2, VOCAB], np.int32), 1, top_k=2)
 
     async def use_client() -> None:
         async with AsyncTeacherClient(teacher.address) as client:
-            good_future = client.submit(queries(1)[0])
+            good_future = client.submit(make_queries(1)[0])
             with pytest.raises(InvalidInput):
-                await client.score([bad_query, *queries(3)])
+                await client.score([bad_query, *make_queries(3)])
             with pytest.raises(InvalidInput):
-                await anext(client.as_completed([bad_query, *queries(3)]))
-            waiting = asyncio.ensure_future(client.score(queries(3)))
+                await anext(client.as_completed([bad_query, *make_queries(3)]))
+            waiting = asyncio.ensure_future(client.score(make_queries(3)))
             await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert_rows(queries(1), [await good_future])
+            assert_rows(make_queries(1), [await good_future])
 
     asyncio.run(use_client())
 
 
 def test_a_closed_client(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake(latency_ms=2000))
+    teacher = start_teacher(*fake_engine_options(latency_ms=2000))
 
     async def use_client() -> None:
         client = AsyncTeacherClient(teacher.address)
-        pending = client.submit(queries(1)[0])
+        pending = client.submit(make_queries(1)[0])
         await client.close()
         with pytest.raises(asyncio.CancelledError):
             await pending
         with pytest.raises(Unavailable):
-            client.submit(queries(1)[0])
+            client.submit(make_queries(1)[0])
 
     asyncio.run(use_client())

@@ -28,12 +28,12 @@ VOCAB = 64
 WAIT = 60.0
 
 
-def fake(**settings: int) -> list[str]:
+def fake_engine_options(**settings: int) -> list[str]:
     pairs = ",".join(f"{name}={value}" for name, value in {"vocab": VOCAB, **settings}.items())
     return ["--engine", "fake", "--model", pairs]
 
 
-def queries(count: int, length: int = 40, seed: int = 0) -> list[ScoreQuery]:
+def make_queries(count: int, length: int = 40, seed: int = 0) -> list[ScoreQuery]:
     rng = np.random.default_rng(seed)
     score_queries = []
     for number in range(count):
@@ -61,19 +61,19 @@ def assert_undisturbed(
 
 
 def test_info_vocabulary_and_rows(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake())
+    teacher = start_teacher(*fake_engine_options())
     with TeacherClient(teacher.address) as client:
         info = client.info()
         assert (info.engine, info.vocab_size, info.max_top_k) == ("fake", VOCAB, VOCAB)
         tokens = client.vocabulary()
         assert tokenizer_fingerprint(tokens) == info.tokenizer_fingerprint
-        sent_queries = queries(50)
+        sent_queries = make_queries(50)
         assert_undisturbed(sent_queries, [client.submit(query) for query in sent_queries])
 
 
 def test_many_queries_in_one_call(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake())
-    sent_queries = queries(50)
+    teacher = start_teacher(*fake_engine_options())
+    sent_queries = make_queries(50)
     expected_blocks = FakeEngine(FakeSettings(vocab=VOCAB)).score(sent_queries)
     with TeacherClient(teacher.address) as client:
         in_order = client.score(iter(sent_queries))
@@ -89,17 +89,17 @@ def test_many_queries_in_one_call(start_teacher: StartTeacher) -> None:
 
 def test_the_first_error_ends_a_call(start_teacher: StartTeacher) -> None:
     """The slow teacher has not finished the other queries when the bad query is refused."""
-    teacher = start_teacher(*fake(latency_ms=2000))
+    teacher = start_teacher(*fake_engine_options(latency_ms=2000))
     bad = ScoreQuery(np.array([1, VOCAB], np.int32), 1, top_k=4)
     with TeacherClient(teacher.address) as client:
         with pytest.raises(InvalidInput, match="must be 0 to 63"):
-            client.score([bad, *queries(5)])
+            client.score([bad, *make_queries(5)])
         with pytest.raises(InvalidInput, match="must be 0 to 63"):
-            list(client.as_completed([*queries(5), bad]))
+            list(client.as_completed([*make_queries(5), bad]))
 
 
 def test_a_long_sequence_comes_in_several_messages(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake(max_length=20000))
+    teacher = start_teacher(*fake_engine_options(max_length=20000))
     tokens = np.random.default_rng(0).integers(0, VOCAB, 20000).astype(np.int32)
     # 20,000 rows of 32 x 8 bytes: five messages of a MiB.
     sent_queries = [ScoreQuery(tokens, 1, top_k=32, f32=True)]
@@ -112,20 +112,20 @@ def test_head_ids_of_a_long_answer_come_in_parts(
     start_teacher: StartTeacher, length: int, k: int
 ) -> None:
     """More than 4 MiB of head ids, as for reverse KL of a long answer."""
-    teacher = start_teacher(*fake(max_length=40_000))
+    teacher = start_teacher(*fake_engine_options(max_length=40_000))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, length).astype(np.int32)
     heads = np.tile(rng.permutation(VOCAB)[:k].astype(np.int32), (length - 1, 1))
     heads = np.roll(heads, 1, axis=1)
-    sent_queries = [ScoreQuery(tokens, 1, head_ids=heads, f32=True), *queries(5)]
+    sent_queries = [ScoreQuery(tokens, 1, head_ids=heads, f32=True), *make_queries(5)]
     assert heads.nbytes >= 4 << 20
     with TeacherClient(teacher.address) as client:
         assert_undisturbed(sent_queries, [client.submit(query) for query in sent_queries])
 
 
 def test_faults_stay_with_their_request(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake(nan_token=60, crash_token=61))
-    good = queries(1)[0]
+    teacher = start_teacher(*fake_engine_options(nan_token=60, crash_token=61))
+    good = make_queries(1)[0]
     tokens = good.token_ids % 50
     good = ScoreQuery(tokens, 3, top_k=4)
 
@@ -164,9 +164,9 @@ def test_what_cannot_be_sent_is_refused_at_once(start_teacher: StartTeacher) -> 
 def test_teacher_killed_and_restarted(
     start_teacher: StartTeacher, signal_number: signal.Signals
 ) -> None:
-    args = [*fake(latency_ms=5), "--max-batch-tokens", "80"]
+    args = [*fake_engine_options(latency_ms=5), "--max-batch-tokens", "80"]
     teacher = start_teacher(*args)
-    sent_queries = queries(400)
+    sent_queries = make_queries(400)
     with TeacherClient(teacher.address, max_in_flight=64) as client:
         answers = [client.submit(query) for query in sent_queries]
         for answers_before_kill in (60, 200):
@@ -179,8 +179,8 @@ def test_teacher_killed_and_restarted(
 
 
 def test_many_threads_share_a_client(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake())
-    sent_queries = queries(120)
+    teacher = start_teacher(*fake_engine_options())
+    sent_queries = make_queries(120)
     answers: dict[int, Future[RowBlock]] = {}
     with TeacherClient(teacher.address, max_in_flight=8) as client:
 
@@ -199,10 +199,10 @@ def test_many_threads_share_a_client(start_teacher: StartTeacher) -> None:
 
 
 def test_a_teacher_gone_for_good_is_given_up_on_time(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "40")
+    teacher = start_teacher(*fake_engine_options(latency_ms=50), "--max-batch-tokens", "40")
     patience = 3.0
     with TeacherClient(teacher.address, patience_seconds=patience) as client:
-        answers = [client.submit(query) for query in queries(30)]
+        answers = [client.submit(query) for query in make_queries(30)]
         answers[0].result(WAIT)
         teacher.kill()
         killed_at = time.monotonic()
@@ -212,39 +212,39 @@ def test_a_teacher_gone_for_good_is_given_up_on_time(start_teacher: StartTeacher
         assert fault.field == "teacher.address"
         assert "3 s" in fault.message
         # The next query has its own patience and uses a teacher that is back.
-        start_teacher(*fake(), port=teacher.port)
-        assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
+        start_teacher(*fake_engine_options(), port=teacher.port)
+        assert_undisturbed(make_queries(1), [client.submit(make_queries(1)[0])])
 
 
 def test_a_frozen_teacher_is_given_up_too(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake())
+    teacher = start_teacher(*fake_engine_options())
     with TeacherClient(teacher.address, patience_seconds=2.0) as client:
-        client.submit(queries(1)[0]).result(WAIT)
+        client.submit(make_queries(1)[0]).result(WAIT)
         teacher.send(signal.SIGSTOP)
         frozen_at = time.monotonic()
-        fault = client.submit(queries(1)[0]).exception(WAIT)
+        fault = client.submit(make_queries(1)[0]).exception(WAIT)
         assert time.monotonic() - frozen_at < 20  # ten times its patience
         assert isinstance(fault, Unavailable)
         teacher.send(signal.SIGCONT)
-        assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
+        assert_undisturbed(make_queries(1), [client.submit(make_queries(1)[0])])
 
 
 def test_a_slow_teacher_is_waited_for_but_not_for_ever(
     start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher = start_teacher(*fake(latency_ms=3000))
+    teacher = start_teacher(*fake_engine_options(latency_ms=3000))
     with TeacherClient(teacher.address, patience_seconds=1.0) as client:
-        assert_undisturbed(queries(3), [client.submit(query) for query in queries(3)])
+        assert_undisturbed(make_queries(3), [client.submit(query) for query in make_queries(3)])
 
         monkeypatch.setattr("clients.teacher.client._BUSY_FACTOR", 2)
-        began = time.monotonic()
-        fault = client.submit(queries(1)[0]).exception(WAIT)
+        start_time = time.monotonic()
+        fault = client.submit(make_queries(1)[0]).exception(WAIT)
         assert isinstance(fault, Unavailable)
         assert "answers, but has sent no row for 2 s" in fault.message
-        assert 1.8 <= time.monotonic() - began < 20  # ten times the limit
+        assert 1.8 <= time.monotonic() - start_time < 20  # ten times the limit
 
         monkeypatch.undo()
-        answer = client.submit(queries(1)[0])
+        answer = client.submit(make_queries(1)[0])
         time.sleep(1.5)
         assert not answer.done()
         teacher.kill()
@@ -255,62 +255,62 @@ def test_a_slow_teacher_is_waited_for_but_not_for_ever(
 
 def test_a_restarted_teacher_is_found_within_a_second(start_teacher: StartTeacher) -> None:
     """Many refused connections must not lead to a long back-off."""
-    teacher = start_teacher(*fake())
+    teacher = start_teacher(*fake_engine_options())
     with TeacherClient(teacher.address) as client:
-        client.submit(queries(1)[0]).result(WAIT)
+        client.submit(make_queries(1)[0]).result(WAIT)
         teacher.kill()
-        answer = client.submit(queries(1)[0])
+        answer = client.submit(make_queries(1)[0])
         time.sleep(4)
-        start_teacher(*fake(), port=teacher.port)
+        start_teacher(*fake_engine_options(), port=teacher.port)
         restarted_at = time.monotonic()
         answer.result(WAIT)
         assert time.monotonic() - restarted_at < 12  # ten times its longest back-off
 
 
 def test_other_weights_after_a_restart_are_refused(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "40")
+    teacher = start_teacher(*fake_engine_options(latency_ms=50), "--max-batch-tokens", "40")
     with TeacherClient(teacher.address) as client:
         old_fingerprint = client.info().fingerprint
-        answers = [client.submit(query) for query in queries(30)]
+        answers = [client.submit(query) for query in make_queries(30)]
         answers[0].result(WAIT)
         teacher.kill()
-        start_teacher(*fake(seed=1), port=teacher.port)
+        start_teacher(*fake_engine_options(seed=1), port=teacher.port)
         fault = answers[-1].exception(WAIT)
         assert isinstance(fault, WrongState)
         assert old_fingerprint in fault.message
-        assert isinstance(client.submit(queries(1)[0]).exception(WAIT), WrongState)
+        assert isinstance(client.submit(make_queries(1)[0]).exception(WAIT), WrongState)
 
 
 def test_nobody_there() -> None:
-    began = time.monotonic()
+    start_time = time.monotonic()
     with TeacherClient("127.0.0.1:1") as client:
         with pytest.raises(Unavailable) as caught:
             client.info()
         assert caught.value.field == "teacher.address"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start_time < 10
 
 
 def test_something_else_there() -> None:
     """A port that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        began = time.monotonic()
+        start_time = time.monotonic()
         with TeacherClient(address, patience_seconds=1.0) as client:
-            answer = client.submit(queries(1)[0])
+            answer = client.submit(make_queries(1)[0])
             assert isinstance(answer.exception(WAIT), Unavailable)
             with pytest.raises(Unavailable):
                 client.info()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - start_time < 10
 
 
 def test_three_that_are_away_take_as_long_as_one() -> None:
     with contextlib.ExitStack() as silent:
         listeners = [silent.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "abc"]
         addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-        began = time.monotonic()
+        start_time = time.monotonic()
         with TeacherClient(addresses) as client, pytest.raises(Unavailable):
             client.info()
-        assert 4.5 < time.monotonic() - began < 14  # one after the other: 15 s
+        assert 4.5 < time.monotonic() - start_time < 14  # one after the other: 15 s
 
 
 def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
@@ -322,7 +322,7 @@ def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
         with TeacherClient(f"127.0.0.1:{port}", patience_seconds=60.0) as client:
             with pytest.raises(InvalidInput, match="is not a teacher"):
                 client.info()
-            fault = client.submit(queries(1)[0]).exception(WAIT)
+            fault = client.submit(make_queries(1)[0]).exception(WAIT)
             assert isinstance(fault, InvalidInput), fault
     finally:
         server.stop(None)
@@ -342,9 +342,9 @@ def test_a_wrong_address_beside_a_teacher(
         with TeacherClient(addresses, patience_seconds=3.0) as client:
             with pytest.raises(InvalidInput, match=f"127.0.0.1:{port} is not a teacher"):
                 client.info()
-            assert len(client.submit(queries(1)[0]).result(WAIT)) > 0
+            assert len(client.submit(make_queries(1)[0]).result(WAIT)) > 0
             teacher.kill()
-            fault = client.submit(queries(2)[1]).exception(WAIT)
+            fault = client.submit(make_queries(2)[1]).exception(WAIT)
             assert isinstance(fault, Unavailable), fault
     finally:
         server.stop(None)
@@ -371,7 +371,7 @@ def test_the_fault_of_a_broken_teacher_is_told(details: bytes) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with TeacherClient(f"127.0.0.1:{port}", patience_seconds=0.2) as client:
-        fault = client.submit(queries(1)[0]).exception(WAIT)
+        fault = client.submit(make_queries(1)[0]).exception(WAIT)
         assert isinstance(fault, Unavailable)
         assert "broken 7f3a" in str(fault)
         with pytest.raises(InternalFault, match="broken 7f3a"):
@@ -380,15 +380,15 @@ def test_the_fault_of_a_broken_teacher_is_told(details: bytes) -> None:
 
 
 def test_close_ends_at_once(start_teacher: StartTeacher) -> None:
-    teacher = start_teacher(*fake(latency_ms=500), "--max-batch-tokens", "40")
+    teacher = start_teacher(*fake_engine_options(latency_ms=500), "--max-batch-tokens", "40")
     client = TeacherClient(teacher.address)
-    answers = [client.submit(query) for query in queries(20)]
+    answers = [client.submit(query) for query in make_queries(20)]
     time.sleep(0.2)
-    began = time.monotonic()
+    start_time = time.monotonic()
     client.close()
-    assert time.monotonic() - began < 8  # the answers would take 10 s
+    assert time.monotonic() - start_time < 8  # the answers would take 10 s
     with pytest.raises(CancelledError):
         answers[-1].result(WAIT)
     with pytest.raises(Unavailable):
-        client.submit(queries(1)[0])
+        client.submit(make_queries(1)[0])
     assert teacher.stop() == 0

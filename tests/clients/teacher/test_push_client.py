@@ -44,7 +44,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherProcess
     process.close()
 
 
-def queries(count: int) -> list[ScoreQuery]:
+def make_queries(count: int) -> list[ScoreQuery]:
     tokens = np.random.default_rng(1).integers(0, 90, (count, 40)).astype(np.int32)
     return [ScoreQuery(row, 1, top_k=8, f32=True) for row in tokens]
 
@@ -58,7 +58,7 @@ def test_after_a_push_every_row_is_of_the_new_weights(
     teacher: TeacherProcess, models: list[HfEngine]
 ) -> None:
     """Requests are in flight at every push."""
-    sent_queries = queries(60)
+    sent_queries = make_queries(60)
     expected_blocks = [model.score(sent_queries) for model in models]
     tensors: list[Arrays] = [arrays(model) for model in models]
     with TeacherClient(teacher.address) as client:
@@ -89,7 +89,7 @@ def test_after_a_push_every_row_is_of_the_new_weights(
 def test_rows_of_the_old_weights_never_come_after_a_push(
     teacher: TeacherProcess, models: list[HfEngine]
 ) -> None:
-    sent_queries = queries(200)
+    sent_queries = make_queries(200)
     new_blocks = models[1].score(sent_queries)
     with TeacherClient(teacher.address) as client:
         client.push_weights(arrays(models[0]))
@@ -105,7 +105,7 @@ def test_rows_of_the_old_weights_never_come_after_a_push(
 
 
 def test_another_client_is_told(teacher: TeacherProcess, models: list[HfEngine]) -> None:
-    [query] = queries(1)
+    [query] = make_queries(1)
     with TeacherClient(teacher.address) as pusher, TeacherClient(teacher.address) as other_client:
         rows_before = other_client.submit(query).result(WAIT)
         version = other_client.info().version
@@ -127,7 +127,7 @@ def test_another_client_is_told(teacher: TeacherProcess, models: list[HfEngine])
 def test_a_refused_push_reaches_its_caller_and_changes_nothing(
     teacher: TeacherProcess, models: list[HfEngine]
 ) -> None:
-    [query] = queries(1)
+    [query] = make_queries(1)
     good_tensors = arrays(models[1])
     first_name = next(iter(good_tensors))
     float64_tensors = {**good_tensors, first_name: good_tensors[first_name].astype(np.float64)}
@@ -150,7 +150,7 @@ def test_a_push_that_is_cut_off_changes_nothing(
     teacher: TeacherProcess, models: list[HfEngine]
 ) -> None:
     """The pushing client dies half-way; the next push succeeds."""
-    reached = threading.Event()
+    is_half_way = threading.Event()
 
     class Endless(dict[str, np.ndarray]):
         reads = 0
@@ -158,7 +158,7 @@ def test_a_push_that_is_cut_off_changes_nothing(
         def __getitem__(self, name: str) -> np.ndarray:
             self.reads += 1
             if self.reads > len(self) + 5:
-                reached.set()
+                is_half_way.set()
                 time.sleep(3)
             return super().__getitem__(name)
 
@@ -174,7 +174,7 @@ def test_a_push_that_is_cut_off_changes_nothing(
 
     thread = threading.Thread(target=push_weights)
     thread.start()
-    assert reached.wait(WAIT)
+    assert is_half_way.wait(WAIT)
     pusher._lanes[0]._channel.close()
     thread.join()
     pusher.close()
