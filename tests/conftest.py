@@ -10,10 +10,10 @@ import pytest
 
 import protos  # noqa: F401  # so that gRPC leaves forked processes alone
 
-# One thread a test worker: several workers share the processors, and idle threads of OpenMP spin.
+# One thread per test worker: workers share the processors, and idle OpenMP threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton runs in Python where there is no GPU; it decides when it is first imported.
+# Without a GPU, Triton interprets kernels in Python; it reads the variable at its import.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -22,7 +22,7 @@ _running_a_test = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--no-processes`, of `make test-fast`."""
+    """Add `--no-processes`, which `make test-fast` uses."""
     help_text = "skip every test at the moment it starts a process"
     parser.addoption("--no-processes", action="store_true", help=help_text)
 
@@ -43,14 +43,14 @@ def pytest_runtest_protocol() -> Iterator[None]:
 
 
 def _refuse_processes(event: str, _: object) -> None:
-    # What the test had open stays open: `make test-fast` ignores the warnings of that.
+    # The skipped test leaves its files open; `make test-fast` ignores those warnings.
     if _running_a_test and event in _PROCESS_EVENTS:
         pytest.skip("starts a process")
 
 
 @pytest.fixture
 def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test starts by `subprocess`, and so on, is forked: see tests/forked_python.py."""
+    """Fork Python processes that the test starts by `subprocess`: see tests/forked_python.py."""
     from tests.forked_python import ForkedPython
 
     monkeypatch.setattr(subprocess, "Popen", ForkedPython)
@@ -60,17 +60,17 @@ _tie_weights: list[object] = []
 
 
 @pytest.fixture(autouse=True)
-def _weights_are_tied() -> None:
+def _restore_tie_weights() -> None:
     """Undo what transformers leaves behind when two threads of a test load models at once.
 
     `from_pretrained` replaces `PreTrainedModel.tie_weights` while it loads and puts back what it
     found, which is the replacement if another load had begun before.
     """
     module = sys.modules.get("transformers.modeling_utils")
-    found = getattr(getattr(module, "PreTrainedModel", None), "tie_weights", None)
-    if found is None:
+    tie_weights = getattr(getattr(module, "PreTrainedModel", None), "tie_weights", None)
+    if tie_weights is None:
         return
-    if found.__name__ == "tie_weights":
-        _tie_weights[:] = [found]
+    if tie_weights.__name__ == "tie_weights":
+        _tie_weights[:] = [tie_weights]
     elif _tie_weights:
         module.PreTrainedModel.tie_weights = _tie_weights[0]  # type: ignore[union-attr]

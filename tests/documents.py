@@ -24,7 +24,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences; `line` is that of the first one, from 1."""
+    """A fenced block; `line` is the 1-based line of its first fence."""
 
     document: str
     line: int
@@ -35,7 +35,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """A backslash continues a line; in a console, only what follows "$ " is typed."""
+        """The commands: a backslash continues a line; a command in a console starts with "$ "."""
         lines = self.body.replace("\\\n", " ").splitlines()
         if self.kind == "console":
             return [line[2:] for line in lines if line.startswith("$ ")]
@@ -43,17 +43,17 @@ class Block:
 
 
 def blocks_in(text: str, document: str) -> Iterator[Block]:
-    """Every block that names its language."""
-    for found in _BLOCK.finditer(text):
-        line = text.count("\n", 0, found.start("body"))
-        marks = {"test": "", "needs": "", found["verb"] or "": found["mark"] or ""}
-        kind, body = found["kind"], found["body"]
+    """Yield every fenced block that names its language."""
+    for match in _BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start("body"))
+        marks = {"test": "", "needs": "", match["verb"] or "": match["mark"] or ""}
+        kind, body = match["kind"], match["body"]
         yield Block(document, line, kind, body, marks["test"], marks["needs"])
 
 
 def blocks(document: str, test: str) -> list[Block]:
-    """Those that are marked for `test`, in order; there is one at least."""
-    found = blocks_in((ROOT / document).read_text(), document)
-    marked = [block for block in found if block.test == test]
+    """Return the blocks that are marked for `test`, in order; there must be at least one."""
+    all_blocks = blocks_in((ROOT / document).read_text(), document)
+    marked = [block for block in all_blocks if block.test == test]
     assert marked, f"{document} has no block for {test}"
     return marked

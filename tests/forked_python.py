@@ -37,7 +37,7 @@ MODULES = {
     "tests.teacher_service.serving.gated_teacher",
 }
 # The arguments of Popen._execute_child after the first.
-_GIVEN = (
+_ARGUMENT_NAMES = (
     *("executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo"),
     *("creationflags", "shell", "stdin_read", "stdin_write", "stdout_read", "stdout_write"),
     *("stderr_read", "stderr_write", "restore_signals", "gid", "gids", "uid", "umask"),
@@ -46,56 +46,56 @@ _GIVEN = (
 
 
 class ForkedPython(subprocess.Popen[Any]):
-    """Forks commands `python -m` of MODULES, and starts all others."""
+    """Forks commands `python -m MODULE` for MODULES, and starts all other commands normally."""
 
     _forked: BaseProcess | None = None
 
-    def _execute_child(self, args: Any, *rest: Any) -> None:
-        given = dict(zip(_GIVEN, rest, strict=True))
-        argv = forkable(args)
-        if argv is None or given["preexec_fn"] or given["pass_fds"]:
-            super()._execute_child(args, *rest)  # type: ignore[misc]
+    def _execute_child(self, args: Any, *positional: Any) -> None:
+        arguments = dict(zip(_ARGUMENT_NAMES, positional, strict=True))
+        argv = forkable_command(args)
+        if argv is None or arguments["preexec_fn"] or arguments["pass_fds"]:
+            super()._execute_child(args, *positional)  # type: ignore[misc]
             return
         streams = [
-            number if given[name] == -1 else given[name]
+            number if arguments[name] == -1 else arguments[name]
             for number, name in enumerate(("stdin_read", "stdout_write", "stderr_write"))
         ]
-        ready, told = os.pipe()
+        wait_for_child, notify = os.pipe()
         self._forked = fork(
-            _become,
+            _run_as_command,
             argv,
-            os.path.abspath(given["cwd"] or os.getcwd()),
-            dict(os.environ if given["env"] is None else given["env"]),
-            [Descriptor(number) for number in (*streams, told)],
-            given["start_new_session"],
+            os.path.abspath(arguments["cwd"] or os.getcwd()),
+            dict(os.environ if arguments["env"] is None else arguments["env"]),
+            [Descriptor(number) for number in (*streams, notify)],
+            arguments["start_new_session"],
             forking_address(),
         )
         assert self._forked.pid is not None
         self.pid = self._forked.pid
         self._child_created = True
-        ends = [told]  # of pipes, that are the child's alone
-        for mine, its in (("stdin_write", 0), ("stdout_read", 1), ("stderr_read", 2)):
-            if given[mine] != -1:
-                ends.append(streams[its])
+        descriptors_to_close = [notify]  # ends of pipes that only the child uses
+        for parent_end, child_index in (("stdin_write", 0), ("stdout_read", 1), ("stderr_read", 2)):
+            if arguments[parent_end] != -1:
+                descriptors_to_close.append(streams[child_index])
         if (devnull := getattr(self, "_devnull", None)) is not None:
-            ends.append(devnull)
-        for end in dict.fromkeys(ends):
-            os.close(end)
-        os.read(ready, 1)  # until it is what it will be
-        os.close(ready)
+            descriptors_to_close.append(devnull)
+        for descriptor in dict.fromkeys(descriptors_to_close):
+            os.close(descriptor)
+        os.read(wait_for_child, 1)  # until the child has closed its end
+        os.close(wait_for_child)
 
     def _internal_poll(self, *args: Any, **options: Any) -> int | None:
         if self._forked is None:
-            found: int | None = super()._internal_poll(*args, **options)  # type: ignore[misc]
-            return found
+            exit_code: int | None = super()._internal_poll(*args, **options)  # type: ignore[misc]
+            return exit_code
         if self.returncode is None:
             self.returncode = self._forked.exitcode
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
         if self._forked is None:
-            found: int = super()._wait(timeout=timeout)  # type: ignore[misc]
-            return found
+            exit_code: int = super()._wait(timeout=timeout)  # type: ignore[misc]
+            return exit_code
         self._forked.join(timeout)
         code = self._internal_poll()
         if code is None:
@@ -107,27 +107,27 @@ class ForkedPython(subprocess.Popen[Any]):
 def run_forked(
     command: list[str], *, timeout: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run, with captured text."""
+    """Run the command as subprocess.run does, with captured text."""
     pipe = subprocess.PIPE
     with ForkedPython(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
         try:
-            out, err = process.communicate(timeout=timeout)
+            output, error_output = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.CompletedProcess(command, process.returncode, output, error_output)
 
 
-def forkable(args: object) -> list[str] | None:
-    """The module of such a command, and its arguments."""
-    interpreter, *rest = map(os.fspath, args) if isinstance(args, list | tuple) else [""]
-    if rest[:1] == ["-P"]:
-        del rest[0]
-    known = interpreter == sys.executable and rest[:1] == ["-m"] and rest[1] in MODULES
-    return rest[1:] if known else None
+def forkable_command(args: object) -> list[str] | None:
+    """Return the module and the arguments of a command that can be forked, otherwise None."""
+    interpreter, *words = map(os.fspath, args) if isinstance(args, list | tuple) else [""]
+    if words[:1] == ["-P"]:
+        del words[0]
+    is_forkable = interpreter == sys.executable and words[:1] == ["-m"] and words[1] in MODULES
+    return words[1:] if is_forkable else None
 
 
-def _become(
+def _run_as_command(
     argv: list[str],
     directory: str,
     environment: Mapping[str, str],
@@ -137,10 +137,10 @@ def _become(
 ) -> None:
     if new_session:
         os.setsid()
-    *streams, told = descriptors
-    for number, given in enumerate(streams):
-        os.dup2(given.number, number)
-        os.close(given.number)
+    *streams, notify = descriptors
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor.number, number)
+        os.close(descriptor.number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
@@ -153,9 +153,9 @@ def _become(
     failpoints.arm(environment.get(failpoints.VARIABLE, ""))
     fork_from(address)
     subprocess.Popen = ForkedPython  # type: ignore[misc]
-    os.close(told.number)
+    os.close(notify.number)
     module, *sys.argv[1:] = argv
-    # Of what is there already, `runpy` warns.
+    # `runpy` warns about modules that are already imported.
     sys.modules.pop(f"{module}.__main__", None)
     if not hasattr(sys.modules.get(module), "__path__"):
         sys.modules.pop(module, None)

@@ -21,16 +21,16 @@ _ROOT = Path(__file__).parents[1]
 
 
 def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """`target(*arguments)` in a process of its own, started."""
-    sys.audit("os.fork")  # which happens elsewhere
-    process = _CONTEXT.Process(target=_run, args=(target, *arguments))
-    with contextlib.chdir(_ROOT):  # where `tests` can be imported from
+    """Start `target(*arguments)` in a process of its own and return the process."""
+    sys.audit("os.fork")  # the fork itself happens in another process
+    process = _CONTEXT.Process(target=_run_target, args=(target, *arguments))
+    with contextlib.chdir(_ROOT):  # so that the child can import `tests`
         process.start()
     return process
 
 
 def forking_address() -> str:
-    """Where the process listens from which all are forked."""
+    """Return the address of the process from which all others are forked."""
     server: Any = forkserver._forkserver
     with contextlib.chdir(_ROOT):
         server.ensure_running()
@@ -38,50 +38,50 @@ def forking_address() -> str:
 
 
 def fork_from(address: str) -> None:
-    """In a forked process: fork its own processes from the same one, and start no other."""
+    """Called in a forked process: use the existing fork server instead of starting another one."""
     server: Any = forkserver._forkserver
     server._forkserver_address = address
     server.ensure_running = lambda: None
 
 
-def _run(target: Callable[..., object], *arguments: Any) -> None:
-    gc.freeze()  # to collect around what is shared would be to copy it
+def _run_target(target: Callable[..., object], *arguments: Any) -> None:
+    gc.freeze()  # a garbage collection would copy the shared pages
     target(*arguments)
 
 
 class Descriptor:
-    """An open file, which a forked process gets as an argument."""
+    """An open file that is passed to a forked process as an argument."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def __reduce__(self) -> Any:
-        return _received, (reduction.DupFd(self.number),)
+        return _receive_descriptor, (reduction.DupFd(self.number),)
 
 
-def _received(sent: Any) -> Descriptor:
-    return Descriptor(sent.detach())
+def _receive_descriptor(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
 
 
 class Forks:
-    """`target(*arguments)` as each of `world` processes, which know each other."""
+    """Runs `target(*arguments)` in `world` processes of one torch.distributed group."""
 
     def __init__(
         self, world: int, group: Path, target: Callable[..., object], *arguments: Any
     ) -> None:
-        """`group`: a file that is not there yet, and must outlive none of them."""
+        """`group`: a path for the rendezvous file, which must not exist yet."""
         self.processes = [
-            fork(_enter, rank, world, group, target, arguments) for rank in range(world)
+            fork(_run_rank, rank, world, group, target, arguments) for rank in range(world)
         ]
 
     def poll(self) -> int | None:
-        """None while all run or have ended well; otherwise the worst that is known."""
+        """Return None while processes run and none has failed, else 0 or the first failing code."""
         codes = self._codes()
         failed = next((code for code in codes if code), None)
         return 0 if failed is None and None not in codes else failed
 
     def wait(self, seconds: float = 600) -> list[int | None]:
-        """Exit codes; when one fails, the others are killed, as by `accelerate launch`."""
+        """Return the exit codes. If a process fails, kill the others, as `accelerate launch`."""
         deadline = time.monotonic() + seconds
         try:
             while self.poll() is None:
@@ -100,7 +100,7 @@ class Forks:
         return [process.exitcode for process in self.processes]
 
 
-def _enter(
+def _run_rank(
     rank: int, world: int, group: Path, target: Callable[..., object], arguments: tuple[Any, ...]
 ) -> None:
     import torch
@@ -110,9 +110,14 @@ def _enter(
     if world == 1:
         target(*arguments)
         return
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in here.items()})
-    # By a file: no port that somebody else could take.
+    rank_variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+    }
+    os.environ.update({name: str(value) for name, value in rank_variables.items()})
+    # A rendezvous by file needs no port, which another program could take.
     dist.init_process_group("gloo", init_method=f"file://{group}", rank=rank, world_size=world)
     target(*arguments)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A network namespace beside that of the tests, as another machine: its link can be cut."""
+"""A second network namespace that stands for another machine: its link can be cut."""
 
 from __future__ import annotations
 
@@ -19,42 +19,44 @@ class Namespace:
         self.here, self.there = f"10.213.{subnet}.1", f"10.213.{subnet}.2"
 
     def command(self, *words: str) -> list[str]:
-        """A command line that runs there."""
+        """Return a command line that runs `words` in the namespace."""
         return ["ip", "netns", "exec", self.name, *words]
 
     def set_link(self, state: str) -> None:
-        """`up` or `down`: nothing that is sent arrives, and nobody is told."""
-        _ip("link", "set", self._link, state)
+        """Set the link `up` or `down`. While it is down, packets are lost without an error."""
+        _run_ip("link", "set", self._link, state)
 
     def make(self) -> None:
-        _ip("netns", "add", self.name)
-        _ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        _ip("addr", "add", f"{self.here}/24", "dev", self._link)
-        _ip("link", "set", self._link, "up")
+        _run_ip("netns", "add", self.name)
+        _run_ip(
+            "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name
+        )
+        _run_ip("addr", "add", f"{self.here}/24", "dev", self._link)
+        _run_ip("link", "set", self._link, "up")
         for words in (f"addr add {self.there}/24 dev eth0", "link set eth0 up", "link set lo up"):
-            _ip("-n", self.name, *words.split())
+            _run_ip("-n", self.name, *words.split())
 
     def remove(self) -> None:
         with suppress(subprocess.CalledProcessError):
-            _ip("link", "delete", self._link)
+            _run_ip("link", "delete", self._link)
         with suppress(subprocess.CalledProcessError):
-            _ip("netns", "delete", self.name)
+            _run_ip("netns", "delete", self.name)
 
 
 @contextmanager
 def namespace() -> Iterator[Namespace]:
-    """A namespace for the length of a test, which is skipped where the system allows none."""
-    made = Namespace(f"d{os.getpid() % 1_000_000}", os.getpid() % 250)
+    """A namespace for one test; skips the test where the system does not allow namespaces."""
+    test_namespace = Namespace(f"d{os.getpid() % 1_000_000}", os.getpid() % 250)
     try:
-        made.make()
+        test_namespace.make()
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        made.remove()
+        test_namespace.remove()
         pytest.skip(f"no network namespaces: {error}")
     try:
-        yield made
+        yield test_namespace
     finally:
-        made.remove()
+        test_namespace.remove()
 
 
-def _ip(*words: str) -> None:
+def _run_ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)

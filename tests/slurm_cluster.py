@@ -21,7 +21,7 @@ import psutil
 from protos.rpc.ports import free_ports
 
 NODES = ("n1", "n2", "n3")
-CPUS = 4  # of a node
+CPUS = 4  # per node
 KILL_WAIT = 10
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 _SECONDS = 60.0
@@ -65,7 +65,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 
 
 def missing() -> str:
-    """Why there can be no Slurm here; "" if there can."""
+    """Return the reason why Slurm cannot run here, or an empty string."""
     if os.geteuid():
         return "a Slurm of one machine needs root"
     absent = [program for program in _PROGRAMS if shutil.which(program) is None]
@@ -73,21 +73,21 @@ def missing() -> str:
 
 
 class SlurmCluster:
-    """`gpus`: devices that each node says it has; they are made, and are of no use."""
+    """A running Slurm. `gpus`: number of device files that each node declares; they do not work."""
 
     def __init__(self, gpus: int = 0) -> None:
-        # Short: sockets live there, whose names have a limit.
+        # A short path, because it holds sockets, whose paths have a maximum length.
         self.place = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.place.chmod(0o755)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.conf = self.place / "slurm.conf"
         host = socket.gethostname()
         port, *ports = free_ports(1 + len(NODES))
-        self._write(host, port, ports, gpus)
-        # For sbatch and the others, in this process and below.
+        self._write_configuration(host, port, ports, gpus)
+        # For sbatch and other commands, in this process and its children.
         self.environment = {"SLURM_CONF": str(self.conf)}
         (self.place / "state").mkdir()
-        # A directory that the last node has not: there, another file system is in its place.
+        # A directory that the last node does not see: another file system is mounted over it there.
         self.unshared = self.place / "unshared"
         self.unshared.mkdir()
         key = self.place / "munge.key"
@@ -96,29 +96,34 @@ class SlurmCluster:
         munge = ["munged", "--foreground", "--force", f"--key-file={key}"]
         munge += [f"--{name}={self.place}/munge.{name.partition('-')[0]}" for name in _MUNGE_FILES]
         try:
-            self._start("munged", munge)
-            eventually((self.place / "munge.socket").exists, self._said)
+            self._start_program("munged", munge)
+            eventually((self.place / "munge.socket").exists, self._read_logs)
             self.start_controller()
             for node in NODES:
                 slurmd = ["slurmd", "-D", "-N", node, "-f", str(self.conf)]
-                apart = _WITHOUT if node == NODES[-1] else []
-                self._start(node, [*apart, *([str(self.unshared)] if apart else []), *slurmd])
-            eventually(self.is_idle, self._said)
+                mount_prefix = _HIDE_DIRECTORY if node == NODES[-1] else []
+                self._start_program(
+                    node, [*mount_prefix, *([str(self.unshared)] if mount_prefix else []), *slurmd]
+                )
+            eventually(self.is_idle, self._read_logs)
         except BaseException:
             self.close()
             raise
 
-    def _write(self, host: str, port: int, ports: list[int], gpus: int) -> None:
-        node = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={CPUS}"
+    def _write_configuration(self, host: str, port: int, ports: list[int], gpus: int) -> None:
+        node_options = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={CPUS}"
         if gpus:
-            node += f" Gres=gpu:{gpus}"
+            node_options += f" Gres=gpu:{gpus}"
             lines = []
             for number in range(gpus):
                 device = self.place / f"gpu{number}"
                 os.mknod(device, 0o20666, os.makedev(195, number))
                 lines.append(f"Name=gpu File={device}\n")
             (self.place / "gres.conf").write_text("".join(lines))
-        nodes = [f"NodeName={n} Port={p} {node}" for n, p in zip(NODES, ports, strict=True)]
+        nodes = [
+            f"NodeName={name} Port={node_port} {node_options}"
+            for name, node_port in zip(NODES, ports, strict=True)
+        ]
         self.conf.write_text(
             _CONF.format(
                 host=host,
@@ -131,34 +136,38 @@ class SlurmCluster:
         )
 
     def start_controller(self) -> None:
-        """Start slurmctld with the state that it had."""
-        self._start("slurmctld", ["slurmctld", "-D", "-f", str(self.conf)])
-        eventually(lambda: self._asked("scontrol", "ping") is not None, self._said)
+        """Start slurmctld with its saved state."""
+        self._start_program("slurmctld", ["slurmctld", "-D", "-f", str(self.conf)])
+        eventually(lambda: self._try_command("scontrol", "ping") is not None, self._read_logs)
 
     def kill_controller(self) -> None:
-        """As if its machine lost power, once it has saved what it knows of the jobs.
+        """Kill slurmctld, as if its machine lost power, after it has saved the state of the jobs.
 
         It saves every few seconds, and kills jobs that it finds and does not know.
         """
         number, *_ = self.call("squeue", "--noheader", "--format=%A").split()
-        before = time.time()
+        start_time = time.time()
         self.call("scontrol", "update", f"jobid={number}", "comment=saved")
-        saved = self.place / "state" / "job_state"
-        eventually(lambda: saved.exists() and saved.stat().st_mtime > before, self._said)
+        state_file = self.place / "state" / "job_state"
+        eventually(
+            lambda: state_file.exists() and state_file.stat().st_mtime > start_time, self._read_logs
+        )
         controller = self._processes.pop("slurmctld")
         controller.kill()
         controller.wait(20)
 
     def is_idle(self) -> bool:
         """Whether all nodes are there and have no job."""
-        said = self._asked("sinfo", "--noheader", "--Node", "--format=%N %T", "--partition=work")
-        states = [line.split() for line in (said or "").splitlines()]
+        output = self._try_command(
+            "sinfo", "--noheader", "--Node", "--format=%N %T", "--partition=work"
+        )
+        states = [line.split() for line in (output or "").splitlines()]
         return [state for _, state in states] == ["idle"] * len(NODES)
 
     def jobs(self) -> list[list[str]]:
-        """Number, name and state of all jobs that Slurm remembers, oldest first."""
-        said = self.call("squeue", "--noheader", "--states=all", "--sort=i", "--format=%A %j %T")
-        return [line.split() for line in said.splitlines()]
+        """Return number, name and state of all jobs that Slurm remembers, oldest first."""
+        output = self.call("squeue", "--noheader", "--states=all", "--sort=i", "--format=%A %j %T")
+        return [line.split() for line in output.splitlines()]
 
     def call(self, *command: str) -> str:
         """Run a command of Slurm and return what it printed."""
@@ -172,19 +181,19 @@ class SlurmCluster:
 
     def close(self) -> None:
         """End all jobs and programs, and remove their files."""
-        processes = [psutil.Process(one.pid) for one in self._processes.values()]
-        below = [child for one in processes for child in one.children(recursive=True)]
-        # Each step has a process of Slurm, which is not below the one of its node.
-        steps = [one for one in psutil.process_iter() if _is_of(one, self.place)]
-        below += [child for step in steps for child in _children(step)] + steps
-        for one in [*below, *processes]:
-            with _suppressed():
-                one.kill()
-        for one in self._processes.values():
-            one.wait(20)
+        processes = [psutil.Process(process.pid) for process in self._processes.values()]
+        descendants = [child for process in processes for child in process.children(recursive=True)]
+        # Each step has a process of Slurm that is not a child of its node's process.
+        steps = [process for process in psutil.process_iter() if _is_step_of(process, self.place)]
+        descendants += [child for step in steps for child in _children_of(step)] + steps
+        for process in [*descendants, *processes]:
+            with _suppress_missing_process():
+                process.kill()
+        for program in self._processes.values():
+            program.wait(20)
         shutil.rmtree(self.place, ignore_errors=True)
 
-    def _start(self, name: str, command: list[str]) -> None:
+    def _start_program(self, name: str, command: list[str]) -> None:
         with (self.place / f"{name}.out").open("a") as output:
             self._processes[name] = subprocess.Popen(
                 command,
@@ -195,35 +204,35 @@ class SlurmCluster:
                 start_new_session=True,
             )
 
-    def _asked(self, *command: str) -> str | None:
-        done = subprocess.run(
+    def _try_command(self, *command: str) -> str | None:
+        process = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **self.environment}
         )
-        return None if done.returncode else done.stdout
+        return None if process.returncode else process.stdout
 
-    def _said(self) -> str:
+    def _read_logs(self) -> str:
         files = sorted([*self.place.glob("*.out"), *self.place.glob("*.log")])
         return "\n".join(f"{file.name}: {file.read_text()[-1000:]}" for file in files)
 
 
-# A program that does not see a directory: `sh -c ... sh DIRECTORY PROGRAM...`.
-_WITHOUT = ["unshare", "--mount", "sh", "-c"]
-_WITHOUT += ['mount -t tmpfs none "$1" && shift && exec "$@"', "sh"]
+# Command prefix that hides a directory from a program: `sh -c ... sh DIRECTORY PROGRAM...`.
+_HIDE_DIRECTORY = ["unshare", "--mount", "sh", "-c"]
+_HIDE_DIRECTORY += ['mount -t tmpfs none "$1" && shift && exec "$@"', "sh"]
 _MUNGE_FILES = ("socket", "pid-file", "log-file", "seed-file")
 
 
-def eventually(true: Callable[[], object], said: Callable[[], str]) -> None:
+def eventually(condition: Callable[[], object], describe_state: Callable[[], str]) -> None:
     deadline = time.monotonic() + _SECONDS
-    while not true():
-        assert time.monotonic() < deadline, said()
+    while not condition():
+        assert time.monotonic() < deadline, describe_state()
         time.sleep(0.1)
 
 
-def _suppressed() -> contextlib.AbstractContextManager[None]:
+def _suppress_missing_process() -> contextlib.AbstractContextManager[None]:
     return contextlib.suppress(psutil.NoSuchProcess)
 
 
-def _is_of(process: psutil.Process, place: Path) -> bool:
+def _is_step_of(process: psutil.Process, place: Path) -> bool:
     try:
         return process.name() == "slurmstepd" and process.environ().get("SLURM_CONF") == str(
             place / "slurm.conf"
@@ -232,7 +241,7 @@ def _is_of(process: psutil.Process, place: Path) -> bool:
         return False
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    with _suppressed():
+def _children_of(process: psutil.Process) -> list[psutil.Process]:
+    with _suppress_missing_process():
         return process.children(recursive=True)
     return []

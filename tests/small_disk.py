@@ -1,4 +1,4 @@
-"""A small disk: a tmpfs of a given size, which root may mount."""
+"""A small disk: a tmpfs of a given size; needs root."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 def mount(place: Path, size: str) -> None:
     """Mount a tmpfs on a directory. Raises OSError with the reason if that is not allowed."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(done.stderr.strip())
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise OSError(process.stderr.strip())
 
 
 def unmount(place: Path) -> None:
@@ -24,7 +24,7 @@ def unmount(place: Path) -> None:
 
 
 def why_not() -> str:
-    """Why no disk can be mounted here, or an empty string."""
+    """Return the reason why no disk can be mounted here, or an empty string."""
     with tempfile.TemporaryDirectory() as place:
         try:
             mount(Path(place), "64k")
@@ -36,7 +36,7 @@ def why_not() -> str:
 
 @contextmanager
 def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A new directory with a disk of this size; the test is skipped where none can be mounted."""
+    """A new directory with a disk of this size; skips the test if none can be mounted."""
     place.mkdir()
     try:
         mount(place, size)

@@ -1,4 +1,4 @@
-"""A client that sends one byte at a time, for ever if it is let."""
+"""A client that sends one byte at a time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from contextlib import contextmanager
 @contextmanager
 def trickling(connection: socket.socket, data: bytes, pause: float) -> Iterator[None]:
     """Send `data` in a thread, a byte each `pause` seconds, until the context ends."""
-    over = threading.Event()
+    stop = threading.Event()
 
-    def trickle() -> None:
+    def send_bytes() -> None:
         for byte in data:
-            if over.wait(pause):
+            if stop.wait(pause):
                 return
             try:
                 connection.sendall(bytes([byte]))
             except OSError:
                 return
 
-    sender = threading.Thread(target=trickle)
+    sender = threading.Thread(target=send_bytes)
     sender.start()
     try:
         yield
     finally:
-        over.set()
+        stop.set()
         sender.join()

@@ -1,4 +1,4 @@
-"""The tables of the commands and programs with their options, made from the programs themselves."""
+"""Tables of the options of all commands and programs, generated from their definitions."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ PROGRAMS = {
 HEAD = "| argument or option | default | meaning |\n|---|---|---|\n"
 
 
-def sections() -> str:
-    """A section for each program and each command, with a table of what it takes."""
-    parts = []
+def format_sections() -> str:
+    """Return a section for each program and each command, with a table of its options."""
+    command_sections = []
     for name, program in PROGRAMS.items():
         command = typer.main.get_command(program)
         with command.make_context(name, [], resilient_parsing=True) as context:
-            parts += list(_sections(name, command, context))
-    return "\n".join(parts)
+            command_sections += list(_format_command_sections(name, command, context))
+    return "\n".join(command_sections)
 
 
-def _sections(name: str, command: Any, context: Any) -> Iterator[str]:
-    inner = command.list_commands(context) if hasattr(command, "list_commands") else []
-    shown = [part for part in command.params if part.name not in ("help", "version")]
-    records = [part.get_help_record(context) for part in shown]
-    rows = "".join(_row(*record) for record in records if record)
+def _format_command_sections(name: str, command: Any, context: Any) -> Iterator[str]:
+    subcommand_names = command.list_commands(context) if hasattr(command, "list_commands") else []
+    parameters = [
+        parameter for parameter in command.params if parameter.name not in ("help", "version")
+    ]
+    records = [parameter.get_help_record(context) for parameter in parameters]
+    rows = "".join(_format_row(*record) for record in records if record)
     table = f"\n{HEAD}{rows}" if rows else ""
     if table or " " not in name:
         yield f"### {name}\n\n{' '.join(command.help.split())}\n{table}"
-    for word in inner:
-        one = command.get_command(context, word)
-        if not one.hidden:
-            yield from _sections(f"{name} {word}", one, context)
+    for subcommand_name in subcommand_names:
+        subcommand = command.get_command(context, subcommand_name)
+        if not subcommand.hidden:
+            yield from _format_command_sections(f"{name} {subcommand_name}", subcommand, context)
 
 
-def _row(names: str, text: str) -> str:
-    found = re.fullmatch(r"(?P<text>.*?)(?:\s*\[(?P<extra>[^\[\]]*)\])?", text, re.DOTALL)
-    assert found is not None
-    extra = (found["extra"] or "").removeprefix("default: ")
-    cells = (f"`{names}`", f"`{extra}`" if extra else "", " ".join(found["text"].split()))
+def _format_row(names: str, text: str) -> str:
+    match = re.fullmatch(r"(?P<text>.*?)(?:\s*\[(?P<extra>[^\[\]]*)\])?", text, re.DOTALL)
+    assert match is not None
+    extra = (match["extra"] or "").removeprefix("default: ")
+    cells = (f"`{names}`", f"`{extra}`" if extra else "", " ".join(match["text"].split()))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

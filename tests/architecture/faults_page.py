@@ -17,7 +17,7 @@ from tests.architecture.sources import ROOT
 PAGE = ROOT / "docs" / "faults.md"
 ROW = re.compile(r"^\| (?:id|[TCJRS]\d+) \|.*$", re.MULTILINE)
 RULE = re.compile(r"^\|(?:---\|){5}$", re.MULTILINE)
-# Tests that need more than `make test` installs, by the start of their path.
+# Make targets of tests that need more than `make test` installs, by prefix of their path.
 TARGETS = {
     "vllm/": "test-vllm",
     "distill_server/runners/test_ray": "test-ray",
@@ -30,12 +30,12 @@ TARGETS = {
 
 @cache
 def tree_of(path: str) -> ast.Module:
-    """The parsed test file; `path` is relative to tests/."""
+    """Return the parsed test file; `path` is relative to tests/."""
     return ast.parse((ROOT / "tests" / path).read_text())
 
 
 def tiers_of_test(path: str, name: str) -> set[str]:
-    """The targets that run the test `name` of the file."""
+    """Return the targets that run the test `name` of the file."""
     for start, target in TARGETS.items():
         if path.startswith(start):
             return {target}
@@ -60,7 +60,7 @@ def tiers_of_test(path: str, name: str) -> set[str]:
 
 
 def with_tiers(page: str) -> str:
-    """The page with the column `tier` after the column `test`."""
+    """Return the page with the column `tier` after the column `test`."""
 
     def row_with_tier(row: re.Match[str]) -> str:
         cells = [cell.strip() for cell in row[0].strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""The table of every key of a job file, made from the fields themselves.
+"""The table of every key of a job file, generated from the fields.
 
 `python -m tests.architecture.reference` writes it into docs/reference.md, and the options of all
 commands into docs/cli.md; a test keeps both pages up to date.
@@ -20,7 +20,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.config.problems import table_in
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
-from tests.architecture.command_reference import sections
+from tests.architecture.command_reference import format_sections
 
 OFFLINE = """\
 Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint`,
@@ -43,37 +43,37 @@ DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
 
 
-def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def format_rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        inner = table_in(field)
-        if inner is None or field.default is None:
-            missing = field.default is PydanticUndefined
-            shown = "required" if missing else f"`{json.dumps(field.default)}`"
+        nested_model = table_in(field)
+        if nested_model is None or field.default is None:
+            is_required = field.default is PydanticUndefined
+            default = "required" if is_required else f"`{json.dumps(field.default)}`"
             if field.default is None:
-                shown = "none"
-            yield f"| `{prefix}{name}` | {shown} | {field.description} |"
-        if inner is not None:
-            yield from rows(inner, f"{prefix}{name}.")
+                default = "none"
+            yield f"| `{prefix}{name}` | {default} | {field.description} |"
+        if nested_model is not None:
+            yield from format_rows(nested_model, f"{prefix}{name}.")
 
 
-def table() -> str:
+def format_tables() -> str:
     head = ["| key | default | |", "|---|---|---|"]
-    training = [*rows(OnPolicyJob)]
+    training = [*format_rows(OnPolicyJob)]
     lines = [*head, *training]
-    others = ((RL, RLJob), (SFT, SFTJob), (CAPTURE, CaptureJob), (EVAL, EvalJob))
-    for intro, kind in ((OFFLINE, OfflineJob), *others):
-        lines += ["", intro, "", *head, *(row for row in rows(kind) if row not in training)]
+    other_kinds = ((RL, RLJob), (SFT, SFTJob), (CAPTURE, CaptureJob), (EVAL, EvalJob))
+    for intro, kind in ((OFFLINE, OfflineJob), *other_kinds):
+        lines += ["", intro, "", *head, *(row for row in format_rows(kind) if row not in training)]
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
 
 
-def with_reference(text: str, made: str) -> str:
-    """The text of a page, with what was made between its two marks."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + made + END + rest.split(END, 1)[1]
+def insert_reference(text: str, reference: str) -> str:
+    """Return the text of a page with `reference` between its two marks."""
+    text_before, text_after_begin = text.split(BEGIN)
+    return text_before + BEGIN + reference + END + text_after_begin.split(END, 1)[1]
 
 
-PAGES = {DOCS / "reference.md": table, DOCS / "cli.md": sections}
+PAGES = {DOCS / "reference.md": format_tables, DOCS / "cli.md": format_sections}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():
-        page.write_text(with_reference(page.read_text(), make()))
+        page.write_text(insert_reference(page.read_text(), make()))

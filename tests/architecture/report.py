@@ -31,7 +31,7 @@ JOB_KINDS = frozenset({"OnPolicyJob", "OfflineJob", "RLJob", "SFTJob", "EvalJob"
 
 
 def empty_names(paths: Iterable[Path]) -> tuple[Counter[str], int]:
-    """Assigned names of EMPTY_NAMES with their number, and the number of all assigned names."""
+    """Count assignments to each name in EMPTY_NAMES, and all assignments to names."""
     counts: Counter[str] = Counter()
     total = 0
     for path in paths:
@@ -44,7 +44,7 @@ def empty_names(paths: Iterable[Path]) -> tuple[Counter[str], int]:
 
 
 def classes_in_two_packages(paths: Iterable[Path]) -> dict[str, set[str]]:
-    """Names of top-level public classes that more than one top-level package defines."""
+    """Return the top-level public class names that several packages define."""
     packages: defaultdict[str, set[str]] = defaultdict(set)
     for path in paths:
         for node in ast.parse(path.read_text()).body:
@@ -54,13 +54,17 @@ def classes_in_two_packages(paths: Iterable[Path]) -> dict[str, set[str]]:
 
 
 def kind_checks(paths: Iterable[Path]) -> list[str]:
-    """Lines that tell kinds of jobs apart: `isinstance`, and class patterns of `match`."""
+    """Return the lines that distinguish kinds of jobs: `isinstance`, and class patterns."""
     lines = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
-                    names = {n.id for n in ast.walk(kinds) if isinstance(n, ast.Name)}
+                    names = {
+                        name_node.id
+                        for name_node in ast.walk(kinds)
+                        if isinstance(name_node, ast.Name)
+                    }
                 case ast.MatchClass(cls=ast.Name(id=name)):
                     names = {name}
                 case _:
@@ -70,10 +74,10 @@ def kind_checks(paths: Iterable[Path]) -> list[str]:
     return sorted(lines)
 
 
-def _print_largest(title: str, sizes: list[tuple[int, str]], limit: int, most: int) -> None:
-    above = sorted((size for size in sizes if size[0] > limit), reverse=True)
-    print(f"\n{title} over {limit}: {len(above)}")
-    for size, name in above[:most]:
+def _print_largest(title: str, sizes: list[tuple[int, str]], limit: int, max_rows: int) -> None:
+    larger_sizes = sorted((size for size in sizes if size[0] > limit), reverse=True)
+    print(f"\n{title} over {limit}: {len(larger_sizes)}")
+    for size, name in larger_sizes[:max_rows]:
         print(f"  {size:>5}  {name}")
 
 
@@ -81,7 +85,7 @@ def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=int, default=12, help="rows of each table")
-    most = parser.parse_args().most
+    max_rows = parser.parse_args().most
     lines = [(len(path.read_text().splitlines()), relative_name(path)) for path in PRODUCT]
     lengths, parameters = [], []
     for path in PRODUCT:
@@ -89,20 +93,27 @@ def main() -> None:
             place = f"{relative_name(path)}:{node.lineno} {node.name}"
             lengths.append(((node.end_lineno or node.lineno) - node.lineno + 1, place))
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            parameters.append((len([a for a in arguments if a.arg not in ("self", "cls")]), place))
+            parameters.append(
+                (
+                    len(
+                        [argument for argument in arguments if argument.arg not in ("self", "cls")]
+                    ),
+                    place,
+                )
+            )
     print(f"{len(lines)} files, {sum(count for count, _ in lines):,} lines")
-    _print_largest("files, lines", lines, FILE_LINES, most)
-    _print_largest("functions, lines", lengths, FUNCTION_LINES, most)
-    _print_largest("functions, parameters", parameters, PARAMETERS, most)
+    _print_largest("files, lines", lines, FILE_LINES, max_rows)
+    _print_largest("functions, lines", lengths, FUNCTION_LINES, max_rows)
+    _print_largest("functions, parameters", parameters, PARAMETERS, max_rows)
     folders = [(folder.modules, folder.name) for folder in folders_of(ROOT)]
-    _print_largest("folders, modules", folders, MODULES, most)
+    _print_largest("folders, modules", folders, MODULES, max_rows)
     names, total = empty_names(PRODUCT)
     share = 100 * names.total() / total
     print(f"\nassigned names that say nothing: {names.total()} of {total} ({share:.2f}%)")
-    print("  " + ", ".join(f"{name} {count}" for name, count in names.most_common(most)))
-    twice = classes_in_two_packages(PRODUCT)
-    print(f"\nclass names in two packages: {len(twice)}")
-    for name, packages in sorted(twice.items()):
+    print("  " + ", ".join(f"{name} {count}" for name, count in names.most_common(max_rows)))
+    duplicate_classes = classes_in_two_packages(PRODUCT)
+    print(f"\nclass names in two packages: {len(duplicate_classes)}")
+    for name, packages in sorted(duplicate_classes.items()):
         print(f"  {name}: {', '.join(sorted(packages))}")
     checks = kind_checks(PRODUCT)
     files = len({line.partition(":")[0] for line in checks})

@@ -11,18 +11,18 @@ PACKAGES = ("protos", "clients", "distill_server", "teacher_service", "student_t
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Every Python file below `folders` of the repository, sorted."""
+    """Return every Python file below `folders` of the repository, sorted."""
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return sorted(path for path in paths if "_pb2" not in path.name)
 
 
 def relative_name(path: Path) -> str:
-    """The path from the root of the repository."""
+    """Return the path relative to the root of the repository."""
     return str(path.relative_to(ROOT))
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method of a module."""
+    """Yield every function and method of a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node

@@ -35,37 +35,41 @@ class Folder:
     @property
     def circles(self) -> list[set[str]]:
         """Sets of rooms that import each other."""
-        reached = {room: self._reached(room) for room in self.rooms}
-        found = [
-            {other for other in self.rooms if other in reached[room] and room in reached[other]}
+        reachable = {room: self._reachable_from(room) for room in self.rooms}
+        circle_of_room = [
+            {other for other in self.rooms if other in reachable[room] and room in reachable[other]}
             for room in sorted(self.rooms)
         ]
-        return [circle for n, circle in enumerate(found) if circle and circle not in found[:n]]
+        return [
+            circle
+            for n, circle in enumerate(circle_of_room)
+            if circle and circle not in circle_of_room[:n]
+        ]
 
-    def _reached(self, room: str) -> set[str]:
-        reached: set[str] = set()
-        waiting = [room]
-        while waiting:
-            here = waiting.pop()
-            new = {b for a, b in self.arrows if a == here} - reached
-            reached |= new
-            waiting += new
-        return reached
+    def _reachable_from(self, room: str) -> set[str]:
+        reachable: set[str] = set()
+        pending = [room]
+        while pending:
+            current = pending.pop()
+            new = {b for a, b in self.arrows if a == current} - reachable
+            reachable |= new
+            pending += new
+        return reachable
 
 
 def modules_of(root: Path) -> dict[str, Path]:
-    """Every module of the packages by its dotted name, without generated code."""
-    found = {}
+    """Return every module of the packages by its dotted name, without generated code."""
+    modules = {}
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             name = ".".join(path.relative_to(root).with_suffix("").parts)
             if "_pb2" not in path.name:
-                found[name.removesuffix(".__init__")] = path
-    return found
+                modules[name.removesuffix(".__init__")] = path
+    return modules
 
 
 def imports_of(path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """The modules that `path` imports, wherever in the file it does."""
+    """Return the modules that `path` imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Import():
@@ -78,35 +82,39 @@ def imports_of(path: Path, modules: dict[str, Path]) -> Iterator[str]:
 
 
 def ranks_of(root: Path) -> dict[str, int]:
-    """The layer of each module or folder that `.importlinter` orders; 0 is the highest."""
+    """Return the layer of each module or folder that `.importlinter` orders; 0 is the highest."""
     config = configparser.ConfigParser()
     config.read(root / ".importlinter")
-    found = {}
+    ranks = {}
     for name in config.sections():
         section = config[name]
         if section.get("type") != "layers" or "containers" not in section:
             continue
         for rank, layer in enumerate(section["layers"].split("\n")[1:]):
             for room in layer.split("|"):
-                found[f"{section['containers'].strip()}.{room.strip()}"] = rank
-    return found
+                ranks[f"{section['containers'].strip()}.{room.strip()}"] = rank
+    return ranks
 
 
 def folders_of(root: Path) -> list[Folder]:
-    """Every folder of the packages that has rooms."""
+    """Return every folder of the packages that has rooms."""
     modules = modules_of(root)
     pairs = {(a, b) for a, path in modules.items() for b in imports_of(path, modules) if a != b}
     ranks = ranks_of(root)
     names = {name.rpartition(".")[0] for name in modules} - {""}
-    found = []
+    folders = []
     for name in sorted(names):
         start = name + "."
-        inside = [m for m in modules if m.startswith(start)]
-        flat = [m for m in inside if "." not in m[len(start) :] and modules[m].name[0] != "_"]
+        modules_inside = [module for module in modules if module.startswith(start)]
+        direct_modules = [
+            module
+            for module in modules_inside
+            if "." not in module[len(start) :] and modules[module].name[0] != "_"
+        ]
         arrows = set()
-        for one, other in pairs:
-            if one.startswith(start) and other.startswith(start):
-                rooms = (one[len(start) :].split(".")[0], other[len(start) :].split(".")[0])
+        for importer, imported in pairs:
+            if importer.startswith(start) and imported.startswith(start):
+                rooms = (importer[len(start) :].split(".")[0], imported[len(start) :].split(".")[0])
                 if rooms[0] != rooms[1]:
                     arrows.add(rooms)
         upward = {
@@ -114,10 +122,10 @@ def folders_of(root: Path) -> list[Folder]:
             for a, b in arrows
             if start + a in ranks and start + b in ranks and ranks[start + a] > ranks[start + b]
         }
-        rooms_here = frozenset(m[len(start) :].split(".")[0] for m in inside)
-        count = len([m for m in flat if modules[m].name != "__init__.py"])
-        found.append(Folder(name, count, rooms_here, frozenset(arrows), frozenset(upward)))
-    return found
+        rooms_here = frozenset(module[len(start) :].split(".")[0] for module in modules_inside)
+        count = len([module for module in direct_modules if modules[module].name != "__init__.py"])
+        folders.append(Folder(name, count, rooms_here, frozenset(arrows), frozenset(upward)))
+    return folders
 
 
 def main() -> None:

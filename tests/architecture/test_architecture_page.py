@@ -14,28 +14,33 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and "`" in line]
 
 
-def named_in(row: str) -> list[Path | None]:
-    """The paths of a row, None for one that does not exist.
+def paths_in_row(row: str) -> list[Path | None]:
+    """Return the paths of a row, None for one that does not exist.
 
-    A bare name lies beside, or in, the path before it.
+    A bare name is relative to the previous path or its parent.
     """
-    found: list[Path | None] = []
-    before = ROOT
+    paths: list[Path | None] = []
+    previous_path = ROOT
     for name in re.findall(r"`([\w./]+(?:\.py|/\w*))`", row):
-        places = [ROOT / name, before.parent / name, before / name, before.parents[1] / name]
+        places = [
+            ROOT / name,
+            previous_path.parent / name,
+            previous_path / name,
+            previous_path.parents[1] / name,
+        ]
         path = next((place for place in places if place.exists()), None)
-        found.append(path)
-        before = path or before
-    return found
+        paths.append(path)
+        previous_path = path or previous_path
+    return paths
 
 
 @pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
 def test_every_path_exists(row: str) -> None:
-    assert None not in named_in(row), row
+    assert None not in paths_in_row(row), row
 
 
 def test_there_is_something_to_check() -> None:
-    assert sum(len(named_in(row)) for row in ROWS) > 100
+    assert sum(len(paths_in_row(row)) for row in ROWS) > 100
 
 
 @pytest.mark.parametrize("package", PACKAGES)

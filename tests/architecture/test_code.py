@@ -1,4 +1,4 @@
-"""Rules of the source that no linter knows: one test a rule, which lists every violation."""
+"""Rules of the source that no linter checks: one test per rule, which lists every violation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 from tests.architecture.sources import PRODUCT, python_files, relative_name
 
-# They run code that is hidden in data.
+# These modules run code from data.
 FORBIDDEN_MODULES = {
     *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"),
 }
@@ -34,7 +34,7 @@ def test_ascii() -> None:
 
 
 def code_from_data(tree: ast.AST) -> list[int]:
-    """The lines that open a pickle, start a shell, or evaluate text, under whatever name."""
+    """Return the lines that load pickles, start a shell or evaluate text, under any import name."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         match node:
@@ -42,7 +42,9 @@ def code_from_data(tree: ast.AST) -> list[int]:
                 names |= {alias.asname or alias.name: alias.name for alias in node.names}
             case ast.ImportFrom():
                 module = node.module or ""
-                names |= {a.asname or a.name: f"{module}.{a.name}" for a in node.names}
+                names |= {
+                    alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names
+                }
     return [node.lineno for node in ast.walk(tree) if _is_forbidden(node, names)]
 
 
@@ -53,11 +55,11 @@ def _is_forbidden(node: ast.AST, names: dict[str, str]) -> bool:
             return bool(FORBIDDEN_MODULES & modules)
         case ast.ImportFrom():
             full_names = {f"{node.module}.{alias.name}" for alias in node.names}
-            top = (node.module or "").split(".")[0]
-            return top in FORBIDDEN_MODULES or bool(FORBIDDEN_CALLS & full_names)
+            package = (node.module or "").split(".")[0]
+            return package in FORBIDDEN_MODULES or bool(FORBIDDEN_CALLS & full_names)
         case ast.Call():
-            first, dot, rest = ast.unparse(node.func).partition(".")
-            return f"{names.get(first, first)}{dot}{rest}" in FORBIDDEN_CALLS
+            root_name, dot, attributes = ast.unparse(node.func).partition(".")
+            return f"{names.get(root_name, root_name)}{dot}{attributes}" in FORBIDDEN_CALLS
         case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value))):
             return (name, value) in FORBIDDEN_KEYWORDS
     return False

@@ -1,4 +1,4 @@
-"""The commands of docs/training.md are jobs, with the numbers that it claims."""
+"""The commands of docs/training.md are valid jobs with the documented numbers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ COMMANDS = [
 ]
 
 
-def jobs(name: str) -> list[RLJob]:
-    found = []
+def load_jobs_of_page(name: str) -> list[RLJob]:
+    configs = []
     for _, _, file, *options in COMMANDS:
         if Path(file).name == name:
             assert set(options[::2]) <= {"--set"}
             config = load_job(ROOT / file, options[1::2]).config
             assert isinstance(config, RLJob)
-            found.append(config)
-    return found
+            configs.append(config)
+    return configs
 
 
 def test_mathematics_has_three_stages() -> None:
-    stages = jobs("rl_maths_8gpu.toml")
+    stages = load_jobs_of_page("rl_maths_8gpu.toml")
     assert [job.method.max_new_tokens for job in stages] == [8192, 16384, 24576]
     assert [job.student.model for job in stages[1:]] == ["RUN/export"] * 2
     for job in stages:
@@ -45,7 +45,7 @@ def test_mathematics_has_three_stages() -> None:
 
 
 def test_search_is_the_papers() -> None:
-    (job,) = jobs("rl_search_8gpu.toml")
+    (job,) = load_jobs_of_page("rl_search_8gpu.toml")
     assert job.environment is not None
     assert (job.environment.max_turns, job.environment.passages) == (4, 3)
     assert (job.train.prompts_per_step, job.method.rollouts_per_prompt) == (512, 5)
@@ -57,14 +57,14 @@ def test_search_is_the_papers() -> None:
 
 @pytest.mark.parametrize("name", ["rl_maths_8gpu.toml", "rl_search_8gpu.toml"])
 def test_eight_gpus_are_used(name: str) -> None:
-    """Half of them sample, by engines of vLLM."""
-    for job in jobs(name):
+    """Half of the GPUs run vLLM engines for sampling."""
+    for job in load_jobs_of_page(name):
         assert (gpus_of(job), job.train.sharding) == (8, "fsdp2")
         assert (job.rollouts.gpus, job.rollouts.engine, job.rollouts.lag) == (4, "vllm", 1)
         assert (job.train.learning_rate, job.method.beta) == (1e-6, 0.001)
 
 
-# The published config.json, without what has no size.
+# The size-related keys of the published config.json.
 R1_QWEN_1_5B = {
     "model_type": "qwen2",
     "hidden_size": 1536,
@@ -89,13 +89,16 @@ def test_the_plan_of_the_page_is_that_of_the_command(
 
 
 def test_the_plan_is_within_a_tenth_of_what_was_measured() -> None:
-    """The figures of the benchmark, against the formulas as they are now."""
+    """The stored results of the benchmark, compared with the present formulas."""
     text = (ROOT / "benchmarks" / "results" / "memory_plan.json").read_text()
-    found = json.loads(text)
+    measurements = json.loads(text)
     loads = {case.label: case.load for case in list_cases()}
-    assert found.keys() <= loads.keys()
-    for name, one in found.items():
-        assert one["planned"] == plan_memory(loads[name]), name
-        for stage, measured in one["measured"].items():
-            assert one["planned"][stage] == pytest.approx(measured, rel=0.1), (name, stage)
-    assert format_errors(found) in PAGE
+    assert measurements.keys() <= loads.keys()
+    for name, measurement in measurements.items():
+        assert measurement["planned"] == plan_memory(loads[name]), name
+        for stage, measured_bytes in measurement["measured"].items():
+            assert measurement["planned"][stage] == pytest.approx(measured_bytes, rel=0.1), (
+                name,
+                stage,
+            )
+    assert format_errors(measurements) in PAGE

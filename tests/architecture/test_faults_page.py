@@ -1,4 +1,4 @@
-"""docs/faults.md: every row of the plan is in it, and every test that it names exists."""
+"""docs/faults.md: it has every row of the fault plan, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ LAST = {"T": 18, "C": 10, "J": 22, "R": 6, "S": 11}
 
 def test_every_row_is_there() -> None:
     rows = set(re.findall(r"^\| ([TCJRS]\d+) \|", PAGE, re.MULTILINE))
-    assert rows == {f"{kind}{n}" for kind, last in LAST.items() for n in range(1, last + 1)}
+    assert rows == {
+        f"{kind}{n}" for kind, last_number in LAST.items() for n in range(1, last_number + 1)
+    }
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = set(re.findall(r"`([a-z_0-9/]+\.py)::(\w+)`", PAGE))
-    assert len(named) == len(set(re.findall(r"`[^`]*::[^`]*`", PAGE)))
-    assert len(named) > 80
-    for path, name in sorted(named):
+    named_tests = set(re.findall(r"`([a-z_0-9/]+\.py)::(\w+)`", PAGE))
+    assert len(named_tests) == len(set(re.findall(r"`[^`]*::[^`]*`", PAGE)))
+    assert len(named_tests) > 80
+    for path, name in sorted(named_tests):
         tree = ast.parse((ROOT / "tests" / path).read_text())
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, path
 

@@ -1,4 +1,4 @@
-"""What is generated is up to date, and what is shipped is what we mean to ship."""
+"""Generated code is up to date, and the wheel has the intended files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROTOS = ("protos/teacher.proto", "protos/distill.proto", "protos/rollouts.proto
 
 
 def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
-    """The command of `make protos`, into another directory."""
+    """Run the command of `make protos` with another output directory."""
     binaries = Path(sys.executable).parent
     subprocess.run(
         [
@@ -34,11 +34,11 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
         capture_output=True,
         cwd=ROOT,
     )
-    made = {path.name: path.read_bytes() for path in (tmp_path / "protos").iterdir()}
+    generated = {path.name: path.read_bytes() for path in (tmp_path / "protos").iterdir()}
     committed = {path.name: path.read_bytes() for path in (ROOT / "protos").glob("*_pb2*.py*")}
-    assert sorted(made) == sorted(committed)
-    stale = [name for name in made if made[name] != committed[name]]
-    assert stale == [], "run `make protos` and commit"
+    assert sorted(generated) == sorted(committed)
+    outdated = [name for name in generated if generated[name] != committed[name]]
+    assert outdated == [], "run `make protos` and commit"
 
 
 def test_makefile_generates_the_same_protos() -> None:
@@ -48,7 +48,7 @@ def test_makefile_generates_the_same_protos() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in the built wheel; made without a network."""
+    """The file names in the wheel, which is built without a network."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, check=True, capture_output=True, cwd=ROOT)
@@ -58,12 +58,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_the_wheel_holds_five_packages(wheel: set[str]) -> None:
-    top = {name.split("/")[0] for name in wheel}
-    assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+    top_level_names = {name.split("/")[0] for name in wheel}
+    assert {name for name in top_level_names if not name.endswith(".dist-info")} == PACKAGES
 
 
 def test_the_wheel_holds_every_module(wheel: set[str]) -> None:
-    """An ignore rule of git that matches a folder of a package would leave it out."""
+    """A rule in .gitignore that matches a package folder would exclude it from the wheel."""
     modules = {
         str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
     }
@@ -77,8 +77,8 @@ def test_the_wheel_ships_its_license(wheel: set[str]) -> None:
 
 
 def test_the_project_has_what_every_project_has() -> None:
-    expected = ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"]
-    assert [name for name in expected if not (ROOT / name).is_file()] == []
+    required_files = ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"]
+    assert [name for name in required_files if not (ROOT / name).is_file()] == []
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version

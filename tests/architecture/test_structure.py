@@ -1,4 +1,4 @@
-"""The packages stay in wings: one direction of imports, no circle."""
+"""The packages are layered: imports in one direction, without circles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The units of deploy/systemd start our programs with options that exist; systemd takes them."""
+"""The units of deploy/systemd are valid and start the programs with existing options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALLED = "/opt/distill-service/.venv/bin"
 PROGRAMS = {"distill-server": server, "distill-teacher": teacher}
 
 
-def started(name: str) -> list[str]:
+def start_command(name: str) -> list[str]:
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string((UNITS / f"{name}.service").read_text().replace("\\\n", " "))
@@ -29,7 +29,7 @@ def started(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_command_is_one_of_ours(name: str) -> None:
-    program, *options = started(name)
+    program, *options = start_command(name)
     assert program == f"{INSTALLED}/{name}"
     with typer.main.get_command(PROGRAMS[name]).make_context(name, options) as context:
         assert context.params["port"] in (50051, 50052)
@@ -41,7 +41,7 @@ def test_systemd_takes_it(name: str, tmp_path: Path) -> None:
     if analyze is None:
         pytest.skip("needs systemd-analyze")
     unit = tmp_path / f"{name}.service"
-    here = str(Path(sys.executable).parent)
-    unit.write_text((UNITS / unit.name).read_text().replace(INSTALLED, here))
-    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    binaries = str(Path(sys.executable).parent)
+    unit.write_text((UNITS / unit.name).read_text().replace(INSTALLED, binaries))
+    process = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Made once and shared: models, a teacher (one a test worker), and runs that nobody disturbed."""
+"""Shared by all tests: models, a teacher per test worker, and runs without interruption."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Once = Callable[[str, Callable[[Path], object]], Path]
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """A directory that the first test worker to ask for it makes, and all use."""
+    """Returns a directory that the first test worker makes, and all test workers use."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
 
-    def path_of(name: str, make: Callable[[Path], object]) -> Path:
+    def make_once(name: str, make: Callable[[Path], object]) -> Path:
         path = root / name
         with (root / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -42,7 +42,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
                 (path / "whole").touch()
         return path
 
-    return path_of
+    return make_once
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def material(once: Once) -> Material:
 
 @pytest.fixture(scope="session")
 def teacher(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a teacher that nobody may disturb."""
+    """The address of a shared teacher, which tests must not stop."""
     log = tmp_path_factory.mktemp("teacher") / "teacher.log"
     process = ForkedTeacher(teacher_arguments(material), log=log)
     yield process.address
@@ -63,7 +63,7 @@ def teacher(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def undisturbed(material: Material, teacher: str, once: Once) -> RunDirectory:
-    """What every disturbed run of the same job must come to, bit by bit."""
+    """The run that every interrupted run of the same job must equal, bit by bit."""
     from tests.student_trainer.tiny import job
 
     return RunDirectory(
@@ -75,11 +75,11 @@ def undisturbed(material: Material, teacher: str, once: Once) -> RunDirectory:
 def make_server(tmp_path: Path) -> Iterator[MakeServer]:
     servers: list[RealServer] = []
 
-    def make(slots: int = 1, runs: Path = tmp_path / "runs") -> RealServer:
+    def start_server(slots: int = 1, runs: Path = tmp_path / "runs") -> RealServer:
         servers.append(RealServer(runs, slots))
         servers[-1].start()
         return servers[-1]
 
-    yield make
+    yield start_server
     for server in servers:
         server.clean_up()

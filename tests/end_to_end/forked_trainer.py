@@ -1,7 +1,6 @@
-"""The real trainer in forked processes: an attempt costs what it does, and no imports.
+"""The real trainer in forked processes, which saves the time of its imports.
 
-That the command starts the same program is for the tests that say `launched=True`, and for those of
-`distill run` and of the server.
+Tests with `launched=True`, and those of `distill run` and of the server, start the command itself.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from protos.rpc import failpoints
 from tests.end_to_end.processes import Attempt, Launched
 from tests.forks import Forks
 
-# (event, text, n): die at the n-th audit event of Python of this name ("open", "os.rename") that
-# has the text in one of its arguments.
+# (event, text, n): die at the n-th Python audit event with this name ("open", "os.rename") and the
+# text in one of its arguments.
 Death = tuple[str, str, int]
 
 
@@ -39,7 +38,7 @@ class Forked(Attempt):
         failpoint: str = "",
         death: Death | None = None,
     ) -> None:
-        """`failpoint` is armed in the process `dying`, and so is `death`."""
+        """`dying`: the rank of the process in which `failpoint` and `death` are armed."""
         super().__init__(run, number)
         world = processes_of(run.config())
         group = run.logs(number) / "group"
@@ -53,11 +52,11 @@ class Forked(Attempt):
         return next((code for code in codes if code), 0)
 
     def wait_for_all(self) -> list[int | None]:
-        """Exit codes of its processes; None of those that had to be killed."""
+        """Return the exit codes of the processes; None for those that had to be killed."""
         return self._forks.wait(120)
 
     def wait_for_survivor(self, rank: int) -> int:
-        """Exit code of one process, which nobody kills when another one dies."""
+        """Return the exit code of one process, which is not killed when another one dies."""
         process = self._forks.processes[rank]
         process.join(60)
         assert process.exitcode is not None, self.log
@@ -71,37 +70,37 @@ class Forked(Attempt):
 def trainer(
     run: RunDirectory, attempt: int = 1, *, launched: bool = False, **options: Any
 ) -> Iterator[Attempt]:
-    started = Launched(run, attempt) if launched else Forked(run, attempt, **options)
+    running_attempt = Launched(run, attempt) if launched else Forked(run, attempt, **options)
     try:
-        yield started
+        yield running_attempt
     finally:
-        started.kill()
+        running_attempt.kill()
 
 
-def attempt(
+def run_attempt(
     run: RunDirectory, number: int, dying: int = 0, failpoint: str = ""
 ) -> list[int | None]:
-    """Exit codes of its processes. `failpoint` is armed in the process `dying`."""
+    """Run an attempt; return the exit codes. `failpoint` is armed in the process `dying`."""
     return Forked(run, number, dying=dying, failpoint=failpoint).wait_for_all()
 
 
-def killed_after_checkpoint(run: RunDirectory, count: int = 1) -> None:
-    """Train until the checkpoint number `count` has its name, which kills the main process.
+def kill_after_checkpoint(run: RunDirectory, count: int = 1) -> None:
+    """Train until checkpoint number `count` is renamed into place, which kills the main process.
 
-    A test that waits for the checkpoint and kills would meet a trainer that has ended.
+    A test that waited for the checkpoint and then killed might find that the trainer has ended.
     """
     with trainer(run, failpoint=f"checkpoint-renamed:kill:{count}") as process:
         assert process.wait() == -signal.SIGKILL, process.log
 
 
 def finish(run: RunDirectory, attempt: int = 1, *, launched: bool = False) -> RunDirectory:
-    """Train to the end, undisturbed, without a warning."""
+    """Train to the end, without interruption and without a warning."""
     with trainer(run, attempt, launched=launched) as process:
         assert process.wait() == 0, process.log
         assert "Warning" not in process.log
     status = run.read_status()
     assert status is not None
-    # A capture and an evaluation learn the number of their steps from the data.
+    # For captures and evaluations the data determine the number of steps.
     steps = run.config().max_steps or status.max_steps
     assert (status.verdict, status.step) == ("succeeded", steps)
     return run
@@ -127,13 +126,13 @@ def train(path: Path, number: int, dying: int, failpoint: str, death: Death | No
 
 
 def _die_at(event: str, text: str, count: int) -> None:
-    left = count
+    remaining_events = count
 
-    def on_event(name: str, values: tuple[Any, ...]) -> None:
-        nonlocal left
+    def count_event(name: str, values: tuple[Any, ...]) -> None:
+        nonlocal remaining_events
         if name == event and any(text in str(value) for value in values):
-            left -= 1
-            if left == 0:
+            remaining_events -= 1
+            if remaining_events == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(on_event)
+    sys.addaudithook(count_event)

@@ -21,19 +21,19 @@ from clients.runs.launch import trainer_command
 from tests.distill_server.conftest import Server
 from tests.forked_python import ForkedPython
 
-# A warning in one of our processes is an error there, as it is in this one.
+# A warning in a child process is an error, as in this process.
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONWARNINGS": "error",
-    # No test asks the network: a hub name is one that cannot be found.
+    # Tests do not use the network: hub names cannot be found.
     "HF_ENDPOINT": "http://127.0.0.1:1",
 }
 
 
 class Attempt(ABC):
-    """One attempt at a run, by a process or several that were started for it."""
+    """One attempt at a run, by one or several processes."""
 
     def __init__(self, run: RunDirectory, number: int) -> None:
         self.run, self.number = run, number
@@ -41,17 +41,17 @@ class Attempt(ABC):
 
     @abstractmethod
     def poll(self) -> int | None:
-        """The exit code, once there is one; minus the signal that ended it."""
+        """Return the exit code, minus the signal if one ended it, or None while it runs."""
 
     @abstractmethod
     def wait(self) -> int: ...
 
     @abstractmethod
     def kill(self) -> None:
-        """Every process of it, as a machine that runs out of memory would."""
+        """Kill every process of the attempt, as a machine that runs out of memory would."""
 
     def wait_for_step(self, step: int, seconds: float = 60) -> None:
-        """Until this attempt has written a metrics line of `step` or a later one."""
+        """Wait until this attempt has written a metrics line of `step` or a later one."""
         deadline = time.monotonic() + seconds
         while not any(
             line["attempt"] == self.number and line["step"] >= step
@@ -67,7 +67,7 @@ class Attempt(ABC):
 
 
 class Launched(Attempt):
-    """By the command that `distill run` and the server use."""
+    """An attempt started by the command that `distill run` and the server use."""
 
     def __init__(self, run: RunDirectory, number: int) -> None:
         super().__init__(run, number)
@@ -98,7 +98,7 @@ def new_run(path: Path, config: AnyJob) -> RunDirectory:
 
 
 def metrics_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """Return the complete lines of metrics.jsonl."""
     try:
         text = run.metrics.read_text()
     except FileNotFoundError:
@@ -111,14 +111,14 @@ def weights(run: RunDirectory) -> str:
 
 
 class RealServer(Server):
-    """`distill-server` in a forked process, with real trainers, which it launches."""
+    """`distill-server` in a forked process, which launches real trainers."""
 
     def launch(self) -> subprocess.Popen[str]:
-        where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
+        address_options = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
         options = ["--slots", str(self.slots), "--threads-per-job", "1"]
         options += ["--retries", "1", "--backoff", "0.5"]
         return ForkedPython(
-            [sys.executable, "-m", "distill_server", *where, *options],
+            [sys.executable, "-m", "distill_server", *address_options, *options],
             stdout=subprocess.PIPE,
             text=True,
             env=ENVIRONMENT,

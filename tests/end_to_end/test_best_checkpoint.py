@@ -1,4 +1,4 @@
-"""A run whose student gets worse still has the checkpoint at which it was best."""
+"""A run whose student gets worse keeps its best checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 def test_it_is_kept_besides_the_newest(material: Material, teacher: str, tmp_path: Path) -> None:
     from tests.student_trainer.tiny import job
 
-    much = {"learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0}
-    changes = {f"train__{key}": value for key, value in much.items()}
-    often = {"eval__every": 1, "checkpoint__every": 1}
-    run = finish(new_run(tmp_path / "run", job(material, teacher, max_steps=8, **changes, **often)))
-    told = {line["step"]: line["eval/kl"] for line in metrics_of(run)}
-    best = min(range(1, 9), key=told.__getitem__)
+    train_options = {"learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0}
+    changes = {f"train__{key}": value for key, value in train_options.items()}
+    intervals = {"eval__every": 1, "checkpoint__every": 1}
+    run = finish(
+        new_run(tmp_path / "run", job(material, teacher, max_steps=8, **changes, **intervals))
+    )
+    kl_by_step = {line["step"]: line["eval/kl"] for line in metrics_of(run)}
+    best = min(range(1, 9), key=kl_by_step.__getitem__)
     assert best < 7, "it got better to the end"
     assert RunDirectory(run.path).checkpoint_steps() == (best, 7, 8)
     pulled = pull_run(run.path, tmp_path / "best", checkpoint="best")

@@ -1,4 +1,4 @@
-"""A run whose machine is lost goes on on another one from its copies, to the same bits."""
+"""A run whose machine is lost continues on another machine from its copies, to the same bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["storage"]
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-pytestmark = pytest.mark.filterwarnings("default")  # moto's own
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of moto
 
 STEPS = 20
 
@@ -53,10 +53,10 @@ def undisturbed(material: Material, once: Once) -> RunDirectory:
     return RunDirectory(once("copied-sft", lambda path: finish(new_run(path, config))))
 
 
-def attempt(
+def run_attempt(
     environment: Mapping[str, str], run: RunDirectory, number: int = 1, failpoint: str = ""
 ) -> int | None:
-    """The exit code of an attempt on a machine that has only this run directory."""
+    """Run an attempt on a machine that has only this run directory; return its exit code."""
     run.logs(number).mkdir(parents=True)
     process = fork(_on_machine, dict(environment), run.path, number, failpoint)
     process.join(120)
@@ -75,17 +75,17 @@ def assert_same(run: RunDirectory, undisturbed: RunDirectory) -> None:
     assert weights(run) == weights(undisturbed)
 
 
-def in_second_copy(run: RunDirectory) -> str:
-    """Dies at the third file after the first checkpoint is complete.
+def failpoint_in_second_copy(run: RunDirectory) -> str:
+    """Return a failpoint that kills at the third file after the first checkpoint is complete.
 
-    Before it there are job.json, the files of the checkpoint and the metrics.
+    Earlier files are job.json, the files of the checkpoint and the metrics.
     """
     newest = run.checkpoint(run.checkpoint_steps()[-1])
     return f"object-sent:kill:{sum(path.is_file() for path in newest.rglob('*')) + 5}"
 
 
 def assert_copied(storage: S3Server, place: str, run: RunDirectory) -> None:
-    """Everything that the storage should have, byte by byte."""
+    """Compare everything that the storage should have, byte by byte."""
     assert storage.read(f"{place}/metrics.jsonl") == run.metrics.read_bytes()
     best = best_step(read_points(run.metrics), run.checkpoint_steps())
     assert best is not None
@@ -98,44 +98,52 @@ def assert_copied(storage: S3Server, place: str, run: RunDirectory) -> None:
 def test_every_machine_is_lost(
     material: Material, undisturbed: RunDirectory, storage: S3Server, tmp_path: Path
 ) -> None:
-    """Each attempt is on a new machine, and is killed: in its copies and in its steps."""
+    """Each attempt runs on a new machine and is killed during a copy or a step."""
     place = f"s3://{BUCKET}/lost"
     config = job_of(material, checkpoint__copy_to=place, name="run")
-    kills = ["step-done:kill:6", in_second_copy(undisturbed)]
+    kills = ["step-done:kill:6", failpoint_in_second_copy(undisturbed)]
     kills += [f"object-sent:kill:{count}" for count in (2, 4, 7)]
     for number, kill in enumerate(kills):
         run = new_run(tmp_path / f"machine-{number}", config)
-        assert attempt(storage.environment, run, failpoint=kill) == -signal.SIGKILL
-    last = new_run(tmp_path / "last", config)
-    assert attempt(storage.environment, last) == 0, last.log_file(1).read_text()
-    assert "fetching the checkpoint of step" in last.log_file(1).read_text()
-    assert_same(last, undisturbed)
-    assert_copied(storage, "lost/run", last)
-    done = new_run(tmp_path / "done", config)
-    assert attempt(storage.environment, done) == 0, "nothing is left to do but the export"
-    assert_same(done, undisturbed)
+        assert run_attempt(storage.environment, run, failpoint=kill) == -signal.SIGKILL
+    last_run = new_run(tmp_path / "last", config)
+    assert run_attempt(storage.environment, last_run) == 0, last_run.log_file(1).read_text()
+    assert "fetching the checkpoint of step" in last_run.log_file(1).read_text()
+    assert_same(last_run, undisturbed)
+    assert_copied(storage, "lost/run", last_run)
+    finished_run = new_run(tmp_path / "done", config)
+    assert run_attempt(storage.environment, finished_run) == 0, (
+        "nothing is left to do but the export"
+    )
+    assert_same(finished_run, undisturbed)
 
 
 def test_two_processes_go_on_as_two(material: Material, storage: S3Server, tmp_path: Path) -> None:
-    """And an error of the main process ends both."""
+    """Two processes resume from the copies; an error of the main process ends both."""
     changes = {"train__processes": 2, "train__sharding": "fsdp2", "max_steps": 8}
-    alone = finish(new_run(tmp_path / "alone", job_of(material, **changes)))
-    copied = job_of(material, checkpoint__copy_to=f"s3://{BUCKET}/two", name="run", **changes)
-    first = new_run(tmp_path / "first", copied.model_copy(update={"max_steps": 8}))
-    assert -signal.SIGKILL in both(storage, first, in_second_copy(alone))
-    second = new_run(tmp_path / "second", copied)
-    assert both(storage, second) == [0, 0], second.log_file(1).read_text()
-    assert "fetching the checkpoint of step" in second.log_file(1).read_text()
-    assert_same(second, alone)
-    assert_copied(storage, "two/run", second)
-    other = copied.model_copy(update={"seed": 7})
-    refused = new_run(tmp_path / "refused", other)
-    assert ExitCode.USAGE in both(storage, refused), refused.log_file(1).read_text()
-    assert "another seed: 0, not 7" in refused.log_file(1).read_text()
+    run_without_copies = finish(new_run(tmp_path / "alone", job_of(material, **changes)))
+    config = job_of(material, checkpoint__copy_to=f"s3://{BUCKET}/two", name="run", **changes)
+    first_run = new_run(tmp_path / "first", config.model_copy(update={"max_steps": 8}))
+    assert -signal.SIGKILL in run_two_processes(
+        storage, first_run, failpoint_in_second_copy(run_without_copies)
+    )
+    second_run = new_run(tmp_path / "second", config)
+    assert run_two_processes(storage, second_run) == [0, 0], second_run.log_file(1).read_text()
+    assert "fetching the checkpoint of step" in second_run.log_file(1).read_text()
+    assert_same(second_run, run_without_copies)
+    assert_copied(storage, "two/run", second_run)
+    other_config = config.model_copy(update={"seed": 7})
+    refused_run = new_run(tmp_path / "refused", other_config)
+    assert ExitCode.USAGE in run_two_processes(storage, refused_run), refused_run.log_file(
+        1
+    ).read_text()
+    assert "another seed: 0, not 7" in refused_run.log_file(1).read_text()
 
 
-def both(storage: S3Server, run: RunDirectory, failpoint: str = "") -> list[int | None]:
-    """The exit codes of two processes."""
+def run_two_processes(
+    storage: S3Server, run: RunDirectory, failpoint: str = ""
+) -> list[int | None]:
+    """Run an attempt of two processes; return their exit codes."""
     run.logs(1).mkdir(parents=True)
     environment = dict(storage.environment)
     group = run.logs(1) / "group"
@@ -145,22 +153,22 @@ def both(storage: S3Server, run: RunDirectory, failpoint: str = "") -> list[int 
 def test_the_run_is_taken_over(
     material: Material, undisturbed: RunDirectory, storage: S3Server, tmp_path: Path
 ) -> None:
-    """A machine that was only cut off writes nothing more once another one goes on."""
+    """A machine that was cut off writes no more copies after another machine has taken over."""
     config = job_of(material, checkpoint__copy_to=f"s3://{BUCKET}/taken", name="run")
-    slow = new_run(tmp_path / "slow", config)
-    slow.logs(1).mkdir(parents=True)
-    arguments = (dict(storage.environment), slow.path, 1, "step-done:sleep:1.5")
-    cut_off = fork(_on_machine, *arguments)
-    while not slow.checkpoint_steps():
-        assert cut_off.is_alive(), slow.log_file(1).read_text()
-        cut_off.join(0.05)
-    fast = new_run(tmp_path / "fast", config)
-    assert attempt(storage.environment, fast) == 0, fast.log_file(1).read_text()
-    cut_off.join(120)
-    assert cut_off.exitcode == ExitCode.WRONG_STATE
-    assert "another process is writing to s3://" in slow.log_file(1).read_text()
-    assert_same(fast, undisturbed)
-    assert_copied(storage, "taken/run", fast)
+    slow_run = new_run(tmp_path / "slow", config)
+    slow_run.logs(1).mkdir(parents=True)
+    arguments = (dict(storage.environment), slow_run.path, 1, "step-done:sleep:1.5")
+    slow_process = fork(_on_machine, *arguments)
+    while not slow_run.checkpoint_steps():
+        assert slow_process.is_alive(), slow_run.log_file(1).read_text()
+        slow_process.join(0.05)
+    fast_run = new_run(tmp_path / "fast", config)
+    assert run_attempt(storage.environment, fast_run) == 0, fast_run.log_file(1).read_text()
+    slow_process.join(120)
+    assert slow_process.exitcode == ExitCode.WRONG_STATE
+    assert "another process is writing to s3://" in slow_run.log_file(1).read_text()
+    assert_same(fast_run, undisturbed)
+    assert_copied(storage, "taken/run", fast_run)
 
 
 @pytest.mark.slow
@@ -172,7 +180,7 @@ def test_from_a_terminal_to_a_server(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """`distill run --dir` is killed; `distill submit` of the same file goes on elsewhere."""
+    """`distill run --dir` is killed; `distill submit` of the same file continues on a server."""
     keys = tmp_path / "keys"
     keys.write_text("[default]\naws_access_key_id = test\naws_secret_access_key = test\n")
     environment = {**ENVIRONMENT, "AWS_SHARED_CREDENTIALS_FILE": str(keys)}
@@ -181,29 +189,31 @@ def test_from_a_terminal_to_a_server(
     config = job_of(material, checkpoint__copy_to=f"s3://{BUCKET}/moved", name="moved")
     path.write_text(as_toml(config.model_dump(exclude_none=True, exclude_defaults=True)))
     distill = [sys.executable, "-m", "clients"]
-    killed = subprocess.run(
+    killed_process = subprocess.run(
         [*distill, "run", str(path), "--dir", str(tmp_path / "here")],
-        env={**environment, "DISTILL_FAILPOINT": in_second_copy(undisturbed)},
+        env={**environment, "DISTILL_FAILPOINT": failpoint_in_second_copy(undisturbed)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert "the trainer ended by signal 9" in killed.stderr + killed.stdout, killed.stderr
+    assert "the trainer ended by signal 9" in killed_process.stderr + killed_process.stdout, (
+        killed_process.stderr
+    )
     status = RunDirectory(tmp_path / "here").read_status()
     assert status is not None
     assert status.verdict == "running"
     monkeypatch.setattr(processes, "ENVIRONMENT", environment)
     server = make_server()
-    told = subprocess.run(
+    submit_process = subprocess.run(
         [*distill, "--server", server.address, "--json", "submit", str(path)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert told.returncode == 0, told.stderr
+    assert submit_process.returncode == 0, submit_process.stderr
     with DistillClient(server.address) as client:
-        job = client.wait(json.loads(told.stdout)["id"], timeout=120)
+        job = client.wait(json.loads(submit_process.stdout)["id"], timeout=120)
         assert job.state is JobState.SUCCEEDED, job.reason
         steps = [point.step for point in points_of(job.history())]
     assert steps == [*range(STEPS + 1)], "with the steps of the lost machine"

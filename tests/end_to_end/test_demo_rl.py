@@ -1,4 +1,4 @@
-"""`distill demo-rl`, made small: real processes from the data to the table."""
+"""A small `distill demo-rl` with real processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clients.cli.demos import demo_rl
 from protos.errors import ExitCode
 from tests.student_trainer import tiny
 
-# A student that knows nothing finds one sign in seconds; to add, it would need the demo's minutes.
+# An untrained student learns to write one character in seconds; addition would take minutes.
 CHANGES = {
     "reward.type": "regex",
     "reward.pattern": "1",
@@ -31,16 +31,16 @@ def test_it_learns_what_is_rewarded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # The student is there already: no minute of pretraining.
+    # The student already exists, so the test skips the minute of pretraining.
     monkeypatch.setattr(demo_rl, "MAKE_STUDENT", demo_rl.MAKE_DATA)
     changes = {**CHANGES, "student.model": str(material.student)}
-    options = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    place = tmp_path / "demo"
-    assert main(["demo-rl", "--runs", str(place), *options]) == ExitCode.OK
+    options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    demo_directory = tmp_path / "demo"
+    assert main(["demo-rl", "--runs", str(demo_directory), *options]) == ExitCode.OK
     assert "anchor after" in capsys.readouterr().out
-    (metrics,) = (place / "jobs").glob("*/metrics.jsonl")
+    (metrics,) = (demo_directory / "jobs").glob("*/metrics.jsonl")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    summary = json.loads((place / "summary.json").read_text())
+    summary = json.loads((demo_directory / "summary.json").read_text())
     assert (summary["steps"], len(lines)) == (20, 21)
-    # On prompts that it never saw.
+    # The reward on held-out prompts.
     assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + 0.15

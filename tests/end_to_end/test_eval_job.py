@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 PROMPTS, SAMPLES = 256, 32
 
 
-def evaluation(material: Material, **change: Any) -> EvalJob:
-    """Answers with a 1 in them are right: of a random student, some are."""
+def make_eval_job(material: Material, **changes: Any) -> EvalJob:
+    """Answers that contain a 1 are right; a random student gives some of them."""
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
         "data": {"path": str(material.prompts)},
@@ -48,43 +48,43 @@ def evaluation(material: Material, **change: Any) -> EvalJob:
         },
         "seed": 3,
     }
-    return EvalJob.model_validate(values | change)
+    return EvalJob.model_validate(values | changes)
 
 
-def results(run: RunDirectory) -> list[str]:
-    made = (run.evaluation / name for name in ("result.json", "student/judged.parquet"))
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in made]
+def result_digests(run: RunDirectory) -> list[str]:
+    files = (run.evaluation / name for name in ("result.json", "student/judged.parquet"))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 @pytest.fixture
 def undisturbed(material: Material, once: Once) -> RunDirectory:
-    return RunDirectory(once("eval", lambda path: finish(new_run(path, evaluation(material)))))
+    return RunDirectory(once("eval", lambda path: finish(new_run(path, make_eval_job(material)))))
 
 
 def test_the_results_are_those_of_the_command(
     material: Material, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     record = record_of_run(undisturbed.path)
-    last = metrics_of(undisturbed)[-1]
-    assert (record.job.kind, last["step"]) == ("eval", PROMPTS * SAMPLES)
-    config = build_exam_config(evaluation(material), RunDirectory(tmp_path))
+    last_line = metrics_of(undisturbed)[-1]
+    assert (record.job.kind, last_line["step"]) == ("eval", PROMPTS * SAMPLES)
+    config = build_exam_config(make_eval_job(material), RunDirectory(tmp_path))
     (row,) = run_exam(config)
-    told = json.loads((undisturbed.evaluation / "result.json").read_text())
-    assert told == {"models": [row]}
+    result = json.loads((undisturbed.evaluation / "result.json").read_text())
+    assert result == {"models": [row]}
     table = pyarrow.parquet.read_table(undisturbed.evaluation / "student" / "judged.parquet")
     rewards = [answer["reward"] for answer in table.to_pylist()]
     assert len(rewards) == PROMPTS * SAMPLES
-    assert last["eval/accuracy"] == pytest.approx(sum(rewards) / len(rewards))
-    assert 0 < last["eval/accuracy"] < last[f"eval/pass@{SAMPLES}"] <= 1
+    assert last_line["eval/accuracy"] == pytest.approx(sum(rewards) / len(rewards))
+    assert 0 < last_line["eval/accuracy"] < last_line[f"eval/pass@{SAMPLES}"] <= 1
     assert (undisturbed.path / "environment.json").exists()
-    pulled = pull_run(undisturbed.path, tmp_path / "pulled")
-    assert json.loads((pulled / "result.json").read_text()) == told
+    pulled_path = pull_run(undisturbed.path, tmp_path / "pulled")
+    assert json.loads((pulled_path / "result.json").read_text()) == result
 
 
 def test_killed_and_cancelled_it_comes_to_the_same_bits(
     material: Material, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    run = new_run(tmp_path / "run", evaluation(material))
+    run = new_run(tmp_path / "run", make_eval_job(material))
     with trainer(run, 1, failpoint="answers-stored:kill:1") as process:
         assert process.wait() < 0
     run.write_control(Control("checkpoint"))
@@ -96,7 +96,7 @@ def test_killed_and_cancelled_it_comes_to_the_same_bits(
     assert 0 < status.step < PROMPTS * SAMPLES, "the first batch is kept"
     run.write_control(Control())
     finish(run, 3)
-    assert results(run) == results(undisturbed)
+    assert result_digests(run) == result_digests(undisturbed)
     steps = [line["step"] for line in metrics_of(run)]
     assert steps == sorted(set(steps))
 
@@ -105,23 +105,25 @@ def test_an_anchor_is_evaluated_too(material: Material, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(material.student, model)
     shutil.copytree(material.teacher, model / "anchor")
-    few = {"type": "eval", "prompts": 4, "samples": 2, "max_new_tokens": 6}
-    job = evaluation(material, student={"model": str(model)}, method=few)
+    method = {"type": "eval", "prompts": 4, "samples": 2, "max_new_tokens": 6}
+    job = make_eval_job(material, student={"model": str(model)}, method=method)
     run = finish(new_run(tmp_path / "run", job))
     student, anchor = json.loads((run.evaluation / "result.json").read_text())["models"]
-    last = metrics_of(run)[-1]
-    assert last["step"] == 2 * 4 * 2
-    assert last["eval/accuracy"] == student["pass@1"]["mean"]
-    assert last["eval/anchor/accuracy"] == anchor["pass@1"]["mean"]
+    last_line = metrics_of(run)[-1]
+    assert last_line["step"] == 2 * 4 * 2
+    assert last_line["eval/accuracy"] == student["pass@1"]["mean"]
+    assert last_line["eval/anchor/accuracy"] == anchor["pass@1"]["mean"]
     assert "gain" in anchor
 
 
 def test_another_model_under_the_answers_is_refused(material: Material, tmp_path: Path) -> None:
-    """The answers of two models are not mixed."""
+    """An evaluation must not mix the answers of two models."""
     model = tmp_path / "model"
     shutil.copytree(material.student, model)
-    few = {"type": "eval", "prompts": 4, "samples": 2, "max_new_tokens": 6}
-    run = new_run(tmp_path / "run", evaluation(material, student={"model": str(model)}, method=few))
+    method = {"type": "eval", "prompts": 4, "samples": 2, "max_new_tokens": 6}
+    run = new_run(
+        tmp_path / "run", make_eval_job(material, student={"model": str(model)}, method=method)
+    )
     with trainer(run, 1, failpoint="answers-stored:kill") as process:
         assert process.wait() < 0
     shutil.copy(material.student / "model.safetensors", model)
@@ -133,7 +135,7 @@ def test_another_model_under_the_answers_is_refused(material: Material, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"data": {"path": "DATA", "answer_column": "x"}}, "data.answer_column: .*no column 'x'"),
         ({"student": {"model": "DIRECTORY"}}, "student.model: no config.json in"),
@@ -142,17 +144,20 @@ def test_another_model_under_the_answers_is_refused(material: Material, tmp_path
     ],
 )
 def test_refused_before_it_is_queued(
-    material: Material, tmp_path: Path, change: dict[str, dict[str, str]], said: str
+    material: Material, tmp_path: Path, change: dict[str, dict[str, str]], message: str
 ) -> None:
     names = {"DATA": str(material.prompts), "DIRECTORY": str(tmp_path)}
-    filled = {t: {k: names.get(v, v) for k, v in of.items()} for t, of in change.items()}
-    job = evaluation(material, **{"reward": {"type": "exact_match"}, **filled})
-    with pytest.raises(InvalidInput, match=said):
+    tables = {
+        table: {key: names.get(value, value) for key, value in keys.items()}
+        for table, keys in change.items()
+    }
+    job = make_eval_job(material, **{"reward": {"type": "exact_match"}, **tables})
+    with pytest.raises(InvalidInput, match=message):
         check_here(job, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"data": None}, "only the reward reasoning_gym:TASK"),
         ({"reward": {"type": "reasoning_gym:chain_sum"}}, "generates its prompts"),
@@ -161,26 +166,28 @@ def test_refused_before_it_is_queued(
         ({"max_steps": 3}, "Extra inputs"),
     ],
 )
-def test_keys_without_a_use(material: Material, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        evaluation(material, **change)
+def test_keys_without_a_use(material: Material, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_eval_job(material, **change)
 
 
 @pytest.mark.slow
 def test_the_command_runs_it(material: Material, tmp_path: Path) -> None:
-    few = {"type": "eval", "prompts": 8, "samples": 4, "max_new_tokens": 6, "temperature": 5.0}
-    job = evaluation(material, method=few)
+    method = {"type": "eval", "prompts": 8, "samples": 4, "max_new_tokens": 6, "temperature": 5.0}
+    job = make_eval_job(material, method=method)
     (tmp_path / "job.toml").write_text(
         f'student.model = "{material.student}"\ndata.path = "{material.prompts}"\nseed = 3\n'
         'reward = { type = "regex", pattern = "1" }\n'
         '[method]\ntype = "eval"\nprompts = 8\nsamples = 4\nmax_new_tokens = 6\ntemperature = 5.0\n'
     )
     command = [sys.executable, "-m", "clients", "run", "job.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
     (run,) = (tmp_path / "runs").glob("eval-distill-*")
     assert parse_job((run / "job.json").read_text()) == job
-    told = json.loads((run / "eval" / "result.json").read_text())["models"][0]["pass@1"]["mean"]
-    last = done.stdout.splitlines()[-1]
-    assert f"SUCCEEDED  32/32 steps  eval/accuracy {told:.4g}" in last
-    assert last.endswith(f"results runs/{run.name}/eval")
+    mean_accuracy = json.loads((run / "eval" / "result.json").read_text())["models"][0]["pass@1"][
+        "mean"
+    ]
+    last_line = process.stdout.splitlines()[-1]
+    assert f"SUCCEEDED  32/32 steps  eval/accuracy {mean_accuracy:.4g}" in last_line
+    assert last_line.endswith(f"results runs/{run.name}/eval")

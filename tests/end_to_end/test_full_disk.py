@@ -1,4 +1,6 @@
-"""A run directory whose disk is full: told as a fault of the disk, and made up for later."""
+"""A run directory whose disk is full: the fault is reported as one of the disk, and the run
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 
-def fill(ballast: Path) -> None:
+def fill_disk(ballast: Path) -> None:
     with suppress(OSError), ballast.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
@@ -38,13 +40,13 @@ def test_a_full_disk_is_waited_for(
 
 
 def fill_and_free(run: RunDirectory, ballast: Path) -> None:
-    """The first attempt: its disk is full after some steps, and has space again at its end."""
+    """Run the first attempt: its disk is full after some steps, and has space again at its end."""
     with trainer(run) as process:
         process.wait_for_step(5)
-        fill(ballast)
+        fill_disk(ballast)
         assert process.wait() == ExitCode.UNREACHABLE, process.log
         assert "error: disk: no space left on device" in process.log
-    for status in (run.read_status(), None):  # whether it could be written or not
+    for status in (run.read_status(), None):  # whether or not the status could be written
         verdict = verdict_of(JobState.RUNNING, 5, status, Exited(ExitCode.UNREACHABLE))
         assert isinstance(verdict, AttemptDied)
         assert (verdict.blameless, verdict.waits_for) == (True, "disk")

@@ -17,7 +17,7 @@ from tests.documents import ROOT, blocks
 from tests.end_to_end.processes import ENVIRONMENT, metrics_of
 
 QUESTIONS = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-# A minute in place of a quarter of an hour.
+# Changes that shorten the example from a quarter of an hour to a minute.
 SMALLER = {
     "--batch 16": "--batch 8 --max-tokens 128",
     "--layers 3 --width 128 --steps 700": "--layers 2 --width 64 --steps 90",
@@ -33,8 +33,8 @@ SMALLER = {
 @pytest.mark.slow
 @pytest.mark.skipif(not QUESTIONS.is_file(), reason="needs GSM8K beside the checkout (../shared)")
 def test_distil_on_real_questions(tmp_path: Path) -> None:
-    """The lines of docs/operations.md, pasted as they stand."""
-    first, then = blocks("docs/operations.md", "gsm8k")
+    """Run the commands of docs/operations.md with the changes of SMALLER."""
+    start_block, train_block = blocks("docs/operations.md", "gsm8k")
     port = free_ports(1)[0]
     changes = {
         **SMALLER,
@@ -42,30 +42,30 @@ def test_distil_on_real_questions(tmp_path: Path) -> None:
         "--port 50052": f"--port {port} --no-cache",
         "--set max_steps": f"--set teacher.address=localhost:{port} --set max_steps",
     }
-    listens = "until grep -q 'teacher listening on' out; do sleep 0.2; done\n"
-    script = first.body + listens + then.body
-    for shown, typed in changes.items():
-        assert script.count(shown) == 1, shown
-        script = script.replace(shown, typed)
+    wait_for_teacher = "until grep -q 'teacher listening on' out; do sleep 0.2; done\n"
+    script = start_block.body + wait_for_teacher + train_block.body
+    for documented, replacement in changes.items():
+        assert script.count(documented) == 1, documented
+        script = script.replace(documented, replacement)
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
-    assert '"vocabulary": 4096' in pasted(script, tmp_path)
+    assert '"vocabulary": 4096' in run_script(script, tmp_path)
     (path,) = (tmp_path / "runs").glob("on-policy-*")
     evaluations = [line["eval/kl"] for line in metrics_of(RunDirectory(path)) if "eval/kl" in line]
     print(f"held-out KL to the teacher: {evaluations}")
     assert evaluations[-1] <= evaluations[0] / 2
 
 
-def pasted(script: str, place: Path) -> str:
-    """What it printed; the teacher that it leaves behind is ended."""
-    out, err = place / "out", place / "err"
-    with out.open("w") as stdout, err.open("w") as stderr:
+def run_script(script: str, directory: Path) -> str:
+    """Run the script, end the teacher that it leaves behind, and return the output."""
+    output_file, error_file = directory / "out", directory / "err"
+    with output_file.open("w") as stdout, error_file.open("w") as stderr:
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script],
             stdout=stdout,
             stderr=stderr,
-            cwd=place,
-            env={**ENVIRONMENT, "HOME": str(place)},
+            cwd=directory,
+            env={**ENVIRONMENT, "HOME": str(directory)},
             start_new_session=True,
         )
     try:
@@ -74,5 +74,5 @@ def pasted(script: str, place: Path) -> str:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert code == 0, err.read_text()
-    return out.read_text()
+    assert code == 0, error_file.read_text()
+    return output_file.read_text()

@@ -12,7 +12,7 @@ import pytest
 
 from clients.runs.directory import RunDirectory
 from tests.end_to_end.forked_teacher import ForkedTeacher
-from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint, trainer
+from tests.end_to_end.forked_trainer import finish, kill_after_checkpoint, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Material:
-    """Models of one kind, and prompts with an image, with two, and every fourth without one."""
+    """Models of one kind, and prompts with one image, two images or (every fourth) none."""
     from tests import tiny_vision
     from tests.student_trainer.tiny import Material
 
@@ -45,9 +45,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         size = (16 + 8 * (number % 3), 24)
         (root / "images" / f"{number}.png").write_bytes(tiny_vision.image(number, *size))
     names = [f"images/{number}.png" for number in range(6)]
-    of_record = [names[0], [names[1], names[2]], names[3], None]
+    images_of_records = [names[0], [names[1], names[2]], names[3], None]
     records = [
-        {"prompt": f"{number % 10}+{number % 7}=", "answer": "1", "image": of_record[number % 4]}
+        {
+            "prompt": f"{number % 10}+{number % 7}=",
+            "answer": "1",
+            "image": images_of_records[number % 4],
+        }
         for number in range(40)
     ]
     prompts = root / "prompts.jsonl"
@@ -58,7 +62,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def address(pair: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def teacher_address(pair: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments = ["--model", str(pair.teacher), "--batch-invariant", "--device", "cpu"]
     log = tmp_path_factory.mktemp("teacher") / "teacher.log"
     process = ForkedTeacher([*arguments, "--no-cache"], log=log)
@@ -66,77 +70,86 @@ def address(pair: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     process.close()
 
 
-def changed(run: RunDirectory, pair: Material) -> set[str]:
-    """The names of the weights that have learned."""
+def changed_weights(run: RunDirectory, pair: Material) -> set[str]:
+    """Return the names of the weights that training changed."""
     from safetensors.torch import load_file
 
-    before, after = (load_file(path / "model.safetensors") for path in (pair.student, run.export))
-    assert before.keys() == after.keys()
-    return {name for name in before if not bool((before[name] == after[name]).all())}
+    old_weights, new_weights = (
+        load_file(path / "model.safetensors") for path in (pair.student, run.export)
+    )
+    assert old_weights.keys() == new_weights.keys()
+    return {
+        name for name in old_weights if not bool((old_weights[name] == new_weights[name]).all())
+    }
 
 
 def assert_learned(run: RunDirectory, pair: Material) -> None:
     lines = [line for line in metrics_of(run) if "loss" in line]
     assert [line["step"] for line in lines][-1] == STEPS
-    names = changed(run, pair)
+    names = changed_weights(run, pair)
     assert any("visual" in name for name in names), "the part that sees learns too"
     assert any("visual" not in name for name in names)
     assert (run.export / "preprocessor_config.json").is_file()
 
 
-def test_on_policy(pair: Material, address: str, tmp_path: Path) -> None:
-    """The KL falls, and two processes make the same curve as one."""
+def test_on_policy(pair: Material, teacher_address: str, tmp_path: Path) -> None:
+    """Training changes the weights, and two processes have the same curve as one."""
     from tests.end_to_end.test_two_processes import assert_close
     from tests.student_trainer.tiny import job
 
-    run = finish(new_run(tmp_path / "one", job(pair, address, **CHANGES)))
+    run = finish(new_run(tmp_path / "one", job(pair, teacher_address, **CHANGES)))
     assert_learned(run, pair)
-    two = job(pair, address, **CHANGES, train__processes=2)
-    assert_close(metrics_of(finish(new_run(tmp_path / "two", two))), metrics_of(run))
+    config = job(pair, teacher_address, **CHANGES, train__processes=2)
+    assert_close(metrics_of(finish(new_run(tmp_path / "two", config))), metrics_of(run))
 
 
-def test_a_killed_run_goes_on(pair: Material, address: str, tmp_path: Path) -> None:
-    """A checkpoint is a model of images and text, too; the weights are those of one attempt."""
+def test_a_killed_run_goes_on(pair: Material, teacher_address: str, tmp_path: Path) -> None:
+    """A vision-language run resumes from its checkpoint to the weights of an unkilled run."""
     from tests.student_trainer.tiny import job
 
-    config = job(pair, address, **CHANGES | {"max_steps": 4, "checkpoint__every": 1})
+    config = job(pair, teacher_address, **CHANGES | {"max_steps": 4, "checkpoint__every": 1})
     run = new_run(tmp_path / "killed", config)
-    killed_after_checkpoint(run, 2)
+    kill_after_checkpoint(run, 2)
     finish(run, 2)
     assert weights(run) == weights(finish(new_run(tmp_path / "whole", config)))
 
 
-def test_teachers_of_text_and_of_images(pair: Material, address: str, tmp_path: Path) -> None:
-    """Records name their teacher; one that reads no images gets none."""
+def test_teachers_of_text_and_of_images(
+    pair: Material, teacher_address: str, tmp_path: Path
+) -> None:
+    """Records name their teacher; a teacher that reads no images gets only text."""
     import shutil
 
     from tests.student_trainer.tiny import Material, job
 
-    blind = tmp_path / "blind"
-    shutil.copytree(pair.teacher, blind)
-    (blind / "preprocessor_config.json").unlink()
+    blind_teacher = tmp_path / "blind"
+    shutil.copytree(pair.teacher, blind_teacher)
+    (blind_teacher / "preprocessor_config.json").unlink()
     records = [json.loads(line) for line in pair.prompts.read_text().splitlines()]
-    named = [one | {"teacher": "sees" if one["image"] else "reads"} for one in records]
+    named_records = [
+        record | {"teacher": "sees" if record["image"] else "reads"} for record in records
+    ]
     prompts = pair.prompts.with_name("named.jsonl")
     material = Material(prompts, pair.teacher, pair.student)
     process = ForkedTeacher(
-        ["--model", str(blind), "--no-cache", "--device", "cpu"], log=tmp_path / "teacher.log"
+        ["--model", str(blind_teacher), "--no-cache", "--device", "cpu"],
+        log=tmp_path / "teacher.log",
     )
     try:
-        teachers = {"sees": address, "reads": process.address}
+        teachers = {"sees": teacher_address, "reads": process.address}
         config = job(material, **CHANGES, teachers=teachers)
-        prompts.write_text("".join(json.dumps(one) + "\n" for one in named))
+        prompts.write_text("".join(json.dumps(record) + "\n" for record in named_records))
         assert_learned(finish(new_run(tmp_path / "run", config)), pair)
-        named[3]["image"] = named[0]["image"]
-        prompts.write_text("".join(json.dumps(one) + "\n" for one in named))
-        refused = new_run(tmp_path / "refused", config)
-        assert_refused(refused, "row 4 of .* has images, but its teacher 'reads' reads none")
+        named_records[3]["image"] = named_records[0]["image"]
+        prompts.write_text("".join(json.dumps(record) + "\n" for record in named_records))
+        refused_run = new_run(tmp_path / "refused", config)
+        assert_refused(refused_run, "row 4 of .* has images, but its teacher 'reads' reads none")
     finally:
         process.close()
 
 
 def test_a_teacher_that_is_the_student(pair: Material, tmp_path: Path) -> None:
-    """The KL to itself is zero: both read the same images at the same places."""
+    """The KL of a model to itself is zero: trainer and teacher read the same images."""
     from tests.student_trainer.tiny import job
 
     arguments = ["--model", str(pair.student), "--no-cache", "--device", "cpu"]
@@ -146,26 +159,26 @@ def test_a_teacher_that_is_the_student(pair: Material, tmp_path: Path) -> None:
         run = finish(new_run(tmp_path / "run", config))
     finally:
         process.close()
-    first = next(line for line in metrics_of(run) if "kl/teacher" in line)
-    assert abs(first["kl/teacher"]) < 1e-4
+    first_line = next(line for line in metrics_of(run) if "kl/teacher" in line)
+    assert abs(first_line["kl/teacher"]) < 1e-4
 
 
-def test_rl(pair: Material, address: str, tmp_path: Path) -> None:
-    """From a reward, an EMA anchor and a teacher that sees."""
+def test_rl(pair: Material, teacher_address: str, tmp_path: Path) -> None:
+    """RL with a reward, an EMA anchor and a teacher that reads images."""
     from tests.student_trainer.tiny import rl_job
 
-    teacher = {"teacher__address": address}
+    teacher = {"teacher__address": teacher_address}
     config = rl_job(pair, **CHANGES, **teacher, train__learning_rate=1e-3)
     run = finish(new_run(tmp_path / "run", config))
     assert_learned(run, pair)
     line = next(line for line in metrics_of(run) if "reward/mean" in line)
     assert 0 <= line["reward/mean"] <= 1
-    # At the first update the anchor is the student: the KL of both is zero, with the images too.
+    # The anchor starts equal to the student; its KL is measured with images, too.
     assert "kl/anchor" in line
 
 
-def test_a_store_and_its_offline_job(pair: Material, address: str, tmp_path: Path) -> None:
-    """A capture names the images; the job reads them again, and notices another one."""
+def test_a_store_and_its_offline_job(pair: Material, teacher_address: str, tmp_path: Path) -> None:
+    """A capture stores references to images; the offline job reads them and detects changes."""
     import numpy as np
 
     from clients.config.capture import CaptureJob
@@ -180,7 +193,7 @@ def test_a_store_and_its_offline_job(pair: Material, address: str, tmp_path: Pat
             "image_column": "image",
             "tokenizer": str(pair.teacher),
         },
-        "teacher": {"address": address, "top_k": 8, "logprob_format": "f32"},
+        "teacher": {"address": teacher_address, "top_k": 8, "logprob_format": "f32"},
         "method": {"type": "capture", "max_tokens": 32},
     }
     verdict, store = capture_here(tmp_path / "capture", CaptureJob.model_validate(values))
@@ -195,9 +208,9 @@ def test_a_store_and_its_offline_job(pair: Material, address: str, tmp_path: Pat
         images = [(pair.prompts.parent / name).read_bytes() for name in names]
         assert len(images) == (1, 2, 1, 0)[index]
         logits = tiny_vision.plain_logits(model, ids.tolist(), images)
-        expected = logits.log_softmax(-1)[-1 - len(block) : -1].numpy()
-        at_token = expected[np.arange(len(block)), ids[entry.start :]]
-        np.testing.assert_allclose(block.token_logprobs, at_token, atol=1e-5)
+        expected_logprobs = logits.log_softmax(-1)[-1 - len(block) : -1].numpy()
+        expected_token_logprobs = expected_logprobs[np.arange(len(block)), ids[entry.start :]]
+        np.testing.assert_allclose(block.token_logprobs, expected_token_logprobs, atol=1e-5)
     changes: dict[str, Any] = {
         "max_steps": STEPS,
         "eval__every": STEPS,
@@ -207,11 +220,11 @@ def test_a_store_and_its_offline_job(pair: Material, address: str, tmp_path: Pat
     }
     run = finish(new_run(tmp_path / "run", offline_job(pair, store, **changes)))
     assert_learned(run, pair)
-    other = tmp_path / "other"
-    (other / "images").mkdir(parents=True)
+    other_folder = tmp_path / "other"
+    (other_folder / "images").mkdir(parents=True)
     for number in range(6):
-        (other / "images" / f"{number}.png").write_bytes(tiny_vision.image(50 + number))
-    config = offline_job(pair, store, **changes, data__image_folder=str(other))
+        (other_folder / "images" / f"{number}.png").write_bytes(tiny_vision.image(50 + number))
+    config = offline_job(pair, store, **changes, data__image_folder=str(other_folder))
     assert_refused(new_run(tmp_path / "refused", config), "are not those that were captured")
 
 

@@ -1,4 +1,4 @@
-"""Capture once, train with no teacher: the whole way, killed, swapped, damaged, refused, mixed."""
+"""Capture once, train without a teacher: killed, with swapped or damaged stores, refused, mixed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode
 from tests.end_to_end.conftest import Once
-from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint, trainer
+from tests.end_to_end.forked_trainer import finish, kill_after_checkpoint, trainer
 from tests.end_to_end.processes import MakeServer, metrics_of, new_run, weights
 from tests.end_to_end.test_two_processes import assert_close
 from tests.teacher_service.capture.material import capture_here
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 SEQUENCES = 200
-# Of the processor, so that it does not count what else the machine does. Most of it is torch.
+# CPU seconds, which do not depend on other load of the machine. Most of it is importing torch.
 SECONDS = 10.0
 
 
 @pytest.fixture(scope="session")
 def store(material: Material, once: Once) -> Path:
-    """What the teacher thinks of its task's answers; it is gone when this is done."""
+    """A store with the teacher's rows; no teacher runs afterwards."""
 
-    def make(path: Path) -> None:
+    def capture_answers(path: Path) -> None:
         from clients.config.capture import CaptureJob
 
         path.mkdir()
@@ -53,7 +53,7 @@ def store(material: Material, once: Once) -> Path:
         verdict, _ = capture_here(path / "run", config)
         assert verdict == "succeeded"
 
-    return once("captured", make) / "store"
+    return once("captured", capture_answers) / "store"
 
 
 def job_of(material: Material, store: Path, **changes: Any) -> Any:
@@ -76,23 +76,23 @@ def reason_of(run: RunDirectory) -> str:
     return status.reason
 
 
-def assert_refused(run: RunDirectory, code: ExitCode, *says: str, attempt: int = 1) -> None:
-    before = os.times()
+def assert_refused(run: RunDirectory, code: ExitCode, *messages: str, attempt: int = 1) -> None:
+    times_before = os.times()
     with trainer(run, attempt, launched=True) as process:
         assert process.wait() == code, process.log
-    after = os.times()
-    used = after.children_user + after.children_system
-    assert used - before.children_user - before.children_system < SECONDS
-    for text in says:
-        assert text in reason_of(run), reason_of(run)
+    times_after = os.times()
+    used_seconds = times_after.children_user + times_after.children_system
+    assert used_seconds - times_before.children_user - times_before.children_system < SECONDS
+    for message in messages:
+        assert message in reason_of(run), reason_of(run)
 
 
 def test_the_held_out_kl_falls(undisturbed: RunDirectory) -> None:
     lines = metrics_of(undisturbed)
-    first, last = lines[0], lines[-1]
-    assert (first["step"], last["step"]) == (0, 40)
-    assert last["eval/kl"] < 0.5 * first["eval/kl"]
-    assert last["eval/perplexity"] > 1
+    first_line, last_line = lines[0], lines[-1]
+    assert (first_line["step"], last_line["step"]) == (0, 40)
+    assert last_line["eval/kl"] < 0.5 * first_line["eval/kl"]
+    assert last_line["eval/perplexity"] > 1
     assert all(math.isfinite(line.get("loss", 0.0)) for line in lines)
     assert lines[1]["kl/teacher"] == lines[1]["loss"], "no other tail, no cross-entropy"
 
@@ -100,29 +100,29 @@ def test_the_held_out_kl_falls(undisturbed: RunDirectory) -> None:
 def test_killed_swapped_and_resumed(
     material: Material, store: Path, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Killed in the second epoch of 24 steps; it goes on with the store that it began with."""
+    """Killed in the second epoch of 24 steps; the run resumes only with its original store."""
     from tests.student_trainer.small_store import sums, write_store
     from tests.student_trainer.tiny import curve, model
 
-    place, aside = tmp_path / "store", tmp_path / "aside"
-    shutil.copytree(store, place)
-    run = new_run(tmp_path / "run", job_of(material, place))
+    store_copy, moved_store = tmp_path / "store", tmp_path / "aside"
+    shutil.copytree(store, store_copy)
+    run = new_run(tmp_path / "run", job_of(material, store_copy))
     with trainer(run, 1) as process:
         process.wait_for_step(30)
         process.kill()
-    place.rename(aside)
-    write_store(place, model(seed=8), sums(SEQUENCES), samples=4)
-    says = "is not the store that this run started with; restore the original store"
-    assert_refused(run, ExitCode.WRONG_STATE, "data.path: ", says, attempt=2)
-    shutil.rmtree(place)
-    aside.rename(place)
+    store_copy.rename(moved_store)
+    write_store(store_copy, model(seed=8), sums(SEQUENCES), samples=4)
+    message = "is not the store that this run started with; restore the original store"
+    assert_refused(run, ExitCode.WRONG_STATE, "data.path: ", message, attempt=2)
+    shutil.rmtree(store_copy)
+    moved_store.rename(store_copy)
     finish(run, 3)
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
     assert weights(run) == weights(undisturbed)
 
 
 def test_adapters_in_shares(material: Material, store: Path, tmp_path: Path) -> None:
-    """Two processes (FSDP2, LoRA) learn what one does; 7 sequences, so that their parts differ."""
+    """Two processes (FSDP2, LoRA) equal one; 7 sequences, so that their shares differ."""
     changes = {
         "max_steps": 4,
         "eval__every": 2,
@@ -131,41 +131,49 @@ def test_adapters_in_shares(material: Material, store: Path, tmp_path: Path) -> 
         "train__tokens_per_micro_batch": 12,
         "student__lora": {"rank": 4},
     }
-    pair = {"train__processes": 2, "train__sharding": "fsdp2"}
-    one = finish(new_run(tmp_path / "one", job_of(material, store, **changes)))
-    two = finish(new_run(tmp_path / "two", job_of(material, store, **changes, **pair)))
-    assert_close(metrics_of(two), metrics_of(one))
+    process_options = {"train__processes": 2, "train__sharding": "fsdp2"}
+    single_run = finish(new_run(tmp_path / "one", job_of(material, store, **changes)))
+    sharded_run = finish(
+        new_run(tmp_path / "two", job_of(material, store, **changes, **process_options))
+    )
+    assert_close(metrics_of(sharded_run), metrics_of(single_run))
 
 
 def test_a_damaged_sequence_ends_the_job(
     material: Material, store: Path, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Nothing of its step is learned, the steps before are kept; once mended, it goes on."""
+    """Its step is not trained, earlier steps are kept; the run resumes after the repair."""
     from tests.student_trainer.tiny import curve
 
-    copied = tmp_path / "store"
-    shutil.copytree(store, copied)
-    run = new_run(tmp_path / "run", job_of(material, copied))
-    shard = sorted(copied.glob("*.arrow"))[1]
-    whole = shard.read_bytes()
-    at = len(whole) // 2
-    shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    store_copy = tmp_path / "store"
+    shutil.copytree(store, store_copy)
+    run = new_run(tmp_path / "run", job_of(material, store_copy))
+    shard = sorted(store_copy.glob("*.arrow"))[1]
+    sound_bytes = shard.read_bytes()
+    middle = len(sound_bytes) // 2
+    shard.write_bytes(
+        sound_bytes[:middle] + bytes([sound_bytes[middle] ^ 1]) + sound_bytes[middle + 1 :]
+    )
     with trainer(run) as process:
         assert process.wait() == ExitCode.JOB_FAILED, process.log
-    for text in (f" of {copied}: ", f"(shard {shard.name})", f"distill store verify {copied}"):
+    for text in (
+        f" of {store_copy}: ",
+        f"(shard {shard.name})",
+        f"distill store verify {store_copy}",
+    ):
         assert text in reason_of(run)
     status = run.read_status()
     assert status is not None
-    kept = [int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")]
-    assert max(kept, default=0) == status.step
-    shard.write_bytes(whole)
+    kept_steps = [int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")]
+    assert max(kept_steps, default=0) == status.step
+    shard.write_bytes(sound_bytes)
     finish(run, 2)
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
     assert weights(run) == weights(undisturbed)
 
 
 def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) -> None:
-    """A quarter of each step is the student's own, scored live."""
+    """A quarter of each step are the student's own answers, scored by a live teacher."""
     changes = {
         "max_steps": 12,
         "method__on_policy_fraction": 0.25,
@@ -185,36 +193,36 @@ def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) ->
 def test_mixed_with_answers_of_an_engine(
     material: Material, store: Path, teacher: str, tmp_path: Path
 ) -> None:
-    """Without lag to the bit as in the trainer; with lag, a killed trainer goes on to equal bits.
+    """Without lag, an engine changes no bit; with lag, a killed trainer resumes to the same bits.
 
-    The lag is further than what is read ahead.
+    The lag is longer than the read-ahead.
     """
     from tests.student_trainer.rollout_service.processes import ServiceProcess
     from tests.student_trainer.tiny import curve
 
     log = tmp_path / "service.log"
     service = ServiceProcess("--model", str(material.student), log=log)
-    mixed: dict[str, Any] = {
+    mixed_options: dict[str, Any] = {
         "max_steps": 8,
         "method__on_policy_fraction": 0.25,
         "teacher__address": teacher,
     }
-    engine = {**mixed, "rollouts__address": service.address}
-    lagging = job_of(material, store, **engine, rollouts__lag=3)
+    engine_options = {**mixed_options, "rollouts__address": service.address}
+    lagging_config = job_of(material, store, **engine_options, rollouts__lag=3)
     try:
-        here = finish(new_run(tmp_path / "here", job_of(material, store, **mixed)))
-        there = finish(new_run(tmp_path / "there", job_of(material, store, **engine)))
-        expected = finish(new_run(tmp_path / "expected", lagging))
-        run = new_run(tmp_path / "run", lagging)
-        killed_after_checkpoint(run)
+        local_run = finish(new_run(tmp_path / "here", job_of(material, store, **mixed_options)))
+        engine_run = finish(new_run(tmp_path / "there", job_of(material, store, **engine_options)))
+        expected_run = finish(new_run(tmp_path / "expected", lagging_config))
+        run = new_run(tmp_path / "run", lagging_config)
+        kill_after_checkpoint(run)
         finish(run, 2)
     finally:
         service.close()
-    assert weights(there) == weights(here)
-    lines = metrics_of(expected)
+    assert weights(engine_run) == weights(local_run)
+    lines = metrics_of(expected_run)
     assert [line["rollout/lag"] for line in lines[1:]] == [0, 1, 2, 3, 3, 3, 3, 3]
     assert curve(metrics_of(run)) == curve(lines)
-    assert weights(run) == weights(expected) != weights(here)
+    assert weights(run) == weights(expected_run) != weights(local_run)
 
 
 def test_submitted(
@@ -225,20 +233,24 @@ def test_submitted(
     with DistillClient(server.address) as client:
         job = client.submit(job_of(material, store))
         for event in client.watch(job.id):
-            last = event
-        assert last.state is JobState.SUCCEEDED, last.reason
+            last_event = event
+        assert last_event.state is JobState.SUCCEEDED, last_event.reason
         path = client.pull(job.id, str(tmp_path / "pulled"))
-    found = RunDirectory(server.runs / job.id)
-    assert weights(found) == weights(undisturbed)
+    server_run = RunDirectory(server.runs / job.id)
+    assert weights(server_run) == weights(undisturbed)
     assert (Path(path) / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("other", [True, False], ids=["another tokenizer", "another k"])
-def test_refused_in_seconds(other: bool, material: Material, store: Path, tmp_path: Path) -> None:
-    """What else is refused is in tests/student_trainer/data/test_captured_stores.py."""
+@pytest.mark.parametrize(
+    "has_other_tokenizer", [True, False], ids=["another tokenizer", "another k"]
+)
+def test_refused_in_seconds(
+    has_other_tokenizer: bool, material: Material, store: Path, tmp_path: Path
+) -> None:
+    """Other refusals are tested in tests/student_trainer/data/test_captured_stores.py."""
     from tests.student_trainer import tiny
 
-    if not other:
+    if not has_other_tokenizer:
         run = new_run(tmp_path / "run", job_of(material, store, method__top_k=8))
         assert_refused(run, ExitCode.WRONG_STATE, "method.top_k: ", "captured with 4")
         return
@@ -246,6 +258,6 @@ def test_refused_in_seconds(other: bool, material: Material, store: Path, tmp_pa
     student = tiny.model(characters=characters)
     path = tiny.save(student, tiny.tokenizer(characters), tmp_path / "student")
     run = new_run(tmp_path / "run", job_of(material, store, student__model=str(path)))
-    says = ("student.model: ", "the tokenizers differ: id 1 is '*'", "the store's tokenizer")
-    assert_refused(run, ExitCode.WRONG_STATE, *says)
+    messages = ("student.model: ", "the tokenizers differ: id 1 is '*'", "the store's tokenizer")
+    assert_refused(run, ExitCode.WRONG_STATE, *messages)
     assert not run.metrics.exists()

@@ -38,12 +38,12 @@ REPEATS = int(os.environ.get("DISTILL_REPEATS", "3"))
 SEED = int(os.environ.get("DISTILL_PIPELINE_SEED", "1"))
 STEPS = 8
 SECONDS = 240.0
-# What is killed, with the first and the last job during which it is: only RL has a teacher.
+# What is killed, with the first and last job during which it may be: only RL has a teacher.
 VICTIMS = {"server": (0, 3), "teacher": (2, 2), "trainer": (1, 3)}
 
 
-def pipeline(material: Material) -> list[AnyJob]:
-    """capture -> offline -> RL with a teacher that the server runs -> eval."""
+def make_pipeline(material: Material) -> list[AnyJob]:
+    """Return the jobs capture -> offline -> RL, with a teacher that the server runs -> eval."""
     from tests.student_trainer.tiny import offline_job, rl_job
 
     rows = CaptureJob.model_validate(
@@ -54,8 +54,8 @@ def pipeline(material: Material) -> list[AnyJob]:
             "method": {"type": "capture", "max_tokens": 32, "shard_bytes": 20_000},
         }
     )
-    few = {"max_steps": STEPS, "train__warmup_steps": 2}
-    learn = offline_job(material, Path("@rows/store"), name="learn", **few)
+    options = {"max_steps": STEPS, "train__warmup_steps": 2}
+    learn = offline_job(material, Path("@rows/store"), name="learn", **options)
     steer = rl_job(
         *(material,),
         **{"name": "steer", "student__model": "@learn/export", "max_steps": STEPS},
@@ -74,12 +74,12 @@ def pipeline(material: Material) -> list[AnyJob]:
 
 
 def run_one_by_one(root: Path, jobs: Sequence[AnyJob], teacher: str) -> list[RunDirectory]:
-    """Run the jobs without a server, each with the paths of what those before it made."""
+    """Run the jobs without a server, each with the output paths of earlier jobs."""
     runs: dict[str, RunDirectory] = {}
     for job in jobs:
         for output in outputs_in(job):
-            made = runs[output.job]
-            path = made.store if output.kind == "store" else made.export
+            source_run = runs[output.job]
+            path = source_run.store if output.kind == "store" else source_run.export
             job = replaced(job, output.key, str(path))
         if isinstance(job, RLJob):
             job = job.model_copy(update={"teacher": TeacherLink(address=teacher)})
@@ -87,18 +87,18 @@ def run_one_by_one(root: Path, jobs: Sequence[AnyJob], teacher: str) -> list[Run
     return list(runs.values())
 
 
-def results(runs: Sequence[RunDirectory]) -> list[Any]:
-    """The bits that the jobs made: rows, curves and weights, answers and scores."""
+def result_digests(runs: Sequence[RunDirectory]) -> list[Any]:
+    """Return digests of what the jobs made: rows, curves and weights, answers and scores."""
     from tests.student_trainer.tiny import curve
     from tests.teacher_service.capture.material import digests
 
-    rows, *trained, scored = runs
-    files = sorted(scored.evaluation.glob("*/judged.parquet"))
+    capture_run, *trained_runs, scored_run = runs
+    files = sorted(scored_run.evaluation.glob("*/judged.parquet"))
     answers = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     return [
-        digests(rows.store),
-        *((curve(metrics_of(run)), weights(run)) for run in trained),
-        (answers, (scored.evaluation / "result.json").read_text()),
+        digests(capture_run.store),
+        *((curve(metrics_of(run)), weights(run)) for run in trained_runs),
+        (answers, (scored_run.evaluation / "result.json").read_text()),
     ]
 
 
@@ -109,26 +109,30 @@ class Killer:
         self.server, self.client = server, client
 
     def wait_for(self, job: JobHandle, step: int) -> None:
-        """Until it has made the step; at step 0, until it is not waiting for other jobs.
+        """Wait until the job has made the step; at step 0, until it no longer waits for other jobs.
 
-        An evaluation: until the first answers are stored, which are a third of all.
+        An evaluation: wait until the first answers are stored, a third of all.
         """
         run = RunDirectory(self.server.runs / job.id)
         answers = run.evaluation / "student" / "journal.jsonl"
 
-        def reached() -> bool:
+        def has_reached() -> bool:
             if job.kind == "eval" and answers.exists() and answers.stat().st_size:
                 return True
             if step and any(line["step"] >= step for line in metrics_of(run)[-1:]):
                 return True
             with suppress(Unavailable):
-                now = self.client.get(job.id)
-                assert now.state is not JobState.FAILED, now.reason
-                begun = now.state is not JobState.QUEUED or "teacher.model" in now.phase
-                return now.state in TERMINAL or (begun and not step and job.kind != "eval")
+                current_job = self.client.get(job.id)
+                assert current_job.state is not JobState.FAILED, current_job.reason
+                has_begun = (
+                    current_job.state is not JobState.QUEUED or "teacher.model" in current_job.phase
+                )
+                return current_job.state in TERMINAL or (
+                    has_begun and not step and job.kind != "eval"
+                )
             return False
 
-        eventually(reached, SECONDS, pause=0.002)
+        eventually(has_reached, SECONDS, pause=0.002)
 
     def kill(self, victim: str, job: JobHandle) -> bool:
         """Kill one process; False if there is none of this kind by now."""
@@ -157,21 +161,23 @@ class Killer:
 def test_killed_anywhere_it_comes_to_the_same_bits(
     material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
-    points = random.Random(SEED)
-    named = [json.loads(job.model_dump_json(exclude_unset=True)) for job in pipeline(material)]
-    file = tmp_path / "pipeline.yaml"  # of which JSON is a part
-    file.write_text(json.dumps({"job": named}))
-    configs = [one.config for one in load_jobs(file)]
-    assert configs == pipeline(material)
-    expected = results(run_one_by_one(tmp_path / "plain", configs, teacher))
+    generator = random.Random(SEED)
+    job_documents = [
+        json.loads(job.model_dump_json(exclude_unset=True)) for job in make_pipeline(material)
+    ]
+    file = tmp_path / "pipeline.yaml"  # JSON is a subset of YAML
+    file.write_text(json.dumps({"job": job_documents}))
+    configs = [loaded.config for loaded in load_jobs(file)]
+    assert configs == make_pipeline(material)
+    expected_digests = result_digests(run_one_by_one(tmp_path / "plain", configs, teacher))
 
     server = make_server(runs=tmp_path / "killed")
     victims = [list(VICTIMS)[n % 3] for n in range(REPEATS)]
     plan = sorted(
-        (points.randint(*VICTIMS[victim]), points.randint(0, STEPS - 2), victim)
+        (generator.randint(*VICTIMS[victim]), generator.randint(0, STEPS - 2), victim)
         for victim in victims
     )
-    killed = []
+    hits = []
     with DistillClient(server.address) as client:
         jobs = client.submit_all(configs, config_text=file.read_text())
         killer = Killer(server, client)
@@ -179,15 +185,17 @@ def test_killed_anywhere_it_comes_to_the_same_bits(
             # A capture counts sequences.
             killer.wait_for(jobs[number], step * 80 if number == 0 else step)
             if killer.kill(victim, jobs[number]):
-                killed.append((jobs[number].name, step, victim))
+                hits.append((jobs[number].name, step, victim))
         for job in jobs:
-            ended = job.wait(SECONDS)
-            assert ended.state is JobState.SUCCEEDED, ended.reason
-        assert results([RunDirectory(server.runs / job.id) for job in jobs]) == expected
+            ended_job = job.wait(SECONDS)
+            assert ended_job.state is JobState.SUCCEEDED, ended_job.reason
+        assert (
+            result_digests([RunDirectory(server.runs / job.id) for job in jobs]) == expected_digests
+        )
         attempts = {job.name: job.refresh().attempt for job in jobs}
         score = jobs[-1].refresh()
         assert score.metrics["eval/accuracy"] > 0
         scores = json.loads((jobs[-1].pull(tmp_path / "scores") / "result.json").read_text())
         assert scores["models"][0]["pass@1"]["mean"] == score.metrics["eval/accuracy"]
-    print(f"{len(killed)} of {len(plan)} kills hit: {killed}; attempts {attempts}")
-    assert len(killed) >= len(plan) // 2
+    print(f"{len(hits)} of {len(plan)} kills hit: {hits}; attempts {attempts}")
+    assert len(hits) >= len(plan) // 2

@@ -1,4 +1,4 @@
-"""Qwen2.5's 7B teaches its 1.5B: the real tokenizer and numbers of logits, tiny layers."""
+"""Qwen2.5 7B teaches 1.5B: the real tokenizer and vocabulary sizes, tiny layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ WIDTHS = {"7b": 152_064, "1.5b": 151_936}  # as in their config.json
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-    root = tmp_path_factory.mktemp("qwen")
-    words = AutoTokenizer.from_pretrained(fetch_tokenizer("qwen2_5", root / "tokenizer"))
-    assert len(words) == TOKENS
+    models_directory = tmp_path_factory.mktemp("qwen")
+    tokenizer = AutoTokenizer.from_pretrained(
+        fetch_tokenizer("qwen2_5", models_directory / "tokenizer")
+    )
+    assert len(tokenizer) == TOKENS
     for seed, (name, width) in enumerate(WIDTHS.items()):
         torch.manual_seed(seed)
         config = Qwen2Config(
@@ -36,33 +38,37 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_key_value_heads=1,
             max_position_embeddings=4096,
             tie_word_embeddings=name == "1.5b",
-            eos_token_id=words.eos_token_id,
-            pad_token_id=words.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
         )
-        made = Qwen2ForCausalLM(config)
+        model = Qwen2ForCausalLM(config)
         with torch.no_grad():
-            made.get_output_embeddings().weight.normal_(std=0.3)
-        made.save_pretrained(root / name)
-        words.save_pretrained(root / name)
-    asked = [f"How many apples are {n} apples and {n + 1} apples?" for n in range(24)]
-    lines = [json.dumps({"prompt": text, "answer": "some"}) + "\n" for text in asked]
-    (root / "prompts.jsonl").write_text("".join(lines))
-    return root
+            model.get_output_embeddings().weight.normal_(std=0.3)
+        model.save_pretrained(models_directory / name)
+        tokenizer.save_pretrained(models_directory / name)
+    prompts = [f"How many apples are {n} apples and {n + 1} apples?" for n in range(24)]
+    lines = [json.dumps({"prompt": text, "answer": "some"}) + "\n" for text in prompts]
+    (models_directory / "prompts.jsonl").write_text("".join(lines))
+    return models_directory
 
 
 @pytest.mark.parametrize("student", ["1.5b", pytest.param("7b", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "divergence", ["reverse_kl", pytest.param("forward_kl", marks=pytest.mark.slow)]
 )
-def test_one_teaches_the_other(root: Path, tmp_path: Path, student: str, divergence: str) -> None:
-    """End to end, in both directions: the KL falls. The teacher refuses any id of the padding."""
+def test_one_teaches_the_other(
+    models_directory: Path, tmp_path: Path, student: str, divergence: str
+) -> None:
+    """In both directions the KL falls. The teacher would refuse any padding id."""
     from tests.student_trainer import tiny
 
     (teacher,) = WIDTHS.keys() - {student}
-    material = tiny.Material(root / "prompts.jsonl", root / teacher, root / student)
+    material = tiny.Material(
+        models_directory / "prompts.jsonl", models_directory / teacher, models_directory / student
+    )
     process = ForkedTeacher(
-        ["--model", str(root / teacher), "--no-cache", "--device", "cpu"],
+        ["--model", str(models_directory / teacher), "--no-cache", "--device", "cpu"],
         log=tmp_path / "teacher.log",
     )
     try:

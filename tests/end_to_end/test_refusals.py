@@ -1,4 +1,4 @@
-"""What cannot work is refused at once, in one sentence that names the field and the remedy."""
+"""Invalid jobs are refused at once, in one sentence that names the field and the remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.forked_python import run_forked
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-# The promise is 10 s; the rest is for a machine that has much else to do.
+# Documented limit: 10 s; the test allows more, for a busy machine.
 SECONDS = 100.0
 JOB = """\
 max_steps = 5
@@ -39,19 +39,19 @@ track.tensorboard = false
 
 @dataclass(frozen=True)
 class Refusal:
-    """Overrides of a job that works; {root} is the place of what `make` made."""
+    """Overrides of a job that works; {root} is the directory in which `make` wrote files."""
 
     sets: Mapping[str, str]
-    says: tuple[str, ...]  # the field first, then what is wrong, then the remedy
+    sentence_parts: tuple[str, ...]  # the field first, then what is wrong, then the remedy
     code: ExitCode = ExitCode.USAGE
     make: Callable[[Path], object] = field(default=lambda root: None)
-    launched: bool = False  # by an interpreter of its own, not forked
+    launched: bool = False  # in a new interpreter instead of a forked process
 
 
-def other_student(characters: str, width: int = 0) -> Callable[[Path], object]:
-    """A student of another alphabet, or with logits for `width` ids."""
+def make_other_student(characters: str, width: int = 0) -> Callable[[Path], object]:
+    """Return a function that saves a student with another alphabet, or with `width` logits."""
 
-    def make(root: Path) -> None:
+    def save_student(root: Path) -> None:
         from tests.student_trainer import tiny
 
         student = tiny.model(characters=characters)
@@ -59,15 +59,15 @@ def other_student(characters: str, width: int = 0) -> Callable[[Path], object]:
             student.resize_token_embeddings(width, mean_resizing=False)
         tiny.save(student, tiny.tokenizer(characters), root / "student")
 
-    return make
+    return save_student
 
 
-def without_weights(root: Path) -> None:
-    other_student("0123456789+=")(root)
+def save_without_weights(root: Path) -> None:
+    make_other_student("0123456789+=")(root)
     (root / "student" / "model.safetensors").unlink()
 
 
-def text(name: str, *lines: str) -> Callable[[Path], object]:
+def write_lines(name: str, *lines: str) -> Callable[[Path], object]:
     return lambda root: (root / name).write_text("".join(line + "\n" for line in lines))
 
 
@@ -77,13 +77,13 @@ CASES = {
         STUDENT,
         ("student.model: ", "the tokenizers differ: id 1 is '*'", "the teacher's tokenizer"),
         ExitCode.WRONG_STATE,
-        other_student("*0123456789+="),
+        make_other_student("*0123456789+="),
     ),
     "a token more": Refusal(
         STUDENT,
         ("student.model: ", "the student has 14 tokens, the teacher 13", "the teacher's tokenizer"),
         ExitCode.WRONG_STATE,
-        other_student("0123456789+=z"),
+        make_other_student("0123456789+=z"),
     ),
     "too few logits": Refusal(
         STUDENT,
@@ -92,7 +92,7 @@ CASES = {
             *("the student has no logit", "differ only by padding"),
         ),
         ExitCode.WRONG_STATE,
-        other_student("0123456789+=", width=12),
+        make_other_student("0123456789+=", width=12),
     ),
     "unknown key": Refusal(
         {"teacher.topk": "3"}, ("teacher.topk: ", "unknown key", "did you mean 'top_k'")
@@ -106,11 +106,11 @@ CASES = {
     "a name that is nowhere": Refusal(
         {"student.model": "nobody/nothing-of-this-name"},
         ("student.model: ", "no usable model", "give a Hugging Face directory"),
-        launched=True,  # whether the hub is away is known before its library is imported
+        launched=True,  # the hub library reads its environment variables at its import
     ),
     "no weights": Refusal(
         STUDENT, ("student.model: ", "no *.safetensors", "give a Hugging Face directory"),
-        make=without_weights,
+        make=save_without_weights,
     ),
     "no teacher": Refusal(
         {"teacher.address": "127.0.0.1:1"},
@@ -127,46 +127,48 @@ CASES = {
     "no column": Refusal(
         {"data.path": "{root}/data.jsonl"},
         ("data.prompt_column: ", "no column 'prompt'", "has the column question", "set data."),
-        make=text("data.jsonl", '{"question": "1+1="}'),
+        make=write_lines("data.jsonl", '{"question": "1+1="}'),
     ),
     "bad json": Refusal(
         {"data.path": "{root}/data.jsonl"},
         ("data.path: ", "data.jsonl:21 is not JSON", "one JSON object"),
-        make=text("data.jsonl", *['{"prompt": "1+1=", "answer": "2"}'] * 20, '{"prompt": "1+'),
+        make=write_lines(
+            "data.jsonl", *['{"prompt": "1+1=", "answer": "2"}'] * 20, '{"prompt": "1+'
+        ),
     ),
     "idle processes": Refusal(
         {"train.prompts_per_step": "1", "train.processes": "2"},
         ("train.prompts_per_step: ", "1 sequences are too few for 2", "lower train.processes"),
     ),
 }  # fmt: skip
-refusals = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_refusal = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-@refusals
+@each_refusal
 def test_distill_run(case: Refusal, material: Material, teacher: str, tmp_path: Path) -> None:
     case.make(tmp_path)
     file, runs = tmp_path / "job.toml", tmp_path / "runs"
     file.write_text(JOB.format(student=material.student, prompts=material.prompts, address=teacher))
     sets = [f"--set={key}={value.format(root=tmp_path)}" for key, value in case.sets.items()]
-    began = time.monotonic()
+    start_time = time.monotonic()
     command = [sys.executable, "-m", "clients", "-q", "run", str(file), "--runs", str(runs), *sets]
     if case.launched:
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+        process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     else:
-        done = run_forked(command, env=ENVIRONMENT)
-    seconds = time.monotonic() - began
-    print(f"{seconds:.1f} s: {done.stderr}")
-    assert (done.returncode, done.stdout) == (case.code, "")
-    (sentence,) = done.stderr.splitlines()
+        process = run_forked(command, env=ENVIRONMENT)
+    seconds = time.monotonic() - start_time
+    print(f"{seconds:.1f} s: {process.stderr}")
+    assert (process.returncode, process.stdout) == (case.code, "")
+    (sentence,) = process.stderr.splitlines()
     assert sentence.startswith("error: ")
-    assert says(sentence, case)
+    assert matches_case(sentence, case)
     assert not runs.exists() or list(runs.iterdir()) == []
     assert seconds < SECONDS
 
 
-def says(sentence: str, case: Refusal) -> bool:
-    """All the parts, in their order."""
-    return re.search(".*".join(map(re.escape, case.says)), sentence) is not None
+def matches_case(sentence: str, case: Refusal) -> bool:
+    """Whether the sentence has all parts, in their order."""
+    return re.search(".*".join(map(re.escape, case.sentence_parts)), sentence) is not None
 
 
 def test_the_server(
@@ -176,48 +178,51 @@ def test_the_server(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The same sentence: at once, where the first records of the data show it; else the job is
-    FAILED with it, and without a second try.
+    """The same sentence: at once if the first records of the data show the problem; otherwise the
+    job is FAILED with it, without a retry.
     """
     from tests.student_trainer.tiny import job
 
-    # What distill run and submit refuse from the looks of the file alone comes to a server as well.
+    # Jobs that the command refuses by the job file alone also reach a server.
     at_once = ("another tokenizer", "k > max", "no data file", "no student", "no teacher")
     at_once += ("no weights", "too long", "no column")
     at_start = ("bad json",)
     server = make_server(slots=2)
 
-    def submit(case: Refusal, root: Path) -> Job:
+    def submit_case(case: Refusal, root: Path) -> Job:
         root.mkdir()
         case.make(root)
         changes = {
             key.replace(".", "__"): json.loads(value) if value.isdecimal() else value
-            for key, value in ((key, v.format(root=root)) for key, v in case.sets.items())
+            for key, value in ((key, value.format(root=root)) for key, value in case.sets.items())
         }
         return client.submit(job(material, teacher, **changes))
 
     with DistillClient(server.address) as client:
         for number, name in enumerate(at_once):
-            began = time.monotonic()
+            start_time = time.monotonic()
             with pytest.raises(DistillError) as caught:
-                submit(CASES[name], tmp_path / str(number))
-            print(f"{time.monotonic() - began:.1f} s: {name}: {caught.value}")
-            assert says(str(caught.value), CASES[name])
+                submit_case(CASES[name], tmp_path / str(number))
+            print(f"{time.monotonic() - start_time:.1f} s: {name}: {caught.value}")
+            assert matches_case(str(caught.value), CASES[name])
             assert caught.value.exit_code is CASES[name].code
         file = tmp_path / "job.toml"
         values = {"student": material.student, "prompts": material.prompts, "address": teacher}
         file.write_text(JOB.format(**values))
         dry_run = ["--server", server.address, "submit", str(file), "--dry-run"]
-        capsys.readouterr()  # what made the material above
+        capsys.readouterr()  # discard earlier output
         assert main(dry_run) == ExitCode.OK
         assert capsys.readouterr().err == "the server would accept the job\n"
         assert main([*dry_run, "--set", "teacher.top_k=14"]) == ExitCode.USAGE
-        assert says(capsys.readouterr().err, CASES["k > max"])
+        assert matches_case(capsys.readouterr().err, CASES["k > max"])
         assert client.list() == []
-        ids = {name: submit(CASES[name], tmp_path / name.replace(" ", "-")).id for name in at_start}
+        ids = {
+            name: submit_case(CASES[name], tmp_path / name.replace(" ", "-")).id
+            for name in at_start
+        }
         for name, job_id in ids.items():
-            ended = client.wait(job_id, timeout=60)
-            print(f"{name}: {ended.reason}")
-            assert (ended.state, ended.attempt, ended.step) == (JobState.FAILED, 1, 0)
-            assert says(ended.reason, CASES[name])
-            assert "\n" not in ended.reason
+            ended_job = client.wait(job_id, timeout=60)
+            print(f"{name}: {ended_job.reason}")
+            assert (ended_job.state, ended_job.attempt, ended_job.step) == (JobState.FAILED, 1, 0)
+            assert matches_case(ended_job.reason, CASES[name])
+            assert "\n" not in ended_job.reason

@@ -1,4 +1,4 @@
-"""A job from an empty machine that shares nothing with the server: sent, trained, pulled."""
+"""A job from a machine that shares no files with the server: uploaded, trained, pulled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = Path(clients.__file__).parent.parent
 
 
 class EmptyMachine:
-    """Another home, and disks of its own: the server cannot see its files, nor it the server's.
+    """A mount namespace with its own disks: it and the server cannot see each other's files.
 
     The name of its directory exists on both.
     """
@@ -40,30 +40,34 @@ class EmptyMachine:
 
     def run(self, *lines: str) -> str:
         """Run shell commands; what is on its disk is lost at the end. Returns stdout."""
-        place, runs = shlex.quote(str(self.path)), shlex.quote(str(self.runs))
-        script = ["set -e", f"mount -t tmpfs tmpfs {place}", f"mount -t tmpfs tmpfs {runs}"]
-        script += [f"cd {place}", *lines]
-        done = subprocess.run(
+        directory, runs = shlex.quote(str(self.path)), shlex.quote(str(self.runs))
+        script = ["set -e", f"mount -t tmpfs tmpfs {directory}", f"mount -t tmpfs tmpfs {runs}"]
+        script += [f"cd {directory}", *lines]
+        process = subprocess.run(
             ["unshare", "--mount", "sh", "-c", "\n".join(script)],
             capture_output=True,
             text=True,
             env={**ENVIRONMENT, "HOME": str(self.path), "PYTHONPATH": str(SOURCE)},
             timeout=300,
         )
-        assert done.returncode == 0, done.stderr
+        assert process.returncode == 0, process.stderr
         assert not any(self.path.iterdir()), "its files are its own"
-        return done.stdout
+        return process.stdout
 
 
 def as_toml(config: dict[str, Any]) -> str:
-    """The text of a job file."""
+    """Return the text of a job file."""
 
-    def value(of: Any) -> str:
-        if isinstance(of, dict):
-            return "{" + ", ".join(f"{key} = {value(one)}" for key, one in of.items()) + "}"
-        return json.dumps(of)
+    def format_value(setting: Any) -> str:
+        if isinstance(setting, dict):
+            return (
+                "{"
+                + ", ".join(f"{key} = {format_value(nested)}" for key, nested in setting.items())
+                + "}"
+            )
+        return json.dumps(setting)
 
-    return "".join(f"{key} = {value(of)}\n" for key, of in config.items())
+    return "".join(f"{key} = {format_value(setting)}\n" for key, setting in config.items())
 
 
 @pytest.mark.slow
@@ -74,7 +78,7 @@ def test_nothing_is_shared(
     undisturbed: RunDirectory,
     tmp_path: Path,
 ) -> None:
-    """The same bits as a run on the machine of the files."""
+    """The result has the bits of a run on the machine that has the files."""
     from tests.student_trainer.tiny import job
 
     server = make_server()
@@ -84,7 +88,7 @@ def test_nothing_is_shared(
     config["student"]["model"] = "student"
     config["data"]["path"] = str(machine.path / "train.jsonl")
     distill = f"{sys.executable} -m clients --server {server.address}"
-    printed = machine.run(
+    output = machine.run(
         f"cp -r {material.student} student",
         f"cp {material.prompts} train.jsonl",
         f"cat > job.toml <<'END'\n{as_toml(config)}END",
@@ -96,21 +100,21 @@ def test_nothing_is_shared(
         *(line.replace(".venv/bin/distill", distill) for line in document.commands),
         "exec >&3",
         "sha256sum trained/model.safetensors",
-        # From files that are the same, nothing is sent again.
+        # Unchanged files are not sent again.
         f"{distill} submit job.toml --upload --set student.model=trained 2> told",
         "grep 'the server has' told",
     )
-    assert printed.split()[0] == weights(undisturbed)
-    assert "data.path: the server has its" in printed
+    assert output.split()[0] == weights(undisturbed)
+    assert "data.path: the server has its" in output
     runs = [RunDirectory(path.parent) for path in server.runs.glob("*/job.json")]
     for run in runs:
-        used = run.config()
-        assert Path(used.student.model).is_relative_to(server.runs / ".uploads")
+        job_config = run.config()
+        assert Path(job_config.student.model).is_relative_to(server.runs / ".uploads")
     shutil.rmtree(tmp_path / "empty")
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # moto's own
+@pytest.mark.filterwarnings("default")  # warnings of moto
 def test_files_in_an_object_storage(
     material: Material,
     teacher: str,
@@ -118,7 +122,7 @@ def test_files_in_an_object_storage(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same bits; a job whose file is not there says so, and one that waits is not lost."""
+    """Jobs that read from an object storage have the same bits; a missing file is reported."""
     from tests.student_trainer.tiny import job
 
     storage = pytest.importorskip("tests.object_storage")
@@ -129,13 +133,13 @@ def test_files_in_an_object_storage(
     s3.write("data/train.jsonl", material.prompts.read_bytes())
     keys = tmp_path / "credentials"
     keys.write_text("[default]\naws_access_key_id = test\naws_secret_access_key = test\n")
-    places = {
+    variables = {
         "AWS_ENDPOINT_URL": s3.address,
         "AWS_SHARED_CREDENTIALS_FILE": str(keys),
         "AWS_EC2_METADATA_DISABLED": "true",
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
-    for name, value in places.items():
+    for name, value in variables.items():
         monkeypatch.setitem(ENVIRONMENT, name, value)
     config = job(
         material,
@@ -155,18 +159,19 @@ def test_files_in_an_object_storage(
             times = {path: path.stat().st_mtime_ns for path in copies if path.name != "lock"}
             assert client.submit(config).wait(200).reason == ""
             assert all(path.stat().st_mtime_ns == time for path, time in times.items())
-            missing = config.model_copy(
+            config_of_missing_file = config.model_copy(
                 update={"data": config.data.model_copy(update={"path": "s3://rows/no.jsonl"})}
             )
-            ended = client.submit(missing).wait(100)
+            ended_job = client.submit(config_of_missing_file).wait(100)
             assert (
-                ended.reason == "data.path: there is no file at s3://rows/no.jsonl; correct the URL"
+                ended_job.reason
+                == "data.path: there is no file at s3://rows/no.jsonl; correct the URL"
             )
-            wrong = config.model_copy(
+            config_of_wrong_url = config.model_copy(
                 update={"data": config.data.model_copy(update={"path": "s3://rows"})}
             )
             with pytest.raises(InvalidInput, match="the URL is not s3://BUCKET/PREFIX"):
-                client.submit(wrong)
+                client.submit(config_of_wrong_url)
     finally:
         server.clean_up()
         s3.stop()

@@ -1,4 +1,4 @@
-"""On-policy distillation is learning from rewards without any: the same bits."""
+"""RL without rewards has the same bits as on-policy distillation."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from tests.student_trainer import tiny
 STEPS = 6
 
 
-def rewards_of(config: OnPolicyJob | RLJob) -> AbstractContextManager[Rewards | None]:
+def open_rewards(config: OnPolicyJob | RLJob) -> AbstractContextManager[Rewards | None]:
     if isinstance(config, OnPolicyJob) or config.reward is None:
         return nullcontext()
     return make_rewards(config.reward)
 
 
-def trained(path: Path, config: OnPolicyJob | RLJob) -> RunDirectory:
-    """By a teacher service, in a process of its own."""
+def train_run(path: Path, config: OnPolicyJob | RLJob) -> RunDirectory:
+    """Train in this process, with a teacher service in another one."""
     run = RunDirectory.create(path, config)
     progress = Progress(run, attempt=1, max_steps=STEPS, main=True, terminated=lambda: False)
-    with rewards_of(config) as rewards, connect(config) as teachers:
-        made = assemble(config, run, teachers, None, progress, 1, None, rewards)
-        assert made.train() == "succeeded"
+    with open_rewards(config) as rewards, connect(config) as teachers:
+        assembled_job = assemble(config, run, teachers, None, progress, 1, None, rewards)
+        assert assembled_job.train() == "succeeded"
     return run
 
 
-def shared(found: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name in names}
+def select_metrics(metrics: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if name in names}
 
 
 def test_without_rewards_it_is_on_policy_distillation(
@@ -53,8 +53,8 @@ def test_without_rewards_it_is_on_policy_distillation(
         "method__rollouts_per_prompt": 2,
         "method__temperature": 2.0,
     }
-    plain = trained(tmp_path / "plain", tiny.job(material, teacher, **changes))
-    rewarded = tiny.rl_job(
+    on_policy_run = train_run(tmp_path / "plain", tiny.job(material, teacher, **changes))
+    rl_config = tiny.rl_job(
         material,
         teacher={"address": teacher},
         method__reward_weight=0.0,
@@ -62,23 +62,23 @@ def test_without_rewards_it_is_on_policy_distillation(
         method__updates_per_step=1,
         **changes,
     )
-    assert rewarded.method.teacher_beta == 1
-    also = trained(tmp_path / "rl", rewarded)
-    curves = [tiny.curve(metrics_of(run)) for run in (plain, also)]
-    for line in curves[1]:  # RL names the noise after the KL that it is of
+    assert rl_config.method.teacher_beta == 1
+    rl_run = train_run(tmp_path / "rl", rl_config)
+    curves = [tiny.curve(metrics_of(run)) for run in (on_policy_run, rl_run)]
+    for line in curves[1]:  # in RL, the name of the metric contains the kind of KL
         if "topk/teacher_gradient_sd" in line:
             line["topk/gradient_sd"] = line["topk/teacher_gradient_sd"]
     names = set(curves[0][-1])
     assert {"loss", "kl/teacher", "eval/kl", "eval/accuracy", "grad_norm", "entropy"} <= names
-    assert [shared(line, names) for line in curves[1]] == curves[0]
+    assert [select_metrics(line, names) for line in curves[1]] == curves[0]
     assert "reward/mean" in curves[1][-1], "rewards are measured all the same"
-    weights = [load_file(run.export / "model.safetensors") for run in (plain, also)]
+    weights = [load_file(run.export / "model.safetensors") for run in (on_policy_run, rl_run)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_teacher_and_anchor_at_once(material: tiny.Material, teacher: str, tmp_path: Path) -> None:
-    """Both directions: forward, the anchor is asked at the ids that the teacher chose."""
+    """With forward KL, the anchor is evaluated at the ids that the teacher chose."""
     for divergence in ("reverse_kl", "forward_kl"):
         config = tiny.rl_job(
             material,
@@ -86,11 +86,13 @@ def test_teacher_and_anchor_at_once(material: tiny.Material, teacher: str, tmp_p
             max_steps=2,
             method__divergence=divergence,
         )
-        run = trained(tmp_path / divergence, config)
-        last = metrics_of(run)[-1]
-        assert {"kl/teacher", "kl/anchor", "eval/kl", "eval/anchor/kl", "reward/mean"} <= set(last)
-        assert last["kl/teacher"] > abs(last["kl/anchor"]) > 0
+        run = train_run(tmp_path / divergence, config)
+        last_line = metrics_of(run)[-1]
+        assert {"kl/teacher", "kl/anchor", "eval/kl", "eval/anchor/kl", "reward/mean"} <= set(
+            last_line
+        )
+        assert last_line["kl/teacher"] > abs(last_line["kl/anchor"]) > 0
         lines = (run.samples / "step-000002.jsonl").read_text().splitlines()
-        told = [json.loads(line) for line in lines]
-        assert told
-        assert all("reward" in one for one in told)
+        samples = [json.loads(line) for line in lines]
+        assert samples
+        assert all("reward" in sample for sample in samples)

@@ -30,24 +30,24 @@ CASES = [
     (2, "fsdp2", "group"),
     (2, "none", "gae"),
 ]
-# 9 groups are no even number for any of them.
+# 9 groups do not divide evenly among the processes.
 GROUPS = {"max_steps": 4, "eval__every": 4, "train__prompts_per_step": 9}
 
 
-def made(
+def run_rl_job(
     material: Material, path: Path, advantages: str, processes: int = 1, sharding: str = "none"
 ) -> RunDirectory:
     from tests.student_trainer.tiny import rl_job
 
-    how = {
+    options = {
         "train__processes": processes,
         "train__sharding": sharding,
         "method__advantages": advantages,
     }
-    return finish(new_run(path, rl_job(material, **GROUPS, **how)))
+    return finish(new_run(path, rl_job(material, **GROUPS, **options)))
 
 
-def tensors(run: RunDirectory, file: str) -> dict[str, torch.Tensor]:
+def load_tensors(run: RunDirectory, file: str) -> dict[str, torch.Tensor]:
     return load_file(run.checkpoints / "step-000004" / file)
 
 
@@ -55,24 +55,24 @@ def tensors(run: RunDirectory, file: str) -> dict[str, torch.Tensor]:
 def test_the_same_curve_as_one_process(
     material: Material, once: Once, processes: int, sharding: str, advantages: str, tmp_path: Path
 ) -> None:
-    alone = RunDirectory(
-        once(f"rl-alone-{advantages}", lambda path: made(material, path, advantages))
+    single_run = RunDirectory(
+        once(f"rl-alone-{advantages}", lambda path: run_rl_job(material, path, advantages))
     )
-    run = made(material, tmp_path / "run", advantages, processes, sharding)
+    run = run_rl_job(material, tmp_path / "run", advantages, processes, sharding)
     lines = metrics_of(run)
-    assert_close(lines, metrics_of(alone))
+    assert_close(lines, metrics_of(single_run))
     assert lines[-1]["anchor/version"] == 4
     assert lines[-1]["reward/std"] > 0, "nothing was learned from"
-    # An estimate of a small number: it may have either sign.
+    # The estimate of a small KL may have either sign.
     assert abs(lines[-1]["kl/anchor"]) > 1e-5, "the anchor pulled at nothing"
     for file in ["anchor.safetensors"] + ["critic.safetensors"] * (advantages == "gae"):
-        for name, value in tensors(alone, file).items():
-            torch.testing.assert_close(tensors(run, file)[name], value, rtol=0, atol=1e-5)
+        for name, value in load_tensors(single_run, file).items():
+            torch.testing.assert_close(load_tensors(run, file)[name], value, rtol=0, atol=1e-5)
             assert value.any(), f"{name} was never learned"
 
 
 def test_dynamic_sampling_in_two_processes(material: Material, tmp_path: Path) -> None:
-    """Both make the same number of rounds, whoever lacks groups, and end with their share."""
+    """Both processes make the same number of rounds and end with their share of groups."""
     from tests.student_trainer.tiny import rl_job
 
     rounds = {"method__dynamic_sampling": 3, "method__rollouts_per_prompt": 2}

@@ -1,4 +1,4 @@
-"""A rollout engine in a process of its own: equal bits without lag, and with it after any kill."""
+"""A rollout engine in its own process: equal bits without lag, and with lag after any kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from clients.runs.directory import Control, RunDirectory
 from student_trainer.rollout_client import stopped_job
 from student_trainer.rollout_client.stored_sequences import read_rollouts
-from tests.end_to_end.forked_trainer import finish, killed_after_checkpoint, trainer
+from tests.end_to_end.forked_trainer import finish, kill_after_checkpoint, trainer
 from tests.end_to_end.processes import Launched, metrics_of, new_run, weights
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STEPS = 12
 
 
-def lagging(material: Material, teacher: str, lag: int, **changes: Any) -> Any:
+def lagging_job(material: Material, teacher: str, lag: int, **changes: Any) -> Any:
     from tests.student_trainer.tiny import job
 
     return job(material, teacher, **{"max_steps": STEPS, "rollouts__lag": lag, **changes})
@@ -47,18 +47,18 @@ def without_lag(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def services_of_trainers() -> list[psutil.Process]:
-    """The rollout services that the trainers of this test worker have started."""
-    named = []
+    """Return the rollout services that the trainers of this test worker have started."""
+    services = []
     for process in psutil.Process().children(recursive=True):
         command = process.cmdline()
         if "student_trainer.rollout_service" in command and "--end-with-parent" in command:
-            named.append(process)
-    return named
+            services.append(process)
+    return services
 
 
 @pytest.fixture(scope="module")
-def service(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The address of a service of its own."""
+def service_address(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The address of a rollout service for the tests of this module."""
     from tests.student_trainer.rollout_service.processes import ServiceProcess
 
     log = tmp_path_factory.mktemp("service") / "service.log"
@@ -68,29 +68,29 @@ def service(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 def test_without_lag_an_engine_changes_no_bit(
-    material: Material, teacher: str, service: str, tmp_path: Path
+    material: Material, teacher: str, service_address: str, tmp_path: Path
 ) -> None:
     from tests.student_trainer.tiny import job
 
-    here = finish(new_run(tmp_path / "here", job(material, teacher, max_steps=STEPS)))
-    engine = job(material, teacher, max_steps=STEPS, rollouts__address=service)
-    there = finish(new_run(tmp_path / "there", engine))
-    assert without_lag(curve_of(there)) == curve_of(here)
-    assert {line["rollout/lag"] for line in metrics_of(there)[1:]} == {0.0}
-    assert weights(there) == weights(here)
+    local_run = finish(new_run(tmp_path / "here", job(material, teacher, max_steps=STEPS)))
+    engine_config = job(material, teacher, max_steps=STEPS, rollouts__address=service_address)
+    engine_run = finish(new_run(tmp_path / "there", engine_config))
+    assert without_lag(curve_of(engine_run)) == curve_of(local_run)
+    assert {line["rollout/lag"] for line in metrics_of(engine_run)[1:]} == {0.0}
+    assert weights(engine_run) == weights(local_run)
 
 
 def test_an_engine_that_sleeps_while_the_trainer_learns(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """As vLLM does on the trainer's GPU: its weights are gone, and each order loads them again."""
+    """A sleeping engine loses its weights, as vLLM does, and each order loads them again."""
     from student_trainer.rollout_service.engines.hf import HfRolloutEngine
     from student_trainer.rollout_service.service import RolloutServicer
     from tests.student_trainer.rollout_service.scripted_service import serve_on_thread
     from tests.student_trainer.tiny import job
 
     class Sleeper(HfRolloutEngine):
-        """It has no memory to free; it only forgets its weights."""
+        """An engine whose sleep only clears its weights."""
 
         slept = 0
 
@@ -101,17 +101,17 @@ def test_an_engine_that_sleeps_while_the_trainer_learns(
 
     engine = Sleeper(str(material.student))
     engine._info = replace(engine.info, sleeps=True)
-    here = finish(new_run(tmp_path / "here", job(material, teacher, max_steps=STEPS)))
+    local_run = finish(new_run(tmp_path / "here", job(material, teacher, max_steps=STEPS)))
     with serve_on_thread(RolloutServicer(engine)) as address:
         config = job(material, teacher, max_steps=STEPS, rollouts__address=address)
-        there = finish(new_run(tmp_path / "there", config))
-    assert without_lag(curve_of(there)) == curve_of(here)
-    assert weights(there) == weights(here)
+        engine_run = finish(new_run(tmp_path / "there", config))
+    assert without_lag(curve_of(engine_run)) == curve_of(local_run)
+    assert weights(engine_run) == weights(local_run)
     assert engine.slept == STEPS
 
 
 def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path: Path) -> None:
-    """With `student.lora` the engine has the base model and gets the adapters of each step.
+    """With `student.lora` the engine has the base model and receives the adapters of each step.
 
     A service of another rank is refused, and one that takes all weights gets them merged.
     """
@@ -119,7 +119,7 @@ def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path
     from tests.student_trainer.tiny import job
 
     changes: dict[str, Any] = {"max_steps": 4, "student__lora": {"rank": 4}}
-    here = finish(new_run(tmp_path / "here", job(material, teacher, **changes)))
+    local_run = finish(new_run(tmp_path / "here", job(material, teacher, **changes)))
     options = ("--model", str(material.student))
     services = [
         ServiceProcess(*options, "--lora-rank", rank, log=tmp_path / f"{rank}.log")
@@ -136,12 +136,12 @@ def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path
                 continue
             finish(run)
             if name == "same":
-                assert without_lag(curve_of(run)) == curve_of(here)
-                assert weights(run) == weights(here)
+                assert without_lag(curve_of(run)) == curve_of(local_run)
+                assert weights(run) == weights(local_run)
             else:
-                lines = zip(metrics_of(run)[1:], metrics_of(here)[1:], strict=True)
-                for mine, own in lines:
-                    assert mine["loss"] == pytest.approx(own["loss"], rel=1e-3)
+                lines = zip(metrics_of(run)[1:], metrics_of(local_run)[1:], strict=True)
+                for line, local_line in lines:
+                    assert line["loss"] == pytest.approx(local_line["loss"], rel=1e-3)
     finally:
         for service in services:
             service.close()
@@ -151,65 +151,73 @@ def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path
 def test_each_step_learns_from_older_weights(
     material: Material, teacher: str, tmp_path: Path, lag: int
 ) -> None:
-    run = finish(new_run(tmp_path / "run", lagging(material, teacher, lag)))
+    run = finish(new_run(tmp_path / "run", lagging_job(material, teacher, lag)))
     lines = metrics_of(run)[1:]
     assert [line["rollout/lag"] for line in lines] == [min(n, lag) for n in range(STEPS)]
-    # With the importance weights the expectation of their mean is 1, whatever the lag.
+    # The expected mean of importance weights is 1, whatever the lag.
     assert sum(line["ratio/mean"] for line in lines) / STEPS == pytest.approx(1, abs=0.1)
     assert any(line["ratio/ess"] < 0.999 for line in lines)
 
 
 @pytest.fixture(scope="module")
-def ahead(
-    material: Material, teacher: str, service: str, tmp_path_factory: pytest.TempPathFactory
+def lagging_run(
+    material: Material, teacher: str, service_address: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
     path = tmp_path_factory.mktemp("ahead") / "run"
-    return finish(new_run(path, lagging(material, teacher, 2, rollouts__address=service)))
+    return finish(
+        new_run(path, lagging_job(material, teacher, 2, rollouts__address=service_address))
+    )
 
 
 def test_killed_trainers_resume_to_the_same_bits(
-    material: Material, teacher: str, service: str, ahead: RunDirectory, tmp_path: Path
+    material: Material,
+    teacher: str,
+    service_address: str,
+    lagging_run: RunDirectory,
+    tmp_path: Path,
 ) -> None:
-    run = new_run(tmp_path / "run", lagging(material, teacher, 2, rollouts__address=service))
-    numbers = random.Random(1)
-    for attempt, step in enumerate(sorted(numbers.sample(range(4, STEPS), 3)), 1):
+    run = new_run(
+        tmp_path / "run", lagging_job(material, teacher, 2, rollouts__address=service_address)
+    )
+    generator = random.Random(1)
+    for attempt, step in enumerate(sorted(generator.sample(range(4, STEPS), 3)), 1):
         with trainer(run, attempt) as process:
             process.wait_for_step(step)
             process.kill()
     with trainer(run, 4, failpoint="snapshot-weights-written:kill:2") as process:
         assert process.wait() == -signal.SIGKILL, process.log
-    stored = read_rollouts(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
-    assert len(stored) == 2 * 8, "two steps of eight rollouts"
+    stored_sequences = read_rollouts(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
+    assert len(stored_sequences) == 2 * 8, "two steps of eight rollouts"
     finish(run, 5)
-    assert_same(run, ahead)
+    assert_same(run, lagging_run)
     assert not (run.path / "weights").exists()
 
 
 @pytest.mark.slow
 def test_a_killed_engine_is_started_again(
-    material: Material, teacher: str, ahead: RunDirectory, tmp_path: Path
+    material: Material, teacher: str, lagging_run: RunDirectory, tmp_path: Path
 ) -> None:
-    run = new_run(tmp_path / "run", lagging(material, teacher, 2))
+    run = new_run(tmp_path / "run", lagging_job(material, teacher, 2))
     with trainer(run) as process:
         for step in (3, 7):
-            process.wait_for_step(step, seconds=300)  # the engine is started anew
+            process.wait_for_step(step, seconds=300)  # the engine is started again
             for service in services_of_trainers():
                 service.send_signal(signal.SIGKILL)
         assert process.wait() == 0, process.log
     assert "it is started again" in process.log
-    assert_same(run, ahead)
+    assert_same(run, lagging_run)
 
 
 @pytest.mark.slow
 def test_a_cancel_leaves_the_engine_to_the_trainer(
-    material: Material, teacher: str, ahead: RunDirectory, tmp_path: Path
+    material: Material, teacher: str, lagging_run: RunDirectory, tmp_path: Path
 ) -> None:
     """A server cancels by SIGTERM to the trainer's process group; the checkpoint needs the engine.
 
     So each attempt stops with whole steps and the answers of later ones, and the last one has the
     bits of a run that was not cancelled.
     """
-    run = new_run(tmp_path / "run", lagging(material, teacher, 2))
+    run = new_run(tmp_path / "run", lagging_job(material, teacher, 2))
     for attempt, step in enumerate((1, 4, 6), 1):
         process = Launched(run, attempt)
         try:
@@ -222,10 +230,10 @@ def test_a_cancel_leaves_the_engine_to_the_trainer(
         assert status is not None
         assert status.verdict == "cancelled", process.log
         assert "it is started again" not in process.log
-        stored = read_rollouts(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
-        assert len(stored) == 2 * 8, "two steps of eight rollouts"
+        stored_sequences = read_rollouts(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
+        assert len(stored_sequences) == 2 * 8, "two steps of eight rollouts"
     finish(run, 4)
-    assert_same(run, ahead)
+    assert_same(run, lagging_run)
 
 
 @pytest.mark.slow
@@ -233,23 +241,23 @@ def test_two_processes_and_reinforcement(material: Material, tmp_path: Path) -> 
     from tests.student_trainer.tiny import rl_job
 
     changes: dict[str, Any] = {"rollouts__lag": 1, "train__processes": 2, "max_steps": 6}
-    expected = finish(new_run(tmp_path / "expected", rl_job(material, **changes)))
+    expected_run = finish(new_run(tmp_path / "expected", rl_job(material, **changes)))
     run = new_run(tmp_path / "run", rl_job(material, **changes))
-    killed_after_checkpoint(run)
+    kill_after_checkpoint(run)
     finish(run, 2)
-    assert_same(run, expected)
+    assert_same(run, expected_run)
     assert [line["rollout/lag"] for line in metrics_of(run)[1:]] == [0, 1, 1, 1, 1, 1]
 
 
 def test_a_step_that_fails_keeps_its_rollouts(
-    material: Material, service: str, ahead: RunDirectory, tmp_path: Path
+    material: Material, service_address: str, lagging_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """The teacher goes away: the weights that sampled the rollouts of the failed step are gone."""
+    """The teacher stops. The rollouts of the failed step are kept, as their weights are gone."""
     from tests.end_to_end.test_teacher_killed import PATIENCE, MortalTeacher
 
     mortal = MortalTeacher(material, tmp_path / "teacher.log")
-    changes = {"rollouts__address": service, "teacher__patience_seconds": PATIENCE}
-    run = new_run(tmp_path / "run", lagging(material, mortal.address, 2, **changes))
+    changes = {"rollouts__address": service_address, "teacher__patience_seconds": PATIENCE}
+    run = new_run(tmp_path / "run", lagging_job(material, mortal.address, 2, **changes))
     with trainer(run) as process:
         process.wait_for_step(5)
         mortal.kill()
@@ -259,67 +267,72 @@ def test_a_step_that_fails_keeps_its_rollouts(
     mortal.start()
     finish(run, 2)
     mortal.kill()
-    assert_same(run, ahead)
+    assert_same(run, lagging_run)
 
 
 def test_a_slow_teacher_bounds_what_is_sampled(
-    material: Material, ahead: RunDirectory, tmp_path: Path
+    material: Material, lagging_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """The engine samples the answers of `lag` + 1 steps more than are learned, and waits."""
+    """The engine samples `lag` + 1 steps ahead of training at most, and then waits."""
     from tests.end_to_end.test_teacher_killed import MortalTeacher
     from tests.scraping import metrics_address, scrape
     from tests.student_trainer.rollout_service.processes import ServiceProcess
 
-    log, lag, answers, evaluated = tmp_path / "service.log", 2, 8, 16
+    log, lag, answers_per_step, evaluation_prompts = tmp_path / "service.log", 2, 8, 16
     service = ServiceProcess("--model", str(material.student), "--metrics-port", "0", log=log)
-    page = metrics_address(log)
+    metrics_page = metrics_address(log)
     mortal = MortalTeacher(material, tmp_path / "teacher.log")
     run = new_run(
-        tmp_path / "run", lagging(material, mortal.address, lag, rollouts__address=service.address)
+        tmp_path / "run",
+        lagging_job(material, mortal.address, lag, rollouts__address=service.address),
     )
     try:
         with trainer(run) as process:
             process.wait_for_step(3)
             mortal.kill()
-            learned, still = 0, 0
-            while still < 20:  # looks in a row that find the most, and nothing new
-                sampled = scrape(page)["distill_rollouts_sequences_total"]
-                before, learned = learned, metrics_of(run)[-1]["step"]
-                most = evaluated + (learned + 1 + lag) * answers
-                assert sampled <= most
-                still = still + 1 if sampled == most and learned == before else 0
+            learned_step, unchanged_looks = 0, 0
+            while unchanged_looks < 20:  # polls in a row that find the maximum and no new step
+                sampled = scrape(metrics_page)["distill_rollouts_sequences_total"]
+                step_before, learned_step = learned_step, metrics_of(run)[-1]["step"]
+                max_sampled = evaluation_prompts + (learned_step + 1 + lag) * answers_per_step
+                assert sampled <= max_sampled
+                unchanged_looks = (
+                    unchanged_looks + 1
+                    if sampled == max_sampled and learned_step == step_before
+                    else 0
+                )
                 time.sleep(0.05)
-            assert learned < STEPS - lag
+            assert learned_step < STEPS - lag
             mortal.start()
             assert process.wait() == 0, process.log
     finally:
         mortal.kill()
         service.close()
-    assert_same(run, ahead)
+    assert_same(run, lagging_run)
 
 
 @pytest.mark.slow
 def test_a_cancelled_job_does_not_wait_for_a_hung_engine(
     material: Material, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last finished step is saved before a server would kill it, and it can be resumed."""
+    """Its last finished step is saved before a server would kill the trainer; it can be resumed."""
     from tests.student_trainer.rollout_service.processes import ServiceProcess
 
     monkeypatch.setattr(stopped_job, "STOP_SECONDS", 0.5)
     service = ServiceProcess("--model", str(material.student), log=tmp_path / "service.log")
     changes = {"rollouts__address": service.address, "checkpoint__every": 1000, "max_steps": 200}
-    run = new_run(tmp_path / "run", lagging(material, teacher, 2, **changes))
+    run = new_run(tmp_path / "run", lagging_job(material, teacher, 2, **changes))
     try:
         with trainer(run) as process:
             process.wait_for_step(3)
             service.send(signal.SIGSTOP)
             run.write_control(Control(stop="checkpoint"))
             process.wait()
-        reached = metrics_of(run)[-1]["step"]
-        assert list(run.checkpoint_steps()) == [reached], process.log
+        last_step = metrics_of(run)[-1]["step"]
+        assert list(run.checkpoint_steps()) == [last_step], process.log
         service.send(signal.SIGCONT)
         run.write_control(Control())
         with trainer(run, 2) as process:
-            process.wait_for_step(reached + 4)
+            process.wait_for_step(last_step + 4)
     finally:
         service.close()

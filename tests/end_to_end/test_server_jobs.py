@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 
-def states(events: Sequence[JobEvent]) -> list[tuple[JobState, int]]:
-    """(state, attempt) wherever it changed."""
-    told = [(event.state, event.attempt) for event in events]
-    return [new for old, new in zip([None, *told], told, strict=False) if new != old]
+def state_changes(events: Sequence[JobEvent]) -> list[tuple[JobState, int]]:
+    """Return (state, attempt) at each change."""
+    event_states = [(event.state, event.attempt) for event in events]
+    return [
+        state
+        for previous, state in zip([None, *event_states], event_states, strict=False)
+        if state != previous
+    ]
 
 
 def assert_each_once(events: Sequence[JobEvent], max_steps: int) -> None:
@@ -36,10 +40,10 @@ def assert_each_once(events: Sequence[JobEvent], max_steps: int) -> None:
 
 @pytest.fixture
 def watchers() -> Iterator[list[Watcher]]:
-    """Threads that must have ended."""
-    started: list[Watcher] = []
-    yield started
-    for watcher in started:
+    """Watcher threads, which must end before the test does."""
+    started_watchers: list[Watcher] = []
+    yield started_watchers
+    for watcher in started_watchers:
         watcher.result()
 
 
@@ -50,28 +54,28 @@ def test_cancelled_resumed_pulled(
     undisturbed: RunDirectory,
     tmp_path: Path,
 ) -> None:
-    """The same bits as the run that nobody stopped; no step is told twice, or not at all."""
+    """The same bits as a run without interruption; every step is reported exactly once."""
     from tests.student_trainer.tiny import curve, job
 
     server = make_server()
     with DistillClient(server.address) as client:
-        submitted = client.submit(job(material, teacher))
-        for event in client.watch(submitted.id):
+        submitted_job = client.submit(job(material, teacher))
+        for event in client.watch(submitted_job.id):
             if event.step >= 6:
                 break
-        client.cancel(submitted.id)
-        stopped = client.wait(submitted.id, timeout=200)
-        assert stopped.state is JobState.CANCELLED, stopped.reason
-        run = RunDirectory(server.runs / stopped.id)
-        assert metrics_of(run)[-1]["step"] == stopped.step
-        assert (run.checkpoints / f"step-{stopped.step:06d}").is_dir()
+        client.cancel(submitted_job.id)
+        cancelled_job = client.wait(submitted_job.id, timeout=200)
+        assert cancelled_job.state is JobState.CANCELLED, cancelled_job.reason
+        run = RunDirectory(server.runs / cancelled_job.id)
+        assert metrics_of(run)[-1]["step"] == cancelled_job.step
+        assert (run.checkpoints / f"step-{cancelled_job.step:06d}").is_dir()
 
-        client.resume(stopped.id)
-        ended = client.wait(stopped.id, timeout=200)
-        assert (ended.state, ended.attempt, ended.step) == (JobState.SUCCEEDED, 2, 60)
-        events = list(client.watch(stopped.id))
+        client.resume(cancelled_job.id)
+        ended_job = client.wait(cancelled_job.id, timeout=200)
+        assert (ended_job.state, ended_job.attempt, ended_job.step) == (JobState.SUCCEEDED, 2, 60)
+        events = list(client.watch(cancelled_job.id))
         assert_each_once(events, 60)
-        assert states(events) == [
+        assert state_changes(events) == [
             (JobState.QUEUED, 1),
             (JobState.PREPARING, 1),
             (JobState.RUNNING, 1),
@@ -83,23 +87,23 @@ def test_cancelled_resumed_pulled(
             (JobState.SUCCEEDED, 2),
         ]
         assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
-        told = [{"step": event.step, **event.metrics} for event in events if event.metrics]
-        assert curve(told) == curve(metrics_of(undisturbed))
-        pulled = client.pull(stopped.id, tmp_path / "pulled")
-    found = hashlib.sha256((pulled / "model.safetensors").read_bytes()).hexdigest()
-    assert found == weights(run) == weights(undisturbed)
-    assert_usable(pulled)
+        lines = [{"step": event.step, **event.metrics} for event in events if event.metrics]
+        assert curve(lines) == curve(metrics_of(undisturbed))
+        pulled_path = client.pull(cancelled_job.id, tmp_path / "pulled")
+    pulled_digest = hashlib.sha256((pulled_path / "model.safetensors").read_bytes()).hexdigest()
+    assert pulled_digest == weights(run) == weights(undisturbed)
+    assert_usable(pulled_path)
 
 
 def assert_usable(directory: Path) -> None:
-    """By transformers alone."""
+    """Load the model and run it with transformers alone."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    words = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
-    logits = model(**words("12+34=", return_tensors="pt", return_token_type_ids=False)).logits
-    assert logits.shape == (1, 6, len(words))
+    logits = model(**tokenizer("12+34=", return_tensors="pt", return_token_type_ids=False)).logits
+    assert logits.shape == (1, 6, len(tokenizer))
     assert bool(torch.isfinite(logits).all())
 
 
@@ -107,25 +111,25 @@ def assert_usable(directory: Path) -> None:
 def test_the_server_is_killed_under_a_job(
     material: Material, teacher: str, make_server: MakeServer, watchers: list[Watcher]
 ) -> None:
-    """The same trainer goes on; a watcher sees every event once."""
+    """The same trainer continues; a watcher sees every event once."""
     from tests.student_trainer.tiny import job
 
     steps = 120
     server = make_server()
     with DistillClient(server.address) as client:
         config = job(material, teacher, max_steps=steps, checkpoint__every=50, eval__every=steps)
-        submitted = client.submit(config)
-        watchers.append(Watcher(server.address, submitted.id))
-        eventually(lambda: client.get(submitted.id).step >= 5, 60)
-        card = server.card(submitted.id)
+        submitted_job = client.submit(config)
+        watchers.append(Watcher(server.address, submitted_job.id))
+        eventually(lambda: client.get(submitted_job.id).step >= 5, 60)
+        card = server.card(submitted_job.id)
         server.kill()
         server.start()
-        assert client.get(submitted.id).state is JobState.RUNNING
-        eventually(lambda: client.get(submitted.id).step > 20, 60)
-        assert server.card(submitted.id) == card
-        ended = client.wait(submitted.id, timeout=200)
-    assert (ended.state, ended.attempt, ended.step) == (JobState.SUCCEEDED, 1, steps)
-    assert not (server.runs / submitted.id / "logs" / "attempt-2").exists()
+        assert client.get(submitted_job.id).state is JobState.RUNNING
+        eventually(lambda: client.get(submitted_job.id).step > 20, 60)
+        assert server.card(submitted_job.id) == card
+        ended_job = client.wait(submitted_job.id, timeout=200)
+    assert (ended_job.state, ended_job.attempt, ended_job.step) == (JobState.SUCCEEDED, 1, steps)
+    assert not (server.runs / submitted_job.id / "logs" / "attempt-2").exists()
     events = watchers[0].result()
     assert_each_once(events, steps)
     assert events[-1].state is JobState.SUCCEEDED
@@ -135,18 +139,18 @@ def test_the_server_is_killed_under_a_job(
 def test_the_trainer_is_killed_under_the_server(
     material: Material, teacher: str, make_server: MakeServer, undisturbed: RunDirectory
 ) -> None:
-    """It is started again, by itself, and comes to the same bits."""
+    """The server restarts the trainer, which comes to the same bits."""
     from tests.student_trainer.tiny import curve, job
 
     server = make_server()
     with DistillClient(server.address) as client:
-        submitted = client.submit(job(material, teacher))
-        for event in client.watch(submitted.id):
+        submitted_job = client.submit(job(material, teacher))
+        for event in client.watch(submitted_job.id):
             if event.step >= 6:
-                os.kill(server.card(submitted.id)["child_pid"], signal.SIGKILL)
+                os.kill(server.card(submitted_job.id)["child_pid"], signal.SIGKILL)
                 break
-        ended = client.wait(submitted.id, timeout=200)
-        assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 2), ended.reason
-    run = RunDirectory(server.runs / submitted.id)
+        ended_job = client.wait(submitted_job.id, timeout=200)
+        assert (ended_job.state, ended_job.attempt) == (JobState.SUCCEEDED, 2), ended_job.reason
+    run = RunDirectory(server.runs / submitted_job.id)
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
     assert weights(run) == weights(undisturbed)

@@ -1,4 +1,4 @@
-"""Prompts that name their teacher, and teachers that stand in for each other."""
+"""Prompts that name their teacher, and replicated teachers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 STEPS = 4
 
 
-def job_of(material: Material, **changes: Any) -> OnPolicyJob:
+def make_job(material: Material, **changes: Any) -> OnPolicyJob:
     from tests.student_trainer.tiny import job
 
     return job(material, max_steps=STEPS, **changes)
 
 
 @pytest.fixture(scope="module")
-def plain(
+def single_teacher_run(
     material: Material, teacher: str, tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
-    """With one teacher, undisturbed."""
+    """A run with one teacher, without interruption."""
     path = tmp_path_factory.mktemp("plain") / "run"
-    return finish(new_run(path, job_of(material, teacher__address=teacher)))
+    return finish(new_run(path, make_job(material, teacher__address=teacher)))
 
 
 @pytest.fixture
-def routed(material: Material, tmp_path: Path) -> Material:
+def routed_material(material: Material, tmp_path: Path) -> Material:
     """The prompts of `material`, every third one for the teacher `sums`, the others for `rest`."""
     from tests.student_trainer.tiny import Material
 
@@ -55,7 +55,7 @@ def routed(material: Material, tmp_path: Path) -> Material:
 
 @pytest.fixture
 def other_teacher(tmp_path: Path) -> Iterator[str]:
-    """The same tokenizer, other weights."""
+    """A teacher with the same tokenizer and other weights."""
     from tests.student_trainer.tiny import model, save, tokenizer
 
     path = save(model(seed=7, layers=2), tokenizer(), tmp_path / "other")
@@ -66,58 +66,69 @@ def other_teacher(tmp_path: Path) -> Iterator[str]:
 
 
 def test_each_prompt_is_scored_by_the_teacher_it_names(
-    routed: Material, plain: RunDirectory, teacher: str, other_teacher: str, tmp_path: Path
+    routed_material: Material,
+    single_teacher_run: RunDirectory,
+    teacher: str,
+    other_teacher: str,
+    tmp_path: Path,
 ) -> None:
-    def run(name: str, **changes: Any) -> RunDirectory:
-        return finish(new_run(tmp_path / name, job_of(routed, **changes)))
+    def run_job(name: str, **changes: Any) -> RunDirectory:
+        return finish(new_run(tmp_path / name, make_job(routed_material, **changes)))
 
-    same = run("same", teachers={"sums": teacher, "rest": teacher})
-    two = run("two", teachers={"sums": teacher, "rest": other_teacher})
-    assert weights(same) == weights(plain), "one teacher under two names is one teacher"
-    assert weights(two) != weights(plain)
-    (one,), (other,) = [
-        [line for line in metrics_of(run) if line["step"] == 1] for run in (same, two)
+    same_teacher_run = run_job("same", teachers={"sums": teacher, "rest": teacher})
+    two_teachers_run = run_job("two", teachers={"sums": teacher, "rest": other_teacher})
+    assert weights(same_teacher_run) == weights(single_teacher_run), (
+        "one teacher under two names is one teacher"
+    )
+    assert weights(two_teachers_run) != weights(single_teacher_run)
+    (same_teacher_line,), (two_teachers_line,) = [
+        [line for line in metrics_of(run) if line["step"] == 1]
+        for run in (same_teacher_run, two_teachers_run)
     ]
-    # The same student wrote the same answers in the first step.
-    assert other["kl/teacher/sums"] == one["kl/teacher/sums"]
-    assert other["kl/teacher/rest"] != one["kl/teacher/rest"]
-    for line in (one, other):
+    # In the first step both runs have the same student and answers.
+    assert two_teachers_line["kl/teacher/sums"] == same_teacher_line["kl/teacher/sums"]
+    assert two_teachers_line["kl/teacher/rest"] != same_teacher_line["kl/teacher/rest"]
+    for line in (same_teacher_line, two_teachers_line):
         low, high = sorted((line["kl/teacher/sums"], line["kl/teacher/rest"]))
         assert low < line["kl/teacher"] < high
-    assert not any("kl/teacher/" in name for line in metrics_of(plain) for name in line)
+    assert not any(
+        "kl/teacher/" in name for line in metrics_of(single_teacher_run) for name in line
+    )
 
 
 def test_a_teacher_that_dies_is_replaced_by_another(
-    material: Material, plain: RunDirectory, teacher: str, tmp_path: Path
+    material: Material, single_teacher_run: RunDirectory, teacher: str, tmp_path: Path
 ) -> None:
-    """The same bits, with nobody to start the first one again."""
-    mortal = ForkedTeacher(teacher_arguments(material), log=tmp_path / "mortal.log")
-    addresses = [mortal.address, teacher]
-    run = new_run(tmp_path / "run", job_of(material, teacher__address=addresses))
+    """The run has the same bits although nobody restarts the first teacher."""
+    dying_teacher = ForkedTeacher(teacher_arguments(material), log=tmp_path / "mortal.log")
+    addresses = [dying_teacher.address, teacher]
+    run = new_run(tmp_path / "run", make_job(material, teacher__address=addresses))
     with trainer(run) as process:
         process.wait_for_step(1)
-        mortal.close()
+        dying_teacher.close()
         assert process.wait() == 0, process.log
-    assert weights(run) == weights(plain)
+    assert weights(run) == weights(single_teacher_run)
 
 
-def test_every_teacher_is_checked(routed: Material, teacher: str, tmp_path: Path) -> None:
-    stranger = ForkedTeacher(
+def test_every_teacher_is_checked(routed_material: Material, teacher: str, tmp_path: Path) -> None:
+    other_vocabulary_teacher = ForkedTeacher(
         ["--engine", "fake", "--model", "vocab=13", "--no-cache"], log=tmp_path / "stranger.log"
     )
-    addresses = {"sums": teacher, "rest": stranger.address}
-    run = new_run(tmp_path / "run", job_of(routed, teachers=addresses, teacher__top_k=4))
+    addresses = {"sums": teacher, "rest": other_vocabulary_teacher.address}
+    run = new_run(tmp_path / "run", make_job(routed_material, teachers=addresses, teacher__top_k=4))
     with trainer(run) as process:
         assert process.wait() == ExitCode.WRONG_STATE, process.log
-    stranger.close()
+    other_vocabulary_teacher.close()
     status = run.read_status()
     assert status is not None
     assert "the tokenizers differ" in status.reason
     assert "use a student with the teacher rest's tokenizer" in status.reason
 
 
-def test_a_name_without_a_teacher(routed: Material, teacher: str, tmp_path: Path) -> None:
-    run = new_run(tmp_path / "run", job_of(routed, teachers={"sums": teacher, "poems": teacher}))
+def test_a_name_without_a_teacher(routed_material: Material, teacher: str, tmp_path: Path) -> None:
+    run = new_run(
+        tmp_path / "run", make_job(routed_material, teachers={"sums": teacher, "poems": teacher})
+    )
     with trainer(run) as process:
         assert process.wait() == ExitCode.USAGE, process.log
     status = run.read_status()

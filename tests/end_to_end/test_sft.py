@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by real trainers: it learns, resumes, and divides its work."""
+"""Supervised fine-tuning by real trainers: the loss falls, runs resume, processes share work."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# 7 sequences a step, few a micro-batch: one process has more micro-batches than the other.
+# 7 sequences per step in small micro-batches, so that the processes have different numbers.
 PAIR = {"max_steps": 6, "train__prompts_per_step": 7, "eval__every": 3, "eval__prompts": 5}
 
 
-def job_of(material: Material, **changes: Any) -> Any:
+def make_job(material: Material, **changes: Any) -> Any:
     from tests.student_trainer.tiny import sft_job
 
     return sft_job(material, **{"max_steps": 40, **changes})
 
 
 @pytest.fixture(scope="session")
-def mixed(material: Material, once: Once) -> dict[str, Any]:
-    """Weights, and a second data set of which each step has a quarter."""
+def mixed_data(material: Material, once: Once) -> dict[str, Any]:
+    """Options for weighted records and a second data set with a quarter of each step."""
 
-    def make(path: Path) -> None:
+    def write_data(path: Path) -> None:
         path.mkdir()
         lines = [json.loads(line) for line in material.prompts.read_text().splitlines()]
-        for name, part in (("first", lines[:100]), ("second", lines[100:120])):
-            records = [{**record, "weight": 0.5 + n % 2} for n, record in enumerate(part)]
+        for name, selected_lines in (("first", lines[:100]), ("second", lines[100:120])):
+            records = [{**record, "weight": 0.5 + n % 2} for n, record in enumerate(selected_lines)]
             text = "".join(json.dumps(record) + "\n" for record in records)
             (path / f"{name}.jsonl").write_text(text)
 
-    path = once("mixed-data", make)
+    path = once("mixed-data", write_data)
     return {
         "data__path": str(path / "first.jsonl"),
         "data__mix": [{"path": str(path / "second.jsonl"), "share": 0.25}],
@@ -51,15 +51,15 @@ def mixed(material: Material, once: Once) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(material: Material, mixed: dict[str, Any], once: Once) -> RunDirectory:
-    config = job_of(material, **mixed)
+def undisturbed(material: Material, mixed_data: dict[str, Any], once: Once) -> RunDirectory:
+    config = make_job(material, **mixed_data)
     return RunDirectory(once("sft", lambda path: finish(new_run(path, config))))
 
 
 @pytest.fixture(scope="session")
-def alone(material: Material, mixed: dict[str, Any], once: Once) -> RunDirectory:
-    """One process of what two processes repeat."""
-    config = job_of(material, **mixed, **PAIR)
+def single_run(material: Material, mixed_data: dict[str, Any], once: Once) -> RunDirectory:
+    """The run in one process that two processes must equal."""
+    config = make_job(material, **mixed_data, **PAIR)
     return RunDirectory(once("sft-alone", lambda path: finish(new_run(path, config))))
 
 
@@ -70,12 +70,12 @@ def test_the_held_out_loss_falls(undisturbed: RunDirectory) -> None:
 
 
 def test_killed_and_resumed(
-    material: Material, mixed: dict[str, Any], undisturbed: RunDirectory, tmp_path: Path
+    material: Material, mixed_data: dict[str, Any], undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Within the third epoch of the small data set, and the fourth of the other."""
+    """Killed in the third epoch of the small data set and the fourth of the other one."""
     from tests.student_trainer.tiny import curve
 
-    run = new_run(tmp_path / "run", job_of(material, **mixed))
+    run = new_run(tmp_path / "run", make_job(material, **mixed_data))
     for attempt, step in ((1, 10), (2, 31)):
         with trainer(run, attempt) as process:
             process.wait_for_step(step)
@@ -87,11 +87,15 @@ def test_killed_and_resumed(
 
 @pytest.mark.parametrize("sharding", ["none", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_two_processes(
-    material: Material, mixed: dict[str, Any], alone: RunDirectory, tmp_path: Path, sharding: str
+    material: Material,
+    mixed_data: dict[str, Any],
+    single_run: RunDirectory,
+    tmp_path: Path,
+    sharding: str,
 ) -> None:
     changes = {"train__processes": 2, "train__sharding": sharding}
-    run = finish(new_run(tmp_path / "run", job_of(material, **mixed, **PAIR, **changes)))
-    assert_close(metrics_of(run), metrics_of(alone))
+    run = finish(new_run(tmp_path / "run", make_job(material, **mixed_data, **PAIR, **changes)))
+    assert_close(metrics_of(run), metrics_of(single_run))
 
 
 @pytest.mark.slow
@@ -104,24 +108,26 @@ def test_the_example(tmp_path: Path) -> None:
         "{% if add_generation_prompt %}<assistant>{% endif %}{# enable_thinking #}"
     )
     characters = template + (EXAMPLES / "conversations.jsonl").read_text()
-    words = tiny.tokenizer(characters)
-    words.chat_template = template
+    tokenizer = tiny.tokenizer(characters)
+    tokenizer.chat_template = template
     student = tiny.save(
-        tiny.model(seed=3, spread=0.2, characters=characters), words, tmp_path / "student"
+        tiny.model(seed=3, spread=0.2, characters=characters), tokenizer, tmp_path / "student"
     )
-    sets = [f"student.model={student}", "train.learning_rate=3e-3", "track.tensorboard=false"]
+    settings = [f"student.model={student}", "train.learning_rate=3e-3", "track.tensorboard=false"]
     command = [sys.executable, "-m", "clients", "run", "examples/sft.toml", "--runs", str(tmp_path)]
-    done = subprocess.run(
-        command + [word for one in sets for word in ("--set", one)],
+    process = subprocess.run(
+        command + [word for setting in settings for word in ("--set", setting)],
         capture_output=True,
         text=True,
         cwd=EXAMPLES.parent,
         env=ENVIRONMENT,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     (path,) = tmp_path.glob("sft-*")
     run = RunDirectory(path)
-    held_out = [m["eval/cross_entropy"] for m in metrics_of(run) if "eval/cross_entropy" in m]
+    held_out = [
+        line["eval/cross_entropy"] for line in metrics_of(run) if "eval/cross_entropy" in line
+    ]
     assert len(held_out) == 4
     assert held_out[-1] < 0.7 * held_out[0]
     assert (run.export / "chat_template.jinja").read_text() == template

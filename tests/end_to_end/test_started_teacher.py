@@ -1,4 +1,4 @@
-"""`distill run` of a job with teacher.model: it starts the teacher, and leaves none behind."""
+"""`distill run` of a job with teacher.model starts the teacher and stops it at the end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 
-def distill_run(job: Path, *sets: str) -> subprocess.CompletedProcess[str]:
-    options = [part for one in sets for part in ("--set", one)]
+def run_distill(job: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    options = [word for setting in settings for word in ("--set", setting)]
     return subprocess.run(
         [sys.executable, "-m", "clients", "run", str(job), *options, "--runs", "runs"],
         capture_output=True,
@@ -38,22 +38,22 @@ def test_the_same_bits_as_with_an_address(
 
     text = job(material).model_dump_json(exclude={"teacher": {"address"}}, exclude_none=True)
     file = tmp_path / "job.yaml"
-    file.write_text(text)  # JSON is YAML
-    started = ["teacher.model=" + str(material.teacher), "teacher.batch_invariant=true"]
-    done = distill_run(file, *started)
-    assert done.returncode == 0, done.stderr
+    file.write_text(text)  # JSON is a subset of YAML
+    teacher_settings = ["teacher.model=" + str(material.teacher), "teacher.batch_invariant=true"]
+    process = run_distill(file, *teacher_settings)
+    assert process.returncode == 0, process.stderr
     (path,) = (tmp_path / "runs").iterdir()
     run = RunDirectory(path)
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
     assert weights(run) == weights(undisturbed)
     assert "teacher listening on" in (path / "teacher.log").read_text()
 
-    refused = distill_run(file, "teacher.model=/nowhere/at-all")
-    assert refused.returncode == 2
-    assert "teacher.model: no such file: /nowhere/at-all" in refused.stderr
-    refused = distill_run(file, f"teacher.model={tmp_path}")
-    assert refused.returncode == 2, refused.stderr
-    assert "error: teacher.model: " in refused.stderr
+    refused_process = run_distill(file, "teacher.model=/nowhere/at-all")
+    assert refused_process.returncode == 2
+    assert "teacher.model: no such file: /nowhere/at-all" in refused_process.stderr
+    refused_process = run_distill(file, f"teacher.model={tmp_path}")
+    assert refused_process.returncode == 2, refused_process.stderr
+    assert "error: teacher.model: " in refused_process.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 1, "a job that is refused leaves nothing"
     assert not teachers_of(tmp_path)
 
@@ -61,7 +61,7 @@ def test_the_same_bits_as_with_an_address(
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["teacher.log", "metrics.jsonl"])
 def test_a_killed_run_leaves_no_teacher(material: Material, tmp_path: Path, moment: str) -> None:
-    """Killed while its teacher loads, or in a step: then the trainer first ends its job."""
+    """Killed while its teacher loads, or in a step; in a step, the trainer first ends its job."""
     from tests.student_trainer.tiny import job
 
     model = tmp_path / "teacher"
@@ -80,7 +80,7 @@ def test_a_killed_run_leaves_no_teacher(material: Material, tmp_path: Path, mome
     ) as process:
         eventually(lambda: list(tmp_path.glob(f"runs/*/{moment}")))
         process.kill()
-    # In a step, the trainer ends its job before: on a busy machine that takes a minute.
+    # After a kill in a step, the trainer first ends its job: a minute on a busy machine.
     eventually(lambda: not teachers_of(tmp_path), seconds=200.0)
     if moment == "metrics.jsonl":
         (path,) = (tmp_path / "runs").iterdir()
@@ -90,6 +90,8 @@ def test_a_killed_run_leaves_no_teacher(material: Material, tmp_path: Path, mome
 
 
 def teachers_of(path: Path) -> list[str]:
-    """The command lines of teachers of models below a directory."""
-    lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    """Return the command lines of teachers of models below a directory."""
+    lines = [
+        " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])
+    ]
     return [line for line in lines if str(path) in line and "teacher_service" in line]

@@ -19,11 +19,11 @@ from tests.end_to_end.processes import metrics_of, new_run, weights
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-PATIENCE = 3.5  # as much as a busy machine may need for an evaluation's first answer
+PATIENCE = 3.5  # enough for the first answer of an evaluation on a busy machine
 
 
 class MortalTeacher:
-    """A teacher on one port, whose processes come and go."""
+    """A teacher that can be killed and started again on the same port."""
 
     def __init__(self, material: Material, log: Path) -> None:
         self._arguments, self._log = teacher_arguments(material), log
@@ -40,75 +40,86 @@ class MortalTeacher:
 
 
 @pytest.fixture
-def mortal(material: Material, tmp_path: Path) -> Iterator[MortalTeacher]:
+def mortal_teacher(material: Material, tmp_path: Path) -> Iterator[MortalTeacher]:
     teacher = MortalTeacher(material, tmp_path / "teacher.log")
     yield teacher
     teacher.kill()
 
 
 def test_the_job_outlives_its_teacher(
-    material: Material, mortal: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
+    material: Material, mortal_teacher: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Killed twice and started again: not a row is missing or counted twice."""
+    """The teacher is killed and restarted twice: no row is missing or counted twice."""
     from tests.student_trainer.tiny import curve, job
 
-    run = new_run(tmp_path / "run", job(material, mortal.address))
+    run = new_run(tmp_path / "run", job(material, mortal_teacher.address))
     with trainer(run) as process:
         for step in (5, 25):
             process.wait_for_step(step)
-            mortal.kill()
-            before = metrics_of(run)[-1]["step"]
-            mortal.start()
-            process.wait_for_step(before + 2)
+            mortal_teacher.kill()
+            step_before = metrics_of(run)[-1]["step"]
+            mortal_teacher.start()
+            process.wait_for_step(step_before + 2)
         assert process.wait() == 0, process.log
         assert "Warning" not in process.log
     lines = metrics_of(run)
     assert curve(lines) == curve(metrics_of(undisturbed))
     assert {line["attempt"] for line in lines} == {1}, "the trainer itself never stopped"
     assert weights(run) == weights(undisturbed)
-    waits = [line["time/teacher_wait"] for line in lines if "time/teacher_wait" in line]
-    print(f"the longest waits for the teacher: {sorted(waits)[-2:]} s")
+    wait_seconds = [line["time/teacher_wait"] for line in lines if "time/teacher_wait" in line]
+    print(f"the longest waits for the teacher: {sorted(wait_seconds)[-2:]} s")
 
 
 def test_a_teacher_that_stays_away(
-    material: Material, mortal: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
+    material: Material, mortal_teacher: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """The job fails in time, names the teacher, and goes on where it was."""
+    """The job fails in time, names the teacher, and resumes where it was."""
     from tests.student_trainer.tiny import job
 
     run = new_run(
-        tmp_path / "run", job(material, mortal.address, teacher__patience_seconds=PATIENCE)
+        tmp_path / "run", job(material, mortal_teacher.address, teacher__patience_seconds=PATIENCE)
     )
     with trainer(run) as process:
         process.wait_for_step(21)
-        mortal.kill()
+        mortal_teacher.kill()
         assert process.wait() == ExitCode.UNREACHABLE, process.log
-    status = told_failure(run)
-    if status.phase == "saving":  # lost in a step, or in the evaluation after it: nothing is redone
-        assert newest(run) - metrics_of(run)[-1]["step"] in (0, 1)
-    go_on(run, mortal, undisturbed)
+    status = assert_told_failure(run)
+    if (
+        status.phase == "saving"
+    ):  # lost in a step or in the evaluation after it: no step is repeated
+        assert newest_checkpoint_step(run) - metrics_of(run)[-1]["step"] in (0, 1)
+    resume_with_teacher(run, mortal_teacher, undisturbed)
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpoint_interval", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_teacher_that_stays_away_from_an_evaluation(
-    material: Material, mortal: MortalTeacher, teacher: str, tmp_path: Path, every: int
+    material: Material,
+    mortal_teacher: MortalTeacher,
+    teacher: str,
+    tmp_path: Path,
+    checkpoint_interval: int,
 ) -> None:
-    """The checkpoint of step 4 is there; the next attempt makes up for the lost evaluation."""
+    """The checkpoint of step 4 is saved; the next attempt repeats the lost evaluation."""
     from tests.student_trainer.tiny import job
 
-    # A second of evaluation, in which to kill.
-    changes = {"max_steps": 8, "eval__every": 4, "eval__prompts": 250, "checkpoint__every": every}
-    expected = finish(new_run(tmp_path / "straight", job(material, teacher, **changes)))
-    config = job(material, mortal.address, **changes, teacher__patience_seconds=PATIENCE)
+    # The evaluation takes a second, in which the teacher is killed.
+    changes = {
+        "max_steps": 8,
+        "eval__every": 4,
+        "eval__prompts": 250,
+        "checkpoint__every": checkpoint_interval,
+    }
+    expected_run = finish(new_run(tmp_path / "straight", job(material, teacher, **changes)))
+    config = job(material, mortal_teacher.address, **changes, teacher__patience_seconds=PATIENCE)
     run = new_run(tmp_path / "run", config)
     with trainer(run) as process:
         process.wait_for_step(3)
         eventually(lambda: is_evaluating(run), 60)
-        mortal.kill()
+        mortal_teacher.kill()
         assert process.wait() == ExitCode.UNREACHABLE, process.log
-    told_failure(run)
-    assert (newest(run), metrics_of(run)[-1]["step"]) == (4, 3)
-    go_on(run, mortal, expected)
+    assert_told_failure(run)
+    assert (newest_checkpoint_step(run), metrics_of(run)[-1]["step"]) == (4, 3)
+    resume_with_teacher(run, mortal_teacher, expected_run)
     assert [line["step"] for line in metrics_of(run)] == list(range(9))
 
 
@@ -117,7 +128,7 @@ def is_evaluating(run: RunDirectory) -> bool:
     return status is not None and (status.phase, status.step) == ("evaluating", 4)
 
 
-def told_failure(run: RunDirectory) -> Status:
+def assert_told_failure(run: RunDirectory) -> Status:
     status = run.read_status()
     assert status is not None
     assert (status.verdict, status.error) == ("failed", "Unavailable")
@@ -126,29 +137,31 @@ def told_failure(run: RunDirectory) -> Status:
     return status
 
 
-def newest(run: RunDirectory) -> int:
+def newest_checkpoint_step(run: RunDirectory) -> int:
     return max(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
 
 
-def go_on(run: RunDirectory, mortal: MortalTeacher, expected: RunDirectory) -> None:
+def resume_with_teacher(
+    run: RunDirectory, mortal_teacher: MortalTeacher, expected_run: RunDirectory
+) -> None:
     from tests.student_trainer.tiny import curve
 
-    mortal.start()
+    mortal_teacher.start()
     finish(run, 2)
-    assert curve(metrics_of(run)) == curve(metrics_of(expected))
-    assert weights(run) == weights(expected)
+    assert curve(metrics_of(run)) == curve(metrics_of(expected_run))
+    assert weights(run) == weights(expected_run)
 
 
 @pytest.mark.slow
 def test_two_processes_lose_their_teacher(
-    material: Material, mortal: MortalTeacher, tmp_path: Path
+    material: Material, mortal_teacher: MortalTeacher, tmp_path: Path
 ) -> None:
-    """Neither waits for the other for ever; together they go on."""
+    """Neither process waits forever for the other; both resume."""
     from tests.student_trainer.tiny import job
 
     config = job(
         material,
-        mortal.address,
+        mortal_teacher.address,
         max_steps=30,
         train__processes=2,
         teacher__patience_seconds=PATIENCE,
@@ -156,12 +169,12 @@ def test_two_processes_lose_their_teacher(
     run = new_run(tmp_path / "run", config)
     with trainer(run) as process:
         process.wait_for_step(4)
-        mortal.kill()
+        mortal_teacher.kill()
         assert process.wait() != 0
     status = run.read_status()
     assert status is not None
     assert (status.verdict, status.error) == ("failed", "Unavailable")
     assert "teacher" in status.reason
-    mortal.start()
+    mortal_teacher.start()
     finish(run, 2)
     assert [line["step"] for line in metrics_of(run)] == list(range(31))

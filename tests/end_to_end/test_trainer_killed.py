@@ -14,12 +14,12 @@ from tests.end_to_end.processes import metrics_of, new_run, weights
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-# Where in a save the trainer dies. Several of its files are there by then.
+# Moments of a save at which the trainer dies, after it has written several files.
 IN_SAVES: list[Death] = [
-    ("open", ".tmp/model/tokenizer_config.json", 1),  # no tensor is written
-    ("open", ".tmp/manifest.json", 1),  # everything is written but what says so
-    ("open", ".tmp/optimizer.safetensors", 1),  # the weights are written, the rest is not
-    ("os.rename", "checkpoints/.step-", 1),  # the last moment before it counts
+    ("open", ".tmp/model/tokenizer_config.json", 1),  # before any tensor is written
+    ("open", ".tmp/manifest.json", 1),  # everything but the manifest is written
+    ("open", ".tmp/optimizer.safetensors", 1),  # only the weights are written
+    ("os.rename", "checkpoints/.step-", 1),  # just before the checkpoint becomes visible
 ]
 IN_EXPORT: Death = ("os.rename", ".export.", 1)
 
@@ -40,7 +40,10 @@ def assert_same(run: RunDirectory, undisturbed: RunDirectory) -> None:
 
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
     assert weights(run) == weights(undisturbed)
-    names = [sorted(path.name for path in r.checkpoints.iterdir()) for r in (run, undisturbed)]
+    names = [
+        sorted(path.name for path in directory.checkpoints.iterdir())
+        for directory in (run, undisturbed)
+    ]
     assert names[0] == names[1], "leftovers"
 
 
@@ -51,27 +54,30 @@ def test_ten_kills(
     from tests.student_trainer.tiny import job
 
     run = new_run(tmp_path / "run", job(material, teacher))
-    numbers = random.Random(0)
-    steps = sorted(numbers.sample(range(1, 40), 6))
-    in_saves = dict(zip(numbers.sample(range(6), 4), IN_SAVES, strict=True))
+    generator = random.Random(0)
+    steps = sorted(generator.sample(range(1, 40), 6))
+    in_saves = dict(zip(generator.sample(range(6), 4), IN_SAVES, strict=True))
     plan = []
     for number, step in enumerate(steps):
         plan.append((kill_at, (step,)))
         if number in in_saves:
             plan.append((die_at, in_saves[number]))
     plan.append((die_at, IN_EXPORT))
-    executed: set[tuple[int, int]] = set()
+    executed_steps: set[tuple[int, int]] = set()
     torn_saves = 0
-    for attempt, (kill, where) in enumerate(plan, 1):
-        kill(run, attempt, *where)
-        executed |= {(line["attempt"], line["step"]) for line in metrics_of(run)}
+    for attempt, (kill, arguments) in enumerate(plan, 1):
+        kill(run, attempt, *arguments)
+        executed_steps |= {(line["attempt"], line["step"]) for line in metrics_of(run)}
         if kill is die_at:
-            torn = [*run.checkpoints.glob(".step-*.tmp"), *run.path.glob(".export.*.tmp")]
-            torn_saves += bool(torn)
+            partial_directories = [
+                *run.checkpoints.glob(".step-*.tmp"),
+                *run.path.glob(".export.*.tmp"),
+            ]
+            torn_saves += bool(partial_directories)
     assert not run.export.exists()
     finish(run, len(plan) + 1)
 
-    redone = len(executed) - len(metrics_of(undisturbed))
+    redone = len(executed_steps) - len(metrics_of(undisturbed))
     print(f"{len(plan)} kills, {torn_saves} of them in a save; {redone} steps were done again")
     assert (len(plan), torn_saves) == (11, 5)
     assert redone > 0

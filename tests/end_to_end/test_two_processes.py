@@ -1,4 +1,4 @@
-"""Two processes of `accelerate launch` over gloo: the same run as one."""
+"""Two processes of `accelerate launch` over gloo equal one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIR = {"max_steps": STEPS, "train__processes": 2, "eval__every": 4}
 
 @pytest.fixture(scope="module")
 def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
-    """Two processes of the launcher, undisturbed."""
+    """A run of two launched processes, without interruption."""
     from tests.student_trainer.tiny import job
 
     run = RunDirectory(
@@ -51,31 +51,34 @@ def test_the_same_curve_as_one_process(
     assert_close(metrics_of(pair), metrics_of(finish(new_run(tmp_path / "run", config))))
 
 
-def assert_close(found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> None:
-    """The same curve but for the order of sums; of whole numbers, the same."""
+def assert_close(
+    lines: Sequence[Mapping[str, Any]], expected_lines: Sequence[Mapping[str, Any]]
+) -> None:
+    """Compare two curves: equal up to the order of sums; whole numbers are equal."""
     from tests.student_trainer.tiny import curve
 
-    worst = 0.0
-    for one, other in zip(curve(found), curve(expected), strict=True):
-        assert one.keys() == other.keys()
-        for name, value in other.items():
+    largest_difference = 0.0
+    for line, expected_line in zip(curve(lines), curve(expected_lines), strict=True):
+        assert line.keys() == expected_line.keys()
+        for name, value in expected_line.items():
             if name in COUNTS or name == "eval/accuracy":
-                assert one[name] == pytest.approx(value, rel=1e-12), (name, one["step"])
+                assert line[name] == pytest.approx(value, rel=1e-12), (name, line["step"])
             else:
-                # A perplexity is the exponential of what has this bound.
-                found, told = (
-                    math.log(x) if name == "eval/perplexity" else x for x in (one[name], value)
+                # The bound holds for the logarithm of a perplexity.
+                actual, reference = (
+                    math.log(number) if name == "eval/perplexity" else number
+                    for number in (line[name], value)
                 )
-                worst = max(worst, abs(found - told))
-                assert math.isclose(found, told, abs_tol=1e-5), (name, one["step"])
-    print(f"largest difference between the runs: {worst:.1e}")
+                largest_difference = max(largest_difference, abs(actual - reference))
+                assert math.isclose(actual, reference, abs_tol=1e-5), (name, line["step"])
+    print(f"largest difference between the runs: {largest_difference:.1e}")
 
 
 @pytest.mark.slow
 def test_two_processes_stopped_killed_and_resumed(
     material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
 ) -> None:
-    """Both leave together after a checkpoint; both are killed; the bits are those of `pair`."""
+    """Stopped at a checkpoint, then killed, two processes come to the bits of `pair`."""
     from tests.student_trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, teacher, **PAIR))
@@ -100,17 +103,17 @@ def test_two_processes_stopped_killed_and_resumed(
 def test_a_killed_process_costs_an_attempt_not_the_job(
     rank: int, material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
 ) -> None:
-    """The others notice before the launcher does, and must not judge the job by that."""
+    """The surviving process notices first and must not report it as a failure of the job."""
     from tests.student_trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, teacher, **PAIR))
     with trainer(run, dying=rank, failpoint="step-done:kill:5") as process:
         assert isinstance(process, Forked)
         code = process.wait_for_survivor(1 - rank)
-    ended = verdict_of(JobState.RUNNING, 5, run.read_status(), Exited(code))
-    assert isinstance(ended, AttemptDied), ended
-    assert not ended.blameless
-    assert "another process of the trainer is lost" in ended.reason
+    verdict = verdict_of(JobState.RUNNING, 5, run.read_status(), Exited(code))
+    assert isinstance(verdict, AttemptDied), verdict
+    assert not verdict.blameless
+    assert "another process of the trainer is lost" in verdict.reason
     finish(run, 2)
     assert curve(metrics_of(run)) == curve(metrics_of(pair))
     assert weights(run) == weights(pair)

@@ -1,4 +1,4 @@
-"""The walk-throughs of the documents, typed as shown: every command, and every line of answer.
+"""The walk-throughs of the documents: every command runs, every line of output is as documented.
 
 Ids, numbers and addresses differ from run to run; all else of an answer must be the same. The
 models are those of the tests. The job of docs/getting-started.md is long enough to be still there
@@ -33,23 +33,23 @@ STEPS_AFTER_RESUME = 20
 
 @dataclass(frozen=True)
 class Typed:
-    """A command, and the lines that the page shows under it; "..." stands for any."""
+    """A command and its documented output lines; "..." stands for any lines."""
 
     command: str
     answer: list[str]
 
 
-def typed(block: str) -> Iterator[Typed]:
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        command, *answer = part.splitlines()
+def typed_commands(block: str) -> Iterator[Typed]:
+    for text in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, *answer = text.splitlines()
         yield Typed(command, answer)
 
 
-def shape(line: str) -> str:
-    """What must be the same: not the numbers, ids, places and phases, nor the curve's dots."""
+def normalize_line(line: str) -> str:
+    """Return the line without what may differ: numbers, ids, paths, phases, the dots of curves."""
     line = re.sub(r"\|.*", "|", line)
     line = re.sub(r"on-policy-addition-[0-9a-f]+", "ID", line)
-    # How far it has come when somebody looks is not for the test to say.
+    # The progress at this moment is arbitrary.
     line = re.sub(r"RUNNING \w+ .*eval/kl.*", "RUNNING MEASURED", line)
     line = re.sub(r"(RUNNING|CANCELLING) [a-z]\w*", r"\1 PHASE", line)
     line = re.sub(r"/\S+/", "/", line)
@@ -58,21 +58,23 @@ def shape(line: str) -> str:
 
 
 class Terminal:
-    """Runs what is typed, in a directory like a clone's, against the servers of the test."""
+    """Runs commands in a directory like a clone, against the servers of the test."""
 
-    def __init__(self, place: Path, server: RealServer, teacher: str) -> None:
-        self._place = place
+    def __init__(self, directory: Path, server: RealServer, teacher: str) -> None:
+        self._place = directory
         self._server = server
         self._teacher = teacher
         self._code = 0
 
-    def localized(self, text: str) -> str:
-        taken = f"--host {self._server.host} --port {self._server.port}"
-        text = text.replace("--port 50051", taken).replace("localhost:50052", self._teacher)
+    def localize(self, text: str) -> str:
+        server_options = f"--host {self._server.host} --port {self._server.port}"
+        text = text.replace("--port 50051", server_options).replace(
+            "localhost:50052", self._teacher
+        )
         return text.replace("localhost:50050", "127.0.0.1:1")
 
     def type(self, command: str, stop_at: str = "") -> list[str]:
-        """The lines of the answer; Ctrl-C as soon as one has the shape `stop_at`."""
+        """Run the command and return its output lines; press Ctrl-C after the line `stop_at`."""
         if command == "echo $?":
             return [str(self._code)]
         if command == "distill resume @last":
@@ -85,21 +87,21 @@ class Terminal:
             "COLUMNS": "80",
         }
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {self.localized(command)}"],
+            ["bash", "-c", f"exec {self.localize(command)}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=self._place,
             env=environment,
-            # A shell's background jobs, which tests may be one of, inherit that Ctrl-C is ignored.
+            # Background jobs of a shell ignore Ctrl-C, and their child processes inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         lines = []
         assert process.stdout is not None
-        with process.stdout as printed:
-            for line in printed:
+        with process.stdout as output:
+            for line in output:
                 lines.append(line.rstrip("\n"))
-                if stop_at and shape(lines[-1]) == stop_at:
+                if stop_at and normalize_line(lines[-1]) == stop_at:
                     process.send_signal(signal.SIGINT)
                     lines.append("^C")
         self._code = process.wait(60)
@@ -110,72 +112,80 @@ class Terminal:
             return client.get("@last").step
 
 
-def assert_same(found: list[str], shown: list[str], command: str) -> None:
-    """A line "..." of `shown` is any lines; so is what comes while a Ctrl-C takes effect."""
-    told, wanted = [shape(line) for line in found], [shape(line) for line in shown]
-    for number, part in enumerate("\n".join(wanted).replace("^C", "^C\n...").split("\n...\n")):
-        lines = part.split("\n") if part else []
-        places = (n for n in range(len(told) + 1) if told[n : n + len(lines)] == lines)
-        place = next(places, None)
-        assert place is not None, (command, found)
-        assert place == 0 or number > 0, (command, found)
-        told = told[place + len(lines) :]
-    assert told == [] or wanted[-1:] == ["..."], (command, told)
+def assert_same(answer: list[str], documented: list[str], command: str) -> None:
+    """A line "..." of `documented` matches any lines, as do lines until a Ctrl-C takes effect."""
+    remaining_lines = [normalize_line(line) for line in answer]
+    expected_lines = [normalize_line(line) for line in documented]
+    expected_text = "\n".join(expected_lines).replace("^C", "^C\n...")
+    for number, section in enumerate(expected_text.split("\n...\n")):
+        lines = section.split("\n") if section else []
+        positions = (
+            n
+            for n in range(len(remaining_lines) + 1)
+            if remaining_lines[n : n + len(lines)] == lines
+        )
+        position = next(positions, None)
+        assert position is not None, (command, answer)
+        assert position == 0 or number > 0, (command, answer)
+        remaining_lines = remaining_lines[position + len(lines) :]
+    assert remaining_lines == [] or expected_lines[-1:] == ["..."], (command, remaining_lines)
 
 
 @pytest.mark.slow
 def test_everything_typed_is_answered_as_shown(
     material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
-    place = clone(tmp_path, material)
+    directory = make_clone(tmp_path, material)
     server = make_server()
-    assert type_all(SHOWN, Terminal(place, server, teacher), place, steps=100000) > 12
+    assert type_all(SHOWN, Terminal(directory, server, teacher), directory, steps=100000) > 12
     (run,) = server.runs.glob("on-policy-addition-*")
     record = record_of_run(run)
     assert [point.step for point in record.points] == list(range(record.job.max_steps + 1))
-    page = (place / f"{run.name}.html").read_text()
+    page = (directory / f"{run.name}.html").read_text()
     for word in ("SUCCEEDED", "<svg", "waiting for the teacher", "torch"):
         assert word in page
-    assert not any(place.glob("runs/on-policy-*")), "refused runs leave nothing"
+    assert not any(directory.glob("runs/on-policy-*")), "refused runs leave nothing"
 
 
 def test_the_readme_is_answered_as_shown(
     material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
-    """Its servers are started by the commands that `test_the_servers_start_as_shown` runs."""
+    """`test_the_servers_start_as_shown` runs the commands that start the servers."""
     assert README_SERVERS.body == SERVERS.body
-    place = clone(tmp_path, material)
+    directory = make_clone(tmp_path, material)
     server = make_server()
-    assert type_all(README, Terminal(place, server, teacher), place, steps=5) == 3
+    assert type_all(README, Terminal(directory, server, teacher), directory, steps=5) == 3
     (run,) = server.runs.glob("on-policy-addition-*")
     assert record_of_run(run).job.max_steps == 5
 
 
-def type_all(shown: list[Block], terminal: Terminal, place: Path, *, steps: int) -> int:
-    """Types the blocks in order, with a job of so many steps; returns the number of commands."""
+def type_all(
+    documented_blocks: list[Block], terminal: Terminal, directory: Path, *, steps: int
+) -> int:
+    """Run the blocks in order, with a job of `steps` steps; return the number of commands."""
     count = 0
-    for block in shown:
+    for block in documented_blocks:
         if block.kind == "toml":
             name = block.body.splitlines()[0].removeprefix("# ")
             assert block.body.count("max_steps = 200\n") == 1
-            text = terminal.localized(block.body)
-            (place / name).write_text(text.replace("max_steps = 200", f"max_steps = {steps}"))
+            text = terminal.localize(block.body)
+            (directory / name).write_text(text.replace("max_steps = 200", f"max_steps = {steps}"))
         elif block.kind == "python":
-            run_python(block.body, place)
-        for line in typed(block.body) if block.kind == "console" else ():
-            interrupted = line.answer.index("^C") if "^C" in line.answer else 0
-            stop_at = shape(line.answer[interrupted - 1]) if interrupted else ""
+            run_python(block.body, directory)
+        for line in typed_commands(block.body) if block.kind == "console" else ():
+            interrupt_line = line.answer.index("^C") if "^C" in line.answer else 0
+            stop_at = normalize_line(line.answer[interrupt_line - 1]) if interrupt_line else ""
             assert_same(terminal.type(line.command, stop_at), line.answer, line.command)
             count += 1
     return count
 
 
-def clone(root: Path, material: Material) -> Path:
-    """A checkout after `make demo`, as far as the walk-through sees it."""
+def make_clone(root: Path, material: Material) -> Path:
+    """Make a directory with the files of a checkout after `make demo` that the page uses."""
     demo = root / "clone" / "runs" / "demo"
     demo.mkdir(parents=True)
-    for name, made in (("teacher", material.teacher), ("student", material.student)):
-        (demo / name).symlink_to(made)
+    for name, model_directory in (("teacher", material.teacher), ("student", material.student)):
+        (demo / name).symlink_to(model_directory)
     (demo / "data").symlink_to(material.prompts.parent)
     (root / "clone" / ".venv").symlink_to(Path(sys.executable).parents[1])
     return root / "clone"
@@ -183,19 +193,19 @@ def clone(root: Path, material: Material) -> Path:
 
 @pytest.mark.parametrize("number", [0, 1], ids=["teacher", "server"])
 def test_the_servers_start_as_shown(number: int, material: Material, tmp_path: Path) -> None:
-    """On a free port; the third line finds the commands."""
+    """Start each server on a free port; the third documented line sets PATH."""
     *starts, source = SERVERS.commands
     command = re.sub(r"--port \d+ &$", "--port 0", starts[number])
     assert command.endswith("--port 0")
     program = Path(command.split()[0]).name
-    place = clone(tmp_path, material)
+    directory = make_clone(tmp_path, material)
     script = f"{source} && type -P {program} >&2 && exec {command}"
     with subprocess.Popen(
         ["bash", "-euc", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=place,
+        cwd=directory,
         env={**ENVIRONMENT, "HOME": str(tmp_path)},
     ) as process:
         assert process.stdout is not None
@@ -205,15 +215,15 @@ def test_the_servers_start_as_shown(number: int, material: Material, tmp_path: P
         assert process.wait(60) == 0
 
 
-def run_python(code: str, place: Path) -> None:
-    known: dict[str, Any] = {}
-    code = code.replace('"trained"', repr(str(place / "trained")))
-    exec(code, known)
-    assert known["model"].config.vocab_size == 13
+def run_python(code: str, directory: Path) -> None:
+    namespace: dict[str, Any] = {}
+    code = code.replace('"trained"', repr(str(directory / "trained")))
+    exec(code, namespace)
+    assert namespace["model"].config.vocab_size == 13
 
 
 @pytest.mark.parametrize(
-    ("found", "shown", "same"),
+    ("answer", "documented", "is_same"),
     [
         (["a 1", "b"], ["a 22.5e-3", "b"], True),
         (["a", "x", "y", "b"], ["a", "...", "b"], True),
@@ -224,9 +234,9 @@ def run_python(code: str, place: Path) -> None:
         (["error: no job"], ["error: no jab"], False),
     ],
 )
-def test_answers_are_compared(found: list[str], shown: list[str], same: bool) -> None:
-    if same:
-        assert_same(found, shown, "")
+def test_answers_are_compared(answer: list[str], documented: list[str], is_same: bool) -> None:
+    if is_same:
+        assert_same(answer, documented, "")
     else:
         with pytest.raises(AssertionError):
-            assert_same(found, shown, "")
+            assert_same(answer, documented, "")

@@ -1,4 +1,4 @@
-"""A program that talks gRPC can fork: its children say nothing of gRPC's own, and do not die."""
+"""A program that uses gRPC can fork: its children print nothing about gRPC and do not die."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FORKS = 60
-# A `preexec_fn`, whatever it does, makes Python fork, where it would otherwise only spawn.
+# Any `preexec_fn` makes Python fork instead of using posix_spawn.
 PROGRAM = f"""
 import subprocess
 from clients.jobs.client import DistillClient
@@ -32,7 +32,7 @@ server.stop(0)
 """
 
 
-# Fails at the import of gRPC when it may still follow forks.
+# Fails if gRPC is imported before its fork support is disabled.
 WATCHED = """
 import importlib, os, sys
 
@@ -62,12 +62,12 @@ for name in sys.argv[1:]:
 def test_grpc_is_told_before_it_is_imported(modules: list[str]) -> None:
     command = [sys.executable, "-c", WATCHED, *modules]
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "grpc\n"
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "grpc\n"
 
 
 def test_children_of_a_program_with_connections_are_left_alone() -> None:
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")

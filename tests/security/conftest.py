@@ -43,7 +43,7 @@ class Certificates:
 
 @pytest.fixture(autouse=True)
 def no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the tests may have some of their own."""
+    """Remove the DISTILL_ variables of whoever runs the tests."""
     for name in [name for name in os.environ if name.startswith("DISTILL_")]:
         monkeypatch.delenv(name)
 
@@ -51,28 +51,28 @@ def no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
     file = tmp_path_factory.mktemp("tokens") / "tokens"
-    made = {role: secrets.token_urlsafe(32) for role in ("read", "submit", "admin")}
+    token_by_role = {role: secrets.token_urlsafe(32) for role in ("read", "submit", "admin")}
     file.touch(0o600)
-    file.write_text("".join(f"{role} {token}\n" for role, token in made.items()))
-    return Secrets(file, **made)
+    file.write_text("".join(f"{role} {token}\n" for role, token in token_by_role.items()))
+    return Secrets(file, **token_by_role)
 
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Made with the commands of docs/security.md; beside them, some that nobody should trust."""
+    """Certificates made with the commands of docs/security.md, and some untrusted ones."""
     path = tmp_path_factory.mktemp("certificates")
     (commands,) = blocks("docs/security.md", "certificates")
-    _run(commands.body, path)
-    new = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x"
-    here = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    _run(
+    _run_commands(commands.body, path)
+    request = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x"
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    _run_commands(
         f"""
-        {new} -x509 -days 9 -keyout foreign-ca.key -out foreign-ca.pem
-        {new} -x509 -days 9 -keyout foreign.key -out foreign.pem -addext {here} \\
+        {request} -x509 -days 9 -keyout foreign-ca.key -out foreign-ca.pem
+        {request} -x509 -days 9 -keyout foreign.key -out foreign.pem -addext {names} \\
             -CA foreign-ca.pem -CAkey foreign-ca.key
-        {new} -x509 -days 9 -keyout elsewhere.key -out elsewhere.pem \\
+        {request} -x509 -days 9 -keyout elsewhere.key -out elsewhere.pem \\
             -addext subjectAltName=DNS:elsewhere.example -CA ca.pem -CAkey ca.key
-        {new} -keyout expired.key -out expired.csr -addext {here}
+        {request} -keyout expired.key -out expired.csr -addext {names}
         openssl x509 -req -in expired.csr -copy_extensions copy -days -1 -out expired.pem \\
             -CA ca.pem -CAkey ca.key -CAcreateserial
         """,
@@ -81,11 +81,11 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(path)
 
 
-def _run(commands: str, where: Path) -> None:
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands], cwd=where, capture_output=True, text=True
+def _run_commands(commands: str, directory: Path) -> None:
+    process = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands], cwd=directory, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Real servers with tokens and certificates, and clients that bring them, or wrong ones."""
+"""Real servers and teachers with tokens and certificates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ FAKE_TEACHER = ("--engine", "fake", "--model", "vocab=64", "--no-cache")
 
 
 def environment(**variables: object) -> dict[str, str]:
-    """Ours without any secret, and `variables`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DISTILL_")}
-    return {**kept, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in variables.items()}}
+    """Return this environment without DISTILL_ variables, plus `variables`."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("DISTILL_")
+    }
+    return {**inherited, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in variables.items()}}
 
 
 class Program:
@@ -33,7 +35,9 @@ class Program:
         before: Callable[[], None] | None = None,
         launched: bool = False,
     ) -> None:
-        """`launched`: by an interpreter of its own, which has its own command line."""
+        """`launched`: start a new interpreter, with its own command line, instead of a forked
+        process.
+        """
         self.log = log
         with log.open("ab") as stderr:
             self.process = (subprocess.Popen if launched else ForkedPython)(
@@ -78,11 +82,11 @@ def teacher(log: Path, *arguments: object, **options: object) -> Iterator[Progra
         program.close()
 
 
-def refused(module: str, arguments: Sequence[object], **variables: object) -> str:
-    """What a program says that does not start."""
+def run_refused(module: str, arguments: Sequence[object], **variables: object) -> str:
+    """Run a program that must refuse to start; return its error message."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = run_forked(command, env=environment(**variables), timeout=60)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
+    process = run_forked(command, env=environment(**variables), timeout=60)
+    assert process.returncode == 2, process.stderr
+    assert process.stdout == ""
+    assert len(process.stderr.splitlines()) == 1, process.stderr
+    return process.stderr

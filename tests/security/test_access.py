@@ -1,4 +1,4 @@
-"""S1: who may call what, over every method that the protos declare, on both real servers."""
+"""S1: access to every method that the protos declare, on a real server and a real teacher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.security.processes import Program
 Metadata = Sequence[tuple[str, str | bytes]]
 CONFIG = OnPolicyJob(student=StudentConfig(model="tiny"), data=DataConfig(path="prompts.jsonl"))
 HEADER = teacher_pb2.WeightsHeader(mode=teacher_pb2.WEIGHTS_MODE_REPLACE)
-# What each method would act on; the others get an empty message.
+# Requests of methods with an effect; the other methods get an empty message.
 REQUESTS = {
     "SubmitJob": distill_pb2.SubmitJobRequest(config_json=CONFIG.model_dump_json()),
     "Score": teacher_pb2.ScoreRequest(token_ids=bytes(16), start=1, top_k=2, temperature=1),
@@ -51,7 +51,7 @@ ROLLOUT_METHODS = sorted(methods_of(rollouts_pb2.DESCRIPTOR))
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a call, and all that its trailers say."""
+    """The outcome of a call, and its trailers."""
 
     code: grpc.StatusCode
     text: str
@@ -59,26 +59,26 @@ class Answer:
 
 
 def call(channel: grpc.Channel, method: str, metadata: Metadata) -> Answer:
-    """To gRPC, a call of any kind is a stream of messages each way."""
+    """Make one call with `metadata`. To gRPC, every call is a stream of messages each way."""
     message = REQUESTS.get(method.rpartition("/")[2])
-    made = channel.stream_stream(method)(
+    stream = channel.stream_stream(method)(
         iter([message.SerializeToString() if message else b""]), metadata=metadata, timeout=20
     )
     try:
-        list(itertools.islice(made, 1))
-        made.cancel()
+        list(itertools.islice(stream, 1))
+        stream.cancel()
         return Answer(grpc.StatusCode.OK, "", ())
     except grpc.RpcError as error:
-        failed: Any = error
-        trailers = tuple((key, value) for key, value in failed.trailing_metadata())
-        return Answer(failed.code(), failed.details(), trailers)
+        rpc_error: Any = error
+        trailers = tuple((key, value) for key, value in rpc_error.trailing_metadata())
+        return Answer(rpc_error.code(), rpc_error.details(), trailers)
 
 
 def bearer(token: str) -> Metadata:
     return [("authorization", f"Bearer {token}")]
 
 
-def impostors(tokens: Secrets) -> dict[str, Metadata]:
+def wrong_metadata(tokens: Secrets) -> dict[str, Metadata]:
     changed = "A" if tokens.admin[0] != "A" else "B"
     return {
         "none": [],
@@ -115,17 +115,20 @@ def test_nobody_without_a_token_gets_in(
 ) -> None:
     answers = []
     for program, methods in ((guarded_server, SERVER_METHODS), (guarded_teacher, TEACHER_METHODS)):
-        # Also what is not served there: strangers do not learn which methods are.
+        # Also methods that are not served here: callers without a token do not learn which ones
+        # are.
         unknown = ["/distill.v1.Teacher/Nothing", "/x.Y/Z", "/grpc.health.v1.Health/List"]
         with grpc.insecure_channel(program.address) as channel:
             for method in [*SERVER_METHODS, *TEACHER_METHODS, *ROLLOUT_METHODS, *unknown]:
-                for name, metadata in impostors(tokens).items():
+                for name, metadata in wrong_metadata(tokens).items():
                     answers.append((f"{method} {name}", call(channel, method, metadata)))
             assert {call(channel, method, []).text for method in methods}
-    told = {answer for _, answer in answers}
-    print(f"\n{len(answers)} calls without a good token, {len(told)} different answer(s)")
-    assert len(told) == 1, told
-    assert told.pop().code is grpc.StatusCode.UNAUTHENTICATED
+    different_answers = {answer for _, answer in answers}
+    print(
+        f"\n{len(answers)} calls without a good token, {len(different_answers)} different answer(s)"
+    )
+    assert len(different_answers) == 1, different_answers
+    assert different_answers.pop().code is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_nothing_happened(
@@ -134,14 +137,14 @@ def test_nothing_happened(
     tokens: Secrets,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The calls above are repeated where they would be seen: a job, a score, new weights."""
+    """Calls without a valid token leave no job, score nothing and push no weights."""
     for program, method in (
         (guarded_server, "/distill.v1.Distill/SubmitJob"),
         (guarded_teacher, "/distill.v1.Teacher/Score"),
         (guarded_teacher, "/distill.v1.Teacher/PushWeights"),
     ):
         with grpc.insecure_channel(program.address) as channel:
-            for metadata in impostors(tokens).values():
+            for metadata in wrong_metadata(tokens).values():
                 assert call(channel, method, metadata).code is grpc.StatusCode.UNAUTHENTICATED
     monkeypatch.setenv("DISTILL_TOKEN", tokens.read)
     with DistillClient(guarded_server.address) as client:
@@ -162,13 +165,13 @@ def test_a_role_may_do_what_the_table_says(
     for program, methods in ((guarded_server, SERVER_METHODS), (guarded_teacher, TEACHER_METHODS)):
         with grpc.insecure_channel(program.address) as channel:
             for method in methods:
-                needed = REQUIRED_ROLES[method]
-                assert needed is not None
-                if method.endswith("SubmitJob") and role >= needed:
-                    continue  # it would leave a job behind
+                required_role = REQUIRED_ROLES[method]
+                assert required_role is not None
+                if method.endswith("SubmitJob") and role >= required_role:
+                    continue  # the call would create a job
                 answer = call(channel, method, metadata)
-                denied = answer.code is grpc.StatusCode.PERMISSION_DENIED
-                assert denied == (role < needed), (method, answer)
+                is_denied = answer.code is grpc.StatusCode.PERMISSION_DENIED
+                assert is_denied == (role < required_role), (method, answer)
                 assert answer.code is not grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -184,16 +187,16 @@ def test_probes_need_no_token(guarded_server: Program, guarded_teacher: Program)
 @pytest.mark.parametrize("metadata", [[], [("authorization", f"Bearer {'a' * 43}")]])
 def test_a_method_that_is_not_in_the_table_is_open_to_nobody(metadata: Metadata) -> None:
     """Without tokens, and for an administrator."""
-    served = []
+    served_calls = []
 
-    async def forgotten(messages: Any, context: Any) -> Any:
-        served.append(messages)
+    async def serve_forgotten(messages: Any, context: Any) -> Any:
+        served_calls.append(messages)
         yield b""
 
-    async def scenario() -> Answer:
+    async def call_forgotten() -> Answer:
         tokens = Tokens({"a" * 43: Role.ADMIN} if metadata else {})
         server = grpc.aio.server(interceptors=[ErrorBoundary(), AccessControl(tokens)])
-        handlers = {"Forgotten": grpc.stream_stream_rpc_method_handler(forgotten)}
+        handlers = {"Forgotten": grpc.stream_stream_rpc_method_handler(serve_forgotten)}
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("x.Y", handlers)])
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -202,8 +205,8 @@ def test_a_method_that_is_not_in_the_table_is_open_to_nobody(metadata: Metadata)
         await server.stop(None)
         return answer
 
-    assert asyncio.run(scenario()).code is grpc.StatusCode.PERMISSION_DENIED
-    assert served == []
+    assert asyncio.run(call_forgotten()).code is grpc.StatusCode.PERMISSION_DENIED
+    assert served_calls == []
 
 
 def test_clients_bring_tokens_and_say_what_was_refused(

@@ -25,14 +25,14 @@ def test_an_unknown_token_is_told(
     for variable in (SERVER_TOKEN, TEACHER_TOKEN):
         monkeypatch.setenv(variable, UNKNOWN)
     assert main(command) == ExitCode.JOB_FAILED
-    told = capsys.readouterr().out
-    assert [line for line in told.splitlines() if line.startswith("problem")] == [
+    report = capsys.readouterr().out
+    assert [line for line in report.splitlines() if line.startswith("problem")] == [
         f"problem: server: {server} does not know the token; set $DISTILL_TOKEN to one of its"
         " token file",
         f"problem: teacher: {teacher} does not know the token; set $DISTILL_TEACHER_TOKEN to one"
         " of its token file",
     ]
-    assert "distill token" not in told
+    assert "distill token" not in report
     monkeypatch.setenv(SERVER_TOKEN, "short")
     main(command)
     assert "copy a token of the server's token file" in capsys.readouterr().out

@@ -1,7 +1,8 @@
-"""What the documents say about security is what happens: their commands run, their floors hold."""
+"""The documents about security are correct: commands run, and minimum versions hold."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -23,8 +24,8 @@ FLOORS = re.compile(
 REQUIREMENT = re.compile(r"^([a-z0-9-]+)>=([\d.]+)")
 
 
-def version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
+def version_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split("."))
 
 
 def test_pyproject_keeps_the_floors() -> None:
@@ -32,19 +33,27 @@ def test_pyproject_keeps_the_floors() -> None:
     floors = dict(FLOORS.findall(DOCUMENT.read_text()))
     assert len(floors) == 8
     required = [project["dependencies"], *project["optional-dependencies"].values()]
-    seen = set()
-    for requirement in [one for group in required for one in group]:
+    checked_names = set()
+    for requirement in itertools.chain.from_iterable(required):
         name = re.split(r"[^a-z0-9-]", requirement)[0].removesuffix("-cpu")
         if name in floors:
-            found = REQUIREMENT.match(requirement.replace("==", ">=").replace("-cpu", ""))
-            assert found, f"{requirement} has no floor"
-            assert version(found[2]) >= version(floors[name]), requirement
-            seen.add(name)
-    assert {"torch", "transformers", "pyarrow", "pillow", "starlette", "h11", "grpcio"} <= seen
+            floor = REQUIREMENT.match(requirement.replace("==", ">=").replace("-cpu", ""))
+            assert floor, f"{requirement} has no floor"
+            assert version_numbers(floor[2]) >= version_numbers(floors[name]), requirement
+            checked_names.add(name)
+    assert {
+        "torch",
+        "transformers",
+        "pyarrow",
+        "pillow",
+        "starlette",
+        "h11",
+        "grpcio",
+    } <= checked_names
 
 
 def test_the_table_of_variables_is_the_code() -> None:
-    """Every variable is in a source, and every one of a source is in the document."""
+    """The document and the sources name the same environment variables."""
     sources = "".join(
         path.read_text()
         for package in ("protos", "clients", "distill_server", "teacher_service", "student_trainer")
@@ -57,55 +66,63 @@ def test_the_table_of_variables_is_the_code() -> None:
 def test_the_readme_beyond_this_machine(
     certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both its blocks, with a teacher that needs no download, and this machine as the other one."""
+    """Run both blocks, with a fake teacher that needs no download, on one machine."""
     for name in ("server.pem", "server.key", "ca.pem"):
         shutil.copy(certificates.path / name, tmp_path)
-    there, here = (block.body for block in blocks("docs/operations.md", "beyond"))
+    teacher_commands, client_commands = (
+        block.body for block in blocks("docs/operations.md", "beyond")
+    )
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
-    there = there.replace("--model Qwen/Qwen3-4B", "--engine fake --model vocab=64 --no-cache")
-    there = there.replace(".venv/bin/distill-teacher", "exec .venv/bin/distill-teacher")
-    there = there.replace("--host 0.0.0.0", "--host 0.0.0.0 --port 0")
-    assert there.count("vocab=64") == there.count("--port 0") == 1
+    teacher_commands = teacher_commands.replace(
+        "--model Qwen/Qwen3-4B", "--engine fake --model vocab=64 --no-cache"
+    )
+    teacher_commands = teacher_commands.replace(
+        ".venv/bin/distill-teacher", "exec .venv/bin/distill-teacher"
+    )
+    teacher_commands = teacher_commands.replace("--host 0.0.0.0", "--host 0.0.0.0 --port 0")
+    assert teacher_commands.count("vocab=64") == teacher_commands.count("--port 0") == 1
     with subprocess.Popen(
-        ["bash", "-euc", there],
+        ["bash", "-euc", teacher_commands],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         env=environment(),
-    ) as process:
+    ) as teacher:
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
+            assert teacher.stdout is not None
+            line = teacher.stdout.readline()
             assert line.startswith("teacher listening on https://0.0.0.0:")
             port = line.strip().rpartition(":")[2]
             token = (tmp_path / "tokens").read_text().split()[1]
-            here = here.replace("gpu-node:50052", f"localhost:{port}")
-            here = re.sub(r"DISTILL_TEACHER_TOKEN=\S+", f"DISTILL_TEACHER_TOKEN={token}", here)
-            # The job itself would take minutes; everything before it is run.
-            commands = here[: here.index(".venv/bin/distill run")]
+            client_commands = client_commands.replace("gpu-node:50052", f"localhost:{port}")
+            client_commands = re.sub(
+                r"DISTILL_TEACHER_TOKEN=\S+", f"DISTILL_TEACHER_TOKEN={token}", client_commands
+            )
+            # The job itself would take minutes; the test runs everything before it.
+            commands = client_commands[: client_commands.index(".venv/bin/distill run")]
             commands += "\nenv | grep ^DISTILL_ > variables"
-            done = subprocess.run(
+            process = subprocess.run(
                 ["bash", "-euc", commands],
                 cwd=tmp_path,
                 capture_output=True,
                 text=True,
                 env=environment(),
             )
-            assert done.returncode == 0, done.stdout + done.stderr
-            assert f"https://localhost:{port} serving" in done.stdout
+            assert process.returncode == 0, process.stdout + process.stderr
+            assert f"https://localhost:{port} serving" in process.stdout
             monkeypatch.chdir(tmp_path)
             for variable in (tmp_path / "variables").read_text().splitlines():
                 monkeypatch.setenv(*variable.split("=", 1))
             with TeacherClient(f"https://localhost:{port}") as client:
                 assert client.info().vocab_size == 64
         finally:
-            process.kill()
+            teacher.kill()
 
 
 def test_the_server_of_the_ray_page(certificates: Certificates, tmp_path: Path) -> None:
-    """Its tokens, and its command with other paths and ports, without the cluster."""
+    """Run the commands for tokens and server, with other paths and ports, without a cluster."""
     for name in ("server.pem", "server.key", "ca.pem"):
         shutil.copy(certificates.path / name, tmp_path)
     (tmp_path / ".venv").mkdir()
@@ -116,7 +133,7 @@ def test_the_server_of_the_ray_page(certificates: Certificates, tmp_path: Path) 
     (start,) = blocks("docs/ray.md", "ray-server")
     command = start.body.replace("/shared/runs", "runs").replace("/var/lib/distill/", "")
     command = re.sub(r"(--dashboard|--metrics-port) \d+", r"\1 0", command)
-    command = command.replace("--ray http://127.0.0.1:8265", "")  # the extra [ray] is not here
+    command = command.replace("--ray http://127.0.0.1:8265", "")  # the extra [ray] is not installed
     command = command.replace("--host 0.0.0.0", "--host 0.0.0.0 --port 0")
     command = command.replace(".venv/bin/distill-server", "exec .venv/bin/distill-server")
     with subprocess.Popen(
@@ -126,31 +143,33 @@ def test_the_server_of_the_ray_page(certificates: Certificates, tmp_path: Path) 
         stderr=subprocess.DEVNULL,
         text=True,
         env=environment(),
-    ) as process:
+    ) as server:
         try:
-            assert process.stdout is not None
-            line, dashboard = process.stdout.readline(), process.stdout.readline()
+            assert server.stdout is not None
+            line, dashboard = server.stdout.readline(), server.stdout.readline()
             assert line.startswith("server listening on https://0.0.0.0:"), line
             assert "https://0.0.0.0:" in dashboard, dashboard
             port = line.strip().rpartition(":")[2]
             token = (tmp_path / "server-tokens").read_text().split()[1]
             variables = {"DISTILL_TOKEN": token, "DISTILL_TLS_CA": "ca.pem"}
-            for known in (variables, {"DISTILL_TLS_CA": "ca.pem"}):
-                done = subprocess.run(
+            for client_variables in (variables, {"DISTILL_TLS_CA": "ca.pem"}):
+                process = subprocess.run(
                     [".venv/bin/distill", "--server", f"https://localhost:{port}", "ls"],
                     cwd=tmp_path,
                     capture_output=True,
                     text=True,
-                    env=environment() | known,
+                    env=environment() | client_variables,
                 )
-                assert (done.returncode == 0) is (known is variables), done.stdout + done.stderr
+                assert (process.returncode == 0) is (client_variables is variables), (
+                    process.stdout + process.stderr
+                )
         finally:
-            process.kill()
+            server.kill()
 
 
 def test_secrets_are_not_committed() -> None:
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
+    process = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
         pytest.skip("not a checkout")
-    names = done.stdout.split()
+    names = process.stdout.split()
     assert not [name for name in names if name.endswith((".key", ".pem")) or name == "tokens"]

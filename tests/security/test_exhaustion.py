@@ -1,4 +1,4 @@
-"""S10: connections that never say anything, and connections that are torn down at once."""
+"""S10: connections that send nothing, and connections that are reset at once."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ RECOVERY_SECONDS = 5.0
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
-def few_descriptors() -> None:
+def limit_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
 
 
 @pytest.fixture(autouse=True)
 def many_sockets() -> Iterator[None]:
-    """This process is the attacker, and needs descriptors itself."""
+    """Raise the limit of descriptors of this process, which is the attacker."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = HALF_OPEN + 200
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -41,41 +41,41 @@ def many_sockets() -> Iterator[None]:
 
 
 def seconds_to_answer(program: Program) -> float:
-    """From a new connection to its first answer."""
-    began = time.monotonic()
+    """Return the seconds from a new connection to its first answer."""
+    start_time = time.monotonic()
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
     with grpc.insecure_channel(program.address, options=options) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         health.Check(health_pb2.HealthCheckRequest(), timeout=30, wait_for_ready=True)
-    return time.monotonic() - began
+    return time.monotonic() - start_time
 
 
 def connect(program: Program, stack: ExitStack) -> socket.socket:
-    made = stack.enter_context(socket.socket())
-    made.settimeout(1.0)
+    connection = stack.enter_context(socket.socket())
+    connection.settimeout(1.0)
     host, _, port = program.address.rpartition(":")
-    made.connect((host, int(port)))
-    return made
+    connection.connect((host, int(port)))
+    return connection
 
 
-@pytest.mark.parametrize("which", ["server", "teacher"])
-def test_silent_and_broken_connections(which: str, tmp_path: Path) -> None:
-    started = (
-        server(tmp_path / "runs", before=few_descriptors)
-        if which == "server"
-        else teacher(tmp_path / "log", before=few_descriptors)
+@pytest.mark.parametrize("service", ["server", "teacher"])
+def test_silent_and_broken_connections(service: str, tmp_path: Path) -> None:
+    program_context = (
+        server(tmp_path / "runs", before=limit_descriptors)
+        if service == "server"
+        else teacher(tmp_path / "log", before=limit_descriptors)
     )
-    with started as program:
+    with program_context as program:
         process = psutil.Process(program.process.pid)
         seconds_to_answer(program)
-        idle = process.num_fds()
+        idle_count = process.num_fds()
         with ExitStack() as stack:
             for _ in range(HALF_OPEN):
                 connect(program, stack)
             time.sleep(0.5)
-            held = process.num_fds()
-            # Some are left for files, while the attack goes on.
-            assert held < DESCRIPTORS - 32
+            held_count = process.num_fds()
+            # Some descriptors remain for files during the attack.
+            assert held_count < DESCRIPTORS - 32
         after_silence = seconds_to_answer(program)
         for _ in range(RESETS):
             with ExitStack() as stack:
@@ -84,13 +84,13 @@ def test_silent_and_broken_connections(which: str, tmp_path: Path) -> None:
                 )
         after_resets = seconds_to_answer(program)
         assert program.process.poll() is None
-        deadline = time.monotonic() + 12  # more than a handshake may take
-        while (left := process.num_fds()) > idle + 5 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 12  # more than the timeout of a handshake
+        while (open_count := process.num_fds()) > idle_count + 5 and time.monotonic() < deadline:
             time.sleep(0.1)
     print(
-        f"\n{HALF_OPEN} half-open: {held} descriptors held of {DESCRIPTORS}, answers after"
+        f"\n{HALF_OPEN} half-open: {held_count} descriptors held of {DESCRIPTORS}, answers after"
         f" {after_silence:.2f} s; {RESETS} resets: after {after_resets:.2f} s;"
-        f" {left - idle:+d} descriptors"
+        f" {open_count - idle_count:+d} descriptors"
     )
     assert max(after_silence, after_resets) < RECOVERY_SECONDS
-    assert left <= idle + 5
+    assert open_count <= idle_count + 5

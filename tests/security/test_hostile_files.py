@@ -1,4 +1,4 @@
-"""S7: files that would run code when a careless program opens them. None of ours does."""
+"""S7: no program of this project runs code from hostile files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEMPLATES = (
 
 
 class Bomb:
-    """Whoever unpickles it touches a file."""
+    """Unpickling it touches a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,37 +56,37 @@ def canary(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clean_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(model(), tokenizer(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def directory(clean: Path, tmp_path: Path) -> Path:
-    """A model of its own for each test to spoil."""
-    return Path(shutil.copytree(clean, tmp_path / "model"))
+def model_directory(clean_directory: Path, tmp_path: Path) -> Path:
+    """A copy of the model, which the test may change."""
+    return Path(shutil.copytree(clean_directory, tmp_path / "model"))
 
 
-def student(path: Path) -> Any:
+def load_student(path: Path) -> Any:
     return load_model(StudentConfig(model=str(path)))
 
 
-def student_tokenizer(path: Path) -> Any:
+def load_student_tokenizer(path: Path) -> Any:
     return load_tokenizer(StudentConfig(model=str(path)))
 
 
-def teacher(path: Path) -> Any:
+def load_teacher(path: Path) -> Any:
     return HfEngine(str(path), dtype="auto", device="cpu", batch_invariant=False)
 
 
-LOADERS = pytest.mark.parametrize("load", [student, teacher])
+LOADERS = pytest.mark.parametrize("load", [load_student, load_teacher])
 
 
-def change(file: Path, **values: object) -> None:
+def change_json(file: Path, **values: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def test_the_bomb_works(tmp_path: Path) -> None:
-    """The control: without it, an unharmed canary would say nothing."""
+    """Control: the bomb does touch the canary when it is unpickled."""
     canary = tmp_path / "canary"
     pickle.loads(pickle.dumps(Bomb(canary)))
     assert canary.exists()
@@ -99,65 +99,69 @@ def test_the_bomb_works(tmp_path: Path) -> None:
 @LOADERS
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pkl"])
 def test_pickled_weights(
-    load: Callable[[Path], Any], name: str, directory: Path, canary: Path
+    load: Callable[[Path], Any], name: str, model_directory: Path, canary: Path
 ) -> None:
-    (directory / "model.safetensors").unlink()
-    torch.save(Bomb(canary), directory / name)
+    (model_directory / "model.safetensors").unlink()
+    torch.save(Bomb(canary), model_directory / name)
     with pytest.raises(InvalidInput):
-        load(directory)
+        load(model_directory)
 
 
 @LOADERS
 def test_pickled_weights_that_an_index_names(
-    load: Callable[[Path], Any], directory: Path, canary: Path
+    load: Callable[[Path], Any], model_directory: Path, canary: Path
 ) -> None:
-    (directory / "model.safetensors").unlink()
-    torch.save(Bomb(canary), directory / "weights.bin")
+    (model_directory / "model.safetensors").unlink()
+    torch.save(Bomb(canary), model_directory / "weights.bin")
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "weights.bin"}}
     for name in ("pytorch_model.bin.index.json", "model.safetensors.index.json"):
-        (directory / name).write_text(json.dumps(index))
+        (model_directory / name).write_text(json.dumps(index))
     with pytest.raises(DistillError):
-        load(directory)
+        load(model_directory)
 
 
 @LOADERS
 def test_pickles_that_call_themselves_safetensors(
-    load: Callable[[Path], Any], directory: Path, canary: Path
+    load: Callable[[Path], Any], model_directory: Path, canary: Path
 ) -> None:
-    torch.save(Bomb(canary), directory / "model.safetensors")
+    torch.save(Bomb(canary), model_directory / "model.safetensors")
     with pytest.raises(DistillError):
-        load(directory)
+        load(model_directory)
 
 
 @LOADERS
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_that_a_model_brings(
-    load: Callable[[Path], Any], file: str, directory: Path, canary: Path
+    load: Callable[[Path], Any], file: str, model_directory: Path, canary: Path
 ) -> None:
     code = CODE.format(path=str(canary))
-    (directory / "evil.py").write_text(code)
+    (model_directory / "evil.py").write_text(code)
     names = ("AutoConfig", "AutoModelForCausalLM", "AutoModel")
     auto_map: dict[str, object] = dict.fromkeys(names, "evil.Evil")
-    change(directory / file, auto_map={**auto_map, "AutoTokenizer": ["evil.Evil", "evil.Evil"]})
+    change_json(
+        model_directory / file, auto_map={**auto_map, "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    )
     if file == "config.json":
         with pytest.raises(InvalidInput, match="auto_map"):
-            load(directory)
+            load(model_directory)
         return
-    # A tokenizer that transformers knows is loaded as what it is, or refused; never run.
-    for loader in (load, student_tokenizer):
+    # A known tokenizer class is loaded without the code, or refused; the code never runs.
+    for loader in (load, load_student_tokenizer):
         with contextlib.suppress(InvalidInput):
-            loader(directory)
+            loader(model_directory)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_chat_templates(template: str, directory: Path, canary: Path, tmp_path: Path) -> None:
-    (directory / "chat_template.jinja").write_text(template.format(path=str(canary)))
+def test_chat_templates(template: str, model_directory: Path, canary: Path, tmp_path: Path) -> None:
+    (model_directory / "chat_template.jinja").write_text(template.format(path=str(canary)))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+1="}\n' * 4)
-    words = student_tokenizer(directory)
-    assert "__globals__" in words.chat_template
+    loaded_tokenizer = load_student_tokenizer(model_directory)
+    assert "__globals__" in loaded_tokenizer.chat_template
     with pytest.raises(InvalidInput, match="chat template"):
-        load_prompts(DataConfig(path=str(prompts)), words, held_out=1, max_tokens=99, seed=0)
+        load_prompts(
+            DataConfig(path=str(prompts)), loaded_tokenizer, held_out=1, max_tokens=99, seed=0
+        )
 
 
 class EvilType(pa.ExtensionType):  # type: ignore[misc]
@@ -176,25 +180,25 @@ class EvilType(pa.ExtensionType):  # type: ignore[misc]
 
 
 def test_arrow_types_that_carry_code(tmp_path: Path, canary: Path) -> None:
-    kind = EvilType(pickle.dumps(Bomb(canary)))
-    rows = pa.ExtensionArray.from_storage(kind, pa.array([b"x"], pa.binary()))
-    evil_field = pa.field("rows", kind)
+    evil_type = EvilType(pickle.dumps(Bomb(canary)))
+    rows = pa.ExtensionArray.from_storage(evil_type, pa.array([b"x"], pa.binary()))
+    evil_field = pa.field("rows", evil_type)
     store = tmp_path / "store"
-    with LogitStore(store, write=True) as made:
-        made.append([StoredRows(b"k" * 32, bytes(8), 1, b"x")])
+    with LogitStore(store, write=True) as new_store:
+        new_store.append([StoredRows(b"k" * 32, bytes(8), 1, b"x")])
     [shard] = store.glob("*.arrow")
-    good = pa.ipc.open_file(shard.read_bytes()).get_batch(0)
-    with pa.ipc.new_file(str(shard), pa.schema([*good.schema][:-1]).append(evil_field)) as writer:
-        writer.write_batch(good.set_column(good.num_columns - 1, evil_field, rows))
+    batch = pa.ipc.open_file(shard.read_bytes()).get_batch(0)
+    with pa.ipc.new_file(str(shard), pa.schema([*batch.schema][:-1]).append(evil_field)) as writer:
+        writer.write_batch(batch.set_column(batch.num_columns - 1, evil_field, rows))
     data = shard.read_bytes()
     assert b"arrow.py_extension_type" in data
-    # The manifest agrees with it: only what is in the file is wrong.
+    # Make the manifest match, so that only the content of the file is wrong.
     manifest = json.loads((store / "manifest.json").read_text())
     manifest["shards"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (store / "manifest.json").write_text(json.dumps(manifest))
-    with LogitStore(store) as opened:
-        assert opened.unreadable == [shard.name]
-        assert len(opened) == 0
+    with LogitStore(store) as damaged_store:
+        assert damaged_store.unreadable == [shard.name]
+        assert len(damaged_store) == 0
 
 
 def test_pickles_in_a_checkpoint(tmp_path: Path, canary: Path) -> None:
@@ -238,7 +242,7 @@ import subprocess; subprocess.getoutput("ls")
 
 @pytest.mark.parametrize("line", [line for line in FORBIDDEN.splitlines() if line])
 def test_the_gate_knows(line: str) -> None:
-    """The rule that no source of ours may break finds each of these."""
+    """The architecture test finds each of these lines."""
     assert code_from_data(ast.parse(line))
 
 

@@ -1,4 +1,4 @@
-"""The HTTP front of a teacher asks for what its gRPC port does: a certificate, and then a token."""
+"""The HTTP front of a teacher requires a client certificate and a token, as its gRPC port does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.security.conftest import Certificates, Secrets
 from tests.security.processes import Program, teacher
 
 BODY = b'{"prompt": [1, 2], "max_tokens": 1, "prompt_logprobs": 2}'
-ASKING = [
+REQUESTS = [
     ("GET", "/v1/models"),
     ("GET", "/metrics"),
     ("POST", "/v1/completions"),
@@ -26,9 +26,9 @@ ASKING = [
 
 
 def http_port(program: Program) -> int:
-    found = re.fullmatch(r"HTTP on https?://127\.0\.0\.1:(\d+)\n", program.output.readline())
-    assert found
-    return int(found[1])
+    match = re.fullmatch(r"HTTP on https?://127\.0\.0\.1:(\d+)\n", program.output.readline())
+    assert match
+    return int(match[1])
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def port(tokens: Secrets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield http_port(program)
 
 
-def status(
+def response_status(
     connection: http.client.HTTPConnection, method: str, path: str, authorization: str = ""
 ) -> int:
     try:
@@ -49,17 +49,17 @@ def status(
         connection.close()
 
 
-def plain(port: int) -> http.client.HTTPConnection:
+def plain_connection(port: int) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", port, timeout=20)
 
 
-def basic(user: str, password: str) -> str:
+def basic_credentials(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-@pytest.mark.parametrize(("method", "path"), ASKING)
+@pytest.mark.parametrize(("method", "path"), REQUESTS)
 def test_pages_need_a_token(port: int, tokens: Secrets, method: str, path: str) -> None:
-    connection = plain(port)
+    connection = plain_connection(port)
     connection.request(method, path, BODY if method == "POST" else None)
     answer = connection.getresponse()
     assert answer.status == 401
@@ -67,36 +67,51 @@ def test_pages_need_a_token(port: int, tokens: Secrets, method: str, path: str) 
     assert b"Authorization: Bearer TOKEN" in answer.read()
     connection.close()
     for token in (tokens.read, tokens.submit, tokens.admin):
-        assert status(plain(port), method, path, f"Bearer {token}") not in (401, 403)
+        assert response_status(plain_connection(port), method, path, f"Bearer {token}") not in (
+            401,
+            403,
+        )
 
 
 def test_probes_need_no_token(port: int) -> None:
-    assert status(plain(port), "GET", "/health") == 200
+    assert response_status(plain_connection(port), "GET", "/health") == 200
 
 
 def test_the_token_of_an_attempt(port: int, tokens: Secrets) -> None:
     scoped = scoped_token(tokens.submit, "job-1", 2)
-    assert status(plain(port), "POST", "/v1/completions", f"Bearer {scoped}") == 200
+    assert (
+        response_status(plain_connection(port), "POST", "/v1/completions", f"Bearer {scoped}")
+        == 200
+    )
     rollouts = scoped_token(tokens.admin, "job-1", 2, rollouts=True)
-    assert status(plain(port), "POST", "/v1/completions", f"Bearer {rollouts}") == 401
+    assert (
+        response_status(plain_connection(port), "POST", "/v1/completions", f"Bearer {rollouts}")
+        == 401
+    )
 
 
 def test_the_token_in_the_address_of_a_client(port: int, tokens: Secrets) -> None:
     """requests and aiohttp send the password of http://any:TOKEN@host as Basic credentials."""
     path = "/v1/completions"
-    assert status(plain(port), "POST", path, basic("any", tokens.read)) == 200
-    assert status(plain(port), "POST", path, basic("", tokens.read)) == 200
-    for wrong in (
-        basic(tokens.read, ""),
-        basic("any", tokens.read[:-1]),
-        basic("any", tokens.read + ":"),
+    assert (
+        response_status(plain_connection(port), "POST", path, basic_credentials("any", tokens.read))
+        == 200
+    )
+    assert (
+        response_status(plain_connection(port), "POST", path, basic_credentials("", tokens.read))
+        == 200
+    )
+    for credentials in (
+        basic_credentials(tokens.read, ""),
+        basic_credentials("any", tokens.read[:-1]),
+        basic_credentials("any", tokens.read + ":"),
         "Basic " + tokens.read,
         "Basic !",
         f"Bearer {tokens.read[:-1]}",
         f"Bearer {tokens.read * 100}",
         tokens.read,
     ):
-        assert status(plain(port), "POST", path, wrong) == 401
+        assert response_status(plain_connection(port), "POST", path, credentials) == 401
 
 
 @pytest.mark.parametrize(
@@ -104,7 +119,7 @@ def test_the_token_in_the_address_of_a_client(port: int, tokens: Secrets) -> Non
     [("localhost:80", 200), ("[::1]:9", 200), ("evil.example", 403), ("", 403)],
 )
 def test_names_that_others_lead_here_are_refused(port: int, host: str, expected: int) -> None:
-    connection = plain(port)
+    connection = plain_connection(port)
     connection.request("GET", "/health", headers={"Host": host})
     assert connection.getresponse().status == expected
     connection.close()
@@ -115,9 +130,14 @@ def test_without_tokens_everybody_of_this_machine_is_served(
 ) -> None:
     with teacher(tmp_path_factory.mktemp("open") / "log", "--http-port", 0) as program:
         port = http_port(program)
-        assert status(plain(port), "POST", "/v1/completions") == 200
-        # A client may send credentials that nobody asked for, of a .netrc for instance.
-        assert status(plain(port), "POST", "/v1/completions", basic("a", "b")) == 200
+        assert response_status(plain_connection(port), "POST", "/v1/completions") == 200
+        # A client may send unrequested credentials, for instance from a .netrc file.
+        assert (
+            response_status(
+                plain_connection(port), "POST", "/v1/completions", basic_credentials("a", "b")
+            )
+            == 200
+        )
 
 
 @pytest.fixture(scope="module")
@@ -130,30 +150,34 @@ def certified_port(
         yield http_port(program)
 
 
-def over_tls(port: int, certificates: Certificates, own: str, token: str, ca: str = "ca") -> int:
+def status_over_tls(
+    port: int, certificates: Certificates, own_certificate: str, token: str, ca: str = "ca"
+) -> int:
     context = ssl.create_default_context(cafile=certificates.pem(ca))
-    if own:
-        context.load_cert_chain(certificates.pem(own), certificates.key(own))
+    if own_certificate:
+        context.load_cert_chain(
+            certificates.pem(own_certificate), certificates.key(own_certificate)
+        )
     connection = http.client.HTTPSConnection("localhost", port, timeout=20, context=context)
-    return status(connection, "POST", "/generate", f"Bearer {token}")
+    return response_status(connection, "POST", "/generate", f"Bearer {token}")
 
 
 def test_certified_clients_are_served(
     certified_port: int, certificates: Certificates, tokens: Secrets
 ) -> None:
-    # The body is one of /v1/completions.
-    assert over_tls(certified_port, certificates, "client", tokens.read) == 400
-    assert over_tls(certified_port, certificates, "client", "x") == 401
+    # Status 400, because the body is one for /v1/completions.
+    assert status_over_tls(certified_port, certificates, "client", tokens.read) == 400
+    assert status_over_tls(certified_port, certificates, "client", "x") == 401
 
 
-@pytest.mark.parametrize("own", ["", "foreign", "expired"])
+@pytest.mark.parametrize("own_certificate", ["", "foreign", "expired"])
 def test_others_are_not(
-    certified_port: int, certificates: Certificates, tokens: Secrets, own: str
+    certified_port: int, certificates: Certificates, tokens: Secrets, own_certificate: str
 ) -> None:
     with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
-        over_tls(certified_port, certificates, own, tokens.read)
+        status_over_tls(certified_port, certificates, own_certificate, tokens.read)
 
 
 def test_there_is_no_way_around_tls(certified_port: int) -> None:
     with pytest.raises((http.client.HTTPException, ConnectionError)):
-        status(plain(certified_port), "GET", "/health")
+        response_status(plain_connection(certified_port), "GET", "/health")

@@ -1,4 +1,4 @@
-"""S5 and S6: hostile job texts are refused quickly, and those that are taken run nothing."""
+"""S5 and S6: hostile job texts are refused quickly; accepted ones run no commands."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ TOML = {
 }
 
 
-def measured(act: Callable[[], object]) -> tuple[float, int]:
-    """CPU seconds of the fastest of three tries; peak bytes."""
+def measure_cost(action: Callable[[], object]) -> tuple[float, int]:
+    """Return CPU seconds of the fastest of three runs, and peak bytes of memory."""
     seconds = []
     for _ in range(3):
-        began = time.process_time()
-        act()
-        seconds.append(time.process_time() - began)
+        start_time = time.process_time()
+        action()
+        seconds.append(time.process_time() - start_time)
     tracemalloc.start()
     try:
-        act()
+        action()
         return min(seconds), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -80,11 +80,11 @@ def test_hostile_files(
     job = tmp_path / f"job.{suffix}"
     job.write_text(text)
 
-    def refuse() -> None:
+    def refuse_job() -> None:
         with pytest.raises(InvalidInput):
             load_job(job)
 
-    seconds, peak = measured(refuse)
+    seconds, peak = measure_cost(refuse_job)
     print(f"\n{len(text)} characters: {seconds * 1e3:.1f} ms, {peak >> 10} KiB")
     assert seconds < MAX_SECONDS
     assert peak < MAX_BYTES
@@ -111,12 +111,12 @@ def test_hostile_json_to_the_server(text: str, tmp_path: Path) -> None:
         store = JobStore(connection, on_change=lambda job_id: None)
         control = JobControl(store, tmp_path / "runs", wake=lambda: None)
 
-        def refuse() -> None:
+        def refuse_job() -> None:
             with pytest.raises(InvalidInput) as caught:
                 control.submit(text, "", "")
             assert len(caught.value.message) < 10_000
 
-        seconds, peak = measured(refuse)
+        seconds, peak = measure_cost(refuse_job)
     print(f"\n{len(text)} characters: {seconds * 1e3:.1f} ms, {peak >> 10} KiB")
     assert seconds < MAX_SECONDS
     assert peak < MAX_BYTES
@@ -126,32 +126,32 @@ def test_hostile_json_to_the_server(text: str, tmp_path: Path) -> None:
 def test_a_job_that_tries_to_run_commands_runs_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every text of a job a command, and the real trainer, which a server starts that did not look
-    at the job first: what it would look at is not there.
+    """Every text of the job is a shell command. A server without preflight checks starts the real
+    trainer.
     """
     canaries = tmp_path / "canaries"
     canaries.mkdir()
     site = tmp_path / "site"
     site.mkdir()
-    # Where PYTHONPATH reaches a trainer, Python runs this before anything else.
+    # If PYTHONPATH reached a trainer, Python would run this file first.
     (site / "sitecustomize.py").write_text(
         "import sys, pathlib\n"
         f"if 'student_trainer' in ' '.join(sys.orig_argv):\n"
         f"    pathlib.Path({str(canaries)!r}, 'path').touch()\n"
     )
 
-    def command(name: str) -> str:
+    def shell_command(name: str) -> str:
         touch = f"touch {canaries}/{name}"
         return f"--help; {touch}; $({touch}) `{touch}` | {touch} && {touch}\n{touch}\n"
 
     values = {
-        "name": command("name")[:200],
-        "student": {"model": command("model"), "revision": command("revision")},
+        "name": shell_command("name")[:200],
+        "student": {"model": shell_command("model"), "revision": shell_command("revision")},
         "data": {
-            "path": command("data") + ".jsonl",
-            "template": command("template") + "{prompt.__class__}",
-            "prompt_column": command("column"),
-            "split": command("split"),
+            "path": shell_command("data") + ".jsonl",
+            "template": shell_command("template") + "{prompt.__class__}",
+            "prompt_column": shell_command("column"),
+            "split": shell_command("split"),
         },
         "max_steps": 1,
     }
@@ -172,7 +172,7 @@ def test_a_job_that_tries_to_run_commands_runs_none(
     finally:
         jobs.close()
     assert job.state is JobState.FAILED
-    # It was the trainer that refused, so it was started.
+    # The trainer refused the job, so it was started.
     assert "no such file" in job.reason
     assert RunDirectory(runs / job.id).log_file(1).exists()
     assert list(canaries.iterdir()) == []

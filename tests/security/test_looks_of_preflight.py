@@ -1,5 +1,5 @@
-"""Before it queues a job a server reads of directories that may be a stranger's: it neither waits
-for what is no file, nor fills its memory, nor takes what is written there for a defect of its own.
+"""Preflight checks read directories that may belong to somebody else: they do not wait for pipes,
+do not read huge files into memory, and report invalid content as an error of the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clients.store.captured_store import captured_store_of
 from clients.store.manifest import read_manifest
 from protos.errors import Corrupt, DistillError, InvalidInput
 
-# What a capture says of its rows, with words where it has numbers.
+# The metadata of a captured store, with words instead of numbers.
 FACTS = {
     **{"teacher_fingerprint": "t", "tokenizer_fingerprint": "t", "vocab_size": "8"},
     **{"top_k": "many", "temperature": "1", "tail_samples": "0", "sequences": "0"},
@@ -26,7 +26,7 @@ FACTS = {
 
 
 def test_pipes_and_holes_are_not_read(tmp_path: Path) -> None:
-    """A thread that waits for a pipe waits for ever, and holds up the end of the server."""
+    """A thread that reads a pipe would wait for ever and delay the shutdown of the server."""
     for name in ("tokenizer.json", "model.safetensors.index.json", "manifest.json"):
         os.mkfifo(tmp_path / name)
     assert tokens_in(tmp_path) is None

@@ -1,4 +1,4 @@
-"""S4: no text of a client, and none of a server, becomes a path outside of its directory."""
+"""S4: no text from a client or a server becomes a path outside the expected directory."""
 
 from __future__ import annotations
 
@@ -44,50 +44,50 @@ PIECES = (
     *("\0", "a" * 4096, "\uff0e\uff0e/", "\u2024\u2024/", "~", "~root", "$HOME", "*", "-", "--x"),
     *("file:///", "C:\\", "@last", "\n", "\udcff", "..;/", "secret", "outside", "export", "link"),
 )
-_watched: list[str] | None = None
+_watched_paths: list[str] | None = None
 _PATH_EVENTS = {"open", "shutil.rmtree"}
 
 
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    """Python itself tells of every path that is opened, listed, made, renamed or removed."""
-    if _watched is None or not (event in _PATH_EVENTS or event.startswith("os.")):
+def _record_paths(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook: records every path that is opened, listed, created, renamed or removed."""
+    if _watched_paths is None or not (event in _PATH_EVENTS or event.startswith("os.")):
         return
     for argument in arguments:
         if isinstance(argument, str | bytes):
-            _watched.append(os.fsdecode(argument))
+            _watched_paths.append(os.fsdecode(argument))
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[str]]:
-    """The paths that are touched meanwhile. A hook stays for good: there is one for all tests."""
-    global _watched
+def watch_paths() -> Iterator[list[str]]:
+    """Yield the list of paths touched inside. All tests share one hook: it cannot be removed."""
+    global _watched_paths
     if not getattr(sys, "_distill_hook", False):
-        sys.addaudithook(_hook)
+        sys.addaudithook(_record_paths)
         sys._distill_hook = True  # type: ignore[attr-defined]
-    _watched = []
+    _watched_paths = []
     try:
-        yield _watched
+        yield _watched_paths
     finally:
-        _watched = None
+        _watched_paths = None
 
 
-def outside(touched: list[str], root: Path) -> set[str]:
-    # The mode of `open` is told beside the path; it has no slash. Python opens its modules.
-    ours = ("/proc/self/", sys.prefix, sys.base_prefix)
-    paths = {path for path in touched if "/" in path and not path.startswith(ours)}
+def paths_outside(touched: list[str], root: Path) -> set[str]:
+    # Audit events also have the mode of `open`, which has no slash. Python opens its modules.
+    python_prefixes = ("/proc/self/", sys.prefix, sys.base_prefix)
+    paths = {path for path in touched if "/" in path and not path.startswith(python_prefixes)}
     return {path for path in paths if not Path(os.path.realpath(path)).is_relative_to(root)}
 
 
-def evil(order: random.Random, job_id: str) -> str:
+def hostile_name(order: random.Random, job_id: str) -> str:
     pieces = order.choices((*PIECES, job_id, job_id[:9]), k=order.randint(1, 5))
     text = "".join(pieces)
-    # What protobuf takes as a string, or is UTF-8 on a command line.
+    # Protobuf strings and command lines must be UTF-8.
     return text.replace("\udcff", "")
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A root `runs`, beside what is not its own."""
+def base_directory(tmp_path: Path) -> Path:
+    """A directory with `runs`, and secret files beside it."""
     (tmp_path / "runs").mkdir()
     for name in ("outside/export/secret", "export/secret", "secret"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tree(root: Path) -> dict[str, int]:
+def modification_times(root: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in sorted(root.rglob("*"))}
 
 
@@ -110,8 +110,8 @@ class _Context:
         return "test"
 
 
-async def drained(answer: Any) -> bytes:
-    """All that a method says, of whichever kind it is."""
+async def read_answer(answer: Any) -> bytes:
+    """Return all bytes that a unary or streaming method answers."""
     if hasattr(answer, "__aiter__"):
         messages = [message async for message in answer]
     else:
@@ -119,9 +119,9 @@ async def drained(answer: Any) -> bytes:
     return b"".join(message.SerializeToString() for message in messages)
 
 
-def requests(order: random.Random, service: DistillService, job_id: str) -> Callable[[], Any]:
-    """One call with everything in it that a caller chooses."""
-    text, number = evil(order, job_id), order.choice((0, 1, 7, 2**31, 2**63))
+def random_request(order: random.Random, service: DistillService, job_id: str) -> Callable[[], Any]:
+    """Return a random call in which every argument is hostile."""
+    text, number = hostile_name(order, job_id), order.choice((0, 1, 7, 2**31, 2**63))
     context: Any = _Context()
     return order.choice(
         (
@@ -145,35 +145,44 @@ def requests(order: random.Random, service: DistillService, job_id: str) -> Call
     )
 
 
-def test_what_clients_send_never_leaves_the_runs(place: Path) -> None:
-    runs = (place / "runs").resolve()
-    beside = tree(place / "outside") | tree(place / "export")
+def test_what_clients_send_never_leaves_the_runs(base_directory: Path) -> None:
+    runs = (base_directory / "runs").resolve()
+    times_before = modification_times(base_directory / "outside") | modification_times(
+        base_directory / "export"
+    )
     order = random.Random(0)
-    with open_database(place / "server.sqlite") as connection:
+    with open_database(base_directory / "server.sqlite") as connection:
         store = JobStore(connection, on_change=lambda job_id: None)
         control = JobControl(store, runs, wake=lambda: None)
         removals = Removals(connection, store, runs, RunFiles(), lambda job_id: None)
         streams = Streams(store, runs, ChangeNotifier())
         service = DistillService(store, runs, control, streams, removals)
-        job_id = _finished_job(control, store, runs)
-        refused, answered, touched = asyncio.run(_fuzz(service, order, job_id))
-    print(f"\n{CASES} calls: {refused} refused, {answered} answered, {len(touched)} paths touched")
-    assert refused > CASES // 2
-    assert answered > 0
+        job_id = _finish_job(control, store, runs)
+        refused_calls, answered_calls, touched = asyncio.run(_fuzz(service, order, job_id))
+    print(
+        f"\n{CASES} calls: {refused_calls} refused, {answered_calls} answered,"
+        f" {len(touched)} paths touched"
+    )
+    assert refused_calls > CASES // 2
+    assert answered_calls > 0
     assert len(touched) > 100
-    assert outside(touched, runs) == set()
-    assert tree(place / "outside") | tree(place / "export") == beside
+    assert paths_outside(touched, runs) == set()
+    assert (
+        modification_times(base_directory / "outside")
+        | modification_times(base_directory / "export")
+        == times_before
+    )
 
 
-def _finished_job(control: JobControl, store: JobStore, runs: Path) -> str:
-    """One that succeeded, whose export and log have something in them."""
+def _finish_job(control: JobControl, store: JobStore, runs: Path) -> str:
+    """Submit a job, write its export and its log, and mark it as succeeded; return its id."""
     config = OnPolicyJob(student=StudentConfig(model="m"), data=DataConfig(path="p"), max_steps=1)
     job = control.submit(config.model_dump_json(), "", "")
-    run = RunDirectory(runs / job.id)
-    (run.export / "deep").mkdir(parents=True)
-    (run.export / "deep" / "weights").write_bytes(b"weights")
-    run.logs(1).mkdir(parents=True)
-    run.log_file(1).write_text("log\n")
+    run_directory = RunDirectory(runs / job.id)
+    (run_directory.export / "deep").mkdir(parents=True)
+    (run_directory.export / "deep" / "weights").write_bytes(b"weights")
+    run_directory.logs(1).mkdir(parents=True)
+    run_directory.log_file(1).write_text("log\n")
     for state in (JobState.PREPARING, JobState.RUNNING, JobState.SUCCEEDED):
         store.change(job.id, Change(state))
     return job.id
@@ -182,39 +191,41 @@ def _finished_job(control: JobControl, store: JobStore, runs: Path) -> str:
 async def _fuzz(
     service: DistillService, order: random.Random, job_id: str
 ) -> tuple[int, int, list[str]]:
-    refused = answered = 0
-    with watched() as touched:
+    refused_count = answered_count = 0
+    with watch_paths() as touched:
         for _ in range(CASES):
             try:
-                said = await drained(requests(order, service, job_id)())
-                answered += 1
+                answer = await read_answer(random_request(order, service, job_id)())
+                answered_count += 1
             except DistillError as error:
-                said = str(error).encode(errors="replace")
-                refused += 1
-            assert SECRET not in said
-    return refused, answered, touched
+                answer = str(error).encode(errors="replace")
+                refused_count += 1
+            assert SECRET not in answer
+    return refused_count, answered_count, touched
 
 
-def test_names_of_jobs_become_names_of_directories(place: Path) -> None:
-    runs = (place / "runs").resolve()
+def test_names_of_jobs_become_names_of_directories(base_directory: Path) -> None:
+    runs = (base_directory / "runs").resolve()
     order = random.Random(1)
-    with open_database(place / "server.sqlite") as connection, watched() as touched:
+    with open_database(base_directory / "server.sqlite") as connection, watch_paths() as touched:
         control = JobControl(
             JobStore(connection, on_change=lambda _: None), runs, wake=lambda: None
         )
-        made = []
+        job_ids = []
         for number in range(200):
-            name = evil(order, "x")[:200] or "x"
+            name = hostile_name(order, "x")[:200] or "x"
             config = OnPolicyJob(
                 student=StudentConfig(model="m"), data=DataConfig(path="p"), name=name
             )
-            text = evil(order, "x")
-            made.append(control.submit(config.model_dump_json(), text, f"{number}{text}"[:200]).id)
-    assert outside(touched, runs) == set()
-    assert {path.name for path in runs.iterdir()} == set(made)
-    assert len(set(made)) == 200
-    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-") for name in made)
-    assert sorted(path.name for path in place.iterdir()) == [
+            text = hostile_name(order, "x")
+            job_ids.append(
+                control.submit(config.model_dump_json(), text, f"{number}{text}"[:200]).id
+            )
+    assert paths_outside(touched, runs) == set()
+    assert {path.name for path in runs.iterdir()} == set(job_ids)
+    assert len(set(job_ids)) == 200
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-") for name in job_ids)
+    assert sorted(path.name for path in base_directory.iterdir()) == [
         *("export", "outside", "runs", "secret", "server.lock", "server.sqlite"),
     ]
 
@@ -222,13 +233,15 @@ def test_names_of_jobs_become_names_of_directories(place: Path) -> None:
 def test_what_a_server_sends_never_leaves_the_destination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # ten thousand would take a minute
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: None
+    )  # 10,000 calls of fsync would take a minute
     order = random.Random(2)
     digest = hashlib.sha256(b"x").hexdigest()
     outcomes = {"refused": 0, "written": 0}
-    with Download(tmp_path / "target") as download, watched() as touched:
+    with Download(tmp_path / "target") as download, watch_paths() as touched:
         for _ in range(CASES):
-            path = evil(order, "export")
+            path = hostile_name(order, "export")
             chunk = pb.ArtifactChunk(path=path, data=b"x", last=True, sha256=digest)
             try:
                 download.add(chunk)
@@ -237,53 +250,56 @@ def test_what_a_server_sends_never_leaves_the_destination(
                 outcomes["refused"] += 1
     print(f"\n{CASES} paths of a server: {outcomes}")
     assert min(outcomes.values()) > 100
-    assert outside(touched, tmp_path.resolve()) == set()
+    assert paths_outside(touched, tmp_path.resolve()) == set()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_links_are_not_followed_even_when_they_appear_meanwhile(place: Path) -> None:
-    """A directory of an artifact is a link to the secret every other moment."""
-    root = place / "runs" / "job" / "export"
+def test_links_are_not_followed_even_when_they_appear_meanwhile(base_directory: Path) -> None:
+    """A thread keeps replacing a directory of an artifact by a link to the secret."""
+    root = base_directory / "runs" / "job" / "export"
     (root / "sub").mkdir(parents=True)
     (root / "sub" / "secret").write_bytes(b"harmless")
     real, link = root.with_name("real"), root.with_name("link")
-    link.symlink_to(place / "outside" / "export")
+    link.symlink_to(base_directory / "outside" / "export")
     stop = threading.Event()
 
-    def swap() -> None:
+    def swap_links() -> None:
         while not stop.is_set():
             (root / "sub").rename(real)
             link.rename(root / "sub")
             (root / "sub").rename(link)
             real.rename(root / "sub")
 
-    async def pull() -> bytes:
+    async def pull_once() -> bytes:
         try:
             return b"".join([piece.data async for piece in read_pieces(root)])
         except DistillError as error:
             return type(error).__name__.encode()
 
-    async def pulls() -> collections.Counter[bytes]:
-        seen: collections.Counter[bytes] = collections.Counter()
+    async def count_outcomes() -> collections.Counter[bytes]:
+        outcomes: collections.Counter[bytes] = collections.Counter()
         deadline = time.monotonic() + 30
-        while min(seen[b"harmless"], seen[b"WrongState"]) < 100 and time.monotonic() < deadline:
-            seen[await pull()] += 1
-        return seen
+        while (
+            min(outcomes[b"harmless"], outcomes[b"WrongState"]) < 100
+            and time.monotonic() < deadline
+        ):
+            outcomes[await pull_once()] += 1
+        return outcomes
 
-    thread = threading.Thread(target=swap)
+    thread = threading.Thread(target=swap_links)
     thread.start()
     try:
-        seen = asyncio.run(pulls())
+        outcomes = asyncio.run(count_outcomes())
     finally:
         stop.set()
         thread.join()
-    print(f"\n{dict(seen)}")
-    assert min(seen[b"harmless"], seen[b"WrongState"]) >= 100
-    assert SECRET not in b"".join(seen)
+    print(f"\n{dict(outcomes)}")
+    assert min(outcomes[b"harmless"], outcomes[b"WrongState"]) >= 100
+    assert SECRET not in b"".join(outcomes)
 
 
 def test_a_manifest_names_no_file_of_others(tmp_path: Path) -> None:
-    """A cache directory that somebody else prepared."""
+    """A cache directory with a hostile manifest."""
     victim = tmp_path / "victim.arrow"
     victim.write_bytes(SECRET)
     cache = tmp_path / "cache"
@@ -294,11 +310,11 @@ def test_a_manifest_names_no_file_of_others(tmp_path: Path) -> None:
             f'{{"schema_version": {SCHEMA_VERSION}, "metadata": {{}}, "shards": [{shard}]}}'
         )
         with (
-            watched() as touched,
+            watch_paths() as touched,
             contextlib.suppress(DistillError),
             LogitStore(cache, write=True) as store,
         ):
             assert len(store) == 0
-        assert outside(touched, cache.resolve()) == set()
+        assert paths_outside(touched, cache.resolve()) == set()
         assert victim.read_bytes() == SECRET
         (cache / "manifest.json").unlink()

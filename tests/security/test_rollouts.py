@@ -28,24 +28,26 @@ def start(tmp_path: Path) -> Iterator[Start]:
     path = tiny.save(student(0), tiny.tokenizer(), tmp_path / "student")
     with ExitStack() as stack:
 
-        def started(*args: object) -> str:
-            words = ["--model", str(path), *map(str, args)]
-            process = ServiceProcess(*words, log=tmp_path / "service.log")
+        def start_service(*options: object) -> str:
+            arguments = ["--model", str(path), *map(str, options)]
+            process = ServiceProcess(*arguments, log=tmp_path / "service.log")
             return stack.enter_context(closing(process)).address
 
-        yield started
+        yield start_service
 
 
 def test_the_roles(
     start: Start, tokens: Secrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = start("--token-file", tokens.file)
-    wanted = order(snapshot(tmp_path, 1))
+    sample_order = order(snapshot(tmp_path, 1))
     with EngineClient([address]) as client:
-        for refused in (client.info, lambda: client.sample(wanted)):
+        for call in (client.info, lambda: client.sample(sample_order)):
             with pytest.raises(Unauthenticated, match="DISTILL_ROLLOUTS_TOKEN"):
-                refused()
-    monkeypatch.setenv("DISTILL_TEACHER_TOKEN", tokens.admin)  # is for teachers only
+                call()
+    monkeypatch.setenv(
+        "DISTILL_TEACHER_TOKEN", tokens.admin
+    )  # this variable is a token for teachers only
     with EngineClient([address]) as client, pytest.raises(Unauthenticated):
         client.info()
     for token in (tokens.read, tokens.submit):
@@ -53,14 +55,14 @@ def test_the_roles(
         with EngineClient([address]) as client:
             assert client.info().engine == "hf"
             with pytest.raises(Forbidden, match="may not call Sample"):
-                client.sample(wanted)
+                client.sample(sample_order)
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(tokens.admin)
     monkeypatch.delenv("DISTILL_ROLLOUTS_TOKEN")
     monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN_FILE", str(file))
     with EngineClient([address]) as client:
-        assert len(list(client.sample(wanted))) == len(wanted.sequences)
+        assert len(list(client.sample(sample_order))) == len(sample_order.sequences)
     with pytest.raises(InvalidInput, match="would be sent unencrypted"):
         EngineClient(["gpu-node:50053"])
 
@@ -68,26 +70,30 @@ def test_the_roles(
 def test_the_token_of_an_attempt(
     start: Start, tokens: Secrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It samples if its parent may; that of a teacher, and that of the server itself, do not."""
+    """The token of an attempt samples if its parent may; tokens for teachers and of attempt 0 do
+    not.
+    """
     address = start("--token-file", tokens.file)
-    wanted = order(snapshot(tmp_path, 1))
-    made = [scoped_token(tokens.admin, "a-1", attempt, rollouts=True) for attempt in (0, 3)]
-    monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", made[1])
+    sample_order = order(snapshot(tmp_path, 1))
+    attempt_tokens = [
+        scoped_token(tokens.admin, "a-1", attempt, rollouts=True) for attempt in (0, 3)
+    ]
+    monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", attempt_tokens[1])
     with EngineClient([address]) as client:
-        assert len(list(client.sample(wanted))) == len(wanted.sequences)
+        assert len(list(client.sample(sample_order))) == len(sample_order.sequences)
     log = (tmp_path / "service.log").read_text()
     assert "called by a job method=Sample job=a-1 attempt=3\n" in log
-    monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", made[0])
+    monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", attempt_tokens[0])
     with EngineClient([address]) as client:
         assert client.info().engine == "hf"
         with pytest.raises(Forbidden, match="may not call Sample"):
-            client.sample(wanted)
-    for refused in (
+            client.sample(sample_order)
+    for token in (
         scoped_token(tokens.admin, "a-1", 3),  # for teachers
         scoped_token(tokens.submit, "a-1", 3, rollouts=True),
-        made[1].replace("a-1", "a-2"),
+        attempt_tokens[1].replace("a-1", "a-2"),
     ):
-        monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", refused)
+        monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", token)
         with EngineClient([address]) as client, pytest.raises(Unauthenticated):
             client.info()
 
@@ -101,12 +107,12 @@ def test_tls(
 ) -> None:
     address = start("--token-file", tokens.file, *certificates.tls())
     assert address.startswith("https://")
-    wanted = order(snapshot(tmp_path, 1))
+    sample_order = order(snapshot(tmp_path, 1))
     monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", tokens.admin)
     monkeypatch.setenv("DISTILL_TLS_CA", str(certificates.pem("foreign-ca")))
-    refused = pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED")
-    with EngineClient([address], patience_seconds=0.2) as client, refused:
-        client.sample(wanted)
+    is_refused = pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED")
+    with EngineClient([address], patience_seconds=0.2) as client, is_refused:
+        client.sample(sample_order)
     monkeypatch.setenv("DISTILL_TLS_CA", str(certificates.pem("ca")))
     with EngineClient([address]) as client:
-        assert len(list(client.sample(wanted))) == len(wanted.sequences)
+        assert len(list(client.sample(sample_order))) == len(sample_order.sequences)

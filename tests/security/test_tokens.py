@@ -1,4 +1,4 @@
-"""Token files, what clients do with theirs, and how long a comparison takes."""
+"""Token files, tokens of clients, and the duration of comparisons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.security.timing import times_in_turns
 OLD, NEW = "old" + "a" * 40, "new" + "b" * 40
 
 
-def write(path: Path, text: str, mode: int = 0o600) -> Path:
+def write_tokens(path: Path, text: str, mode: int = 0o600) -> Path:
     path.touch(mode)
     path.chmod(mode)
     path.write_text(text)
@@ -32,21 +32,21 @@ def write(path: Path, text: str, mode: int = 0o600) -> Path:
 
 def test_several_tokens_of_a_role_are_valid_at_once(tmp_path: Path) -> None:
     text = f"# team\n\nread {OLD}\n  READ\t{NEW}  \nadmin {'c' * 64}\n"
-    tokens = read_tokens(write(tmp_path / "tokens", text))
+    tokens = read_tokens(write_tokens(tmp_path / "tokens", text))
     assert [tokens.role_of(token) for token in (OLD, NEW, "c" * 64)] == [
         Role.READ,
         Role.READ,
         Role.ADMIN,
     ]
     assert [tokens.role_of(token) for token in ("", "d" * 64, OLD[:-1], "\udcff")] == [None] * 4
-    # Kept as digests: not even a dump of the object shows one.
+    # Tokens are stored as digests: a dump of the object does not show them.
     assert OLD not in repr(vars(tokens))
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660, 0o666, 0o620])
 def test_a_file_of_others_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(InvalidInput, match=f"mode {mode:o}.*chmod 600") as caught:
-        read_tokens(write(tmp_path / "tokens", f"read {OLD}\n", mode))
+        read_tokens(write_tokens(tmp_path / "tokens", f"read {OLD}\n", mode))
     assert caught.value.field == "--token-file"
 
 
@@ -64,16 +64,18 @@ def test_a_file_of_others_is_refused(tmp_path: Path, mode: int) -> None:
 )
 def test_a_wrong_line_is_named_and_never_quoted(tmp_path: Path, line: str, word: str) -> None:
     with pytest.raises(InvalidInput, match=word) as caught:
-        read_tokens(write(tmp_path / "tokens", f"submit {NEW}\n{line}\n"))
+        read_tokens(write_tokens(tmp_path / "tokens", f"submit {NEW}\n{line}\n"))
     assert "tokens:2 " in str(caught.value)
-    assert not any(part in str(caught.value) for part in (OLD[5:20], NEW[5:20], "aaaaaaaaaa"))
+    assert not any(
+        token_part in str(caught.value) for token_part in (OLD[5:20], NEW[5:20], "aaaaaaaaaa")
+    )
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# read, until Monday\n"])
 def test_a_file_without_a_token_does_not_open_the_server(tmp_path: Path, text: str) -> None:
-    """Cut off while it was changed, for one: it must not mean that nobody is asked."""
+    """For instance a truncated file: it must not disable the check of tokens."""
     with pytest.raises(InvalidInput, match="holds no token") as caught:
-        read_tokens(write(tmp_path / "tokens", text))
+        read_tokens(write_tokens(tmp_path / "tokens", text))
     assert caught.value.field == "--token-file"
 
 
@@ -81,8 +83,8 @@ def test_tokens_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not read_tokens(None)
     monkeypatch.setenv("DISTILL_TOKENS", f"read {OLD}\nadmin {NEW}")
     assert read_tokens(None).role_of(NEW) is Role.ADMIN
-    # The file is the whole truth when there is one.
-    assert read_tokens(write(tmp_path / "tokens", f"read {OLD}")).role_of(NEW) is None
+    # If there is a token file, the environment variable is ignored.
+    assert read_tokens(write_tokens(tmp_path / "tokens", f"read {OLD}")).role_of(NEW) is None
     monkeypatch.setenv("DISTILL_TOKENS", "read short")
     with pytest.raises(InvalidInput, match=r"\$DISTILL_TOKENS: line 1 "):
         read_tokens(None)
@@ -94,7 +96,7 @@ def test_distill_token_makes_lines_of_a_token_file(
     for role in Role:
         assert main(["token", "--role", role.name.lower()]) == 0
     lines = capsys.readouterr().out
-    tokens = read_tokens(write(tmp_path / "tokens", lines))
+    tokens = read_tokens(write_tokens(tmp_path / "tokens", lines))
     for role, line in zip(Role, lines.splitlines(), strict=True):
         assert tokens.role_of(line.split()[1]) is role
     assert len({line.split()[1] for line in lines.splitlines()}) == len(Role)
@@ -109,24 +111,26 @@ def test_a_token_never_leaves_the_machine_in_the_clear(
     with pytest.raises(InvalidInput, match="unencrypted") as caught:
         open_channel(address, token=SERVER_TOKEN)
     assert OLD not in str(caught.value)
-    for other in ("127.0.0.1:1", "[::1]:1", "localhost:1", "https://teacher:1"):
-        open_channel(other, token=SERVER_TOKEN).close()
+    for local_address in ("127.0.0.1:1", "[::1]:1", "localhost:1", "https://teacher:1"):
+        open_channel(local_address, token=SERVER_TOKEN).close()
 
 
 def test_grpc_itself_keeps_the_token_here(tmp_path: Path) -> None:
-    """Our look at the address is the first lock; this is the second."""
+    """gRPC's local credentials are a second check after the check of the address."""
     bearer = grpc.access_token_call_credentials(OLD)
     local = grpc.composite_channel_credentials(grpc.local_channel_credentials(), bearer)
-    addresses = [a for nic in psutil.net_if_addrs().values() for a in nic]
-    ours = {a.address for a in addresses if a.family is socket.AF_INET} - {"127.0.0.1"}
-    if not ours:
+    addresses = [address for nic in psutil.net_if_addrs().values() for address in nic]
+    own_addresses = {
+        address.address for address in addresses if address.family is socket.AF_INET
+    } - {"127.0.0.1"}
+    if not own_addresses:
         pytest.skip("this machine has no address but loopback")
     request = health_pb2.HealthCheckRequest()
     with server(tmp_path / "runs", "--host", "0.0.0.0", "--insecure") as program:
-        with grpc.secure_channel(f"{ours.pop()}:{program.port}", local) as channel:
-            with pytest.raises(grpc.RpcError) as told:
+        with grpc.secure_channel(f"{own_addresses.pop()}:{program.port}", local) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
                 health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
-            assert told.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         with grpc.secure_channel(f"127.0.0.1:{program.port}", local) as channel:
             health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
 
@@ -141,16 +145,20 @@ def test_the_time_of_a_comparison_tells_nothing() -> None:
     """10^4 tokens that are wrong in the first character, 10^4 in the last, taken in turns."""
     right = secrets.token_urlsafe(32)
     tokens = Tokens({secrets.token_urlsafe(32): Role.READ, right: Role.ADMIN})
-    other = {char: "A" if char != "A" else "B" for char in (right[0], right[-1])}
-    wrong = (other[right[0]] + right[1:], right[:-1] + other[right[-1]])
+    changed_character = {char: "A" if char != "A" else "B" for char in (right[0], right[-1])}
+    wrong = (changed_character[right[0]] + right[1:], right[:-1] + changed_character[right[-1]])
     times = times_in_turns(tokens.role_of, wrong)
-    medians = [statistics.median(one) for one in times]
-    # Of a median of n: 1.2533 sigma / sqrt(n); sigma from the quartiles, which no pause moves.
-    spreads = [statistics.quantiles(one)[2] - statistics.quantiles(one)[0] for one in times]
+    medians = [statistics.median(nanoseconds) for nanoseconds in times]
+    # Standard error of a median of n: 1.2533 sigma / sqrt(n); sigma from quartiles, which are
+    # robust against pauses.
+    spreads = [
+        statistics.quantiles(nanoseconds)[2] - statistics.quantiles(nanoseconds)[0]
+        for nanoseconds in times
+    ]
     sigma = 1.2533 * sum((spread / 1.349) ** 2 / 10_000 for spread in spreads) ** 0.5
     delta = abs(medians[0] - medians[1])
     print(f"\nmedians {medians} ns, difference {delta} ns, 3 sigma {3 * sigma:.1f} ns")
-    # The clock's own step: a smaller difference cannot be seen, here or from afar.
+    # 50 ns: the resolution of the clock.
     assert delta < max(3 * sigma, 50)
 
 
@@ -162,9 +170,11 @@ def test_a_comparison_looks_at_every_token(
     compared = []
     original = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(a) or original(a, b))
-    known = Tokens({tokens.read: Role.READ, tokens.submit: Role.SUBMIT, tokens.admin: Role.ADMIN})
+    known_tokens = Tokens(
+        {tokens.read: Role.READ, tokens.submit: Role.SUBMIT, tokens.admin: Role.ADMIN}
+    )
     for token in (tokens.read, tokens.admin, "x" * 43):
         compared.clear()
-        known.role_of(token)
+        known_tokens.role_of(token)
         assert len(compared) == 3
         assert {len(digest) for digest in compared} == {32}

@@ -1,4 +1,4 @@
-"""S8 and the limits: what is too large, packed or garbled costs little, and tells nothing."""
+"""S8 and the limits: large, compressed or invalid messages cost little and reveal nothing."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _PEAK = "VmHWM:"
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
-    place = tmp_path_factory.mktemp("open")
-    with server(place / "runs") as jobs, teacher(place / "teacher.log") as scores:
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
+    directory = tmp_path_factory.mktemp("open")
+    with server(directory / "runs") as jobs, teacher(directory / "teacher.log") as scores:
         yield jobs, scores
 
 
@@ -39,36 +39,36 @@ def peak_bytes(program: Program) -> int:
     return int(line.split()[1]) << 10
 
 
-def all_of(error: grpc.RpcError) -> str:
-    """Everything a caller was told."""
-    told: Any = error
-    return f"{told.details()} {told.trailing_metadata()}"
+def error_text(error: grpc.RpcError) -> str:
+    """Return all text that the caller received."""
+    rpc_error: Any = error
+    return f"{rpc_error.details()} {rpc_error.trailing_metadata()}"
 
 
-def test_messages_that_are_too_large_or_packed_tightly(both: tuple[Program, Program]) -> None:
-    jobs, scores = both
-    before = peak_bytes(jobs), peak_bytes(scores)
+def test_messages_that_are_too_large_or_packed_tightly(services: tuple[Program, Program]) -> None:
+    jobs, scores = services
+    bytes_before = peak_bytes(jobs), peak_bytes(scores)
     unbounded = [("grpc.max_send_message_length", -1)]
     packings = (grpc.Compression.NoCompression, grpc.Compression.Gzip)
     for size, packing in itertools.product((MAX_MESSAGE_BYTES + 1, 96 << 20), packings):
         with grpc.insecure_channel(jobs.address, options=unbounded) as channel:
             request = distill_pb2.SubmitJobRequest(config_json="x" * size)
-            with pytest.raises(grpc.RpcError) as told:
+            with pytest.raises(grpc.RpcError) as caught:
                 DistillStub(channel).SubmitJob(request, timeout=60, compression=packing)
-        assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         with grpc.insecure_channel(scores.address, options=unbounded) as channel:
             query = teacher_pb2.ScoreRequest(token_ids=bytes(size))
             stub = teacher_pb2_grpc.TeacherStub(channel)
-            with pytest.raises(grpc.RpcError) as told:
+            with pytest.raises(grpc.RpcError) as caught:
                 list(stub.Score(iter([query]), timeout=60, compression=packing))
-        assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    grown = peak_bytes(jobs) - before[0], peak_bytes(scores) - before[1]
-    print(f"\npeak memory grew by {[size >> 20 for size in grown]} MiB")
-    assert max(grown) < 50 << 20
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    growth = peak_bytes(jobs) - bytes_before[0], peak_bytes(scores) - bytes_before[1]
+    print(f"\npeak memory grew by {[size >> 20 for size in growth]} MiB")
+    assert max(growth) < 50 << 20
 
 
-def test_metadata_that_is_too_large(both: tuple[Program, Program]) -> None:
-    for program in both:
+def test_metadata_that_is_too_large(services: tuple[Program, Program]) -> None:
+    for program in services:
         with grpc.insecure_channel(program.address) as channel:
             answer = call(channel, "/grpc.health.v1.Health/Check", [("x", "y" * 20_000)])
             assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -78,20 +78,20 @@ def test_metadata_that_is_too_large(both: tuple[Program, Program]) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 50_000, bytes(range(255, 0, -1))]
 )
-def test_messages_that_are_none(both: tuple[Program, Program], garbage: bytes) -> None:
-    """No traceback, no defect, and the same for every method that reads a message."""
-    jobs, scores = both
+def test_messages_that_are_none(services: tuple[Program, Program], garbage: bytes) -> None:
+    """Every method refuses invalid messages without a traceback in the log."""
+    jobs, scores = services
     for program, methods in ((jobs, SERVER_METHODS), (scores, TEACHER_METHODS)):
         size = len(program.log.read_text())
         with grpc.insecure_channel(program.address) as channel:
             for method in methods:
-                made = channel.stream_stream(method)(iter([garbage]), timeout=20)
-                with pytest.raises(grpc.RpcError) as told:
-                    list(made)
-                fault = fault_of(told.value, "server")
-                # The fake engine takes no weights, whatever is sent.
+                stream = channel.stream_stream(method)(iter([garbage]), timeout=20)
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(stream)
+                fault = fault_of(caught.value, "server")
+                # The fake engine refuses all pushed weights.
                 refusal = WrongState if method.endswith("PushWeights") else InvalidInput
-                assert isinstance(fault, refusal), (method, told.value)
+                assert isinstance(fault, refusal), (method, caught.value)
         assert len(program.log.read_text()) == size
 
 
@@ -99,7 +99,7 @@ WITHOUT_DATABASE = ("BeginUpload", "SendFiles", "StartTeacher", "StopTeacher")
 
 
 def test_defects_are_told_as_an_id(tmp_path: Path) -> None:
-    """A database without its tables: names, queries and paths are the server's secret."""
+    """With a database without tables, the error contains no names, queries or paths."""
     with server(tmp_path / "runs") as program:
         with contextlib.closing(sqlite3.connect(tmp_path / "runs" / "server.sqlite")) as database:
             database.execute("PRAGMA foreign_keys = OFF")
@@ -110,39 +110,39 @@ def test_defects_are_told_as_an_id(tmp_path: Path) -> None:
             for method in SERVER_METHODS:
                 if method.endswith(WITHOUT_DATABASE):
                     continue
-                made = channel.stream_stream(method)(iter([request_of(method)]), timeout=20)
-                with pytest.raises(grpc.RpcError) as told:
-                    list(made)
-                fault = fault_of(told.value, "server")
+                stream = channel.stream_stream(method)(iter([request_of(method)]), timeout=20)
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(stream)
+                fault = fault_of(caught.value, "server")
                 assert isinstance(fault, InternalFault), method
                 error_id = fault.message.removeprefix("internal error ")
                 assert error_id in program.log.read_text()
-                said = all_of(told.value)
-                assert str(tmp_path) not in said
+                text = error_text(caught.value)
+                assert str(tmp_path) not in text
                 assert not any(
-                    word in said for word in ("Trace", "qlite", "SELECT", "table", ".py")
+                    word in text for word in ("Trace", "qlite", "SELECT", "table", ".py")
                 )
         assert "no such table" in program.log.read_text()
 
 
 def request_of(method: str) -> bytes:
-    """One that gets as far as the database."""
+    """Return a request that gets as far as the database."""
     if method.endswith(("SubmitJob", "CheckJob")):
         config = CONFIG.model_dump_json()
         return distill_pb2.SubmitJobRequest(config_json=config).SerializeToString()
     if method.endswith("SubmitJobs"):
-        one = distill_pb2.SubmitJobRequest(config_json=CONFIG.model_dump_json())
-        return distill_pb2.SubmitJobsRequest(jobs=[one]).SerializeToString()
+        job_request = distill_pb2.SubmitJobRequest(config_json=CONFIG.model_dump_json())
+        return distill_pb2.SubmitJobsRequest(jobs=[job_request]).SerializeToString()
     if method.endswith("ListJobs"):
         return b""
-    # The job's id is the first field of all the others.
+    # In all other requests the first field is the job's id.
     return distill_pb2.GetJobRequest(job_id="some-job").SerializeToString()
 
 
 def test_tokens_are_in_no_log_and_no_process_list(tmp_path: Path, tokens: Secrets) -> None:
-    """Right and wrong ones, from a file and from the environment, on both servers."""
-    wrong = secrets.token_urlsafe(32)
-    known = [tokens.read, tokens.submit, tokens.admin, wrong]
+    """Valid and invalid tokens, from a file and from the environment, on both services."""
+    wrong_token = secrets.token_urlsafe(32)
+    all_tokens = [tokens.read, tokens.submit, tokens.admin, wrong_token]
     from_environment = {"DISTILL_TOKENS": f"admin {tokens.admin}\nread {tokens.read}"}
     with (
         server(tmp_path / "runs", variables=from_environment, launched=True) as jobs,
@@ -151,14 +151,16 @@ def test_tokens_are_in_no_log_and_no_process_list(tmp_path: Path, tokens: Secret
         for program, methods in ((jobs, SERVER_METHODS), (scores, TEACHER_METHODS)):
             with grpc.insecure_channel(program.address) as channel:
                 for method in methods:
-                    for token in known:
+                    for token in all_tokens:
                         answer = call(channel, method, bearer(token))
-                        told = f"{answer.text} {answer.trailers}"
-                        assert not any(token in told for token in known)
-        shown = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
-        assert any(str(tokens.file) in line for line in shown)
-        written = [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert {jobs.log, scores.log} <= set(written)
-        for token in known:
-            assert not any(token in line for line in shown)
-            assert not any(token.encode() in path.read_bytes() for path in written)
+                        answer_text = f"{answer.text} {answer.trailers}"
+                        assert not any(token in answer_text for token in all_tokens)
+        command_lines = [
+            " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])
+        ]
+        assert any(str(tokens.file) in line for line in command_lines)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert {jobs.log, scores.log} <= set(files)
+        for token in all_tokens:
+            assert not any(token in line for line in command_lines)
+            assert not any(token.encode() in path.read_bytes() for path in files)

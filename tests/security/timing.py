@@ -1,4 +1,4 @@
-"""How long a look takes at each of two things, in nanoseconds."""
+"""Time a function on each of two arguments, in nanoseconds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 
 def times_in_turns(
-    look: Callable[[str], object], things: tuple[str, str], count: int = 10_000
+    action: Callable[[str], object], arguments: tuple[str, str], count: int = 10_000
 ) -> tuple[list[int], list[int]]:
-    """`count` looks at each, in turns of an order by chance: what else runs falls on both."""
+    """Time `count` calls with each argument, in random order: other load affects both alike."""
     times: tuple[list[int], list[int]] = ([], [])
     order = random.Random(0)
     for _ in range(count):
-        for which in order.sample((0, 1), 2):
-            began = time.perf_counter_ns()
-            look(things[which])
-            times[which].append(time.perf_counter_ns() - began)
+        for index in order.sample((0, 1), 2):
+            start_time = time.perf_counter_ns()
+            action(arguments[index])
+            times[index].append(time.perf_counter_ns() - start_time)
     return times

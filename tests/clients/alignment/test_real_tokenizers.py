@@ -44,7 +44,7 @@ x = (-315 + sqrt(315^2 + 4 * 7826)) / 2 = (-315 + 361.28) / 2 = 23.14. A price o
 8.25% tax is $1,250.75 * 1.0825 = $1,353.94, and 12345 * 6789 = 83810205.
 """
 TEXTS = {"prose": PROSE, "code": CODE, "maths": MATHS}
-# Student, teacher: shares in prose, code and maths, of these texts.
+# (student, teacher): expected shares for the prose, code and maths texts.
 SHARES = {
     ("llama3_2", "qwen3"): (1.0, 1.0, 0.78),
     ("qwen3", "llama3_2"): (1.0, 1.0, 0.58),
@@ -55,16 +55,16 @@ SHARES = {
     ("gpt2", "llama3_2"): (0.97, 0.29, 0.72),
     ("mistral_nemo", "gemma3"): (0.95, 0.55, 0.98),
 }
-OTHERS = {
+OTHER_TEXTS = {
     "emoji": "\U0001f600\U0001f469\u200d\U0001f467 \u2764\ufe0f\U0001f1e9\U0001f1ea!",
     "arabic": "\u0645\u0631\u062d\u0628\u0627 \u0628\u0643\u060c \u0643\u064a\u0641\u061f",
     "cjk": "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u30ab\u30bf\u3068\u6f22\u5b57\u3001\ud55c\uad6d",
 }
-ALPHABET = st.sampled_from([*PROSE, *CODE, *MATHS, *"".join(OTHERS.values())])
+ALPHABET = st.sampled_from([*PROSE, *CODE, *MATHS, *"".join(OTHER_TEXTS.values())])
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizers_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokenizers")
     for name in NAMES:
         fetch_tokenizer(name, root / name)
@@ -72,89 +72,95 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def tokenizer(directory: Path, name: str) -> ByteTokenizer:
-    return tokenizer_in(directory / name, name, "teacher.tokenizer")
+def load_tokenizer(tokenizers_directory: Path, name: str) -> ByteTokenizer:
+    return tokenizer_in(tokenizers_directory / name, name, "teacher.tokenizer")
 
 
-def aligner(directory: Path, pair: tuple[str, str]) -> Aligner:
-    return Aligner(*(tokenizer(directory, name) for name in pair), 0)
+def build_aligner(tokenizers_directory: Path, pair: tuple[str, str]) -> Aligner:
+    return Aligner(*(load_tokenizer(tokenizers_directory, name) for name in pair), 0)
 
 
-def test_shares_of_one_to_one_tokens(directory: Path) -> None:
-    found = {}
+def test_shares_of_one_to_one_tokens(tokenizers_directory: Path) -> None:
+    measured_shares = {}
     for pair in SHARES:
-        of = aligner(directory, pair)
-        shares = [measure_shares(of, [text]) for text in TEXTS.values()]
-        found[pair] = tuple(round(one.one_to_one, 2) for one in shares)
-        assert not any(one.left_out for one in shares)
-    for pair, of_pair in found.items():
-        print(f"{pair[0]} from {pair[1]}: {of_pair}")
-    assert found == {pair: pytest.approx(of_pair, abs=0.01) for pair, of_pair in SHARES.items()}
+        aligner = build_aligner(tokenizers_directory, pair)
+        shares = [measure_shares(aligner, [text]) for text in TEXTS.values()]
+        measured_shares[pair] = tuple(round(share.one_to_one, 2) for share in shares)
+        assert not any(share.left_out for share in shares)
+    for pair, pair_shares in measured_shares.items():
+        print(f"{pair[0]} from {pair[1]}: {pair_shares}")
+    assert measured_shares == {
+        pair: pytest.approx(pair_shares, abs=0.01) for pair, pair_shares in SHARES.items()
+    }
     assert [kind_of(text) for text in TEXTS.values()] == list(TEXTS)
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.text(ALPHABET, max_size=60), st.sampled_from(NAMES), st.sampled_from(NAMES))
-def test_round_trips(directory: Path, text: str, student: str, teacher: str) -> None:
-    of = aligner(directory, (student, teacher))
-    ids = of.writer.encode(text)
-    if of.writer.data(ids) != text.encode():
-        assert student == "qwen3"  # NFC
+def test_round_trips(tokenizers_directory: Path, text: str, student: str, teacher: str) -> None:
+    aligner = build_aligner(tokenizers_directory, (student, teacher))
+    ids = aligner.writer.encode(text)
+    if aligner.writer.data(ids) != text.encode():
+        assert student == "qwen3"  # its normalizer (NFC) changed the text
         return
-    found = of.align(ids, has_end=False)
-    if found is None:
+    alignment = aligner.align(ids, has_end=False)
+    if alignment is None:
         assert teacher == "qwen3" or not text
         return
-    assert found.data == text.encode() == of.reader.data(found.reader_ids)
-    assert found.canonical.all()
+    assert alignment.data == text.encode() == aligner.reader.data(alignment.reader_ids)
+    assert alignment.canonical.all()
     if student == teacher:
-        assert found.one_to_one.all()
+        assert alignment.one_to_one.all()
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.sampled_from(NAMES), st.sampled_from(NAMES))
 def test_tokens_that_are_no_text(
-    directory: Path, data: st.DataObject, student: str, teacher: str
+    tokenizers_directory: Path, data: st.DataObject, student: str, teacher: str
 ) -> None:
     """Any ids: broken UTF-8 becomes tokens of bytes, and nothing is lost."""
-    of = aligner(directory, (student, teacher))
-    one_id = st.integers(0, 5000)
-    ids = np.array(data.draw(st.lists(one_id, min_size=1, max_size=20)), np.int32)
-    found = of.align(ids, has_end=False)
-    if found is None:
+    aligner = build_aligner(tokenizers_directory, (student, teacher))
+    token_ids = st.integers(0, 5000)
+    ids = np.array(data.draw(st.lists(token_ids, min_size=1, max_size=20)), np.int32)
+    alignment = aligner.align(ids, has_end=False)
+    if alignment is None:
         return
-    whole = of.writer.data(ids[: found.read.sum()])
-    assert found.data.startswith(whole)
-    assert of.reader.data(found.reader_ids) == found.data
+    read_bytes = aligner.writer.data(ids[: alignment.read.sum()])
+    assert alignment.data.startswith(read_bytes)
+    assert aligner.reader.data(alignment.reader_ids) == alignment.data
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", [*TEXTS, *OTHERS])
-def test_what_follows_a_word_does_not_change_it(directory: Path, name: str, kind: str) -> None:
-    """The tokens before the last word that has begun, at every prefix of a text."""
-    of, text = tokenizer(directory, name), (TEXTS | OTHERS)[kind]
-    whole = of.encode(text)
-    ends = of.ends(whole)
+@pytest.mark.parametrize("kind", [*TEXTS, *OTHER_TEXTS])
+def test_what_follows_a_word_does_not_change_it(
+    tokenizers_directory: Path, name: str, kind: str
+) -> None:
+    """For every prefix of a text, the tokens before its last word are those of the whole text."""
+    tokenizer, text = load_tokenizer(tokenizers_directory, name), (TEXTS | OTHER_TEXTS)[kind]
+    all_ids = tokenizer.encode(text)
+    ends = tokenizer.ends(all_ids)
     for length in range(1, min(len(text), 400)):
-        before = text[:length].encode()
-        begun = max(
+        prefix = text[:length].encode()
+        last_word_start = max(
             (
                 i
-                for i in range(1, len(before))
-                if before[i : i + 1].isspace() and not before[i - 1 : i].isspace()
+                for i in range(1, len(prefix))
+                if prefix[i : i + 1].isspace() and not prefix[i - 1 : i].isspace()
             ),
             default=0,
         )
-        fixed = int((ends <= begun).sum())
-        assert of.encode(text[:length])[:fixed].tolist() == whole[:fixed].tolist()
+        fixed_count = int((ends <= last_word_start).sum())
+        assert (
+            tokenizer.encode(text[:length])[:fixed_count].tolist() == all_ids[:fixed_count].tolist()
+        )
 
 
-def test_speed(directory: Path) -> None:
-    """A figure to read; a machine that is busy is no failure."""
-    of = aligner(directory, ("llama3_2", "qwen3"))
-    ids = of.writer.encode(PROSE + CODE + MATHS)
-    started, count = time.thread_time(), 0
+def test_speed(tokenizers_directory: Path) -> None:
+    """Prints the speed and asserts nothing, because the machine may be busy."""
+    aligner = build_aligner(tokenizers_directory, ("llama3_2", "qwen3"))
+    ids = aligner.writer.encode(PROSE + CODE + MATHS)
+    start_seconds, count = time.thread_time(), 0
     while count < 50_000:
-        of.align(ids, has_end=False)
+        aligner.align(ids, has_end=False)
         count += len(ids)
-    print(f"{count / (time.thread_time() - started):,.0f} tokens/s of encoding and alignment")
+    print(f"{count / (time.thread_time() - start_seconds):,.0f} tokens/s of encoding and alignment")

@@ -1,4 +1,4 @@
-"""Tokenizers that the tests train, in the two ways that tokens can be bytes."""
+"""Tokenizers trained for the tests: byte-level BPE, and BPE with byte fallback."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TEXT = (
 
 
 def byte_level(size: int, text: str = TEXT) -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.train_from_iterator(
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
         [text],
         trainers.BpeTrainer(
             vocab_size=size,
@@ -30,34 +30,34 @@ def byte_level(size: int, text: str = TEXT) -> Tokenizer:
             show_progress=False,
         ),
     )
-    return made
+    return tokenizer
 
 
 def byte_fallback(size: int, text: str = TEXT, *, first_space: bool = False) -> Tokenizer:
-    """As SentencePiece: spaces are marked, and characters without a token are bytes.
+    """Train as SentencePiece does: spaces are marked; characters without a token become bytes.
 
-    `first_space`: as of Llama 2, a text gets a space in front.
+    `first_space`: prepend a space to each text, as Llama 2 does.
     """
-    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     marks: list[Any] = [normalizers.Replace(" ", "\u2581")]
     if first_space:
         marks.insert(0, normalizers.Prepend("\u2581"))
-    made.normalizer = normalizers.Sequence(marks)
-    made.decoder = decoders.Sequence(
+    tokenizer.normalizer = normalizers.Sequence(marks)
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     special = ["<unk>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
-    plain = text.encode("ascii", "ignore").decode()
-    made.train_from_iterator(
-        plain.split("\n"),
+    ascii_text = text.encode("ascii", "ignore").decode()
+    tokenizer.train_from_iterator(
+        ascii_text.split("\n"),
         trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False),
     )
-    document = json.loads(made.to_str())
+    document = json.loads(tokenizer.to_str())
     for token in document["added_tokens"]:
         token["special"] = token["content"] in ("<unk>", END)
     document["added_tokens"] = [token for token in document["added_tokens"] if token["special"]]
     return Tokenizer.from_str(json.dumps(document))
 
 
-def as_bytes(made: Tokenizer) -> ByteTokenizer:
-    return ByteTokenizer(json.loads(made.to_str()), "student", "student.model")
+def as_bytes(tokenizer: Tokenizer) -> ByteTokenizer:
+    return ByteTokenizer(json.loads(tokenizer.to_str()), "student", "student.model")

@@ -14,7 +14,7 @@ data.path = "org/data"
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each test in a directory of its own, for short names in messages, and with no settings."""
+    """Run each test in its own directory, for short paths in messages, and without settings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DISTILL_SERVER", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -1,4 +1,4 @@
-"""The command as a whole: its boundary of errors, its exit codes, its two ways of talking."""
+"""The command as a whole: error handling, exit codes, text and JSON output."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Capture = pytest.CaptureFixture[str]
 
 def test_help_lists_every_exit_code(capsys: Capture) -> None:
     assert main(["--help"]) == 0
-    printed = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert set(EXIT_CODE_MEANINGS) == set(ExitCode)
     for code, meaning in EXIT_CODE_MEANINGS.items():
-        assert f"  {code.value:<4} {meaning}\n" in printed
+        assert f"  {code.value:<4} {meaning}\n" in output
 
 
 def test_no_command_is_help_and_usage(capsys: Capture) -> None:
@@ -32,7 +32,7 @@ def test_no_command_is_help_and_usage(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["lss"], "error: No such command 'lss'. Did you mean 'ls'; see distill --help\n"),
         (["show"], "error: Missing argument 'JOB'; see distill show --help\n"),
@@ -48,10 +48,10 @@ def test_no_command_is_help_and_usage(capsys: Capture) -> None:
         (["config", "check", "none.toml"], "error: none.toml: no such file\n"),
     ],
 )
-def test_wrong_usage_is_one_sentence(capsys: Capture, arguments: list[str], said: str) -> None:
+def test_wrong_usage_is_one_sentence(capsys: Capture, arguments: list[str], message: str) -> None:
     assert main(arguments) == ExitCode.USAGE
     captured = capsys.readouterr()
-    assert captured.err.startswith(said)
+    assert captured.err.startswith(message)
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
@@ -71,21 +71,21 @@ def test_errors_as_json(capsys: Capture) -> None:
 
 
 @pytest.fixture
-def nowhere() -> str:
-    """An address that nobody listens on."""
+def unused_address() -> str:
+    """An address at which no server listens."""
     (port,) = free_ports(1)
     return f"127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("command", [["ls"], ["show", "x"], ["cancel", "x"], ["logs", "x"]])
 def test_no_server_is_one_sentence_and_4(
-    capsys: Capture, nowhere: str, command: list[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, unused_address: str, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DISTILL_SERVER", nowhere)
+    monkeypatch.setenv("DISTILL_SERVER", unused_address)
     assert main(command) == ExitCode.UNREACHABLE
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: cannot reach the distill server {nowhere}")
-    assert said.count("\n") == 1
+    error_text = capsys.readouterr().err
+    assert error_text.startswith(f"error: cannot reach the distill server {unused_address}")
+    assert error_text.count("\n") == 1
 
 
 def test_a_disk_that_refuses_is_one_sentence(
@@ -120,27 +120,27 @@ def test_config_commands(capsys: Capture, job_file: Callable[..., str]) -> None:
 
 
 def test_dry_run_needs_no_server(
-    capsys: Capture, job_file: Callable[..., str], nowhere: str
+    capsys: Capture, job_file: Callable[..., str], unused_address: str
 ) -> None:
-    assert main(["--server", nowhere, "submit", job_file(), "--dry-run", "--name", "7"]) == 0
-    told = capsys.readouterr()
-    assert '"7"' in told.out
-    assert told.err.startswith(
-        f"checked the job file only: cannot reach the distill server {nowhere}"
+    assert main(["--server", unused_address, "submit", job_file(), "--dry-run", "--name", "7"]) == 0
+    captured = capsys.readouterr()
+    assert '"7"' in captured.out
+    assert captured.err.startswith(
+        f"checked the job file only: cannot reach the distill server {unused_address}"
     )
 
 
-def test_doctor(capsys: Capture, nowhere: str) -> None:
-    code = main(["--json", "--server", nowhere, "doctor"])
+def test_doctor(capsys: Capture, unused_address: str) -> None:
+    code = main(["--json", "--server", unused_address, "doctor"])
     report = json.loads(capsys.readouterr().out)
     assert code == ExitCode.JOB_FAILED
-    assert report["problems"] == [f"server: {nowhere} does not answer (UNAVAILABLE)"]
+    assert report["problems"] == [f"server: {unused_address} does not answer (UNAVAILABLE)"]
     values = {check["name"]: check["value"] for check in report["checks"]}
     assert values["protos"].endswith("protos/__init__.py")
     assert values["clients"].endswith("clients/__init__.py")
-    main(["--server", nowhere, "doctor", "--teacher", nowhere])
-    last = capsys.readouterr().out.splitlines()[-2:]
-    assert [line.split()[1] for line in last] == ["server:", "teacher:"]
+    main(["--server", unused_address, "doctor", "--teacher", unused_address])
+    last_lines = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split()[1] for line in last_lines] == ["server:", "teacher:"]
 
 
 @pytest.mark.parametrize("command", [["config", "schema"], ["--help"]])
@@ -155,8 +155,8 @@ def test_a_reader_who_has_enough_hears_no_more(command: list[str]) -> None:
 
 
 def test_doctor_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
+    def raise_interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("clients.cli.commands.doctor._check_torch", interrupted)
+    monkeypatch.setattr("clients.cli.commands.doctor._check_torch", raise_interrupt)
     assert main(["doctor"]) == ExitCode.INTERRUPTED

@@ -26,52 +26,54 @@ time.sleep(60)
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory from which `python -m` runs."""
+def modules_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory whose modules `python -m` can run."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     (tmp_path / "logs").mkdir()
     return tmp_path
 
 
-def test_a_server_is_found_and_stopped(modules: Path) -> None:
-    (modules / "stand_in.py").write_text(SERVER)
-    with Services(modules / "logs") as services:
-        assert services.listen("server", ["stand_in", str(modules / "pid")]) == "127.0.0.1:1"
+def test_a_server_is_found_and_stopped(modules_directory: Path) -> None:
+    (modules_directory / "stand_in.py").write_text(SERVER)
+    with Services(modules_directory / "logs") as services:
+        assert (
+            services.listen("server", ["stand_in", str(modules_directory / "pid")]) == "127.0.0.1:1"
+        )
     with pytest.raises(ProcessLookupError):
-        os.kill(int((modules / "pid").read_text()), 0)
+        os.kill(int((modules_directory / "pid").read_text()), 0)
 
 
-def test_sigterm_stops_everything_too(modules: Path) -> None:
-    (modules / "stand_in.py").write_text(SERVER)
+def test_sigterm_stops_everything_too(modules_directory: Path) -> None:
+    (modules_directory / "stand_in.py").write_text(SERVER)
 
-    def work() -> None:
-        with Services(modules / "logs") as services:
-            services.listen("server", ["stand_in", str(modules / "pid")])
+    def run_services() -> None:
+        with Services(modules_directory / "logs") as services:
+            services.listen("server", ["stand_in", str(modules_directory / "pid")])
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
 
     with pytest.raises(KeyboardInterrupt):
-        work()
+        run_services()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(ProcessLookupError):
-        os.kill(int((modules / "pid").read_text()), 0)
+        os.kill(int((modules_directory / "pid").read_text()), 0)
 
 
-def test_failures_name_the_log(modules: Path) -> None:
-    (modules / "broken.py").write_text("raise SystemExit(3)")
-    with Services(modules / "logs") as services:
+def test_failures_name_the_log(modules_directory: Path) -> None:
+    (modules_directory / "broken.py").write_text("raise SystemExit(3)")
+    with Services(modules_directory / "logs") as services:
         for start in (services.run, services.listen):
             with pytest.raises(InternalFault, match="thing ended with exit code 3") as caught:
                 start("thing", ["broken"])
-            assert caught.value.hint == f"read {modules / 'logs' / 'thing.log'}"
+            assert caught.value.hint == f"read {modules_directory / 'logs' / 'thing.log'}"
 
 
-def test_output_of_a_process_that_ends(modules: Path) -> None:
-    (modules / "fine.py").write_text("print('{}')")
-    began = time.monotonic()
-    with Services(modules / "logs") as services:
+def test_output_of_a_process_that_ends(modules_directory: Path) -> None:
+    (modules_directory / "fine.py").write_text("print('{}')")
+    start_time = time.monotonic()
+    with Services(modules_directory / "logs") as services:
         assert services.run("fine", ["fine"]) == "{}\n"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start_time < 10
 
 
 def test_a_directory_of_something_else_is_never_replaced(
@@ -91,10 +93,10 @@ def test_an_older_demo_is_replaced_and_that_is_said(
     assert main(["demo", "--runs", "d"]) == ExitCode.JOB_FAILED
     (tmp_path / "d" / "summary.json").write_text(json.dumps({}))
     assert main(["demo", "--runs", "d"]) == ExitCode.JOB_FAILED
-    said = capsys.readouterr().err
-    assert f"replacing the earlier demo in {tmp_path / 'd'}" in said
+    error_text = capsys.readouterr().err
+    assert f"replacing the earlier demo in {tmp_path / 'd'}" in error_text
     log = tmp_path / "d" / "logs" / "make-data.log"
-    assert f"error: make-data ended with exit code 1; read {log}" in said
+    assert f"error: make-data ended with exit code 1; read {log}" in error_text
     assert not (tmp_path / "d" / "summary.json").exists()
 
 

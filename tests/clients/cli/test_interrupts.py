@@ -43,14 +43,14 @@ def test_early_interrupts_print_no_traceback(
     program: str, arguments: list[str], module: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTER)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-m", program, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module},
         cwd=tmp_path,
-        # A shell's background jobs, which tests may be one of, inherit that Ctrl-C is ignored.
+        # Background jobs of a shell ignore Ctrl-C, and their child processes inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         timeout=60,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "")

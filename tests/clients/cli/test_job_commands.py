@@ -1,4 +1,4 @@
-"""Commands that talk to a server, with the client's place taken by a script."""
+"""Commands that talk to a server, with a scripted client."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ EVENTS = {
 }
 
 
-def made(state: JobState = JobState.RUNNING, **more: Any) -> Job:
-    known: dict[str, Any] = {
+def make_job(state: JobState = JobState.RUNNING, **changes: Any) -> Job:
+    defaults: dict[str, Any] = {
         "id": "on-policy-x-7f3a", "name": "x", "kind": "on_policy", "state": state, "reason": "",
         "phase": "training", "attempt": 1, "step": 12, "max_steps": 50, "created_at": 1.0,
         "started_at": 2.0, "ended_at": 0.0, "last_seq": 3, "metrics": {"kl/teacher": 0.25},
     }  # fmt: skip
-    return Job(**{**known, **more})
+    return Job(**{**defaults, **changes})
 
 
-def event(seq: int, state: JobState, step: int = 0, **more: Any) -> JobEvent:
-    known: dict[str, Any] = {"reason": "", "phase": "training", "metrics": {}, "attempt": 1}
+def make_event(seq: int, state: JobState, step: int = 0, **changes: Any) -> JobEvent:
+    defaults: dict[str, Any] = {"reason": "", "phase": "training", "metrics": {}, "attempt": 1}
     return JobEvent(
-        seq=seq, time=1e9 + seq, state=state, step=step, max_steps=50, **{**known, **more}
+        seq=seq, time=1e9 + seq, state=state, step=step, max_steps=50, **{**defaults, **changes}
     )
 
 
 class ScriptedClient:
-    """Stands in for DistillClient: answers from `events`, remembers what it was asked."""
+    """Stands in for DistillClient: answers from `events`, records calls."""
 
     events: tuple[JobEvent | BaseException, ...] = ()
-    asked: list[tuple[Any, ...]]
+    calls: list[tuple[Any, ...]]
 
     def __init__(self, address: str, *, timeout: float = 0.0) -> None:
         self.address = address
@@ -79,11 +79,11 @@ class ScriptedClient:
     def submit(
         self, config: OnPolicyJob, *, config_text: str = "", idempotency_key: str | None = None
     ) -> Job:
-        self.asked.append(("submit", config, config_text, idempotency_key))
-        return made(JobState.QUEUED)
+        self.calls.append(("submit", config, config_text, idempotency_key))
+        return make_job(JobState.QUEUED)
 
     def get(self, job_id: str) -> Job:
-        return made()
+        return make_job()
 
     def list(
         self,
@@ -94,44 +94,46 @@ class ScriptedClient:
         mine: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> list[Job]:
-        self.asked.append(("list", state, limit))
+        self.calls.append(("list", state, limit))
         assert (owner, mine, labels or {}) == ("", False, {})
-        return [made(), made(JobState.FAILED, id="on-policy-y-0001", reason="no teacher")]
+        return [make_job(), make_job(JobState.FAILED, id="on-policy-y-0001", reason="no teacher")]
 
     def cancel(self, job_id: str, *, now: bool) -> Job:
-        self.asked.append(("cancel", job_id, now))
-        return made(JobState.CANCELLING)
+        self.calls.append(("cancel", job_id, now))
+        return make_job(JobState.CANCELLING)
 
     def resume(self, job_id: str, *, max_steps: int | None, from_step: int | None) -> Job:
-        self.asked.append(("resume", job_id, max_steps, from_step))
-        return made(JobState.QUEUED, attempt=2)
+        self.calls.append(("resume", job_id, max_steps, from_step))
+        return make_job(JobState.QUEUED, attempt=2)
 
     def watch(self, job_id: str, *, timeout: float | None = None) -> Iterator[JobEvent]:
-        self.asked += [("watch", timeout)] if timeout else []
-        for step in self.events:
-            if isinstance(step, BaseException):
-                raise step
-            yield step
+        self.calls += [("watch", timeout)] if timeout else []
+        for event in self.events:
+            if isinstance(event, BaseException):
+                raise event
+            yield event
 
     def logs(self, job_id: str, *, attempt: int, follow: bool, tail_lines: int) -> Iterator[bytes]:
-        self.asked.append(("logs", attempt, follow, tail_lines))
+        self.calls.append(("logs", attempt, follow, tail_lines))
         yield from (b"one\ntw", b"o\nthree")
 
     def pull(self, job_id: str, destination: Path, *, checkpoint: int | None) -> Path:
-        self.asked.append(("pull", str(destination), checkpoint))
+        self.calls.append(("pull", str(destination), checkpoint))
         return destination
 
 
 @pytest.fixture(autouse=True)
 def client(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedClient]:
     monkeypatch.setattr("clients.jobs.client.DistillClient", ScriptedClient)
-    ScriptedClient.asked = []
+    ScriptedClient.calls = []
     ScriptedClient.events = (
-        event(1, JobState.QUEUED, phase=""),
-        event(2, JobState.RUNNING, phase="training"),
-        event(3, JobState.RUNNING, 10, metrics={"loss": 0.5, "kl/teacher": 0.25, "eval/kl": 0.3}),
-        event(4, JobState.RUNNING, 11, metrics={"loss": 0.4, "kl/teacher": 0.24}),
-        event(5, JobState.SUCCEEDED, 50, phase=""),
+        make_event(1, JobState.QUEUED, phase=""),
+        make_event(2, JobState.RUNNING, phase="training"),
+        make_event(
+            3, JobState.RUNNING, 10, metrics={"loss": 0.5, "kl/teacher": 0.25, "eval/kl": 0.3}
+        ),
+        make_event(4, JobState.RUNNING, 11, metrics={"loss": 0.4, "kl/teacher": 0.24}),
+        make_event(5, JobState.SUCCEEDED, 50, phase=""),
     )
     return ScriptedClient
 
@@ -139,9 +141,9 @@ def client(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedClient]:
 def test_reasons_do_not_drive_the_terminal(
     capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    odd = made(JobState.FAILED, reason="one\ntwo\x1b[2J\u009b")
-    monkeypatch.setattr(client, "list", lambda *_, **__: [odd])
-    monkeypatch.setattr(client, "get", lambda *_: odd)
+    job = make_job(JobState.FAILED, reason="one\ntwo\x1b[2J\u009b")
+    monkeypatch.setattr(client, "list", lambda *_, **__: [job])
+    monkeypatch.setattr(client, "get", lambda *_: job)
     for command in (["ls"], ["show", "x"]):
         assert main(command) == 0
         assert r"one two\x1b[2J\x9b" in capsys.readouterr().out
@@ -149,24 +151,26 @@ def test_reasons_do_not_drive_the_terminal(
 
 def test_an_empty_server_is_one_sentence(capsys: Capture) -> None:
     assert main(["--server", "", "ls"]) == ExitCode.USAGE
-    said = capsys.readouterr().err
-    assert said == "error: --server: the address is empty; give HOST:PORT, or omit the option\n"
+    error_text = capsys.readouterr().err
+    assert (
+        error_text == "error: --server: the address is empty; give HOST:PORT, or omit the option\n"
+    )
 
 
 def test_ls(capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["ls", "--state", "failed", "--limit", "3"]) == 0
-    assert client.asked == [("list", JobState.FAILED, 3)]
-    head, first, second = capsys.readouterr().out.splitlines()
+    assert client.calls == [("list", JobState.FAILED, 3)]
+    head, first_row, second_row = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["ID", "STATE", "STEPS", "KL/LOSS"]
-    assert first.split()[:4] == ["on-policy-x-7f3a", "RUNNING", "12/50", "0.25"]
-    assert second.endswith("no teacher")
+    assert first_row.split()[:4] == ["on-policy-x-7f3a", "RUNNING", "12/50", "0.25"]
+    assert second_row.endswith("no teacher")
     assert main(["--json", "ls"]) == 0
     rows = json.loads(capsys.readouterr().out)["jobs"]
-    bounded = made(metrics={"kl/teacher_bound": 0.5})
+    bounded = make_job(metrics={"kl/teacher_bound": 0.5})
     monkeypatch.setattr(client, "list", lambda *_, **__: [bounded])
     assert main(["ls"]) == 0
     assert "12/50  0.5 bound  " in capsys.readouterr().out
-    sft = made(metrics={"loss": 0.4, "cross_entropy": 0.75})
+    sft = make_job(metrics={"loss": 0.4, "cross_entropy": 0.75})
     monkeypatch.setattr(client, "list", lambda *_, **__: [sft])
     assert main(["ls"]) == 0
     assert "12/50  0.75 loss  " in capsys.readouterr().out
@@ -187,9 +191,9 @@ def test_show_cancel_resume_pull(capsys: Capture, client: type[ScriptedClient]) 
         "checkpoint": None,
     }
     assert main(["pull", "x", "--checkpoint", "bets"]) == ExitCode.USAGE
-    said = capsys.readouterr().err
-    assert said == "error: --checkpoint: 'bets' is not a step; give a step, best or last\n"
-    assert client.asked == [
+    error_text = capsys.readouterr().err
+    assert error_text == "error: --checkpoint: 'bets' is not a step; give a step, best or last\n"
+    assert client.calls == [
         ("cancel", "x", True),
         ("resume", "x", 9, 4),
         ("pull", "on-policy-x-7f3a", 4),
@@ -209,7 +213,7 @@ def test_submit_prints_the_id_alone(
         ["distill", "logs"],
         ["distill", "cancel"],
     ]
-    _, config, text, key = client.asked[0]
+    _, config, text, key = client.calls[0]
     assert key is None
     assert (config.name, config.data.path) == ("n", str(tmp_path / "d.jsonl"))
     assert text.startswith("student.model")
@@ -219,8 +223,8 @@ def test_watch_without_a_terminal(capsys: Capture) -> None:
     assert main(["watch", "x"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "on-policy-x-7f3a SUCCEEDED  50/50 steps  eval/kl 0.3\n"
-    told = [line.split("  ", 1)[1] for line in captured.err.splitlines()]
-    assert told == [
+    status_lines = [line.split("  ", 1)[1] for line in captured.err.splitlines()]
+    assert status_lines == [
         "on-policy-x-7f3a QUEUED",
         "on-policy-x-7f3a RUNNING training",
         "on-policy-x-7f3a RUNNING training  10/50  loss 0.5  kl 0.25  eval/kl 0.3",
@@ -240,7 +244,7 @@ def test_watch_as_json_lines(capsys: Capture) -> None:
 def test_the_exit_code_is_the_verdict(
     capsys: Capture, client: type[ScriptedClient], state: JobState, code: ExitCode
 ) -> None:
-    client.events = (event(1, state, 3, reason="so it went"),)
+    client.events = (make_event(1, state, 3, reason="so it went"),)
     assert main(["-q", "watch", "x"]) == code
     captured = capsys.readouterr()
     assert captured.out == f"on-policy-x-7f3a {state}  3/50 steps  so it went\n"
@@ -250,18 +254,18 @@ def test_the_exit_code_is_the_verdict(
 def test_ctrl_c_detaches(
     capsys: Capture, client: type[ScriptedClient], job_file: Callable[..., str]
 ) -> None:
-    client.events = (event(1, JobState.RUNNING), KeyboardInterrupt())
+    client.events = (make_event(1, JobState.RUNNING), KeyboardInterrupt())
     assert main(["submit", "-f", job_file()]) == ExitCode.INTERRUPTED
-    said = capsys.readouterr().err.splitlines()[-1]
-    job = "on-policy-x-7f3a"
-    assert said == f"job {job} continues; to watch it again: distill watch {job}"
-    assert [asked[0] for asked in client.asked] == ["submit"]
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    job_id = "on-policy-x-7f3a"
+    assert last_line == f"job {job_id} continues; to watch it again: distill watch {job_id}"
+    assert [call[0] for call in client.calls] == ["submit"]
 
 
 def test_logs(capsysbinary: pytest.CaptureFixture[bytes], client: type[ScriptedClient]) -> None:
     assert main(["logs", "x", "-f", "-n", "5", "--attempt", "2"]) == 0
     assert capsysbinary.readouterr().out == b"one\ntwo\nthree"
-    assert client.asked == [("logs", 2, True, 5)]
+    assert client.calls == [("logs", 2, True, 5)]
     assert main(["--json", "logs", "x"]) == 0
     lines = capsysbinary.readouterr().out.splitlines()
     assert [json.loads(line)["line"] for line in lines] == ["one", "two", "three"]
@@ -275,7 +279,7 @@ def test_submit_under_a_key(
     capsys: Capture, client: type[ScriptedClient], job_file: Callable[..., str]
 ) -> None:
     assert main(["--json", "submit", job_file(), "--key", "mine"]) == 0
-    assert client.asked[0][3] == "mine"
+    assert client.calls[0][3] == "mine"
     facts = json.loads(capsys.readouterr().out)
     assert set(facts) == {field.name for field in fields(Job)} - {"checkpoints", "config_json"}
 
@@ -286,15 +290,15 @@ def test_a_fault_decides_the_exit_code(
     capsys: Capture, client: type[ScriptedClient], code: ExitCode, as_json: bool
 ) -> None:
     fault = FAULTS[code]
-    client.events = (event(1, JobState.RUNNING), fault)
+    client.events = (make_event(1, JobState.RUNNING), fault)
     assert main([*(["--json"] if as_json else ["-q"]), "watch", "x", "--timeout", "3"]) == code
-    assert client.asked == [("watch", 3.0)]
+    assert client.calls == [("watch", 3.0)]
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == int(as_json)
     if as_json:
-        told = json.loads(captured.err)["error"]
-        assert set(told) == {"code", "message", "field", "hint"}
-        assert told["message"] == getattr(fault, "message", None)
+        error = json.loads(captured.err)["error"]
+        assert set(error) == {"code", "message", "field", "hint"}
+        assert error["message"] == getattr(fault, "message", None)
     else:
         assert captured.err == f"error: {fault}\n"
 

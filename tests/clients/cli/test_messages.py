@@ -1,4 +1,4 @@
-"""Messages that a newcomer can act on: near names, missing ports, one line per job."""
+"""Messages for new users: similar names, missing ports, one line per job."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.parametrize("address", ["localhost", "[::1]", "host:"])
 def test_an_address_without_a_port_is_refused(address: str, capsys: Capture) -> None:
     assert main(["--server", address, "ls"]) == ExitCode.USAGE
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: '{address}' has no port; give HOST:PORT, such as ")
-    assert told.endswith(":50051\n")
+    error_text = capsys.readouterr().err
+    assert error_text.startswith(f"error: '{address}' has no port; give HOST:PORT, such as ")
+    assert error_text.endswith(":50051\n")
 
 
 @pytest.mark.parametrize("command", [["config", "schema"], ["config", "show", "job.toml"]])
 def test_json_is_accepted_after_the_command(command: list[str], capsys: Capture) -> None:
     Path("job.toml").write_text('student.model = "a/b"\ndata.path = "a/b"\n')
-    printed = []
+    output = []
     for arguments in (
         ["--json", *command],
         [*command, "--json"],
         [command[0], "--json", *command[1:]],
     ):
         assert main(arguments) == ExitCode.OK
-        printed.append(capsys.readouterr().out)
-    assert len(set(printed)) == 1
-    assert printed[0].startswith("{")
+        output.append(capsys.readouterr().out)
+    assert len(set(output)) == 1
+    assert output[0].startswith("{")
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("directory", "suggestion"),
     [
         ("runs/demo/studnt", "; did you mean runs/demo/student?"),
         ("studnt", "; did you mean student?"),
@@ -52,13 +52,13 @@ def test_json_is_accepted_after_the_command(command: list[str], capsys: Capture)
     ],
 )
 def test_a_misspelt_directory_is_told_with_the_near_name(
-    given: str, meant: str, capsys: Capture
+    directory: str, suggestion: str, capsys: Capture
 ) -> None:
     Path("runs/demo/student").mkdir(parents=True)
     Path("student").mkdir()
     Path("d.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
-    assert main(["eval", given, "--reward", "f1", "--data", "d.jsonl"]) == ExitCode.NOT_FOUND
-    assert capsys.readouterr().err == f"error: MODEL: no such directory: {given}{meant}\n"
+    assert main(["eval", directory, "--reward", "f1", "--data", "d.jsonl"]) == ExitCode.NOT_FOUND
+    assert capsys.readouterr().err == f"error: MODEL: no such directory: {directory}{suggestion}\n"
 
 
 def test_a_reason_of_several_lines_is_one_line() -> None:
@@ -70,8 +70,8 @@ def test_names_in_any_script_make_readable_ids() -> None:
         next(run_ids("on_policy", name))
         for name in ("\u6570\u5b66", "\u6570\u5b66", "\u8bfb\u5199", "\u6570\u5b66 v2")
     ]
-    slugs = [one.rsplit("-", 1)[0] for one in ids]
-    assert all(one.isascii() for one in ids)
+    slugs = [run_id.rsplit("-", 1)[0] for run_id in ids]
+    assert all(run_id.isascii() for run_id in ids)
     assert slugs[0] == slugs[1] != slugs[2]
     assert slugs[3] == "on-policy-v2"
     assert len(set(itertools.islice(run_ids("rl", "\ud800"), 3))) == 3
@@ -107,9 +107,9 @@ def test_code_of_the_working_directory_is_not_run(program: str, tmp_path: Path) 
     (tmp_path / "d.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
     (tmp_path / "m").mkdir()
     command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert not (tmp_path / "executed").exists(), done.stderr
-    assert "Traceback" not in done.stderr
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert not (tmp_path / "executed").exists(), process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_a_key_of_a_teacher_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,28 +33,33 @@ MakeRun = Callable[..., RunDirectory]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """A run directory as a trainer leaves it: `steps` of a loss and a KL that fall."""
+    """Returns a function that writes a finished run directory: `steps` of falling loss and KL."""
 
-    def make(folder: str, steps: int = 100, scale: float = 1.0, **config: Any) -> RunDirectory:
+    def make_directory(
+        folder: str, steps: int = 100, scale: float = 1.0, **config: Any
+    ) -> RunDirectory:
         values = {"student": {"model": "m"}, "data": {"path": "d"}, "max_steps": steps, **config}
         run = RunDirectory.create(tmp_path / folder, OnPolicyJob.model_validate(values))
         with run.metrics.open("w") as file:
             for step in range(steps + 1):
-                found: dict[str, float] = {"attempt": 1, "step": step}
+                metrics: dict[str, float] = {"attempt": 1, "step": step}
                 if step % 50 == 0:
-                    found |= {"eval/kl": scale * math.exp(-step / 50), "eval/accuracy": step / 100}
+                    metrics |= {
+                        "eval/kl": scale * math.exp(-step / 50),
+                        "eval/accuracy": step / 100,
+                    }
                 if step:
-                    found |= {"loss": scale / step, "kl/teacher": scale * math.exp(-step / 40)}
-                    found |= {"tokens": 10.0, "tokens_per_sec": 5.0, "time/step": 2.0}
-                    found |= {"time/rollout": 0.5, "time/teacher_wait": 1.0, "time/optim": 0.1}
-                file.write(json.dumps(found) + "\n")
+                    metrics |= {"loss": scale / step, "kl/teacher": scale * math.exp(-step / 40)}
+                    metrics |= {"tokens": 10.0, "tokens_per_sec": 5.0, "time/step": 2.0}
+                    metrics |= {"time/rollout": 0.5, "time/teacher_wait": 1.0, "time/optim": 0.1}
+                file.write(json.dumps(metrics) + "\n")
         run.write_status(Status(1, "succeeded", "", steps, steps))
         return run
 
-    return make
+    return make_directory
 
 
-def event(attempt: int, step: int, **metrics: float) -> JobEvent:
+def make_event(attempt: int, step: int, **metrics: float) -> JobEvent:
     return JobEvent(
         seq=1, time=0.0, state=JobState.RUNNING, reason="", phase="", attempt=attempt, step=step,
         max_steps=9, metrics=metrics,
@@ -62,10 +67,10 @@ def event(attempt: int, step: int, **metrics: float) -> JobEvent:
 
 
 def test_steps_that_were_done_again_count_once() -> None:
-    told = [event(1, step, loss=1.0) for step in range(5)] + [event(2, 3)]
-    told += [event(2, step, loss=2.0) for step in (3, 4, 5)] + [event(4, 5, loss=4.0)]
-    found = [(point.step, point.metrics["loss"]) for point in points_of(told)]
-    assert found == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 4)]
+    events = [make_event(1, step, loss=1.0) for step in range(5)] + [make_event(2, 3)]
+    events += [make_event(2, step, loss=2.0) for step in (3, 4, 5)] + [make_event(4, 5, loss=4.0)]
+    losses = [(point.step, point.metrics["loss"]) for point in points_of(events)]
+    assert losses == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 4)]
 
 
 @pytest.mark.parametrize(
@@ -85,44 +90,48 @@ def test_a_level_curve_has_a_place(
 def test_a_plot_of_one_run(capsys: Capture, make_run: MakeRun) -> None:
     run = make_run("one")
     assert main(["plot", str(run.path)]) == 0
-    printed = capsys.readouterr().out
-    titles = [line for line in printed.splitlines() if line and line[0] != " "]
+    output = capsys.readouterr().out
+    titles = [line for line in output.splitlines() if line and line[0] != " "]
     assert titles == [
         "loss",
         "KL, nats per token (log)",
         "reward, accuracy  eval/accuracy",
         "tokens per second  tokens_per_sec",
     ]
-    assert printed.count("step  ") == 4
-    assert max(map(len, printed.splitlines())) <= 100
-    assert "\033" not in printed
+    assert output.count("step  ") == 4
+    assert max(map(len, output.splitlines())) <= 100
+    assert "\033" not in output
 
 
 def test_a_run_whose_answers_an_engine_samples(make_run: MakeRun) -> None:
-    """Staleness, weights and distance: only where they say something."""
+    """Lag, importance weights and KL get panels only if the run has them."""
     run = make_run("ahead")
-    sampled = {"rollout/lag": 2.0, "ratio/ess": 0.9, "ratio/mean": 1.01, "ratio/kl": 0.02}
+    rollout_metrics = {"rollout/lag": 2.0, "ratio/ess": 0.9, "ratio/mean": 1.01, "ratio/kl": 0.02}
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    added = [line | (sampled if line["step"] else {}) for line in lines]
-    usual = [panel.title for panel in panels_of([record_of_run(run.path)])]
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in added))
+    lines_with_rollouts = [line | (rollout_metrics if line["step"] else {}) for line in lines]
+    usual_titles = [panel.title for panel in panels_of([record_of_run(run.path)])]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines_with_rollouts))
     panels = panels_of([record_of_run(run.path)])
-    found = {panel.title: [curve.label for curve in panel.curves] for panel in panels}
-    assert list(found.values())[-3:] == [["rollout/lag"], ["ratio/ess", "ratio/mean"], ["ratio/kl"]]
-    assert list(found)[:-3] == usual
+    labels = {panel.title: [curve.label for curve in panel.curves] for panel in panels}
+    assert list(labels.values())[-3:] == [
+        ["rollout/lag"],
+        ["ratio/ess", "ratio/mean"],
+        ["ratio/kl"],
+    ]
+    assert list(labels)[:-3] == usual_titles
     page = report_page(record_of_run(run.path))
-    assert all(title in page for title in found)
+    assert all(title in page for title in labels)
 
 
 def test_runs_over_each_other(capsys: Capture, make_run: MakeRun) -> None:
     paths = [str(make_run(name, scale=scale).path) for name, scale in (("a", 1.0), ("b", 8.0))]
     assert main(["--json", "plot", *paths, paths[0], "-m", "kl/teacher", "-m", "loss"]) == 0
-    first, second = json.loads(capsys.readouterr().out)["panels"]
-    assert (first["title"], first["log"], second["title"]) == ("kl/teacher", True, "loss")
-    one, other = first["curves"]
-    assert (one["label"], other["label"]) == ("a", "b")
-    assert one["steps"] == list(range(1, 101))
-    assert other["values"][9] == 8 * one["values"][9] == 8 * math.exp(-10 / 40)
+    kl_panel, loss_panel = json.loads(capsys.readouterr().out)["panels"]
+    assert (kl_panel["title"], kl_panel["log"], loss_panel["title"]) == ("kl/teacher", True, "loss")
+    first_curve, second_curve = kl_panel["curves"]
+    assert (first_curve["label"], second_curve["label"]) == ("a", "b")
+    assert first_curve["steps"] == list(range(1, 101))
+    assert second_curve["values"][9] == 8 * first_curve["values"][9] == 8 * math.exp(-10 / 40)
     assert main(["plot", *paths]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == ["  a a", "  b b"]
@@ -132,7 +141,7 @@ def test_runs_over_each_other(capsys: Capture, make_run: MakeRun) -> None:
 def test_wrong_requests_are_one_sentence(capsys: Capture, make_run: MakeRun) -> None:
     run = make_run("one")
     path = str(run.path)
-    for arguments, code, said in (
+    for arguments, code, message in (
         (["plot", path, "-m", "los"], ExitCode.USAGE, "-m: no job has the metric 'los'; did you"),
         (
             ["plot", path, "-o", "x.jpg"],
@@ -144,35 +153,37 @@ def test_wrong_requests_are_one_sentence(capsys: Capture, make_run: MakeRun) -> 
     ):
         assert main(arguments) == code
         captured = capsys.readouterr()
-        assert captured.err.startswith(f"error: {said}")
+        assert captured.err.startswith(f"error: {message}")
         assert (captured.out, captured.err.count("\n")) == ("", 1)
     run.metrics.write_text("")
     assert main(["plot", path]) == ExitCode.USAGE
     assert "no metrics are recorded yet: one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("key", "says"), [("gone", "gone: "), ("", "job.json: ")])
+@pytest.mark.parametrize(("key", "message_part"), [("gone", "gone: "), ("", "job.json: ")])
 def test_a_run_of_another_version_is_one_sentence(
-    capsys: Capture, make_run: MakeRun, key: str, says: str
+    capsys: Capture, make_run: MakeRun, key: str, message_part: str
 ) -> None:
     run = make_run("one")
     job = json.loads(run.job_json.read_text())
     run.job_json.write_text(json.dumps({**job, key: 1}) if key else "")
     for command in (["plot"], ["pull", "--checkpoint", "best"], ["run", "--resume"]):
         assert main([*command, str(run.path)]) == ExitCode.WRONG_STATE
-        told = capsys.readouterr().err
-        assert told.startswith(f"error: this version cannot read the job of {run.path}: {says}")
-        assert told.count("\n") == 1
+        error_text = capsys.readouterr().err
+        assert error_text.startswith(
+            f"error: this version cannot read the job of {run.path}: {message_part}"
+        )
+        assert error_text.count("\n") == 1
 
 
 def test_a_picture(capsys: Capture, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(make_run(name, steps).path) for name, steps in (("a", 100), ("b", 20))]
     assert main(["plot", *paths, "-o", "curves/both.svg"]) == 0
     assert capsys.readouterr().out == "curves/both.svg\n"
-    drawn = Path("curves/both.svg").read_text()
-    assert "<!-- KL, nats per token -->" in drawn
-    assert "<!-- a -->" in drawn
-    assert "<!-- b -->" in drawn
+    svg = Path("curves/both.svg").read_text()
+    assert "<!-- KL, nats per token -->" in svg
+    assert "<!-- a -->" in svg
+    assert "<!-- b -->" in svg
     assert main(["plot", paths[0], "-o", "one.png"]) == 0
     assert Path("one.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
@@ -180,13 +191,15 @@ def test_a_picture(capsys: Capture, make_run: MakeRun, monkeypatch: pytest.Monke
     assert f"; {install_command('plot')}, or omit -o" in capsys.readouterr().err
 
 
-def panel(*values: float, log: bool = False, title: str = "loss") -> Panel:
+def make_panel(*values: float, log: bool = False, title: str = "loss") -> Panel:
     points = [(float(step), value) for step, value in enumerate(values)]
     return Panel(title, [Curve(title, 0, points, True)], log)
 
 
 def test_text_of_a_straight_line() -> None:
-    text = panel_text(panel(0, 1, 2, 3, 4), width=13 + 11, dots=False, color=False).splitlines()
+    text = panel_text(
+        make_panel(0, 1, 2, 3, 4), width=13 + 11, dots=False, color=False
+    ).splitlines()
     head, *rows, axis, steps = text
     assert (head, len(rows)) == ("loss", HEIGHT)
     assert (rows[0].split()[0], rows[HEIGHT // 2].split()[0], rows[-1].split()[0]) == (
@@ -199,7 +212,7 @@ def test_text_of_a_straight_line() -> None:
 
 
 def test_dots_and_colors() -> None:
-    text = panel_text(panel(0, 1), width=60, dots=True, color=True)
+    text = panel_text(make_panel(0, 1), width=60, dots=True, color=True)
     assert "\033[34m" in text
     assert all(0x2800 <= ord(c) < 0x2900 for c in text if not c.isascii())
 
@@ -211,9 +224,9 @@ ODD = [(1.0,), (1.0, 1.0), (1e-9, 1e9)]
     ("values", "log"), [*((v, log) for v in ODD for log in (False, True)), ((0.0, -2.0), False)]
 )
 def test_any_values_can_be_drawn(values: tuple[float, ...], log: bool) -> None:
-    made = panel(*values, log=log)
-    assert panel_text(made, width=40, dots=True, color=False)
-    places = [float(n) for n in re.findall(r"c[xy]=\"([-0-9.]+)\"", panel_svg(made))]
+    panel = make_panel(*values, log=log)
+    assert panel_text(panel, width=40, dots=True, color=False)
+    places = [float(n) for n in re.findall(r"c[xy]=\"([-0-9.]+)\"", panel_svg(panel))]
     assert len(places) == 2 * len(values)
     assert all(0 <= place <= 520 for place in places)
 
@@ -223,9 +236,9 @@ def test_ticks_are_round_and_inside() -> None:
     assert choose_ticks(0.17, 0.77, log=True) == pytest.approx([0.2, 0.4, 0.6])
     assert choose_ticks(0.001, 1000.0, log=True) == pytest.approx([10.0**p for p in (-3, -1, 1, 3)])
     for low, high in ((3.0, 700.0), (0.02, 0.021), (-5.0, 12.0), (1e6, 9e6)):
-        found = choose_ticks(low, high, log=False)
-        assert 2 <= len(found) <= 6
-        assert low <= min(found) <= max(found) <= high
+        ticks = choose_ticks(low, high, log=False)
+        assert 2 <= len(ticks) <= 6
+        assert low <= min(ticks) <= max(ticks) <= high
 
 
 def test_smoothing_keeps_a_line_and_calms_noise() -> None:
@@ -238,24 +251,26 @@ def test_smoothing_keeps_a_line_and_calms_noise() -> None:
 
 def test_a_negative_kl_is_left_out_of_a_logarithm(make_run: MakeRun) -> None:
     record = record_of_run(make_run("one", steps=3).path)
-    first = replace(record.points[1], metrics={"kl/teacher": -0.1})
-    (found,) = panels_of([JobRecord(record.job, [first, *record.points[2:]])], ["kl/teacher"])
-    assert (found.log, [x for x, _ in found.curves[0].points]) == (True, [2, 3])
-    (found,) = panels_of([JobRecord(record.job, [first])], ["kl/teacher"])
-    assert not found.log
+    negative_point = replace(record.points[1], metrics={"kl/teacher": -0.1})
+    (panel,) = panels_of(
+        [JobRecord(record.job, [negative_point, *record.points[2:]])], ["kl/teacher"]
+    )
+    assert (panel.log, [x for x, _ in panel.curves[0].points]) == (True, [2, 3])
+    (panel,) = panels_of([JobRecord(record.job, [negative_point])], ["kl/teacher"])
+    assert not panel.log
     with pytest.raises(InvalidInput, match="no job has"):
         panels_of([record], ["reward"])
 
 
 def test_stages_are_stacked_to_the_time_of_a_step(make_run: MakeRun) -> None:
-    """Ten steps in three bars; `time/anchor` starts in the seventh, learning is the rest."""
+    """Ten steps in three bars; `time/anchor` starts in step 7, learning is the remaining time."""
     points = [Point(0, {"eval/kl": 1.0})]
     for step in range(1, 11):
-        found = {"time/step": 10.0, "time/rollout": float(step), "time/optim": 0.5}
-        points.append(Point(step, found | ({"time/anchor": 1.0} if step > 6 else {})))
+        metrics = {"time/step": 10.0, "time/rollout": float(step), "time/optim": 0.5}
+        points.append(Point(step, metrics | ({"time/anchor": 1.0} if step > 6 else {})))
     record = replace(record_of_run(make_run("one").path), points=points)
     stages = stages_of(record)
-    assert [one.metric for one in stages] == ["time/rollout", "time/anchor", "", "time/optim"]
+    assert [stage.metric for stage in stages] == ["time/rollout", "time/anchor", "", "time/optim"]
     bars = bars_of(record, stages, max_bars=3)
     assert [(bar.first, bar.last) for bar in bars] == [(1, 4), (5, 8), (9, 10)]
     assert [list(bar.seconds) for bar in bars] == [
@@ -267,8 +282,8 @@ def test_stages_are_stacked_to_the_time_of_a_step(make_run: MakeRun) -> None:
 
 
 def test_a_report_without_a_teacher_names_what_it_did(make_run: MakeRun) -> None:
-    found = {"tokens": 10.0, "time/step": 2.0, "time/rollout": 0.5, "time/teacher_wait": 1e-6}
-    points = [Point(step, found | {"time/optim": 0.1}) for step in range(1, 11)]
+    metrics = {"tokens": 10.0, "time/step": 2.0, "time/rollout": 0.5, "time/teacher_wait": 1e-6}
+    points = [Point(step, metrics | {"time/optim": 0.1}) for step in range(1, 11)]
     record = replace(record_of_run(make_run("one").path), points=points)
     words = Page(report_page(record)).words
     assert {"making the sequences", "tokens learned", "optimizer"} <= set(words)
@@ -279,7 +294,7 @@ def test_a_report_without_a_teacher_names_what_it_did(make_run: MakeRun) -> None
 
 
 class Page(HTMLParser):
-    """What a browser would make of a report: its words, its tags, and what it would fetch."""
+    """The report as a browser parses it: words, tags, and URLs that it would fetch."""
 
     VOID = ("meta", "br")
 
@@ -323,7 +338,7 @@ def test_a_report_needs_nothing_else(capsys: Capture, make_run: MakeRun) -> None
     assert "script" not in page.tags
     assert "link" not in page.tags
     assert page.tags.count("svg") == 5
-    # The time of its four stages, in 25 bars of 4 steps.
+    # The stage chart: four stages in 25 bars of 4 steps.
     assert page.tags.count("rect") == 4 * 25
     for word in ("<script>alert(1)</script>", "SUCCEEDED", "at 100?", "<b>&", "9.9.9", "Reports"):
         assert (word in page.words) is (word != "Reports")

@@ -1,4 +1,4 @@
-"""`distill run` with a script in the trainer's place: it writes the files that a trainer writes."""
+"""`distill run` with a scripted trainer, which writes the files that a trainer writes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ HEAD = """
 import json, sys, time
 from clients.runs.directory import RunDirectory, Status
 run, attempt = RunDirectory(sys.argv[1]), int(sys.argv[2])
-most = run.config().max_steps
-def tell(verdict, phase="training", step=0, **more):
-    run.write_status(Status(attempt, verdict, phase, step, most, **more))
+max_steps = run.config().max_steps
+def tell(verdict, phase="training", step=0, **changes):
+    run.write_status(Status(attempt, verdict, phase, step, max_steps, **changes))
 def log(step, **metrics):
     with run.metrics.open("a") as file:
         file.write(json.dumps({"attempt": attempt, "step": step, **metrics}) + "\\n")
@@ -48,11 +48,11 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
     def command(run: Path, *, attempt: int, processes: int) -> list[str]:
         return [sys.executable, str(script), str(run), str(attempt)]
 
-    def write(body: str) -> None:
+    def write_script(body: str) -> None:
         script.write_text(HEAD + textwrap.dedent(body))
 
     monkeypatch.setattr("clients.cli.live.foreground_run.trainer_command", command)
-    return write
+    return write_script
 
 
 def only_run() -> RunDirectory:
@@ -60,7 +60,7 @@ def only_run() -> RunDirectory:
     return RunDirectory(path)
 
 
-def contents(run: RunDirectory) -> dict[str, bytes]:
+def read_files(run: RunDirectory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
 
 
@@ -133,9 +133,9 @@ def test_an_attempt_that_died_with_another_process_says_so(
         sys.exit(1)
     """)
     assert main(["run", job_file()]) == ExitCode.JOB_FAILED
-    told = capsys.readouterr().out
-    assert "another process of the trainer is lost: Read error" in told
-    assert "printed no error" not in told
+    output = capsys.readouterr().out
+    assert "another process of the trainer is lost: Read error" in output
+    assert "printed no error" not in output
 
 
 def test_resume_is_a_new_attempt(
@@ -163,7 +163,7 @@ def test_a_directory_is_made_then_resumed_then_finished(
         log(attempt, loss=0.5)
         tell("cancelled" if attempt == 1 else "succeeded", "", attempt)
     """)
-    Path("runs/mine").mkdir(parents=True)  # an empty one is as good as none
+    Path("runs/mine").mkdir(parents=True)  # an existing empty directory is allowed
     command = ["run", job_file(), "--dir", "runs/mine", "--set", "max_steps=2"]
     assert main(command) == ExitCode.JOB_CANCELLED
     assert only_run().path.name == "mine"
@@ -207,12 +207,12 @@ def test_a_directory_of_something_else_is_left_alone(
     Path("mine").mkdir()
     Path("mine/file").touch()
     job = job_file()
-    before = sorted(Path().iterdir())
+    paths_before = sorted(Path().iterdir())
     assert main(["run", job, "--dir", "mine"]) == ExitCode.USAGE
     assert (
         "--dir: cannot make the run directory mine: directory not empty" in capsys.readouterr().err
     )
-    assert sorted(Path().iterdir()) == before
+    assert sorted(Path().iterdir()) == paths_before
     assert main(["run", "--resume", "mine", "--dir", "mine"]) == ExitCode.USAGE
     assert "--dir: is for a job file" in capsys.readouterr().err
 
@@ -227,21 +227,21 @@ def test_resume_leaves_a_trainer_at_work_alone(
     run.write_control(Control("checkpoint"))
     capsys.readouterr()
     with run.held():
-        before = contents(run)
+        files_before = read_files(run)
         resumed = main(["run", "--resume", str(run.path), "--set", "max_steps=9"])
     assert resumed == ExitCode.WRONG_STATE
-    said = f"error: another program is running in {run.path}; wait for it, or stop it\n"
-    assert capsys.readouterr().err == said
-    assert contents(run) == before
+    message = f"error: another program is running in {run.path}; wait for it, or stop it\n"
+    assert capsys.readouterr().err == message
+    assert read_files(run) == files_before
     assert not run.logs(2).exists()
 
 
 def test_a_trainer_that_finds_another_one_says_so(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:
-    """Both were started at once; the status is the other's."""
+    """Both were started at the same time; the status file belongs to the other trainer."""
     trainer("""
-        run.write_status(Status(7, "running", "training", 1, most))
+        run.write_status(Status(7, "running", "training", 1, max_steps))
         print("error: another trainer is at work; wait", file=sys.stderr)
         sys.exit(6)
     """)
@@ -270,26 +270,26 @@ def test_missing_files_are_found_before_the_run(
 ) -> None:
     assert main(["run", job_file(), "--set", "data.path=none.jsonl"]) == ExitCode.USAGE
     assert main(["run", job_file(), "--set", "student.model=./none"]) == ExitCode.USAGE
-    said = capsys.readouterr().err
-    assert "data.path: no such file: none.jsonl" in said
-    assert "student.model: no such file: ./none" in said
+    error_text = capsys.readouterr().err
+    assert "data.path: no such file: none.jsonl" in error_text
+    assert "student.model: no such file: ./none" in error_text
     assert not Path("runs").exists()
 
 
-def send(after: Callable[[], bool], *signals: signal.Signals) -> threading.Thread:
-    def work() -> None:
-        while not after():
+def send_signals(is_ready: Callable[[], bool], *signals: signal.Signals) -> threading.Thread:
+    def send_when_ready() -> None:
+        while not is_ready():
             time.sleep(0.02)
         for number in signals:
             os.kill(os.getpid(), number)
             time.sleep(0.4)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=send_when_ready)
     thread.start()
     return thread
 
 
-def started() -> bool:
+def has_metrics() -> bool:
     return any(Path("runs").glob("*/metrics.jsonl"))
 
 
@@ -302,7 +302,7 @@ def test_ctrl_c_stops_after_a_checkpoint(
             time.sleep(0.05)
         tell("cancelled", "", 1, reason="asked to stop")
     """)
-    thread = send(started, signal.SIGINT)
+    thread = send_signals(has_metrics, signal.SIGINT)
     assert main(["run", job_file()]) == ExitCode.JOB_CANCELLED
     thread.join()
     captured = capsys.readouterr()
@@ -313,7 +313,7 @@ def test_ctrl_c_stops_after_a_checkpoint(
 def test_a_second_sigterm_does_not_kill(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:
-    """Batch systems send it to every process, and again."""
+    """Batch systems send SIGTERM to every process, and repeat it."""
     trainer("""
         log(1, loss=0.5)
         while run.read_control().stop != "checkpoint":
@@ -321,7 +321,7 @@ def test_a_second_sigterm_does_not_kill(
         time.sleep(1.5)
         tell("cancelled", "", 1, reason="asked to stop")
     """)
-    thread = send(started, signal.SIGTERM, signal.SIGTERM)
+    thread = send_signals(has_metrics, signal.SIGTERM, signal.SIGTERM)
     assert main(["run", job_file()]) == ExitCode.JOB_CANCELLED
     thread.join()
     assert "asked to stop" in capsys.readouterr().out
@@ -334,11 +334,11 @@ def test_ctrl_c_twice_kills(capsys: Capture, job_file: Callable[..., str], train
         log(1, loss=0.5)
         time.sleep(60)
     """)
-    thread = send(started, signal.SIGINT, signal.SIGINT)
-    began = time.monotonic()
+    thread = send_signals(has_metrics, signal.SIGINT, signal.SIGINT)
+    start_time = time.monotonic()
     assert main(["run", job_file()]) == ExitCode.INTERRUPTED
     thread.join()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start_time < 20
     pid = int((only_run().path / "pid").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -351,36 +351,38 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", config)
 
 
-def line(attempt: int, step: int) -> str:
+def metrics_line(attempt: int, step: int) -> str:
     return json.dumps({"attempt": attempt, "step": step, "loss": 1}) + "\n"
 
 
-def steps(events: list[JobEvent]) -> list[tuple[int, int]]:
+def steps_of(events: list[JobEvent]) -> list[tuple[int, int]]:
     return [(event.attempt, event.step) for event in events if event.metrics]
 
 
 def test_follower_waits_for_whole_lines(run: RunDirectory) -> None:
     follower = RunFollower(run, 1, 10)
     assert list(follower.poll()) == []
-    text = line(1, 1) + line(1, 2)
+    text = metrics_line(1, 1) + metrics_line(1, 2)
     run.metrics.write_text(text[:-5])
-    assert steps(list(follower.poll())) == [(1, 1)]
+    assert steps_of(list(follower.poll())) == [(1, 1)]
     run.metrics.write_text(text)
-    assert steps(list(follower.poll())) == [(1, 2)]
+    assert steps_of(list(follower.poll())) == [(1, 2)]
 
 
 def test_follower_tells_the_steps_of_its_attempt_once(run: RunDirectory) -> None:
-    run.metrics.write_text(line(1, 1) + line(1, 2) + line(1, 3))
+    run.metrics.write_text(metrics_line(1, 1) + metrics_line(1, 2) + metrics_line(1, 3))
     follower = RunFollower(run, 2, 10)
     assert list(follower.poll()) == []
-    run.metrics.write_text(line(1, 1))
+    run.metrics.write_text(metrics_line(1, 1))
     assert list(follower.poll()) == []
-    run.metrics.write_text(line(1, 1) + line(2, 2))
-    assert steps(list(follower.poll())) == [(2, 2)]
-    run.metrics.write_text(line(1, 1))
+    run.metrics.write_text(metrics_line(1, 1) + metrics_line(2, 2))
+    assert steps_of(list(follower.poll())) == [(2, 2)]
+    run.metrics.write_text(metrics_line(1, 1))
     assert list(follower.poll()) == []
-    run.metrics.write_text(line(1, 1) + line(2, 2) + line(3, 3) + line(2, 3))
-    assert steps(list(follower.poll())) == [(2, 3)]
+    run.metrics.write_text(
+        metrics_line(1, 1) + metrics_line(2, 2) + metrics_line(3, 3) + metrics_line(2, 3)
+    )
+    assert steps_of(list(follower.poll())) == [(2, 3)]
 
 
 def test_follower_passes_over_a_damaged_line(run: RunDirectory) -> None:
@@ -400,8 +402,8 @@ def test_follower_ignores_the_status_of_an_earlier_attempt(run: RunDirectory) ->
 
 
 def test_python_m_clients_is_distill() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "clients", "lss"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == ExitCode.USAGE
-    assert "Did you mean 'ls'" in done.stderr
+    assert process.returncode == ExitCode.USAGE
+    assert "Did you mean 'ls'" in process.stderr

@@ -1,4 +1,4 @@
-"""Job files: what they mean, and what is said of wrong ones, to the letter."""
+"""Job files: what they mean, and the exact error messages of wrong ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = '[student]\nmodel = "m"\n[data]\npath = "d"\n'
 SFT = HEAD + "[method]\ntype = 'sft'\n"
 
 
-def complaint(name: str, *overrides: str) -> str:
+def error_message_of(name: str, *overrides: str) -> str:
     with pytest.raises(InvalidInput) as caught:
         load_job(name, overrides)
     return str(caught.value)
@@ -47,9 +47,9 @@ def test_the_default_tail_and_head_depend_on_the_divergence(job_file: Write) -> 
 
 
 def test_a_typo_in_the_tail_is_one_problem(job_file: Write) -> None:
-    said = complaint(job_file(), "method.tail=bucket+drawz")
-    assert said.startswith("--set: method.tail: got 'bucket+drawz', expected one of 'none'")
-    assert "\n" not in said
+    message = error_message_of(job_file(), "method.tail=bucket+drawz")
+    assert message.startswith("--set: method.tail: got 'bucket+drawz', expected one of 'none'")
+    assert "\n" not in message
 
 
 def test_toml_and_yaml_mean_the_same(job_file: Write) -> None:
@@ -65,7 +65,7 @@ def test_every_problem_at_once_with_its_line(job_file: Write) -> None:
         HEAD + '[teacher]\ntopk = 5\ntop_k = 0\n[method]\ntype = "on-policy"\ndivergence = "kl"\n',
         "a.toml",
     )
-    assert complaint(name) == (
+    assert error_message_of(name) == (
         "a.toml: 4 problems\n"
         "  a.toml:7: teacher.top_k: must be greater than or equal to 1 (got 0)\n"
         "  a.toml:6: teacher.topk: unknown key; did you mean 'top_k'?\n"
@@ -79,7 +79,7 @@ def test_the_same_of_yaml(job_file: Write) -> None:
     name = job_file(
         "student:\n  model: m\ndata:\n  path: d\nteacher:\n  topk: 5\n  top_k: 0\n", "a.yaml"
     )
-    assert complaint(name) == (
+    assert error_message_of(name) == (
         "a.yaml: 2 problems\n"
         "  a.yaml:7: teacher.top_k: must be greater than or equal to 1 (got 0)\n"
         "  a.yaml:6: teacher.topk: unknown key; did you mean 'top_k'?"
@@ -151,8 +151,8 @@ def test_the_same_of_yaml(job_file: Write) -> None:
     ],
 )  # fmt: skip
 def test_toml_mistakes(job_file: Write, text: str, expected: str) -> None:
-    said = complaint(job_file(text, "a.toml"))
-    assert said == expected or expected in said
+    message = error_message_of(job_file(text, "a.toml"))
+    assert message == expected or expected in message
 
 
 @pytest.mark.parametrize(
@@ -169,46 +169,51 @@ def test_toml_mistakes(job_file: Write, text: str, expected: str) -> None:
     ],
 )
 def test_yaml_mistakes(job_file: Write, text: str, expected: str) -> None:
-    assert complaint(job_file(text, "a.yaml")).startswith(expected)
+    assert error_message_of(job_file(text, "a.yaml")).startswith(expected)
 
 
 def test_files_that_cannot_be_read(job_file: Write, tmp_path: Path) -> None:
-    assert complaint("none.toml") == "none.toml: no such file"
-    assert complaint(job_file("{}", "a.json")) == "a.json: a job file ends in .toml, .yaml or .yml"
+    assert error_message_of("none.toml") == "none.toml: no such file"
+    assert (
+        error_message_of(job_file("{}", "a.json"))
+        == "a.json: a job file ends in .toml, .yaml or .yml"
+    )
     (tmp_path / "dir.toml").mkdir()
-    assert complaint("dir.toml") == "dir.toml: is a directory"
-    assert "larger than 64 KiB" in complaint(job_file("#" * (MAX_BYTES + 1)))
+    assert error_message_of("dir.toml") == "dir.toml: is a directory"
+    assert "larger than 64 KiB" in error_message_of(job_file("#" * (MAX_BYTES + 1)))
     (tmp_path / "latin.toml").write_bytes(b"seed = 1\nname = '\xe9'\n")
-    assert complaint("latin.toml") == "latin.toml:2: not UTF-8 text"
+    assert error_message_of("latin.toml") == "latin.toml:2: not UTF-8 text"
 
 
 def test_what_a_parser_takes_and_nobody_else(job_file: Write) -> None:
     deep = ".".join(["a"] * 2000)
-    assert "nested too deeply" in complaint(job_file(f"{deep} = 1\n"))
-    assert "nested too deeply" in complaint(job_file(), f"{deep}=1")
-    assert "thousands of digits" in complaint(job_file(f"max_steps = 0x{'f' * 4000}\n" + HEAD))
+    assert "nested too deeply" in error_message_of(job_file(f"{deep} = 1\n"))
+    assert "nested too deeply" in error_message_of(job_file(), f"{deep}=1")
+    assert "thousands of digits" in error_message_of(
+        job_file(f"max_steps = 0x{'f' * 4000}\n" + HEAD)
+    )
 
 
 def test_overrides_are_toml_values_or_bare_strings(job_file: Write) -> None:
-    chosen = ("max_steps=7", "teacher.address=host:1", "track.tensorboard=false", "name=12",
+    overrides = ("max_steps=7", "teacher.address=host:1", "track.tensorboard=false", "name=12",
               "train.learning_rate=3e-4", 'student.model="quoted"', "data.template=a=b",
               "eval={every = 3}", "labels.version=1.10", "labels.commit=12e4567",
               "labels.day=2026-11-24")  # fmt: skip
-    config = load_job(job_file(), chosen).config
+    config = load_job(job_file(), overrides).config
     assert (config.max_steps, config.teacher.address, config.name) == (7, "host:1", "12")
     assert (config.track.tensorboard, config.train.learning_rate) == (False, 3e-4)
     assert (config.student.model, config.data.template, config.eval.every) == ("quoted", "a=b", 3)
     assert config.labels == {"version": "1.10", "commit": "12e4567", "day": "2026-11-24"}
-    assert "label 'version' must be a text of 1 to 200 characters, in quotes" in complaint(
+    assert "label 'version' must be a text of 1 to 200 characters, in quotes" in error_message_of(
         job_file("labels.version = 1.10\n")
     )
 
 
 def test_overrides_are_named_as_such(job_file: Write) -> None:
-    said = complaint(
+    message = error_message_of(
         job_file(), "teacher.top_k=0", "teachr.top_k=1", "seed", "max_steps=2\nseed=3", "seed.x=1"
     )
-    assert said == (
+    assert message == (
         "job.toml: 5 problems\n"
         "  --set: 'seed' is not KEY=VALUE\n"
         "  --set: seed: must be a valid integer (got {'x': 1})\n"
@@ -216,7 +221,7 @@ def test_overrides_are_named_as_such(job_file: Write) -> None:
         "  --set: teacher.top_k: must be greater than or equal to 1 (got 0)\n"
         "  --set: teachr: unknown key; did you mean 'teacher'?"
     )
-    assert complaint(job_file(), "data.path.x=1") == (
+    assert error_message_of(job_file(), "data.path.x=1") == (
         "--set: data.path.x: 'data.path' is not a table"
     )
 
@@ -235,27 +240,29 @@ def test_sources(job_file: Write) -> None:
 def test_a_table_that_is_off_until_it_is_there(job_file: Write) -> None:
     assert load_job(job_file()).config.student.lora is None
     assert load_job(job_file(), ["student.lora={}"]).config.student.lora == LoraConfig()
-    read = load_job(job_file(), ["student.lora.rank=8"])
-    assert read.config.student.lora == LoraConfig(rank=8)
-    assert (read.sources["student.lora.rank"], read.sources["student.lora.alpha"]) == (
+    loaded_job = load_job(job_file(), ["student.lora.rank=8"])
+    assert loaded_job.config.student.lora == LoraConfig(rank=8)
+    assert (loaded_job.sources["student.lora.rank"], loaded_job.sources["student.lora.alpha"]) == (
         "--set",
         "default",
     )
-    assert "student.lora.rnak: unknown key; did you mean 'rank'?" in complaint(
+    assert "student.lora.rnak: unknown key; did you mean 'rank'?" in error_message_of(
         job_file(), "student.lora.rnak=8"
     )
-    assert "student.lora: must be a table (got true)" in complaint(job_file(), "student.lora=true")
+    assert "student.lora: must be a table (got true)" in error_message_of(
+        job_file(), "student.lora=true"
+    )
 
 
 def test_only_files_that_exist_here_become_absolute(job_file: Write, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").touch()
-    chosen = ("data.path=prompts.jsonl", "data.eval_path=none.jsonl")
-    config = localized(load_job(job_file(), chosen).config)
+    overrides = ("data.path=prompts.jsonl", "data.eval_path=none.jsonl")
+    config = localized(load_job(job_file(), overrides).config)
     assert config.data.path == str(tmp_path / "prompts.jsonl")
     assert config.data.eval_path == "none.jsonl"
     mix = "[{ path = 'none.jsonl', share = 0.5 }, { path = 'prompts.jsonl', share = 0.2 }]"
     mixed = localized(load_job(job_file(), [f"data.mix={mix}"]).config)
-    assert [other.path for other in mixed.data.mix] == ["none.jsonl", config.data.path]
+    assert [part.path for part in mixed.data.mix] == ["none.jsonl", config.data.path]
     assert config.student.model == "org/model"
 
 
@@ -291,7 +298,7 @@ def test_names_are_not_empty(job_file: Callable[..., str], key: str) -> None:
 def test_the_problems_on_the_page_of_job_files(
     job_file: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To the letter, of the file that it is about."""
+    """The page shows exactly what the command prints about this file."""
     (block,) = blocks("docs/jobs.md", "config")
     job_file(
         'student.model = "m"\ndata.path = "d"\n\n[teacher]\ntopk = 8\ntop_k = 0\n'
@@ -302,9 +309,9 @@ def test_the_problems_on_the_page_of_job_files(
     assert block.body == f"$ {command}\n{capsys.readouterr().err}"
 
 
-@pytest.mark.parametrize(("value", "kept"), [("auto", True), ("tokens", False)])
+@pytest.mark.parametrize(("value", "is_kept"), [("auto", True), ("tokens", False)])
 def test_only_a_name_of_a_tokenizer_is_a_directory(
-    value: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    value: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("auto", "tokens"):
@@ -313,18 +320,18 @@ def test_only_a_name_of_a_tokenizer_is_a_directory(
     Path("job.toml").write_text(text)
     job = localized(load_job("job.toml").config)
     assert isinstance(job, OnPolicyJob)
-    assert job.teacher.tokenizer == (value if kept else str(tmp_path / value))
+    assert job.teacher.tokenizer == (value if is_kept else str(tmp_path / value))
 
 
 @pytest.mark.parametrize("url", ["S3://bucket/train.jsonl", "https://host/train.jsonl"])
 def test_a_url_of_another_kind_is_no_path(job_file: Write, url: str) -> None:
-    found = complaint(job_file(), f"data.path={url}", "student.model=s3://bucket/student")
-    assert found.endswith(f"data.path: a URL begins with s3:// or gs:// (got '{url}')")
+    message = error_message_of(job_file(), f"data.path={url}", "student.model=s3://bucket/student")
+    assert message.endswith(f"data.path: a URL begins with s3:// or gs:// (got '{url}')")
     assert load_job(job_file(), ["data.path=s3://bucket/train.jsonl"])
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "problem"),
     [
         ("s3://KEY:SECRET@bucket/p", "the URL is not s3://BUCKET/PREFIX; credentials, region and"),
         ("https://KEY:SECRET@host/p", "a URL begins with s3:// or gs:// (got 'https://...')"),
@@ -333,11 +340,11 @@ def test_a_url_of_another_kind_is_no_path(job_file: Write, url: str) -> None:
         ("s3://bucket/a/.", "a URL has no part '.' or '..'"),
     ],
 )
-def test_a_refused_url_of_copies(job_file: Write, url: str, told: str) -> None:
-    found = complaint(job_file(), f"checkpoint.copy_to={url}")
-    assert f"checkpoint.copy_to: {told}" in found
-    assert "SECRET" not in found
+def test_a_refused_url_of_copies(job_file: Write, url: str, problem: str) -> None:
+    message = error_message_of(job_file(), f"checkpoint.copy_to={url}")
+    assert f"checkpoint.copy_to: {problem}" in message
+    assert "SECRET" not in message
 
 
 def test_no_secret_of_a_url_is_shown(job_file: Write) -> None:
-    assert "SECRET" not in complaint(job_file(), "data.path=https://KEY:SECRET@host/x.jsonl")
+    assert "SECRET" not in error_message_of(job_file(), "data.path=https://KEY:SECRET@host/x.jsonl")

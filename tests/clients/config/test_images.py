@@ -1,4 +1,4 @@
-"""Jobs whose prompts have images: what goes together, and what a teacher must do."""
+"""Jobs whose prompts have images: supported combinations, and requirements of the teacher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RL: dict[str, Any] = {"method": {"type": "rl"}, "reward": {"type": "regex", "pat
 FSDP = {"train": {"processes": 2, "sharding": "fsdp2"}}
 
 
-def job(kind: type[Any], *changes: dict[str, Any]) -> Any:
+def make_job(kind: type[Any], *changes: dict[str, Any]) -> Any:
     values: dict[str, Any] = {name: dict(table) for name, table in COMMON.items()}
     for change in changes:
         for name, table in change.items():
@@ -62,36 +62,36 @@ def test_what_does_not_work_with_images(
     kind: type[Any], changes: list[dict[str, Any]], key: str
 ) -> None:
     with pytest.raises(ValidationError) as error:
-        job(kind, *changes)
-    assert [".".join(map(str, one["loc"])) for one in error.value.errors()] == [key]
+        make_job(kind, *changes)
+    assert [".".join(map(str, problem["loc"])) for problem in error.value.errors()] == [key]
 
 
 def test_a_capture_with_images_needs_a_service() -> None:
-    def capture(**teacher: str) -> CaptureJob:
+    def make_capture(**teacher: str) -> CaptureJob:
         data = {"path": "d.jsonl", "image_column": "image"}
         values = {"data": data, "teacher": teacher, "method": {"type": "capture"}}
         return CaptureJob.model_validate(values)
 
-    assert capture(address="t:1").data.prompt_format.image_column == "image"
+    assert make_capture(address="t:1").data.prompt_format.image_column == "image"
     with pytest.raises(ValidationError, match="images are scored by a running service"):
-        capture(model="m")
+        make_capture(model="m")
 
 
-@pytest.mark.parametrize("made", [job(OnPolicyJob), job(RLJob, RL, {"teacher": {}})])
-def test_a_teacher_without_images_is_refused(made: Any) -> None:
+@pytest.mark.parametrize("job", [make_job(OnPolicyJob), make_job(RLJob, RL, {"teacher": {}})])
+def test_a_teacher_without_images_is_refused(job: Any) -> None:
     info = replace(INFO, max_length=1 << 20)
     with pytest.raises(InvalidInput, match="the teacher reads no images") as error:
-        check_teachers(made, {"": info})
+        check_teachers(job, {"": info})
     assert error.value.field == "data.image_column"
-    check_teachers(made, {"": replace(info, takes_images=True)})
+    check_teachers(job, {"": replace(info, takes_images=True)})
 
 
 def test_one_of_several_teachers_must_read_images() -> None:
     values = COMMON | {"teachers": {"a": "a:1", "b": "b:1"}}
-    made = OnPolicyJob.model_validate(values)
+    job = OnPolicyJob.model_validate(values)
     with pytest.raises(InvalidInput, match="no teacher reads images"):
-        check_teachers(made, {"a": INFO, "b": INFO})
-    check_teachers(made, {"a": INFO, "b": replace(INFO, takes_images=True)})
+        check_teachers(job, {"a": INFO, "b": INFO})
+    check_teachers(job, {"a": INFO, "b": replace(INFO, takes_images=True)})
 
 
 @pytest.mark.parametrize(

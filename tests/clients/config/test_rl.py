@@ -1,4 +1,4 @@
-"""What a job that learns from rewards must not say: one sentence, where it is, and what to do."""
+"""Invalid keys of RL jobs: one sentence with the line and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ method.type = "rl"
 """
 
 
-def loaded(tmp_path: Path, text: str, *overrides: str) -> RLJob:
+def load_rl_job(tmp_path: Path, text: str, *overrides: str) -> RLJob:
     path = tmp_path / "a.toml"
     path.write_text(text)
     config = load_job(path, overrides).config
@@ -28,24 +28,24 @@ def loaded(tmp_path: Path, text: str, *overrides: str) -> RLJob:
 
 
 def test_four_lines_are_a_job(tmp_path: Path) -> None:
-    config = loaded(tmp_path, JOB)
+    config = load_rl_job(tmp_path, JOB)
     assert (config.anchor.tau, config.anchor.update_period, config.method.beta) == (0.95, 10, 0.001)
     assert (config.teacher, config.environment, config.method.top_k) == (None, None, 32)
     assert (config.method.tail_mode, config.draws) == ("bucket+draws", 48)
 
 
 def test_forward_kl_has_another_default_tail(tmp_path: Path) -> None:
-    config = loaded(tmp_path, JOB, "method.divergence=forward_kl")
+    config = load_rl_job(tmp_path, JOB, "method.divergence=forward_kl")
     assert (config.method.tail_mode, config.draws) == ("bucket+sampled", 0)
 
 
 def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
     text = 'student.model = "m"\nreward.type = "reasoning_gym:basic_arithmetic"\n'
-    assert loaded(tmp_path, text + 'method.type = "rl"\n').data is None
+    assert load_rl_job(tmp_path, text + 'method.type = "rl"\n').data is None
 
 
 @pytest.mark.parametrize(
-    ("override", "where", "said"),
+    ("override", "key", "message"),
     [
         ("method.gae_lambda=2.0", "method.gae_lambda", "less than or equal to 1"),
         ("method.rollouts_per_prompt=1", "method.rollouts_per_prompt", "must be 2 or more"),
@@ -97,16 +97,16 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("teacher.top_k=3", "teacher.top_k", "only a job with method.type = 'on_policy'"),
     ],
 )
-def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
+def test_refusals(tmp_path: Path, override: str, key: str, message: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        loaded(tmp_path, JOB, override)
-    assert f": {where}: " in caught.value.message
-    assert said in caught.value.message
+        load_rl_job(tmp_path, JOB, override)
+    assert f": {key}: " in caught.value.message
+    assert message in caught.value.message
     assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "said"),
+    ("text", "key", "message"),
     [
         (
             JOB.replace('reward.type = "exact_match"', "method.beta = 0"),
@@ -180,43 +180,44 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
     ],
 )
 def test_refusals_of_what_does_not_go_together(
-    tmp_path: Path, text: str, where: str, said: str
+    tmp_path: Path, text: str, key: str, message: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
-        loaded(tmp_path, text)
-    assert f": {where}: " in caught.value.message
-    assert said in caught.value.message
+        load_rl_job(tmp_path, text)
+    assert f": {key}: " in caught.value.message
+    assert message in caught.value.message
     assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("method.top_k=0", "method.estimator=k1"),  # the reward is learned from
+        ("method.top_k=0", "method.estimator=k1"),  # trains on the reward
         ("method.reward_weight=0", "teacher.address=localhost:1"),
         ("method.reward_weight=0", "anchor.context={answer}"),
         ("anchor.tau=0.0", "anchor.update_period=1", "method.updates_per_step=2"),
         ("environment.retriever=c.jsonl", "environment.max_passage_tokens=1023"),
         ("method.kl_in=reward", "method.tail=bucket"),
-        # What a resolved job of before draws has, whether or not its loss reads the tail.
+        # Resolved jobs from before tail draws have this key, whether or not the loss reads the
+        # tail.
         ("method.beta=0", "method.tail=bucket+sampled"),
         ("method.top_k=0", "method.tail=bucket+sampled"),
         ("method.kl_in=reward", "method.tail=bucket+sampled"),
     ],
 )
 def test_what_is_near_a_refusal_and_learns(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    loaded(tmp_path, JOB, *overrides)
+    load_rl_job(tmp_path, JOB, *overrides)
 
 
 def test_files_are_looked_for_and_servers_are_not(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").touch()
     text = JOB.replace("d.jsonl", str(tmp_path / "d.jsonl"))
-    served = "environment.retriever=http://127.0.0.1:1/retrieve"
-    check_files(loaded(tmp_path, text, served))
+    retriever_override = "environment.retriever=http://127.0.0.1:1/retrieve"
+    check_files(load_rl_job(tmp_path, text, retriever_override))
     for override, field in (
         ("environment.retriever=passages.jsonl", "environment.retriever"),
         ("data.path=e.jsonl", "data.path"),
     ):
         with pytest.raises(InvalidInput, match="no such file") as caught:
-            check_files(loaded(tmp_path, text, override))
+            check_files(load_rl_job(tmp_path, text, override))
         assert caught.value.field == field

@@ -11,13 +11,13 @@ from clients.config.rl import RLJob
 from clients.config.tables.rollouts import RolloutsConfig
 
 
-def on_policy(**rollouts: object) -> OnPolicyJob:
+def make_on_policy_job(**rollouts: object) -> OnPolicyJob:
     return OnPolicyJob.model_validate(
         {"student": {"model": "s"}, "data": {"path": "d.jsonl"}, "rollouts": rollouts}
     )
 
 
-def rl(**tables: object) -> RLJob:
+def make_rl_job(**tables: object) -> RLJob:
     job = {"student": {"model": "s"}, "method": {"type": "rl"}, "reward": {"type": "math"}}
     return RLJob.model_validate({**job, "data": {"path": "d.jsonl"}, **tables})
 
@@ -39,9 +39,9 @@ def test_who_samples(table: dict[str, object], in_trainer: bool, replicas: int) 
 
 
 def test_engines_have_gpus_of_their_own() -> None:
-    job = on_policy(engine="vllm", gpus=3)
+    job = make_on_policy_job(engine="vllm", gpus=3)
     assert gpus_of(job) == 1 + 3
-    assert gpus_of(on_policy(engine="vllm")) == 1, "it shares the trainer's"
+    assert gpus_of(make_on_policy_job(engine="vllm")) == 1, "it shares the trainer's"
     assert gpus_of(parse_job(job.model_dump_json())) == 4
 
 
@@ -59,15 +59,18 @@ def test_engines_have_gpus_of_their_own() -> None:
 )
 def test_refused_alone(table: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
-        on_policy(**table)
+        make_on_policy_job(**table)
 
 
 def test_later_prompts_must_be_known() -> None:
-    many = {"type": "rl", "dynamic_sampling": 2}
+    method = {"type": "rl", "dynamic_sampling": 2}
     with pytest.raises(ValidationError, match="set lag = 0, or leave dynamic_sampling out"):
-        rl(method=many, rollouts={"lag": 1})
-    assert rl(method=many, rollouts={"engine": "vllm"}).rollouts.lag == 0
+        make_rl_job(method=method, rollouts={"lag": 1})
+    assert make_rl_job(method=method, rollouts={"engine": "vllm"}).rollouts.lag == 0
 
 
 def test_an_engine_samples_with_an_environment() -> None:
-    assert rl(environment={"retriever": "passages.jsonl"}, rollouts={"lag": 1}).rollouts.lag == 1
+    assert (
+        make_rl_job(environment={"retriever": "passages.jsonl"}, rollouts={"lag": 1}).rollouts.lag
+        == 1
+    )

@@ -1,4 +1,4 @@
-"""The JSON Schema of job files, read by another program: what it accepts and what it refuses."""
+"""The JSON Schema of job files, checked with jsonschema: what it accepts and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ JOB = {
 
 @pytest.fixture(scope="module")
 def schema() -> Any:
-    found = json.loads(json.dumps(schema_of([*KINDS.values()])))
-    jsonschema.Draft202012Validator.check_schema(found)
-    return jsonschema.Draft202012Validator(found)
+    document = json.loads(json.dumps(schema_of([*KINDS.values()])))
+    jsonschema.Draft202012Validator.check_schema(document)
+    return jsonschema.Draft202012Validator(document)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

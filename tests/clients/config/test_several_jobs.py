@@ -1,4 +1,4 @@
-"""A file with several jobs, in [[job]] tables: each is a job of its own, with its own lines."""
+"""A file with several jobs in [[job]] tables: separate jobs, each with its line numbers."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ job:
 """
 
 
-def written(tmp_path: Path, text: str, name: str = "jobs.toml") -> Path:
+def write_jobs(tmp_path: Path, text: str, name: str = "jobs.toml") -> Path:
     path = tmp_path / name
     path.write_text(text)
     return path
 
 
 def test_toml_and_yaml_are_the_same_jobs(tmp_path: Path) -> None:
-    files = load_jobs(written(tmp_path, TOML))
+    files = load_jobs(write_jobs(tmp_path, TOML))
     assert [file.config.name for file in files] == ["rows", "student"]
     assert files[0].text == files[1].text == TOML
     assert files[1].sources["student.model"].endswith(":9")
-    others = load_jobs(written(tmp_path, YAML, "jobs.yaml"))
-    assert [file.config for file in others] == [file.config for file in files]
-    assert others[1].sources["student.model"].endswith(":7")
+    yaml_files = load_jobs(write_jobs(tmp_path, YAML, "jobs.yaml"))
+    assert [file.config for file in yaml_files] == [file.config for file in files]
+    assert yaml_files[1].sources["student.model"].endswith(":7")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_toml_and_yaml_are_the_same_jobs(tmp_path: Path) -> None:
 )
 def test_problems_have_their_lines(tmp_path: Path, text: str, problems: list[str]) -> None:
     with pytest.raises(InvalidInput) as caught:
-        load_jobs(written(tmp_path, text))
+        load_jobs(write_jobs(tmp_path, text))
     for problem in problems:
         assert problem in str(caught.value)
 
@@ -82,7 +82,7 @@ def test_problems_have_their_lines(tmp_path: Path, text: str, problems: list[str
 def test_commands_that_take_one_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path, TOML)
+    path = write_jobs(tmp_path, TOML)
     with pytest.raises(InvalidInput, match=r"has 2 jobs.*distill submit"):
         load_job(path)
     with pytest.raises(InvalidInput, match="has 2 jobs, and --set, --name"):
@@ -91,18 +91,18 @@ def test_commands_that_take_one_job(
     assert main(["config", "show", str(path)]) == 0
     assert "rows     data.path" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
-    one = written(
+    single_job_file = write_jobs(
         tmp_path, 'student.model = "tiny"\ndata.path = "x.jsonl"\nafter = "rows"\n', "1.toml"
     )
-    assert main(["run", str(one)]) == 2
+    assert main(["run", str(single_job_file)]) == 2
     assert "after: only a server starts a job after others" in capsys.readouterr().err
-    assert load_job(one).config.after == ("rows",)
-    assert load_job(one, ["after=a b"]).config.after == ("a b",)
-    assert load_job(one, ['after=["a", "b"]']).config.after == ("a", "b")
+    assert load_job(single_job_file).config.after == ("rows",)
+    assert load_job(single_job_file, ["after=a b"]).config.after == ("a b",)
+    assert load_job(single_job_file, ['after=["a", "b"]']).config.after == ("a", "b")
 
 
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "jobs.md").read_text()
     block = page.partition("## Pipelines")[2].partition("```toml\n")[2].partition("```")[0]
-    jobs = load_jobs(written(tmp_path, block))
+    jobs = load_jobs(write_jobs(tmp_path, block))
     assert [job.config.method.type for job in jobs] == ["capture", "offline", "rl", "eval"]

@@ -18,7 +18,7 @@ JOB = 'student.model = "s"\ndata.path = "x.jsonl"\n'
 RL = 'method.type = "rl"\nreward.type = "exact_match"\n'
 
 
-def written(tmp_path: Path, *lines: str) -> Path:
+def write_job(tmp_path: Path, *lines: str) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(JOB + "".join(f"{line}\n" for line in lines))
     return path
@@ -53,44 +53,44 @@ def written(tmp_path: Path, *lines: str) -> Path:
 )
 def test_keys_that_do_not_go_together(tmp_path: Path, lines: list[str], problem: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        load_job(written(tmp_path, *lines))
+        load_job(write_job(tmp_path, *lines))
     assert problem in str(caught.value)
 
 
 def test_the_command_and_the_gpus(tmp_path: Path) -> None:
-    job = load_job(written(tmp_path, RL, 'teacher.model = "--insecure"')).config
+    job = load_job(write_job(tmp_path, RL, 'teacher.model = "--insecure"')).config
     teacher = started_teacher(job)
     assert teacher is not None
     assert teacher.gpus_of_model == 1
     assert "--model=--insecure" in teacher_command(teacher, 0)
     assert not services_of(job)
     lines = ['teacher.model = "m"', 'teacher.engine = "vllm"', "teacher.gpus = 4"]
-    teacher = started_teacher(load_job(written(tmp_path, *lines)).config)
+    teacher = started_teacher(load_job(write_job(tmp_path, *lines)).config)
     assert teacher is not None
     command = teacher_command(teacher, 7, Path("tokens"))
     assert command[command.index("--tensor-parallel-size") + 1] == "4"
     assert command[-2:] == ["--token-file", "tokens"]
-    none = load_job(written(tmp_path, 'teacher.model = "m"', 'teacher.device = "cpu"')).config
-    teacher = started_teacher(none)
+    cpu_job = load_job(write_job(tmp_path, 'teacher.model = "m"', 'teacher.device = "cpu"')).config
+    teacher = started_teacher(cpu_job)
     assert teacher is not None
     assert teacher.gpus_of_model == 0
-    assert started_teacher(load_job(written(tmp_path)).config) is None
+    assert started_teacher(load_job(write_job(tmp_path)).config) is None
 
 
 def test_the_gpus_of_a_capture(tmp_path: Path) -> None:
-    """They share each layer of its own engine, so the job reserves them."""
+    """The capture's own engine divides each layer among its GPUs, so the job reserves them."""
     lines = ['method.type = "capture"', 'teacher.model = "m"', 'teacher.engine = "vllm"']
-    assert gpus_of(load_job(written(tmp_path, *lines)).config) == 1
-    assert gpus_of(load_job(written(tmp_path, *lines, "teacher.gpus = 8")).config) == 8
+    assert gpus_of(load_job(write_job(tmp_path, *lines)).config) == 1
+    assert gpus_of(load_job(write_job(tmp_path, *lines, "teacher.gpus = 8")).config) == 8
 
 
 def test_the_address_of_an_attempt(tmp_path: Path) -> None:
-    job = load_job(written(tmp_path, 'teacher.model = "m"', "teacher.top_k = 7")).config
+    job = load_job(write_job(tmp_path, 'teacher.model = "m"', "teacher.top_k = 7")).config
     assert isinstance(job, OnPolicyJob)
     with pytest.raises(Unavailable, match=r"teacher.model: the teacher.*has not been started"):
         connected(job, tmp_path)
     write_address(tmp_path, "127.0.0.1:5")
-    there = connected(job, tmp_path)
-    assert services_of(there) == {"": "127.0.0.1:5"}
-    assert isinstance(there, OnPolicyJob)
-    assert there.teacher.top_k == 7
+    connected_job = connected(job, tmp_path)
+    assert services_of(connected_job) == {"": "127.0.0.1:5"}
+    assert isinstance(connected_job, OnPolicyJob)
+    assert connected_job.teacher.top_k == 7

@@ -1,4 +1,4 @@
-"""The table `sweep` of a job: every combination is a job of its own, or the file is refused."""
+"""The table `sweep` of a job: every combination is a separate job, or the file is refused."""
 
 from __future__ import annotations
 
@@ -43,39 +43,45 @@ reward.type = "exact_match"
 """
 
 
-def written(tmp_path: Path, text: str, name: str = "jobs.toml") -> Path:
+def write_jobs(tmp_path: Path, text: str, name: str = "jobs.toml") -> Path:
     path = tmp_path / name
     path.write_text(text)
     return path
 
 
 def test_the_product_of_the_lists(tmp_path: Path) -> None:
-    files = load_jobs(written(tmp_path, HEAD + LISTS))
-    plain = load_job(written(tmp_path, HEAD, "plain.toml")).config.model_dump()
-    expected = []
+    files = load_jobs(write_jobs(tmp_path, HEAD + LISTS))
+    base_config = load_job(write_jobs(tmp_path, HEAD, "plain.toml")).config.model_dump()
+    expected_configs = []
     for rate, prompts, rank in product(("1e-05", "3e-05"), (8, 16, 32), (4, 8)):
         lora = f'{{"rank": {rank}}}'
-        one = {**plain, "train": dict(plain["train"]), "student": dict(plain["student"])}
-        one["name"] = f"student-learning_rate={rate}-prompts_per_step={prompts}-lora={lora}"
-        one["train"] |= {"learning_rate": float(rate), "prompts_per_step": prompts}
-        one["student"]["lora"] = {"rank": rank, "alpha": None, "train_head": False}
-        one["labels"] = {
+        config = {
+            **base_config,
+            "train": dict(base_config["train"]),
+            "student": dict(base_config["student"]),
+        }
+        config["name"] = f"student-learning_rate={rate}-prompts_per_step={prompts}-lora={lora}"
+        config["train"] |= {"learning_rate": float(rate), "prompts_per_step": prompts}
+        config["student"]["lora"] = {"rank": rank, "alpha": None, "train_head": False}
+        config["labels"] = {
             "team": "math",
             "sweep": "student",
             "train.learning_rate": rate,
             "train.prompts_per_step": str(prompts),
             "student.lora": lora,
         }
-        expected.append(one)
-    assert [file.config.model_dump() for file in files] == expected
+        expected_configs.append(config)
+    assert [file.config.model_dump() for file in files] == expected_configs
     sources = files[0].sources
-    places = [sources[key].rpartition(":")[2] for key in ("train.learning_rate", "student.model")]
-    assert places == ["8", "3"]
+    line_numbers = [
+        sources[key].rpartition(":")[2] for key in ("train.learning_rate", "student.model")
+    ]
+    assert line_numbers == ["8", "3"]
 
 
 def test_yaml_and_set_are_the_same_jobs(tmp_path: Path) -> None:
     lists = '[sweep]\n"train.learning_rate" = [1e-5, 3e-5]\n'
-    toml = load_jobs(written(tmp_path, HEAD + lists))
+    toml = load_jobs(write_jobs(tmp_path, HEAD + lists))
     yaml = """\
 name: student
 student: {model: tiny}
@@ -85,11 +91,11 @@ labels: {team: math}
 sweep:
   train.learning_rate: [1e-5, 3e-5]
 """
-    of_yaml = load_jobs(written(tmp_path, yaml, "jobs.yaml"))
+    of_yaml = load_jobs(write_jobs(tmp_path, yaml, "jobs.yaml"))
     assert [file.config for file in of_yaml] == [file.config for file in toml]
     assert of_yaml[1].sources["train.learning_rate"].endswith("jobs.yaml:7")
-    plain = written(tmp_path, HEAD, "plain.toml")
-    of_set = load_jobs(plain, ["sweep.train.learning_rate=[1e-5, 3e-5]", "seed=3"])
+    base_file = write_jobs(tmp_path, HEAD, "plain.toml")
+    of_set = load_jobs(base_file, ["sweep.train.learning_rate=[1e-5, 3e-5]", "seed=3"])
     assert [file.config.model_copy(update={"seed": 0}) for file in of_set] == [
         file.config for file in toml
     ]
@@ -97,7 +103,7 @@ sweep:
 
 
 def test_names_of_points(tmp_path: Path) -> None:
-    """Two keys with one last part have their full names; a long value has its place."""
+    """Keys with the same last part appear with full names; a long value appears as its index."""
     head = HEAD.replace('"student"', '"s"')
     lists = f"""[sweep]
 student.model = ["a/b", "c"]
@@ -105,7 +111,7 @@ teacher.model = ["d"]
 data.system = ["Be brief.", "{"x" * 61}"]
 """
     head = head.replace('teacher.address = "localhost:1"\n', "")
-    names = [file.config.name for file in load_jobs(written(tmp_path, head + lists))]
+    names = [file.config.name for file in load_jobs(write_jobs(tmp_path, head + lists))]
     assert names == [
         "s-student.model=a/b-teacher.model=d-system=Be brief.",
         "s-student.model=a/b-teacher.model=d-system=#2",
@@ -158,12 +164,12 @@ def test_refused_with_line_and_key(tmp_path: Path, sweep: str, problem: str) -> 
         sweep += '\n[labels]\nseed = "own"'
     head = HEAD.replace('labels.team = "math"\n', "\n") if "[labels]" in sweep else HEAD
     with pytest.raises(InvalidInput) as caught:
-        load_jobs(written(tmp_path, head + sweep))
+        load_jobs(write_jobs(tmp_path, head + sweep))
     assert problem in str(caught.value)
 
 
 def test_every_problem_of_every_point_once(tmp_path: Path) -> None:
-    path = written(tmp_path, HEAD + "epochs = 3\n[sweep]\nmax_steps = [0, -1]\nseed = [1, 2]\n")
+    path = write_jobs(tmp_path, HEAD + "epochs = 3\n[sweep]\nmax_steps = [0, -1]\nseed = [1, 2]\n")
     with pytest.raises(InvalidInput) as caught:
         load_jobs(path)
     lines = str(caught.value).splitlines()
@@ -189,13 +195,13 @@ def test_every_problem_of_every_point_once(tmp_path: Path) -> None:
 )
 def test_a_sweep_is_no_job(tmp_path: Path, change: tuple[str, str], problem: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        load_jobs(written(tmp_path, PIPELINE.replace(*change)))
+        load_jobs(write_jobs(tmp_path, PIPELINE.replace(*change)))
     assert problem in str(caught.value)
 
 
 def test_one_of_its_jobs_is_named(tmp_path: Path) -> None:
     text = PIPELINE.replace("@student/", "@student-seed=2/")
-    assert [file.config.name for file in load_jobs(written(tmp_path, text))] == [
+    assert [file.config.name for file in load_jobs(write_jobs(tmp_path, text))] == [
         "student-seed=1",
         "student-seed=2",
         "score",
@@ -205,14 +211,14 @@ def test_one_of_its_jobs_is_named(tmp_path: Path) -> None:
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "jobs.md").read_text()
     block = page.partition("## Sweeps")[2].partition("```toml\n")[2].partition("```")[0]
-    assert len(load_jobs(written(tmp_path, block))) == 4
+    assert len(load_jobs(write_jobs(tmp_path, block))) == 4
 
 
 def test_commands_that_take_one_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = written(tmp_path, HEAD + "[sweep]\nseed = [1, 2]\n")
+    path = write_jobs(tmp_path, HEAD + "[sweep]\nseed = [1, 2]\n")
     assert main(["run", str(path)]) == 2
     assert "has 2 jobs, and this command takes one; distill submit" in capsys.readouterr().err
     with pytest.raises(InvalidInput, match=r"sweep\.seed: --set gives it one value"):

@@ -1,4 +1,4 @@
-"""A key that does nothing beside the other keys is refused, with its line and the remedy."""
+"""A key that has no effect with the other keys is refused, with its line and the remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAPTURE = 'method.type = "capture"\ndata.path = "d.jsonl"\n'
 SERVED = CAPTURE + 'teacher.address = "t:1"\n'
 LOADED = CAPTURE + 'teacher.model = "t"\n'
 
-# A job, the keys that it does not use, each with another value than its default, and the remedy.
+# (job, a key without effect that is not at its default, part of the remedy)
 REFUSED = [
     (ON_POLICY, "data.teacher_column = 'by'", "name them there"),
     (ON_POLICY, "data.answer_column = 'a'", "eval.metric = 'exact_match'"),
@@ -135,11 +135,11 @@ REFUSED = [
     (LOADED + "data.form = 'text'\n", "data.answer_column = 'q'", "data.form = 'completion'"),
     (LOADED + "data.form = 'text'\n", "data.template = '{prompt}.'", "data.form = 'completion'"),
 ]
-# The same keys where they do something.
+# The same keys where they have an effect.
 USED = [
     ON_POLICY + "teachers.maths = 't:1'\ndata.teacher_column = 'by'\n",
     ON_POLICY + "eval.metric = 'exact_match'\ndata.answer_column = 'a'\n",
-    # A job of a hub data set is tried on a file with --set data.path=FILE.
+    # Users try a job of a hub data set on a file with --set data.path=FILE.
     ON_POLICY + "data.name = 'main'\ndata.split = 'test'\n",
     ON_POLICY.replace("d.jsonl", "org/data") + "data.name = 'main'\ndata.split = 'test'\n",
     ON_POLICY + "data.eval_path = 'org/data'\ndata.split = 'test'\n",
@@ -187,7 +187,7 @@ USED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "line", "remedy"), REFUSED, ids=lambda one: one.split("\n")[-1])
+@pytest.mark.parametrize(("text", "line", "remedy"), REFUSED, ids=lambda text: text.split("\n")[-1])
 def test_a_key_without_effect_is_refused(tmp_path: Path, text: str, line: str, remedy: str) -> None:
     (tmp_path / "job.toml").write_text(text)
     load_job(tmp_path / "job.toml")
@@ -215,7 +215,7 @@ def test_a_default_that_is_written_down_is_accepted() -> None:
 
 
 def test_draws_are_of_the_students_tail(tmp_path: Path) -> None:
-    """Outside its own head: with the teacher's head, the default draws none."""
+    """Draws are outside the student's head; with head = 'teacher', the default has no draws."""
     path = tmp_path / "job.toml"
     path.write_text(ON_POLICY + HEAD + "method.tail = 'bucket+draws'\n")
     with pytest.raises(InvalidInput, match=r"method.tail: needs head = 'student'"):

@@ -1,4 +1,4 @@
-"""Placeholders and image tokens, and files that are no images."""
+"""Placeholders and image tokens, and files that are not images."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ PLACEHOLDER = 7
 def test_collapsed_ids_undo_expanded_ids(ids: list[int], data: st.DataObject) -> None:
     count = ids.count(PLACEHOLDER)
     tokens = data.draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
-    short = np.array(ids, np.int32)
-    long = expanded_ids(short, PLACEHOLDER, tokens)
+    collapsed = np.array(ids, np.int32)
+    expanded = expanded_ids(collapsed, PLACEHOLDER, tokens)
     counts = iter(tokens)
-    expected = [i for one in ids for i in [one] * (next(counts) if one == PLACEHOLDER else 1)]
-    assert long.tolist() == expected
-    assert collapsed_ids(long, PLACEHOLDER, tokens).tolist() == ids
+    expected = [
+        copy for token in ids for copy in [token] * (next(counts) if token == PLACEHOLDER else 1)
+    ]
+    assert expanded.tolist() == expected
+    assert collapsed_ids(expanded, PLACEHOLDER, tokens).tolist() == ids
 
 
 def test_another_number_of_images_is_refused() -> None:
@@ -45,12 +47,12 @@ def reader() -> ImageReader:
 
 def test_pixels_are_the_processors_own(reader: ImageReader) -> None:
     files = [tiny_vision.image(0), tiny_vision.image(1, 40, 48)]
-    found = reader.read(files)
-    pictures = [Image.open(io.BytesIO(one)) for one in files]
+    pixels = reader.read(files)
+    pictures = [Image.open(io.BytesIO(file)) for file in files]
     expected = tiny_vision.processor()(images=pictures, return_tensors="np")
-    np.testing.assert_array_equal(found.values, expected["pixel_values"])
-    np.testing.assert_array_equal(found.grid, expected["image_grid_thw"])
-    assert found.tokens == (6, 30)  # of 4 x 6 and 12 x 10 patches, 4 of which are a token
+    np.testing.assert_array_equal(pixels.values, expected["pixel_values"])
+    np.testing.assert_array_equal(pixels.grid, expected["image_grid_thw"])
+    assert pixels.tokens == (6, 30)  # 4 x 6 and 12 x 10 patches; 4 patches are a token
 
 
 def test_an_image_is_turned_as_its_metadata_says(reader: ImageReader) -> None:
@@ -93,7 +95,7 @@ def test_an_image_of_too_many_pixels_is_not_decoded(
 
 
 def test_images_share_the_limits(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request has as many images as placeholders: each alone would be no limit."""
+    """A request may have many images, so the limits are for all images together."""
     files = [tiny_vision.image(number) for number in range(3)]
     assert reader.read(files, max_tokens=18).tokens == (6, 6, 6)
     with pytest.raises(InvalidInput, match="the images have more than 17 tokens"):
@@ -104,8 +106,8 @@ def test_images_share_the_limits(reader: ImageReader, monkeypatch: pytest.Monkey
 
 
 def test_the_facts_change_with_the_settings(reader: ImageReader) -> None:
-    other = ImageReader(tiny_vision.processor(image_mean=[0.5, 0.5, 0.5]), PLACEHOLDER)
-    assert reader.facts != other.facts
+    changed_reader = ImageReader(tiny_vision.processor(image_mean=[0.5, 0.5, 0.5]), PLACEHOLDER)
+    assert reader.facts != changed_reader.facts
     assert makes_grids(tiny_vision.processor())
     assert not makes_grids(object())
     assert digest_of(b"a") != digest_of(b"b")

@@ -1,4 +1,4 @@
-"""Text and conversations become prompts; what cannot be one is refused."""
+"""Text and conversations become prompts; invalid records are refused."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ TALK = [
 
 
 @pytest.fixture(scope="module")
-def chat() -> Any:
-    words = tiny.tokenizer(CHARACTERS)
-    words.chat_template = PLAIN
-    return words
+def chat_tokenizer() -> Any:
+    tokenizer = tiny.tokenizer(CHARACTERS)
+    tokenizer.chat_template = PLAIN
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
-def marked() -> Any:
-    words = tiny.tokenizer(CHARACTERS)
-    words.chat_template = MARKED
-    return words
+def marked_tokenizer() -> Any:
+    tokenizer = tiny.tokenizer(CHARACTERS)
+    tokenizer.chat_template = MARKED
+    return tokenizer
 
 
-def shown(words: Any, form: PromptFormat, record: dict[str, Any]) -> str:
+def render_prompt(tokenizer: Any, form: PromptFormat, record: dict[str, Any]) -> str:
     conversation = form.conversation(record, "row 1").unanswered()
-    return str(words.decode(form.ids(words, conversation, "row 1")))
+    return str(tokenizer.decode(form.ids(tokenizer, conversation, "row 1")))
 
 
 @pytest.mark.parametrize(
@@ -83,25 +83,25 @@ def shown(words: Any, form: PromptFormat, record: dict[str, Any]) -> str:
         ({"messages_column": "m"}, {"m": TALK[:1], "tools": None}, "U1+1=A"),
     ],
 )
-def test_prompts(chat: Any, keys: Any, record: Any, expected: str) -> None:
-    assert shown(chat, PromptFormat(**keys), record) == expected
+def test_prompts(chat_tokenizer: Any, keys: Any, record: Any, expected: str) -> None:
+    assert render_prompt(chat_tokenizer, PromptFormat(**keys), record) == expected
 
 
-def test_null_keys_of_parquet_are_left_out(chat: Any) -> None:
-    """A Parquet file gives every message the keys of all."""
-    talk = [{**message, "tool_calls": None, "name": None} for message in TALK]
-    found = conversation_in({"m": talk}, "m", "row 1")
-    assert found == conversation_in({"m": TALK}, "m", "row 1")
+def test_null_keys_of_parquet_are_left_out(chat_tokenizer: Any) -> None:
+    """In a Parquet file every message has the keys of all messages, with nulls."""
+    messages = [{**message, "tool_calls": None, "name": None} for message in TALK]
+    conversation = conversation_in({"m": messages}, "m", "row 1")
+    assert conversation == conversation_in({"m": TALK}, "m", "row 1")
 
 
 def test_a_message_of_tool_calls_needs_no_text() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    talk = [TALK[0], call, {"role": "tool", "content": "2"}]
-    assert len(conversation_in({"m": talk}, "m", "row 1").messages) == 3
+    messages = [TALK[0], call, {"role": "tool", "content": "2"}]
+    assert len(conversation_in({"m": messages}, "m", "row 1").messages) == 3
 
 
 @pytest.mark.parametrize(
-    ("record", "says"),
+    ("record", "problem"),
     [
         ({"x": 1}, "row 1 has no list of messages in column 'm'; its columns are x"),
         ({"m": "U1"}, "row 1 has no list of messages"),
@@ -115,24 +115,24 @@ def test_a_message_of_tool_calls_needs_no_text() -> None:
         ({"m": TALK, "tools": 3}, "the column 'tools' of row 1 is no list of tools"),
     ],
 )
-def test_records_without_a_conversation(record: Any, says: str) -> None:
+def test_records_without_a_conversation(record: Any, problem: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         PromptFormat(messages_column="m").conversation(record, "row 1")
-    assert says in caught.value.message
+    assert problem in caught.value.message
     assert (caught.value.field, bool(caught.value.hint)) == ("data.messages_column", True)
 
 
 def test_two_system_texts_are_refused() -> None:
     form = PromptFormat(messages_column="m", system="9")
-    talk = [{"role": "system", "content": "7"}, *TALK]
+    messages = [{"role": "system", "content": "7"}, *TALK]
     with pytest.raises(InvalidInput, match="row 1 has a system message of its own") as caught:
-        form.conversation({"m": talk}, "row 1")
+        form.conversation({"m": messages}, "row 1")
     assert caught.value.field == "data.system"
 
 
 def test_a_template_that_fails_names_the_row_and_the_key() -> None:
-    words = tiny.tokenizer(CHARACTERS)
-    words.chat_template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = tiny.tokenizer(CHARACTERS)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     record = {"m": TALK, "prompt": "1+1="}
     for keys, field in (
         ({"messages_column": "m"}, "data.messages_column"),
@@ -140,13 +140,13 @@ def test_a_template_that_fails_names_the_row_and_the_key() -> None:
         ({}, "student.model"),
     ):
         with pytest.raises(InvalidInput) as caught:
-            shown(words, PromptFormat(**keys), record)
+            render_prompt(tokenizer, PromptFormat(**keys), record)
         assert "cannot be used on row 1: roles must alternate" in caught.value.message
         assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
-    ("keys", "template", "field", "says"),
+    ("keys", "template", "field", "problem"),
     [
         ({"system": "9"}, None, "data.system", "no chat template"),
         ({"messages_column": "m"}, None, "data.messages_column", "no chat template"),
@@ -159,12 +159,12 @@ def test_a_template_that_fails_names_the_row_and_the_key() -> None:
         ),
     ],
 )
-def test_templates_that_do_not_fit(keys: Any, template: Any, field: str, says: str) -> None:
+def test_templates_that_do_not_fit(keys: Any, template: Any, field: str, problem: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         check_chat_template(PromptFormat(**keys), template)
-    assert says in caught.value.message
+    assert problem in caught.value.message
     assert caught.value.field == field
-    if "thinkng" in says:
+    if "thinkng" in problem:
         assert caught.value.hint == "did you mean 'thinking'?"
 
 
@@ -172,57 +172,57 @@ def test_templates_that_fit() -> None:
     check_chat_template(PromptFormat(), None)
     check_chat_template(PromptFormat(template_arguments={"thinking": False}, system="9"), PLAIN)
     check_generation(MARKED)
-    for other in (None, PLAIN):
+    for template in (None, PLAIN):
         with pytest.raises(InvalidInput, match=r"has no {% generation %}") as caught:
-            check_generation(other)
+            check_generation(template)
         assert caught.value.field == "method.train_on"
 
 
-def test_the_template_of_a_directory(chat: Any, tmp_path: Path) -> None:
-    """As transformers finds it, in each place that a tokenizer may be saved to."""
+def test_the_template_of_a_directory(chat_tokenizer: Any, tmp_path: Path) -> None:
+    """The template that transformers finds, in each file in which a tokenizer may store it."""
     from transformers import AutoTokenizer
 
     assert chat_template_in(tmp_path) is None
-    chat.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert chat_template_in(tmp_path) == template_text(loaded.chat_template) == PLAIN
+    chat_tokenizer.save_pretrained(tmp_path)
+    loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert chat_template_in(tmp_path) == template_text(loaded_tokenizer.chat_template) == PLAIN
     (tmp_path / "chat_template.jinja").unlink()
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    for said in (PLAIN, [{"name": "default", "template": PLAIN}]):
+    for stored_template in (PLAIN, [{"name": "default", "template": PLAIN}]):
         (tmp_path / "tokenizer_config.json").write_text(
-            json.dumps(config | {"chat_template": said})
+            json.dumps(config | {"chat_template": stored_template})
         )
         assert chat_template_in(tmp_path) == PLAIN
 
 
-def test_the_last_answer_and_its_end(chat: Any) -> None:
+def test_the_last_answer_and_its_end(chat_tokenizer: Any) -> None:
     form = PromptFormat(messages_column="m")
-    for talk in (TALK, [*TALK, {"role": "user", "content": "5"}]):
-        found = form.conversation({"m": talk}, "row 1")
-        before, answer = answered_ids(form, chat, found, "row 1")
-        assert chat.decode(before) == "U1+1=A2<|end|>U2+2=A"
-        assert chat.decode(answer) == "4<|end|>"
-    nobody = form.conversation({"m": TALK[:1]}, "row 1")
-    assert answered_ids(form, chat, nobody, "row 1") == ([], [])
-    assert completion_ids(PromptFormat(), chat, "4") == answer
-    assert completion_ids(PromptFormat(), chat, "") == []
+    for messages in (TALK, [*TALK, {"role": "user", "content": "5"}]):
+        conversation = form.conversation({"m": messages}, "row 1")
+        prompt_ids, answer_ids = answered_ids(form, chat_tokenizer, conversation, "row 1")
+        assert chat_tokenizer.decode(prompt_ids) == "U1+1=A2<|end|>U2+2=A"
+        assert chat_tokenizer.decode(answer_ids) == "4<|end|>"
+    unanswered = form.conversation({"m": TALK[:1]}, "row 1")
+    assert answered_ids(form, chat_tokenizer, unanswered, "row 1") == ([], [])
+    assert completion_ids(PromptFormat(), chat_tokenizer, "4") == answer_ids
+    assert completion_ids(PromptFormat(), chat_tokenizer, "") == []
 
 
-def test_all_answers_and_their_ends(marked: Any) -> None:
+def test_all_answers_and_their_ends(marked_tokenizer: Any) -> None:
     form = PromptFormat(messages_column="m")
-    talk = form.conversation({"m": [*TALK, {"role": "user", "content": "5"}]}, "row 1")
-    ids, learned = assistant_ids(form, marked, talk, "row 1")
-    text = [marked.decode([one]) for one in ids]
+    conversation = form.conversation({"m": [*TALK, {"role": "user", "content": "5"}]}, "row 1")
+    ids, is_learned = assistant_ids(form, marked_tokenizer, conversation, "row 1")
+    text = [marked_tokenizer.decode([token]) for token in ids]
     assert "".join(text) == "U1+1=A2<|end|>U2+2=A4<|end|>"
-    assert [one for one, mark in zip(text, learned, strict=True) if mark] == [
+    assert [token for token, is_answer in zip(text, is_learned, strict=True) if is_answer] == [
         "2", "<|end|>", "4", "<|end|>",
     ]  # fmt: skip
-    # Without an end in the template, one ends the last answer, and no other.
-    marked = tiny.tokenizer(CHARACTERS)
-    marked.chat_template = MARKED.replace("<|end|>", "")
-    ids, learned = assistant_ids(form, marked, talk, "row 1")
-    assert marked.decode(ids) == "U1+1=A2U2+2=A4<|end|>"
-    assert learned.sum() == 3
+    # If the template writes no end token, only the last answer gets one.
+    marked_tokenizer = tiny.tokenizer(CHARACTERS)
+    marked_tokenizer.chat_template = MARKED.replace("<|end|>", "")
+    ids, is_learned = assistant_ids(form, marked_tokenizer, conversation, "row 1")
+    assert marked_tokenizer.decode(ids) == "U1+1=A2U2+2=A4<|end|>"
+    assert is_learned.sum() == 3
 
 
 BASE_ENDS = "|"  # the end of a turn; the tokenizer's own end is <|end|>

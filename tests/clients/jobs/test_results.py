@@ -9,7 +9,7 @@ from clients.jobs.results import Measurement, differing_labels, judging_metric, 
 from clients.runs.metrics_follower import Point
 
 
-def job(**labels: str) -> Job:
+def make_job(**labels: str) -> Job:
     return Job("x", "x", "rl", JobState.RUNNING, "", "", 1, 3, 9, 0, 0, 0, 1, labels=labels)
 
 
@@ -25,17 +25,17 @@ def job(**labels: str) -> Job:
     ],
 )
 def test_best_by_the_direction_of_the_metric(metric: str, best: Measurement | None) -> None:
-    values = {1: 1.0, 2: 1.0, 3: 4.0, 4: 2.0}  # of equal values, the later step
+    values = {1: 1.0, 2: 1.0, 3: 4.0, 4: 2.0}  # for equal values, the later step is the best one
     points = [Point(step, {metric: value}) for step, value in values.items()]
     points[2].metrics["eval/reward_stderr"] = 0.5  # type: ignore[index]
-    found = result_of(job(), [*points, Point(5, {"other": 9.0})], metric)
-    assert found.last == Measurement(4, 2.0)
-    assert found.best == best
+    result = result_of(make_job(), [*points, Point(5, {"other": 9.0})], metric)
+    assert result.last == Measurement(4, 2.0)
+    assert result.best == best
 
 
 def test_nothing_measured() -> None:
-    found = result_of(job(), [], "eval/kl")
-    assert found.last is found.best is None
+    result = result_of(make_job(), [], "eval/kl")
+    assert result.last is result.best is None
 
 
 def test_the_metric_that_chooses_checkpoints() -> None:
@@ -46,5 +46,5 @@ def test_the_metric_that_chooses_checkpoints() -> None:
 
 
 def test_labels_that_differ() -> None:
-    jobs = [job(b="1", a="1", c="1"), job(b="2", a="1")]
+    jobs = [make_job(b="1", a="1", c="1"), make_job(b="2", a="1")]
     assert differing_labels(jobs) == ["b", "c"]

@@ -1,4 +1,4 @@
-"""Jobs chosen by owner and labels, at a server that does not know them yet."""
+"""Jobs selected by owner and labels, with a server that does not support them yet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from protos import distill_pb2_grpc
 from protos.errors import WrongState
 
 
-class Older(distill_pb2_grpc.DistillServicer):
-    """Lists all jobs, whatever the new fields of the request say."""
+class OlderServer(distill_pb2_grpc.DistillServicer):
+    """Ignores the newer fields of the request and lists all jobs."""
 
     def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         state = request.state or pb.RUNNING
@@ -28,19 +28,19 @@ class Older(distill_pb2_grpc.DistillServicer):
 @pytest.fixture
 def client() -> Iterator[DistillClient]:
     server = grpc.server(ThreadPoolExecutor(2))
-    distill_pb2_grpc.add_DistillServicer_to_server(Older(), server)
+    distill_pb2_grpc.add_DistillServicer_to_server(OlderServer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with DistillClient(f"127.0.0.1:{port}") as made:
-        yield made
+    with DistillClient(f"127.0.0.1:{port}") as client:
+        yield client
     server.stop(None)
 
 
-@pytest.mark.parametrize("wanted", [{"own_only": True}, {"labels": {"for": "paper"}}])
-def test_no_job_of_others_is_chosen(client: DistillClient, wanted: dict[str, Any]) -> None:
-    """Otherwise `distill cancel --mine` would cancel everybody's jobs."""
+@pytest.mark.parametrize("selection", [{"own_only": True}, {"labels": {"for": "paper"}}])
+def test_no_job_of_others_is_chosen(client: DistillClient, selection: dict[str, Any]) -> None:
+    """Otherwise `distill cancel --mine` would cancel the jobs of all owners."""
     assert jobs_in(client, {JobState.RUNNING})
     with pytest.raises(WrongState, match="without owners and labels"):
-        jobs_in(client, {JobState.RUNNING}, **wanted)
+        jobs_in(client, {JobState.RUNNING}, **selection)
     with pytest.raises(WrongState, match="without owners and labels"):
         client.list(owner="ann")

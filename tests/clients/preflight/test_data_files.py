@@ -1,4 +1,4 @@
-"""The data of a job is opened before the job is queued: format, records and columns."""
+"""The data of a job is checked before the job is queued: format, records and columns."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ TALK = {"data": {"messages_column": "m"}}
 CAPTURE = {"method": {"type": "capture"}}
 
 
-def parquet(**columns: list[Any]) -> bytes:
-    """The bytes of a Parquet file with these columns."""
+def parquet_bytes(**columns: list[Any]) -> bytes:
+    """Return the bytes of a Parquet file with these columns."""
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table(columns), sink)
     return bytes(sink.getvalue())
 
 
-def parts(*many: list[str]) -> bytes:
-    """The bytes of a Parquet file of prompts with a row group for each list."""
+def row_groups_bytes(*row_groups: list[str]) -> bytes:
+    """Return the bytes of a Parquet file of prompts with a row group for each list."""
     sink = pyarrow.BufferOutputStream()
     with pyarrow.parquet.ParquetWriter(sink, pyarrow.schema({"prompt": "string"})) as file:
-        for prompts in many:
+        for prompts in row_groups:
             file.write_table(pyarrow.table({"prompt": pyarrow.array(prompts, "string")}))
     return bytes(sink.getvalue())
 
 
 @dataclass(frozen=True)
 class Case:
-    """A file in the working directory, what is changed in a job that reads it, and the message."""
+    """A file in the working directory, the changes of a job that reads it, and the message."""
 
-    says: str
+    message: str
     content: bytes | str = QUESTIONS
     name: str = "d.jsonl"
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -64,20 +64,22 @@ REFUSED = {
     ),
     "parquet column": Case(
         "data.prompt_column: d.parquet has no column 'prompt'; the data has the column q; set",
-        parquet(q=["1+1="]),
+        parquet_bytes(q=["1+1="]),
         "d.parquet",
     ),
     "empty": Case("data.path: d.jsonl has no records; give a file with at least one", ""),
     "blank": Case("data.path: d.jsonl has no records; give a file with at least one", "\n \n"),
-    "empty parquet": Case("data.path: d.parquet has no records", parquet(prompt=[]), "d.parquet"),
+    "empty parquet": Case(
+        "data.path: d.parquet has no records", parquet_bytes(prompt=[]), "d.parquet"
+    ),
     "binary": Case("data.path: d.jsonl is a binary file, not JSON lines; write", b"\0\1\2" * 99),
-    "parquet as jsonl": Case("data.path: d.jsonl is a binary file", parquet(prompt=["a"])),
+    "parquet as jsonl": Case("data.path: d.jsonl is a binary file", parquet_bytes(prompt=["a"])),
     "jsonl as parquet": Case(
         "data.path: d.parquet is not a Parquet file: it does not start", PROMPTS, "d.parquet"
     ),
     "half a parquet": Case(
         "data.path: d.parquet is not a Parquet file: ",
-        parquet(prompt=["a"])[:100],
+        parquet_bytes(prompt=["a"])[:100],
         "d.parquet",
     ),
     "broken": Case("data.path: d.jsonl:2 is not JSON: ", PROMPTS + '{"prompt": "x\n'),
@@ -181,7 +183,7 @@ REFUSED = {
     ),
     "role in parquet": Case(
         "data.messages_column: message 1 of row 1 of d.parquet has the role 'asistant'",
-        parquet(m=[[{"role": "asistant", "content": "1"}]]),
+        parquet_bytes(m=[[{"role": "asistant", "content": "1"}]]),
         "d.parquet",
         TALK,
     ),
@@ -246,8 +248,8 @@ ACCEPTED = {
     "byte order mark": Case("", b"\xef\xbb\xbf" + PROMPTS.encode()),
     "no answer": Case("", '{"prompt": "x"}'),
     "long line": Case("", '{"x": "' + "y" * (2 << 20) + '", "prompt": ""}'),
-    "parquet": Case("", parquet(prompt=["x"], answer=["y"]), "d.parquet"),
-    "parquet that starts with nothing": Case("", parts([], ["x"]), "d.parquet"),
+    "parquet": Case("", parquet_bytes(prompt=["x"], answer=["y"]), "d.parquet"),
+    "parquet that starts with nothing": Case("", row_groups_bytes([], ["x"]), "d.parquet"),
     "reward without references": Case(
         "",
         '{"prompt": "x"}',
@@ -277,12 +279,12 @@ ACCEPTED = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def job(case: Case) -> AnyJob:
+def make_job(case: Case) -> AnyJob:
     Path(case.name).write_bytes(
         case.content if isinstance(case.content, bytes) else case.content.encode()
     )
@@ -301,20 +303,20 @@ def job(case: Case) -> AnyJob:
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_data_that_cannot_be_read_is_refused(case: Case) -> None:
-    with pytest.raises(InvalidInput, match=f"^{case.says}") as caught:
-        check_here(job(case), Path("runs"))
+    with pytest.raises(InvalidInput, match=f"^{case.message}") as caught:
+        check_here(make_job(case), Path("runs"))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("case", ACCEPTED.values(), ids=ACCEPTED)
 def test_data_that_can_be_read_is_accepted(case: Case) -> None:
-    check_here(job(case), Path("runs"))
+    check_here(make_job(case), Path("runs"))
 
 
-def test_an_unreadable_file_is_refused(here: Path) -> None:
-    config = job(Case("", PROMPTS))
+def test_an_unreadable_file_is_refused(working_directory: Path) -> None:
+    config = make_job(Case("", PROMPTS))
     Path("d.jsonl").chmod(0)
-    here.chmod(0o711)
+    working_directory.chmod(0o711)
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)  # root may read every file
@@ -326,18 +328,18 @@ def test_an_unreadable_file_is_refused(here: Path) -> None:
 
 
 def test_a_pipe_is_refused_without_waiting() -> None:
-    config = job(Case("", PROMPTS))
+    config = make_job(Case("", PROMPTS))
     Path("d.jsonl").unlink()
     os.mkfifo("d.jsonl")
     with pytest.raises(InvalidInput, match=r"^data.path: cannot read d.jsonl: not a regular file"):
         check_data(config)
 
 
-def test_only_the_start_of_a_large_file_is_read(here: Path) -> None:
+def test_only_the_start_of_a_large_file_is_read(working_directory: Path) -> None:
     """The file has a hole of 1 TiB, and the check imports no library of models or data."""
-    (here / "d.jsonl").write_text(PROMPTS * 200)
-    os.truncate(here / "d.jsonl", 1 << 40)
-    (here / "job.toml").write_text(
+    (working_directory / "d.jsonl").write_text(PROMPTS * 200)
+    os.truncate(working_directory / "d.jsonl", 1 << 40)
+    (working_directory / "job.toml").write_text(
         'student.model = "some/student"\nteacher.address = "x:1"\ndata.path = "d.jsonl"\n'
     )
     code = (
@@ -347,12 +349,12 @@ def test_only_the_start_of_a_large_file_is_read(here: Path) -> None:
         "check_data(load_job('job.toml').config)\n"
         "print({'torch', 'datasets', 'transformers', 'pyarrow', 'pandas'} & set(sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
+    process = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert process.stdout == "set()\n", process.stderr
 
 
-def directory(template: str | None) -> Path:
-    """A student of which only the chat template can be read."""
+def write_student(template: str | None) -> Path:
+    """Write a student of which only the chat template can be read."""
     path = Path("student")
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -362,7 +364,7 @@ def directory(template: str | None) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("template", "changes", "says"),
+    ("template", "changes", "message"),
     [
         (None, {"system": "Be brief."}, "data.system: the tokenizer has no chat template"),
         (None, {"template_arguments": {"a": 1}}, "data.template_arguments: the tokenizer has no"),
@@ -372,16 +374,16 @@ def directory(template: str | None) -> Path:
     ],
 )  # fmt: skip
 def test_a_chat_template_that_does_not_fit_is_refused(
-    template: str | None, changes: dict[str, Any], says: str
+    template: str | None, changes: dict[str, Any], message: str
 ) -> None:
-    student = {"student": {"model": str(directory(template))}}
-    with pytest.raises(InvalidInput, match=f"^{says}"):
-        check_here(job(Case("", PROMPTS, changes=student | {"data": changes})), Path("runs"))
+    student = {"student": {"model": str(write_student(template))}}
+    with pytest.raises(InvalidInput, match=f"^{message}"):
+        check_here(make_job(Case("", PROMPTS, changes=student | {"data": changes})), Path("runs"))
 
 
 def test_a_chat_template_must_mark_what_is_learned() -> None:
     line = '{"m": [{"role": "assistant", "content": "1"}]}\n'
-    student = {"student": {"model": str(directory("{{ messages }}"))}}
+    student = {"student": {"model": str(write_student("{{ messages }}"))}}
     method = {"method": {"type": "sft", "train_on": "all"}, "teacher": None}
     with pytest.raises(InvalidInput, match=r"^method.train_on: the tokenizer's chat template has"):
-        check_here(job(Case("", line, changes=TALK | student | method)), Path("runs"))
+        check_here(make_job(Case("", line, changes=TALK | student | method)), Path("runs"))

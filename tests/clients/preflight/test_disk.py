@@ -1,4 +1,4 @@
-"""The versions of the weights for rollout engines in the estimate of a job's disk space."""
+"""The estimate of a job's disk space includes the weights for rollout engines."""
 
 from __future__ import annotations
 
@@ -26,50 +26,54 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(site: Path, **rollouts: Any) -> OnPolicyJob:
+def make_config(site: Path, **rollouts: Any) -> OnPolicyJob:
     student = {"student__model": str(site / "student"), "checkpoint__every": 1}
     values = job(site, "localhost:1", **student)
     return OnPolicyJob.model_validate({**values, "max_steps": 1, "rollouts": rollouts})
 
 
 def test_versions_of_the_weights_need_room(site: Path) -> None:
-    """Those of `lag` steps, the newest and the one that is written, of 4 bytes per weight."""
-    check_space(config(site), site / "run")
+    """`lag` older versions, the newest one and the one being written: each 4 bytes per weight."""
+    check_space(make_config(site), site / "run")
     free = shutil.disk_usage(site).free
     version = 4 * parameters_of(site / "student")
     with pytest.raises(WrongState) as caught:
-        check_space(config(site, lag=LAG), site / "run")
+        check_space(make_config(site, lag=LAG), site / "run")
     assert caught.value.field == "rollouts.lag"
     assert f"and 10 versions of the weights of {version / 1e9:.3g} GB" in caught.value.message
     assert caught.value.hint.startswith("lower it, free disk space, or enlarge /dev/shm")
-    check_space(config(site, lag=LAG), site / "run", here=False)  # a node of a cluster has its own
-    left = site / "run" / "weights" / "attempt-1"
-    left.mkdir(parents=True)
-    with (left / "model.safetensors").open("wb") as sparse:
-        sparse.truncate(3 * free)
-    check_space(config(site, lag=LAG), site / "run")  # the next attempt deletes it
+    check_space(
+        make_config(site, lag=LAG), site / "run", here=False
+    )  # a cluster node has its own memory disk
+    old_weights = site / "run" / "weights" / "attempt-1"
+    old_weights.mkdir(parents=True)
+    with (old_weights / "model.safetensors").open("wb") as file:
+        file.truncate(3 * free)
+    check_space(make_config(site, lag=LAG), site / "run")  # the next attempt deletes it
 
 
 def test_bfloat16_takes_half(site: Path) -> None:
     """Two versions take 0.36 of the free space, or 0.18 in bfloat16."""
-    asked = config(site, engine="vllm", lag=0)
-    check_space(asked, site / "run")
-    values = asked.model_dump(mode="json")
+    job_config = make_config(site, engine="vllm", lag=0)
+    check_space(job_config, site / "run")
+    values = job_config.model_dump(mode="json")
     values["student"]["dtype"] = "float32"
     with pytest.raises(WrongState, match="and 2 versions of the weights"):
         check_space(OnPolicyJob.model_validate(values), site / "run")
 
 
 def test_versions_in_memory_need_none(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = config(site, lag=LAG)
-    needed = (asked.rollouts.versions + 1) * 4 * parameters_of(site / "student")
+    job_config = make_config(site, lag=LAG)
+    needed_bytes = (job_config.rollouts.versions + 1) * 4 * parameters_of(site / "student")
     usage = shutil.disk_usage
-    roomy = usage(site)._replace(free=3 * needed)
+    roomy_usage = usage(site)._replace(free=3 * needed_bytes)
     memory = site / "memory"
     memory.mkdir()
     monkeypatch.setattr(memory_disk, "MEMORY_DISK", memory)
-    monkeypatch.setattr(shutil, "disk_usage", lambda at: roomy if at == memory else usage(at))
-    check_space(asked, site / "run")
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: roomy_usage if path == memory else usage(path)
+    )
+    check_space(job_config, site / "run")
     # The services at an address may run on other machines: their weights are in the run directory.
     with pytest.raises(WrongState, match="and 10 versions of the weights"):
-        check_space(config(site, lag=LAG, address="localhost:1"), site / "run")
+        check_space(make_config(site, lag=LAG, address="localhost:1"), site / "run")

@@ -1,4 +1,4 @@
-"""The memory formulas against what autograd saves, and the plan of a job."""
+"""The memory formulas, compared with what autograd saves, and the memory plan of a job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
 from student_trainer.model.recomputation import PRODUCTS
 from student_trainer.model.student import Student
 
-# The published config.json of Qwen2.5-7B, without what has no size.
+# The size-related keys of the published config.json of Qwen2.5-7B.
 QWEN_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -62,7 +62,7 @@ TOKENS = 2 * LINE
 ROOT = Path(__file__).parents[3]
 
 
-def saved(model: str, load: Load, kernel: SDPBackend) -> int:
+def measure_saved_bytes(model: str, load: Load, kernel: SDPBackend) -> int:
     """Return the bytes that autograd saves in one forward pass, without weights."""
     torch.manual_seed(0)
     student = Student(make_model(MemoryCase(model, load)), bf16=load.bf16)
@@ -71,19 +71,22 @@ def saved(model: str, load: Load, kernel: SDPBackend) -> int:
     weights = [*student.parameters(), *student.buffers()]
     shapes = {tuple(weight.shape) for weight in weights}
     shapes |= {shape[::-1] for shape in shapes if len(shape) == 2}
-    own = {weight.untyped_storage().data_ptr() for weight in weights}
-    found: dict[int, Tensor] = {}
+    weight_pointers = {weight.untyped_storage().data_ptr() for weight in weights}
+    saved_tensors: dict[int, Tensor] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        # A bfloat16 copy of a weight is a weight, too.
-        if place not in own and tuple(tensor.shape) not in shapes:
-            found[place] = tensor
+    def record_tensor(tensor: Tensor) -> Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        # Bfloat16 copies of weights do not count either.
+        if pointer not in weight_pointers and tuple(tensor.shape) not in shapes:
+            saved_tensors[pointer] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), sdpa_kernel(kernel):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(record_tensor, lambda tensor: tensor),
+        sdpa_kernel(kernel),
+    ):
         student(batch, lambda rows, index: -rows.token_logprobs, 1.0)
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
 
 
 @pytest.mark.parametrize("lora", [0, 8])
@@ -93,7 +96,9 @@ def test_autograd_saves_these_bytes(model: str, bf16: bool, lora: int) -> None:
     shape = replace(SHAPE, vocabulary=1024, query_norm=model == "qwen3")
     load = Load(shape, 1, False, bf16, False, TOKENS, LINE, lora=lora, cuda=False)
     few, many = (
-        saved(model, replace(load, shape=replace(shape, layers=n)), SDPBackend.FLASH_ATTENTION)
+        measure_saved_bytes(
+            model, replace(load, shape=replace(shape, layers=n)), SDPBackend.FLASH_ATTENTION
+        )
         for n in (1, 3)
     )
     assert (many - few) / 2 / TOKENS == pytest.approx(saved_per_token(load), rel=0.02)
@@ -107,11 +112,11 @@ class Products(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func in PRODUCTS:
-            tensors = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
-            self.bytes += sum(one.numel() * one.element_size() for one in tensors)
-        return out
+            tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return output
 
 
 @pytest.mark.parametrize("lora", [0, 8])
@@ -129,20 +134,20 @@ def test_the_selective_policy_keeps_these_bytes(bf16: bool, lora: int) -> None:
 def test_layers_that_recompute_save_their_input_only() -> None:
     load = Load(replace(SHAPE, layers=5), 1, False, True, False, TOKENS, LINE)
     policies: tuple[bool | int | str, ...] = (False, 3, 2, "selective", True)
-    found = [activation_bytes(replace(load, checkpointing=policy)) for policy in policies]
+    bytes_by_policy = [activation_bytes(replace(load, checkpointing=policy)) for policy in policies]
     layer = TOKENS * (saved_per_token(load) - 4 * SHAPE.hidden)
-    assert found[0] - found[1] == 2 * layer
-    assert found[0] - found[2] == 3 * layer
-    assert found[0] - found[4] == 5 * layer
-    assert found[3] - found[4] == 5 * TOKENS * products_per_token(load)
+    assert bytes_by_policy[0] - bytes_by_policy[1] == 2 * layer
+    assert bytes_by_policy[0] - bytes_by_policy[2] == 3 * layer
+    assert bytes_by_policy[0] - bytes_by_policy[4] == 5 * layer
+    assert bytes_by_policy[3] - bytes_by_policy[4] == 5 * TOKENS * products_per_token(load)
 
 
 def test_a_gpu_without_a_kernel_for_float32_groups_saves_the_scores() -> None:
-    """PyTorch then takes the kernel `MATH`, which a CPU has too."""
+    """PyTorch then uses the kernel `MATH`, which also runs on a CPU."""
     shape = replace(SHAPE, vocabulary=1024)
     load = Load(shape, 1, False, False, False, TOKENS, LINE)
     few, many = (
-        saved("llama", replace(load, shape=replace(shape, layers=n)), SDPBackend.MATH)
+        measure_saved_bytes("llama", replace(load, shape=replace(shape, layers=n)), SDPBackend.MATH)
         for n in (1, 3)
     )
     assert (many - few) / 2 / TOKENS == pytest.approx(saved_per_token(load), rel=0.1)
@@ -158,8 +163,8 @@ def test_weights_are_those_of_the_model(model: str, tied: bool) -> None:
     assert shape_of(json.loads(student.config.to_json_string())) == shape
     adapters = replace(load, lora=8)
     with_adapters = make_model(MemoryCase(model, adapters))
-    trained = [weight for weight in with_adapters.parameters() if weight.requires_grad]
-    assert adapters.trained == sum(weight.numel() for weight in trained)
+    trained_weights = [weight for weight in with_adapters.parameters() if weight.requires_grad]
+    assert adapters.trained == sum(weight.numel() for weight in trained_weights)
     assert adapters.frozen == shape.weights
 
 
@@ -184,29 +189,31 @@ def test_other_models_are_refused(changes: dict[str, Any], words: str) -> None:
         shape_of({**QWEN_7B, **changes})
 
 
-def job(tmp_path: Path, **tables: Any) -> AnyTraining:
+def make_job(tmp_path: Path, **tables: Any) -> AnyTraining:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     student = {"model": str(tmp_path), "dtype": "bfloat16"}
     values = {"student": student, "data": {"path": "p.jsonl"}, "train": {"processes": 8}}
-    made = parse_job(json.dumps(values | tables))
-    assert isinstance(made, OnPolicyJob | RLJob)
-    return made
+    training_job = parse_job(json.dumps(values | tables))
+    assert isinstance(training_job, OnPolicyJob | RLJob)
+    return training_job
 
 
 def test_states_and_weights_are_shared_by_fsdp2(tmp_path: Path) -> None:
     rl = {"method": {"type": "rl", "beta": 0.01}, "reward": {"type": "exact_match"}}
-    config = job(tmp_path, **rl)
+    config = make_job(tmp_path, **rl)
     shape = shape_of_student(config)
-    alone = resident_bytes(load_of(config, shape))
-    shared = resident_bytes(load_of(with_changes(config, {"train": {"sharding": "fsdp2"}}), shape))
-    assert alone["weights"] == alone["anchor"] == alone["DDP buckets"] == 4 * WEIGHTS_7B
-    assert alone["optimizer"] == 8 * WEIGHTS_7B
-    assert shared["weights"] == shared["anchor"] == 4 * WEIGHTS_7B // 8
-    assert (shared["DDP buckets"], shared["critic"]) == (0, 0)
+    replicated = resident_bytes(load_of(config, shape))
+    sharded = resident_bytes(load_of(with_changes(config, {"train": {"sharding": "fsdp2"}}), shape))
+    assert (
+        replicated["weights"] == replicated["anchor"] == replicated["DDP buckets"] == 4 * WEIGHTS_7B
+    )
+    assert replicated["optimizer"] == 8 * WEIGHTS_7B
+    assert sharded["weights"] == sharded["anchor"] == 4 * WEIGHTS_7B // 8
+    assert (sharded["DDP buckets"], sharded["critic"]) == (0, 0)
 
 
 def test_the_cache_of_sampling_by_hand(tmp_path: Path) -> None:
-    config = job(tmp_path)
+    config = make_job(tmp_path)
     load = load_of(config, shape_of_student(config))
     # 32 prompts on 8 processes, and 128 held-out ones; at most 4 * 16384 tokens at a time.
     assert (load.sampled, load.sampled_line) == (16, 512 + 256)
@@ -215,14 +222,14 @@ def test_the_cache_of_sampling_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_job_that_does_not_fit_gets_changes_that_do(tmp_path: Path) -> None:
-    config = job(tmp_path)
+    config = make_job(tmp_path)
     shape = shape_of_student(config)
     plan = plan_of(config, shape, 80.0)
     assert not plan.fits
     assert plan.micro_batch == 0
     # 7.6 billion weights, moments, buckets and gradients.
     assert plan.peak >= WEIGHTS_7B * (4 + 8 + 4 + 4)
-    (sharded,) = [one for one in plan.changes if one.startswith("train.sharding")]
+    (sharded,) = [change for change in plan.changes if change.startswith("train.sharding")]
     assert sharded.endswith("GiB, fits")
     better = with_changes(config, {"train": {"sharding": "fsdp2"}})
     assert peak_bytes(load_of(better, shape)) <= USABLE * 80 * GIB
@@ -230,29 +237,31 @@ def test_a_job_that_does_not_fit_gets_changes_that_do(tmp_path: Path) -> None:
 
 
 def test_the_largest_micro_batch_is_the_largest(tmp_path: Path) -> None:
-    config = with_changes(job(tmp_path), {"train": {"sharding": "fsdp2", "prompts_per_step": 4096}})
+    config = with_changes(
+        make_job(tmp_path), {"train": {"sharding": "fsdp2", "prompts_per_step": 4096}}
+    )
     shape = shape_of_student(config)
     usable = round(80 * GIB)
-    most = largest_micro_batch(config, shape, usable)
-    assert most % 768 == 0
+    max_tokens = largest_micro_batch(config, shape, usable)
+    assert max_tokens % 768 == 0
 
-    def needed(tokens: int) -> int:
+    def needed_bytes(tokens: int) -> int:
         return peak_bytes(
             load_of(with_changes(config, {"train": {"tokens_per_micro_batch": tokens}}), shape)
         )
 
-    assert needed(most) <= usable < needed(most + 768)
+    assert needed_bytes(max_tokens) <= usable < needed_bytes(max_tokens + 768)
 
 
 def test_headers_with_other_weights_are_refused(tmp_path: Path) -> None:
-    config = job(tmp_path)
+    config = make_job(tmp_path)
     save_file({"x": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(InvalidInput, match="the files have 3 weights"):
         shape_of_student(config)
 
 
 def test_adamw_needs_a_gradient_and_nothing_else() -> None:
-    """The fused kernel of a GPU has no temporary tensors, and the loop of a CPU small ones."""
+    """The fused GPU kernel has no temporary tensors; the loop on a CPU has small ones."""
     load = Load(SHAPE, 2, True, True, False, TOKENS, LINE)
     assert optimizer_bytes(load) == {"gradients": 4 * SHAPE.weights // 2}
 
@@ -272,17 +281,17 @@ def test_weights_in_host_memory(processes: int, anchor: bool) -> None:
 @pytest.mark.parametrize("lora", [0, 64])
 @pytest.mark.parametrize("hidden", [256, 320, 288])
 def test_moments_in_8_bits(lora: int, hidden: int) -> None:
-    """Rows of 288 are no whole blocks; those of adapters with rank 64 are, but few."""
+    """Rows of 288 numbers are not whole blocks; adapters of rank 64 have few but whole blocks."""
     shape = replace(SHAPE, hidden=hidden, tied=True)
     load = Load(shape, 2, True, True, False, TOKENS, LINE, lora=lora, narrow_moments=True)
     student = make_model(MemoryCase("llama", load))
-    trained = [weight for weight in student.parameters() if weight.requires_grad]
-    bytes_of = [
+    trained_weights = [weight for weight in student.parameters() if weight.requires_grad]
+    moment_bytes = [
         weight.numel() * (1 + 4 / BLOCK) if is_quantized(weight) else 4 * weight.numel()
-        for weight in trained
+        for weight in trained_weights
     ]
-    assert resident_bytes(load)["optimizer"] == 2 * sum(bytes_of) // 2
-    largest = max(weight.numel() for weight in trained)
+    assert resident_bytes(load)["optimizer"] == 2 * sum(moment_bytes) // 2
+    largest = max(weight.numel() for weight in trained_weights)
     assert optimizer_bytes(load)["temporary"] == 8 * largest // 2
 
 
@@ -299,10 +308,10 @@ class TestCommand:
 
     def test_it_prints_every_stage(self, file: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", file, "--gpus", "8"]) == 0
-        out = capsys.readouterr().out
-        assert out.startswith("7.62 billion weights, 7.62 billion trained, on 8 GPUs, FSDP2")
+        output = capsys.readouterr().out
+        assert output.startswith("7.62 billion weights, 7.62 billion trained, on 8 GPUs, FSDP2")
         for word in ("SAMPLING", "LEARNING", "key-value cache", "activations", "The job fits"):
-            assert word in out
+            assert word in output
 
     def test_a_small_model_has_its_weights_in_full(
         self, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -316,24 +325,24 @@ class TestCommand:
 
     def test_json_has_bytes(self, file: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--json", "plan", file, "--gpus", "8", "--memory", "24"]) == 1
-        found = json.loads(capsys.readouterr().out)
-        assert found["fits"] is False
-        assert found["usable"] == round(USABLE * 24 * GIB)
-        stages = [sum(parts.values()) for parts in found["bytes"].values()]
-        assert max(stages) == found["peak"] > found["usable"]
-        assert any(one.startswith("student.lora") for one in found["changes"])
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["fits"] is False
+        assert plan["usable"] == round(USABLE * 24 * GIB)
+        stages = [sum(bytes_by_part.values()) for bytes_by_part in plan["bytes"].values()]
+        assert max(stages) == plan["peak"] > plan["usable"]
+        assert any(change.startswith("student.lora") for change in plan["changes"])
 
     def test_wrong_requests_are_one_sentence(
         self, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # The library read the variable of this name when it was imported.
+        # The library reads the environment variable only when it is imported.
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         capture = str(ROOT / "deploy" / "jobs" / "gsm8k_capture.toml")
-        for words, said in (
+        for arguments, message in (
             ([file, "--gpus", "0"], "--gpus"),
             ([file, "--gpus", "64"], "train.prompts_per_step: 32 sequences are too few for 64"),
             ([file, "--set", "student.model=no/model"], "student.model: no config.json of"),
             ([capture], "method.type: a job of method capture trains no student"),
         ):
-            assert main(["plan", *words]) == 2
-            assert said in capsys.readouterr().err
+            assert main(["plan", *arguments]) == 2
+            assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The advice of a plan leads to valid jobs; a store is read once."""
+"""The changes that a plan advises are valid jobs; a store is opened once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOBS: dict[str, Values] = {
 }
 
 
-def valid(values: Values) -> AnyTraining:
+def valid_job(values: Values) -> AnyTraining:
     """Return the job as the command reads it."""
     job = parse_job(json.dumps(values))
     assert isinstance(job, TrainingJob)
@@ -42,55 +42,55 @@ def valid(values: Values) -> AnyTraining:
     return job
 
 
-def merged(values: Values, more: Values) -> Values:
+def merge_tables(values: Values, changes: Values) -> Values:
     tables = {
-        key: merged(values.get(key, {}), value) if isinstance(value, dict) else value
-        for key, value in more.items()
+        key: merge_tables(values.get(key, {}), value) if isinstance(value, dict) else value
+        for key, value in changes.items()
     }
     return values | tables
 
 
-def advised(sentence: str, before: Values) -> Values:
-    """Return the keys of a sentence; "all of these together" are those of the ones `before`."""
-    told = sentence.rsplit(":", 1)[0]
-    if told.startswith("all of these together"):
-        _, _, more = told.partition(", and ")
-        return merged(before, tomllib.loads(more))
-    if " GPUs with " in told:
-        count, _, told = told.partition(" GPUs with ")
-        return merged(tomllib.loads(told), {"train": {"processes": int(count)}})
-    return tomllib.loads(told)
+def advised_keys(sentence: str, earlier_keys: Values) -> Values:
+    """Return the keys of a sentence; "all of these together" are `earlier_keys` and one more."""
+    keys_text = sentence.rsplit(":", 1)[0]
+    if keys_text.startswith("all of these together"):
+        _, _, last_keys_text = keys_text.partition(", and ")
+        return merge_tables(earlier_keys, tomllib.loads(last_keys_text))
+    if " GPUs with " in keys_text:
+        count, _, keys_text = keys_text.partition(" GPUs with ")
+        return merge_tables(tomllib.loads(keys_text), {"train": {"processes": int(count)}})
+    return tomllib.loads(keys_text)
 
 
 @pytest.mark.parametrize("method", JOBS)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_piece_of_advice_is_a_valid_job(method: str, processes: int) -> None:
     train = {"processes": processes, "tokens_per_micro_batch": 4096}
-    own = {"student": {"model": "m", "dtype": "float32"}, "data": {"path": "p.jsonl"}}
-    values = merged(merged(own, JOBS[method]), {"train": train})
+    base_job = {"student": {"model": "m", "dtype": "float32"}, "data": {"path": "p.jsonl"}}
+    values = merge_tables(merge_tables(base_job, JOBS[method]), {"train": train})
     shape = shape_of(QWEN_7B)
-    job, counts = valid(values), []
+    job, counts = valid_job(values), []
     for memory in (20, 30, 40, 60, 80, 120, 160, 240):
-        together: Values = {}
+        all_changes: Values = {}
         for sentence in plan_of(job, shape, memory).changes:
-            change = advised(sentence, together)
-            found = plan_of(valid(merged(values, change)), shape, memory)
-            assert found.fits or not sentence.endswith(" fits"), (memory, sentence)
-            counts += [found.load.processes] if " GPUs with " in sentence else []
-            together = merged(together, change)
+            change = advised_keys(sentence, all_changes)
+            advised_plan = plan_of(valid_job(merge_tables(values, change)), shape, memory)
+            assert advised_plan.fits or not sentence.endswith(" fits"), (memory, sentence)
+            counts += [advised_plan.load.processes] if " GPUs with " in sentence else []
+            all_changes = merge_tables(all_changes, change)
     assert max(counts) == 4, "the largest power of two up to 5, or 6"
 
 
 def test_adapters_are_no_advice_for_groups_of_processes() -> None:
-    own: Values = {"student": {"model": "m", "dtype": "float32"}, "data": {"path": "p.jsonl"}}
+    base_job: Values = {"student": {"model": "m", "dtype": "float32"}, "data": {"path": "p.jsonl"}}
     train = {"processes": 4, "sharding": "fsdp2", "tensor_parallel": 2}
-    values = merged(own, {"train": train})
-    advice = plan_of(valid(values), shape_of(QWEN_7B), 20).changes
+    values = merge_tables(base_job, {"train": train})
+    advice = plan_of(valid_job(values), shape_of(QWEN_7B), 20).changes
     assert "all of these together" in advice[-1]
     names = []
     for sentence in advice[:-1]:
-        change = advised(sentence, {})
-        valid(merged(values, change))
+        change = advised_keys(sentence, {})
+        valid_job(merge_tables(values, change))
         names += change
     assert set(names) == {"student"}
     assert not any("lora" in sentence for sentence in advice)
@@ -99,58 +99,68 @@ def test_adapters_are_no_advice_for_groups_of_processes() -> None:
 def test_the_store_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append([entry(number, rows=number) for number in (40, 99, 7)])
-    opened = []
+    opened_paths = []
 
-    def counted(path: str) -> LogitDataset:
-        opened.append(path)
+    def open_dataset(path: str) -> LogitDataset:
+        opened_paths.append(path)
         return LogitDataset(path)
 
-    monkeypatch.setattr(memory_plan, "LogitDataset", counted)
+    monkeypatch.setattr(memory_plan, "LogitDataset", open_dataset)
     values = {"method": {"type": "offline"}, "student": {"model": "m"}}
-    plan = plan_of(valid(values | {"data": {"path": str(tmp_path)}}), shape_of(QWEN_7B), 20)
+    plan = plan_of(valid_job(values | {"data": {"path": str(tmp_path)}}), shape_of(QWEN_7B), 20)
     assert plan.changes
-    assert opened == [str(tmp_path)]
+    assert opened_paths == [str(tmp_path)]
     assert plan.longest == plan.load.line == 100
 
 
 def test_an_engine_on_the_same_gpu_is_counted() -> None:
-    """Beside the trainer all the time; asleep while it learns, only beside what that keeps."""
+    """An engine that never sleeps adds its memory to the peak; one that sleeps during learning adds
+    it only to what the trainer keeps resident.
+    """
     student = {"model": "m", "gradient_checkpointing": True}
-    own: Values = {"student": student, "data": {"path": "p.jsonl"}}
+    base_job: Values = {"student": student, "data": {"path": "p.jsonl"}}
     shape, memory = shape_of(QWEN_7B), 240.0
-    engine = round(0.4 * memory * memory_plan.GIB)
+    engine_bytes = round(0.4 * memory * memory_plan.GIB)
 
-    def planned(**rollouts: object) -> memory_plan.MemoryPlan:
-        return plan_of(valid(merged(own, {"rollouts": rollouts})), shape, memory)
+    def plan_with(**rollouts: object) -> memory_plan.MemoryPlan:
+        return plan_of(valid_job(merge_tables(base_job, {"rollouts": rollouts})), shape, memory)
 
-    apart = planned(engine="vllm", gpus=1, lag=1)
-    assert "sampling" not in apart.parts
-    beside = planned(engine="vllm", lag=1)
-    assert beside.peak == apart.peak + engine
-    assert apart.fits
-    assert not beside.fits
-    kept = sum(resident_bytes(apart.load).values())
-    asleep = planned(engine="vllm", lag=0)
-    assert asleep.parts["sampling"]["rollout engine"] == engine
-    assert "rollout engine" not in {n for n, of in asleep.parts["learning"].items() if of}
-    scored = sum(asleep.parts["scoring"].values())
-    assert scored > kept + engine
-    assert asleep.peak == max(apart.peak, scored)
-    assert planned(engine="vllm", lag=0, gpu_memory_share=0.2).fits
+    separate_plan = plan_with(engine="vllm", gpus=1, lag=1)
+    assert "sampling" not in separate_plan.parts
+    shared_plan = plan_with(engine="vllm", lag=1)
+    assert shared_plan.peak == separate_plan.peak + engine_bytes
+    assert separate_plan.fits
+    assert not shared_plan.fits
+    kept_bytes = sum(resident_bytes(separate_plan.load).values())
+    sleeping_plan = plan_with(engine="vllm", lag=0)
+    assert sleeping_plan.parts["sampling"]["rollout engine"] == engine_bytes
+    assert "rollout engine" not in {
+        name for name, part_bytes in sleeping_plan.parts["learning"].items() if part_bytes
+    }
+    scoring_total = sum(sleeping_plan.parts["scoring"].values())
+    assert scoring_total > kept_bytes + engine_bytes
+    assert sleeping_plan.peak == max(separate_plan.peak, scoring_total)
+    assert plan_with(engine="vllm", lag=0, gpu_memory_share=0.2).fits
 
 
 def test_an_hf_engine_on_the_same_gpu_has_all_weights() -> None:
-    """It never sleeps: beside what the trainer needs for learning, what one process that samples
-    itself holds of the weights and needs for sampling.
+    """It never sleeps: it adds the weights and the sampling memory of a trainer that samples by
+    itself.
     """
-    own: Values = {"student": {"model": "m"}, "data": {"path": "p.jsonl"}}
+    base_job: Values = {"student": {"model": "m"}, "data": {"path": "p.jsonl"}}
     shape, memory = shape_of(QWEN_7B), 240.0
 
-    def planned(**rollouts: object) -> memory_plan.MemoryPlan:
-        return plan_of(valid(merged(own, {"rollouts": rollouts})), shape, memory)
+    def plan_with(**rollouts: object) -> memory_plan.MemoryPlan:
+        return plan_of(valid_job(merge_tables(base_job, {"rollouts": rollouts})), shape, memory)
 
-    alone, apart, beside = planned(), planned(engine="hf", gpus=1, lag=1), planned(lag=1)
-    engine = resident_bytes(alone.load)["weights"] + sum(sampling_bytes(alone.load).values())
-    assert engine > 4 * shape.weights
-    assert beside.peak == apart.peak + engine
-    assert not beside.load.engine_sleeps
+    trainer_plan, separate_plan, shared_plan = (
+        plan_with(),
+        plan_with(engine="hf", gpus=1, lag=1),
+        plan_with(lag=1),
+    )
+    engine_bytes = resident_bytes(trainer_plan.load)["weights"] + sum(
+        sampling_bytes(trainer_plan.load).values()
+    )
+    assert engine_bytes > 4 * shape.weights
+    assert shared_plan.peak == separate_plan.peak + engine_bytes
+    assert not shared_plan.load.engine_sleeps

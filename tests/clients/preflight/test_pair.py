@@ -1,4 +1,4 @@
-"""The report of a pair, from two directories."""
+"""The report on a pair of tokenizers, from two model directories."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    made = {"teacher": trained.byte_level(340), "student": trained.byte_fallback(340)}
-    for name, tokenizer in made.items():
+def pair_directory(tmp_path: Path) -> Path:
+    tokenizers = {"teacher": trained.byte_level(340), "student": trained.byte_fallback(340)}
+    for name, tokenizer in tokenizers.items():
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
         (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": 352}))
@@ -27,32 +27,37 @@ def root(tmp_path: Path) -> Path:
         {"prompt": "12 + 34 = 46", "answer": "46 - 12 = 34", "id": 3},
         {"messages": [{"role": "user", "content": "def add(one): return [one]"}]},
     ]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return tmp_path
 
 
-def test_shares_by_kind_of_text(root: Path) -> None:
-    texts = texts_in(str(root / "data.jsonl"), [], 10)
-    found = pair_report(root / "teacher", root / "student", texts)
-    assert found.same is False
-    assert "the tokenizers differ: id 0" in found.difference
-    assert list(found.shares) == ["code", "maths", "prose", "all"]
-    *parts, whole = found.shares.values()
-    assert sum(one.tokens for one in parts) == whole.tokens
-    assert sum(one.tokens * one.one_to_one for one in parts) == pytest.approx(
-        whole.tokens * whole.one_to_one
+def test_shares_by_kind_of_text(pair_directory: Path) -> None:
+    texts = texts_in(str(pair_directory / "data.jsonl"), [], 10)
+    report = pair_report(pair_directory / "teacher", pair_directory / "student", texts)
+    assert report.same is False
+    assert "the tokenizers differ: id 0" in report.difference
+    assert list(report.shares) == ["code", "maths", "prose", "all"]
+    *shares_by_kind, total = report.shares.values()
+    assert sum(share.tokens for share in shares_by_kind) == total.tokens
+    assert sum(share.tokens * share.one_to_one for share in shares_by_kind) == pytest.approx(
+        total.tokens * total.one_to_one
     )
-    assert 0 < whole.one_to_one < 1
-    assert found.refusals == []
-    assert [line.split()[0] for line in found.lines] == ["teacher.tokenizer", "data.tokenizer"]
+    assert 0 < total.one_to_one < 1
+    assert report.refusals == []
+    assert [line.split()[0] for line in report.lines] == ["teacher.tokenizer", "data.tokenizer"]
 
 
-def test_the_command(root: Path, capsys: Capture) -> None:
-    arguments = [str(root / "teacher"), str(root / "student"), "--data", str(root / "data.jsonl")]
+def test_the_command(pair_directory: Path, capsys: Capture) -> None:
+    arguments = [
+        str(pair_directory / "teacher"),
+        str(pair_directory / "student"),
+        "--data",
+        str(pair_directory / "data.jsonl"),
+    ]
     assert main(["pair", *arguments]) == ExitCode.OK
-    printed = capsys.readouterr().out
-    assert "tokenizer: another one" in printed
-    assert 'teacher.tokenizer = "auto"' in printed
+    output = capsys.readouterr().out
+    assert "tokenizer: another one" in output
+    assert 'teacher.tokenizer = "auto"' in output
     assert main(["--json", "pair", *arguments, "--column", "answer"]) == ExitCode.OK
     record = json.loads(capsys.readouterr().out)
     assert record["same"] is False
@@ -61,32 +66,39 @@ def test_the_command(root: Path, capsys: Capture) -> None:
     assert "no column nothing with text" in capsys.readouterr().err
 
 
-def test_one_tokenizer(root: Path, capsys: Capture) -> None:
-    found = pair_report(root / "teacher", root / "teacher", [])
-    assert found.same
-    assert found.loss.endswith("over 352 ids")
-    (root / "student" / "tokenizer.json").write_bytes(
-        (root / "teacher" / "tokenizer.json").read_bytes()
+def test_one_tokenizer(pair_directory: Path, capsys: Capture) -> None:
+    report = pair_report(pair_directory / "teacher", pair_directory / "teacher", [])
+    assert report.same
+    assert report.loss.endswith("over 352 ids")
+    (pair_directory / "student" / "tokenizer.json").write_bytes(
+        (pair_directory / "teacher" / "tokenizer.json").read_bytes()
     )
-    last = json.loads((root / "teacher" / "tokenizer.json").read_text())["model"]["vocab"]
-    width = len(last) - 1
-    (root / "student" / "config.json").write_text(json.dumps({"vocab_size": width}))
-    found = pair_report(root / "teacher", root / "student", [])
-    assert f"id {width} is the token" in found.refusals[0]
-    arguments = [str(root / "teacher"), str(root / "student"), "--data", str(root / "data.jsonl")]
+    vocabulary = json.loads((pair_directory / "teacher" / "tokenizer.json").read_text())["model"][
+        "vocab"
+    ]
+    width = len(vocabulary) - 1
+    (pair_directory / "student" / "config.json").write_text(json.dumps({"vocab_size": width}))
+    report = pair_report(pair_directory / "teacher", pair_directory / "student", [])
+    assert f"id {width} is the token" in report.refusals[0]
+    arguments = [
+        str(pair_directory / "teacher"),
+        str(pair_directory / "student"),
+        "--data",
+        str(pair_directory / "data.jsonl"),
+    ]
     assert main(["pair", *arguments]) == ExitCode.JOB_FAILED
     assert f"the student has logits for {width} ids" in capsys.readouterr().out
 
 
-def test_what_cannot_be_aligned(root: Path) -> None:
-    document = json.loads((root / "teacher" / "tokenizer.json").read_text())
+def test_what_cannot_be_aligned(pair_directory: Path) -> None:
+    document = json.loads((pair_directory / "teacher" / "tokenizer.json").read_text())
     document["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    (root / "teacher" / "tokenizer.json").write_text(json.dumps(document))
-    found = pair_report(root / "teacher", root / "student", ["a text"])
-    assert "its decoder is WordPiece" in found.refusals[0]
-    (root / "teacher" / "tokenizer.json").write_text("{")
-    found = pair_report(root / "teacher", root / "student", ["a text"])
-    assert "of the teacher cannot be read" in found.refusals[0]
+    (pair_directory / "teacher" / "tokenizer.json").write_text(json.dumps(document))
+    report = pair_report(pair_directory / "teacher", pair_directory / "student", ["a text"])
+    assert "its decoder is WordPiece" in report.refusals[0]
+    (pair_directory / "teacher" / "tokenizer.json").write_text("{")
+    report = pair_report(pair_directory / "teacher", pair_directory / "student", ["a text"])
+    assert "of the teacher cannot be read" in report.refusals[0]
 
 
 def test_data_without_text(tmp_path: Path) -> None:
@@ -96,33 +108,38 @@ def test_data_without_text(tmp_path: Path) -> None:
         texts_in(str(path), [], 10)
 
 
-def test_other_special_tokens(root: Path, capsys: Capture) -> None:
-    """Their roles, or the tokens of text that have none."""
-    document = json.loads((root / "teacher" / "tokenizer.json").read_text())
+def test_other_special_tokens(pair_directory: Path, capsys: Capture) -> None:
+    """The report lists the roles of special tokens, and text tokens without a role."""
+    document = json.loads((pair_directory / "teacher" / "tokenizer.json").read_text())
     size = len(document["model"]["vocab"])
 
-    def save(name: str, *added: tuple[str, bool]) -> None:
-        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    def save_tokenizer(name: str, *added_tokens: tuple[str, bool]) -> None:
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         tokens = [
-            {"id": size + number, "content": content, "special": special, **plain}
-            for number, (content, special) in enumerate(added)
+            {"id": size + number, "content": content, "special": special, **flags}
+            for number, (content, special) in enumerate(added_tokens)
         ]
-        made = document | {"added_tokens": [*document["added_tokens"], *tokens]}
-        (root / name / "tokenizer.json").write_text(json.dumps(made))
-        config = {"eos_token": added[0][0]}
-        (root / name / "tokenizer_config.json").write_text(json.dumps(config))
-        (root / name / "config.json").write_text(json.dumps({"vocab_size": size + 8}))
+        changed_document = document | {"added_tokens": [*document["added_tokens"], *tokens]}
+        (pair_directory / name / "tokenizer.json").write_text(json.dumps(changed_document))
+        config = {"eos_token": added_tokens[0][0]}
+        (pair_directory / name / "tokenizer_config.json").write_text(json.dumps(config))
+        (pair_directory / name / "config.json").write_text(json.dumps({"vocab_size": size + 8}))
 
-    save("student", ("<im_end>", True), ("<box>", True))
-    save("teacher", ("<end>", True), ("<User>", True))
-    arguments = [str(root / "teacher"), str(root / "student"), "--data", str(root / "data.jsonl")]
+    save_tokenizer("student", ("<im_end>", True), ("<box>", True))
+    save_tokenizer("teacher", ("<end>", True), ("<User>", True))
+    arguments = [
+        str(pair_directory / "teacher"),
+        str(pair_directory / "student"),
+        "--data",
+        str(pair_directory / "data.jsonl"),
+    ]
     assert main(["pair", *arguments]) == ExitCode.OK
-    printed = capsys.readouterr().out
-    assert "role: <im_end> of the student is <end> of the teacher" in printed
-    assert f"KL of the rows of every token (docs/methods.md), over {size + 8} ids" in printed
-    assert 'teacher.tokenizer = "auto"' in printed
-    save("teacher", ("<end>", True), ("<think>", False))
-    found = pair_report(root / "teacher", root / "student", ["the cat"])
-    assert found.missing == ("<think>",)
-    assert found.shares
-    assert found.lines[-1].startswith('teacher.roles = { "TOKEN" = "<think>" }')
+    output = capsys.readouterr().out
+    assert "role: <im_end> of the student is <end> of the teacher" in output
+    assert f"KL of the rows of every token (docs/methods.md), over {size + 8} ids" in output
+    assert 'teacher.tokenizer = "auto"' in output
+    save_tokenizer("teacher", ("<end>", True), ("<think>", False))
+    report = pair_report(pair_directory / "teacher", pair_directory / "student", ["the cat"])
+    assert report.missing == ("<think>",)
+    assert report.shares
+    assert report.lines[-1].startswith('teacher.roles = { "TOKEN" = "<think>" }')

@@ -1,4 +1,4 @@
-"""The limits of a teacher against a job, before anything is queued."""
+"""A job is checked against the limits of its teacher before it is queued."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INFO = TeacherInfo(
 )
 
 
-def job(**method: Any) -> OnPolicyJob:
+def make_job(**method: Any) -> OnPolicyJob:
     teacher = {"address": "t:1", "top_k": method.pop("top_k", 64)}
     if "tail_draws" in method:
         teacher["tail_draws"] = method.pop("tail_draws")
@@ -42,11 +42,11 @@ def job(**method: Any) -> OnPolicyJob:
 
 
 def test_a_long_answer_fits_into_several_messages() -> None:
-    check_teachers(job(max_new_tokens=131_072, top_k=48), {"": INFO})
+    check_teachers(make_job(max_new_tokens=131_072, top_k=48), {"": INFO})
 
 
 @pytest.mark.parametrize(
-    ("method", "said", "hint"),
+    ("method", "message", "hint"),
     [
         (
             {"max_new_tokens": 131_072, "top_k": 96},
@@ -60,29 +60,33 @@ def test_a_long_answer_fits_into_several_messages() -> None:
         ),
     ],
 )
-def test_what_a_teacher_cannot_do_is_refused(method: dict[str, Any], said: str, hint: str) -> None:
+def test_what_a_teacher_cannot_do_is_refused(
+    method: dict[str, Any], message: str, hint: str
+) -> None:
     with pytest.raises(InvalidInput) as caught:
-        check_teachers(job(**method), {"": INFO})
-    assert f"{caught.value.field}: {caught.value.message}".startswith(said)
+        check_teachers(make_job(**method), {"": INFO})
+    assert f"{caught.value.field}: {caught.value.message}".startswith(message)
     assert hint in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(("kl_in", "remedy"), [("loss", "bucket+sampled"), ("reward", "bucket")])
 def test_a_teacher_older_than_draws_has_a_way_out(kl_in: str, remedy: str) -> None:
-    older = replace(INFO, max_tail_draws=0)
+    older_teacher = replace(INFO, max_tail_draws=0)
     values = {"student": {"model": "m"}, "data": {"path": "d.jsonl"}, "teacher": {"address": "t:1"}}
     method = {"type": "rl", "kl_in": kl_in}
-    rewarded = {**values, "reward": {"type": "math"}}
+    job_with_reward = {**values, "reward": {"type": "math"}}
     with pytest.raises(InvalidInput) as caught:
-        check_teachers(RLJob.model_validate({**rewarded, "method": method}), {"": older})
+        check_teachers(
+            RLJob.model_validate({**job_with_reward, "method": method}), {"": older_teacher}
+        )
     assert caught.value.message == "the teacher scores 0 tail draws per row, not 48"
     assert f"or use '{remedy}'" in str(caught.value.hint)
-    changed = RLJob.model_validate({**rewarded, "method": {**method, "tail": remedy}})
-    check_teachers(changed, {"": older})
+    changed_job = RLJob.model_validate({**job_with_reward, "method": {**method, "tail": remedy}})
+    check_teachers(changed_job, {"": older_teacher})
 
 
 @pytest.mark.parametrize(
-    ("method", "limits", "said"),
+    ("method", "limits", "message"),
     [
         ({}, {"max_chosen_ids": 0}, "method.divergence: the teacher scores its own likeliest ids"),
         ({"top_k": 30}, {"max_chosen_ids": 32}, "teacher.top_k: the teacher scores 32 chosen ids"),
@@ -90,41 +94,46 @@ def test_a_teacher_older_than_draws_has_a_way_out(kl_in: str, remedy: str) -> No
     ],
 )
 def test_the_limits_of_an_endpoint(
-    method: dict[str, Any], limits: dict[str, Any], said: str
+    method: dict[str, Any], limits: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
-        check_teachers(job(**method), {"": replace(INFO, **limits)})
-    assert said in str(caught.value)
+        check_teachers(make_job(**method), {"": replace(INFO, **limits)})
+    assert message in str(caught.value)
     assert caught.value.hint
     endpoint = replace(INFO, max_chosen_ids=0, only_temperature_one=True)
-    check_teachers(job(divergence="forward_kl", tail="bucket", top_k=30), {"": endpoint})
-    check_teachers(job(head="teacher", top_k=30), {"": endpoint})
+    check_teachers(make_job(divergence="forward_kl", tail="bucket", top_k=30), {"": endpoint})
+    check_teachers(make_job(head="teacher", top_k=30), {"": endpoint})
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "common"),
+    ("student_size", "teacher_size", "common"),
     [(151_936, 152_064, 151_936), (152_064, 151_936, 151_936), (700, 700, 700)],
 )
-def test_padding_is_not_common(ours: int, theirs: int, common: int) -> None:
-    """Equal widths have nothing to leave out, whatever their padding is."""
+def test_padding_is_not_common(student_size: int, teacher_size: int, common: int) -> None:
+    """With equal numbers of logits no id is left out, whatever the padding is."""
     tokens = [f"t{number}" for number in range(600)]
-    assert common_ids(ours, theirs, "teacher", tokens) == common
+    assert common_ids(student_size, teacher_size, "teacher", tokens) == common
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "who"), [(599, 640, "the student"), (640, 599, "the teacher math")]
+    ("student_size", "teacher_size", "program"),
+    [(599, 640, "the student"), (640, 599, "the teacher math")],
 )
-def test_an_id_with_a_token_is_no_padding(ours: int, theirs: int, who: str) -> None:
+def test_an_id_with_a_token_is_no_padding(
+    student_size: int, teacher_size: int, program: str
+) -> None:
     tokens = [*(f"t{number}" for number in range(599)), "<image>"]
     with pytest.raises(WrongState) as caught:
-        common_ids(ours, theirs, "teacher math", tokens)
+        common_ids(student_size, teacher_size, "teacher math", tokens)
     assert caught.value.field == "student.model"
-    assert f"id 599 is the token '<image>', for which {who} has no logit" in caught.value.message
-    assert common_ids(ours, theirs, "teacher math", [*tokens[:-1], ""]) == 599
+    assert (
+        f"id 599 is the token '<image>', for which {program} has no logit" in caught.value.message
+    )
+    assert common_ids(student_size, teacher_size, "teacher math", [*tokens[:-1], ""]) == 599
 
 
 def test_a_live_teacher_may_be_wider_than_the_store() -> None:
-    """It then leaves out what the store has left out, unless it is too old for that."""
+    """The teacher then leaves out the ids that the store left out, unless it is too old."""
     facts = {
         "tokenizer_fingerprint": "t",
         "vocab_size": "151665",
@@ -137,26 +146,28 @@ def test_a_live_teacher_may_be_wider_than_the_store() -> None:
     check_live_teacher(replace(INFO, takes_vocab_size=True), "teacher", store)
     with pytest.raises(WrongState, match="cannot leave out those from 151665 on"):
         check_live_teacher(INFO, "teacher", store)
-    narrow = replace(INFO, vocab_size=151_000, takes_vocab_size=True)
+    narrow_teacher = replace(INFO, vocab_size=151_000, takes_vocab_size=True)
     with pytest.raises(WrongState, match="the number of logits of the teacher differs"):
-        check_live_teacher(narrow, "teacher", store)
-    other = replace(INFO, tokenizer_fingerprint="u", takes_vocab_size=True)
+        check_live_teacher(narrow_teacher, "teacher", store)
+    other_tokenizer = replace(INFO, tokenizer_fingerprint="u", takes_vocab_size=True)
     with pytest.raises(WrongState, match="the tokenizer_fingerprint of the teacher differs"):
-        check_live_teacher(other, "teacher", store)
+        check_live_teacher(other_tokenizer, "teacher", store)
 
 
 def test_the_ids_of_the_control_variate() -> None:
-    plain = job(top_k=32, tail="bucket+sampled")
-    teacher = {**plain.teacher.model_dump(exclude_unset=True), "tokenizer": "auto"}
+    base_job = make_job(top_k=32, tail="bucket+sampled")
+    teacher = {**base_job.teacher.model_dump(exclude_unset=True), "tokenizer": "auto"}
     method = {"control_variate": True, "tail": "bucket+sampled"}
-    values = plain.model_dump(exclude_unset=True) | {"teacher": teacher, "method": method}
+    values = base_job.model_dump(exclude_unset=True) | {"teacher": teacher, "method": method}
     config = OnPolicyJob.model_validate(values)
     check_teachers(config, {"": replace(INFO, max_chosen_ids=33)})
-    for info, most in (
+    for info, max_ids in (
         (replace(INFO, max_chosen_ids=32), 31),
         (replace(INFO, max_tail_draws=0), 0),
     ):
-        with pytest.raises(InvalidInput, match=f"scores {most} more ids per row, not 32") as caught:
+        with pytest.raises(
+            InvalidInput, match=f"scores {max_ids} more ids per row, not 32"
+        ) as caught:
             check_teachers(config, {"": info})
         assert caught.value.field == "method.control_variate"
     with pytest.raises(ValueError, match="is at most 256"):

@@ -81,9 +81,9 @@ def test_the_plan_knows_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture
     weights = json.loads(capsys.readouterr().out)["bytes"]["learning"]["weights"]
     attention, mlp = 2 * 3584 * 3584 + 2 * 3584 * 512, 3 * 3584 * 18944
     biases = 3584 + 2 * 512
-    divided = 28 * (attention + mlp + biases)
-    others = 28 * 2 * 3584 + 3584 + 2 * 152064 * 3584
-    assert weights == 4 * (divided // 2 + others) // 4
+    divided_weights = 28 * (attention + mlp + biases)
+    other_weights = 28 * 2 * 3584 + 3584 + 2 * 152064 * 3584
+    assert weights == 4 * (divided_weights // 2 + other_weights) // 4
     assert main(["plan", file, "--gpus", "8"]) == 0
     head = capsys.readouterr().out.splitlines()[0]
     assert head.startswith(

@@ -1,4 +1,4 @@
-"""A trainer that outlives its attempt writes nothing more into its run directory."""
+"""A trainer whose attempt was replaced no longer writes into the run directory."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from protos.rows.codec import RowBlock, encode_rows
 from tests.distill_server.conftest import eventually, job_config
 
 
-def progress_of(run: RunDirectory, attempt: int) -> Progress:
+def make_progress(run: RunDirectory, attempt: int) -> Progress:
     return Progress(run, attempt=attempt, max_steps=9, main=True, terminated=lambda: False)
 
 
 def test_an_old_attempt_says_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory.create(tmp_path / "run", job_config())
     monkeypatch.setenv(VARIABLE, raise_fence(run.path, 1))
-    old = progress_of(run, 1)
-    old.say("training", 3)
+    old_progress = make_progress(run, 1)
+    old_progress.say("training", 3)
     assert raise_fence(run.path, 2) != raise_fence(tmp_path, 2)
-    for speak in (lambda: old.say("saving", 4), lambda: old.end("succeeded")):
+    for write in (lambda: old_progress.say("saving", 4), lambda: old_progress.end("succeeded")):
         with pytest.raises(WrongState, match="attempt 1 was replaced by attempt 2"):
-            speak()
-    told = run.read_status()
-    assert told is not None
-    assert (told.step, told.verdict) == (3, "running")
+            write()
+    status = run.read_status()
+    assert status is not None
+    assert (status.step, status.verdict) == (3, "running")
     monkeypatch.setenv(VARIABLE, raise_fence(run.path, 2))
-    progress_of(run, 2).say("training", 1)
+    make_progress(run, 2).say("training", 1)
 
 
 @pytest.mark.parametrize("fence", ["", "1:/nowhere/.attempt"])
@@ -52,19 +52,19 @@ def test_without_a_fence_all_may_write(monkeypatch: pytest.MonkeyPatch, fence: s
 def test_an_old_attempt_publishes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither when it comes late, nor when it slept while it wrote."""
+    """Neither if it starts late, nor if it was replaced while it wrote."""
     from student_trainer.checkpoints.atomic_directory import write_atomically
 
     step = tmp_path / "checkpoints" / "step-000004"
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
 
-    def slow(partial: Path) -> None:
+    def write_late(partial: Path) -> None:
         (partial / "weights").write_text("old")
         raise_fence(tmp_path, 2)
 
     for _ in range(2):
         with pytest.raises(WrongState, match="attempt 1 was replaced"):
-            write_atomically(step, slow)
+            write_atomically(step, write_late)
         assert list(step.parent.iterdir()) == []
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
     write_atomically(step, lambda partial: None)
@@ -74,21 +74,21 @@ def test_an_old_attempt_publishes_no_checkpoint(
 def test_an_old_attempt_deletes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it takes for leftovers is what its successor is writing."""
+    """The partial directory that it would delete belongs to its successor."""
     from student_trainer.checkpoints.checkpoint import delete_after, delete_old
 
-    made = ["step-000004", "step-000008", "step-000012", ".step-000016.tmp"]
-    for name in made:
+    names = ["step-000004", "step-000008", "step-000012", ".step-000016.tmp"]
+    for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
     raise_fence(tmp_path, 2)
     for delete in (delete_old, delete_after):
         with pytest.raises(WrongState, match="attempt 1 was replaced"):
             delete(tmp_path / "checkpoints", 2)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(made)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(names)
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
     delete_old(tmp_path / "checkpoints", 2)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == made[1:3]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names[1:3]
 
 
 def test_an_old_attempt_adds_no_metrics_and_no_samples(
@@ -102,14 +102,14 @@ def test_an_old_attempt_adds_no_metrics_and_no_samples(
     metrics.write(1, {"loss": 1.0})
     write_samples(run, 1, [{"answer": "2"}])
     raise_fence(run.path, 2)
-    for speak in (
+    for write in (
         lambda: metrics.write(2, {"loss": 0.5}),
         lambda: write_samples(run, 1, [{"answer": "3"}]),
-        # One that begins only now would drop the lines of its successor.
+        # A log that is opened only now would drop the lines of its successor.
         lambda: MetricsLog(run, attempt=1, last_step=None),
     ):
         with pytest.raises(WrongState, match="attempt 1 was replaced"):
-            speak()
+            write()
     metrics.close()
     (line,) = run.metrics.read_text().splitlines()
     assert json.loads(line) == {"attempt": 1, "step": 1, "loss": 1.0}
@@ -121,23 +121,25 @@ def test_an_old_attempt_adds_no_metrics_and_no_samples(
 def test_an_old_attempt_adds_no_file_to_a_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither one more, nor an older manifest."""
+    """It writes neither another file nor an older manifest."""
     from clients.store.writer import StoreWriter
 
-    none = np.zeros(2, np.float32)
-    block = RowBlock(np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32), none, none)
-    ids, made = np.arange(3, dtype="<i4").tobytes(), encode_rows(block)
-    rows = [StoredRows(key=key_of(n), token_ids=ids, start=1, rows=made) for n in range(8)]
+    zeros = np.zeros(2, np.float32)
+    block = RowBlock(np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32), zeros, zeros)
+    token_ids, encoded_rows = np.arange(3, dtype="<i4").tobytes(), encode_rows(block)
+    rows = [
+        StoredRows(key=key_of(n), token_ids=token_ids, start=1, rows=encoded_rows) for n in range(8)
+    ]
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
     with StoreWriter(tmp_path / "store", {}, [4, 4]) as writer:
         writer.append(rows[:4])
         raise_fence(tmp_path, 2)
-        before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+        files_before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
         with pytest.raises(WrongState, match="attempt 1 was replaced"):
             writer.append(rows[4:])
     with pytest.raises(WrongState, match="attempt 1 was replaced"):
         StoreWriter(tmp_path / "store", {}, [4, 4])
-    assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
+    assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == files_before
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
     with StoreWriter(tmp_path / "store", {}, [4, 4]) as writer:
         assert writer.files == 1

@@ -1,4 +1,4 @@
-"""One program per run directory, also while a killed one is still ending."""
+"""One program per run directory, even while a killed one is still ending."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ with RunDirectory(Path(sys.argv[1])).held():
 def test_a_program_that_is_ending_is_waited_for(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path), "2"], stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        began = time.monotonic()
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        start_time = time.monotonic()
         with RunDirectory(tmp_path).held():
-            assert time.monotonic() - began > 0.5, "the other one had the lock"
-            assert other.wait(10) == 0
+            assert time.monotonic() - start_time > 0.5, "the other one had the lock"
+            assert holder.wait(10) == 0

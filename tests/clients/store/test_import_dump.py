@@ -1,4 +1,6 @@
-"""Stores made of dumped prompt_logprobs: rows against numpy in float64; interrupted; refused."""
+"""Stores imported from dumped prompt_logprobs: rows compared with numpy in float64, interrupted
+imports, refused dumps.
+"""
 
 from __future__ import annotations
 
@@ -24,52 +26,54 @@ VOCAB, K = 40, 5
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(path)
     return path
 
 
-def softmax_of(number: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Token ids [length] and log-probs [length, VOCAB] of their positions."""
+def random_logprobs(number: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """Return random token ids [length] and log-probs [length, VOCAB] for their positions."""
     rng = np.random.default_rng(number)
     logits = 3 * rng.standard_normal((length, VOCAB))
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     return rng.integers(0, VOCAB, length).astype(np.int32), logprobs
 
 
-def answered(number: int, length: int, k: int = K) -> dict[str, Any]:
-    """As vLLM: the k likeliest, and the token with its rank, in any order; the first is null."""
-    tokens, logprobs = softmax_of(number, length)
-    listed: list[Any] = [None]
+def vllm_answer(number: int, length: int, k: int = K) -> dict[str, Any]:
+    """An answer as vLLM gives it: the k likeliest ids and the token, with ranks, in any order; the
+    first position is null.
+    """
+    tokens, logprobs = random_logprobs(number, length)
+    prompt_logprobs: list[Any] = [None]
     for token, row in zip(tokens[1:], logprobs[1:], strict=True):
         ranks = np.empty(VOCAB, int)
         ranks[np.argsort(-row)] = np.arange(1, VOCAB + 1)
         names = {int(token), *map(int, np.argsort(-row)[:k])}
-        listed.append(
+        prompt_logprobs.append(
             {str(i): {"logprob": float(row[i]), "rank": int(ranks[i])} for i in sorted(names)}
         )
-    return {"prompt_token_ids": tokens.tolist(), "prompt_logprobs": listed}
+    return {"prompt_token_ids": tokens.tolist(), "prompt_logprobs": prompt_logprobs}
 
 
-def written(path: Path, count: int, **changes: Any) -> Path:
-    lines = [json.dumps({**answered(n, 4 + n % 9), **changes}) for n in range(count)]
+def write_dump(path: Path, count: int, **changes: Any) -> Path:
+    lines = [json.dumps({**vllm_answer(n, 4 + n % 9), **changes}) for n in range(count)]
     path.write_text("\n".join(lines))
     return path
 
 
-def digests(store: Path) -> dict[str, str]:
+def file_digests(store: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in store.iterdir()}
 
 
-def test_the_rows_are_those_of_the_softmax(tokenizer: Path, tmp_path: Path) -> None:
-    dump = written(tmp_path / "dump.jsonl", 20, start=2)
-    assert import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB)) == 20
-    stored = LogitDataset(tmp_path / "store")
-    assert len(stored) == 20
+def test_the_rows_are_those_of_the_softmax(tokenizer_directory: Path, tmp_path: Path) -> None:
+    dump = write_dump(tmp_path / "dump.jsonl", 20, start=2)
+    assert import_dump(tmp_path / "store", Dump(dump, tokenizer_directory, VOCAB)) == 20
+    dataset = LogitDataset(tmp_path / "store")
+    assert len(dataset) == 20
     for number in range(20):
-        item = stored[number]
-        tokens, logprobs = softmax_of(number, 4 + number % 9)
+        item = dataset[number]
+        tokens, logprobs = random_logprobs(number, 4 + number % 9)
         rows, likeliest = logprobs[2:], np.argsort(-logprobs[2:])[:, :K]
         assert (item["start"], item["input_ids"].tolist()) == (2, tokens.tolist())
         assert np.array_equal(item["head_ids"], likeliest)
@@ -79,172 +83,197 @@ def test_the_rows_are_those_of_the_softmax(tokenizer: Path, tmp_path: Path) -> N
         assert np.abs(item["token_logprobs"] - rows[range(len(rows)), tokens[2:]]).max() < 1e-5
 
 
-def test_answers_of_completions_and_fewer_ids(tokenizer: Path, tmp_path: Path) -> None:
+def test_answers_of_completions_and_fewer_ids(tokenizer_directory: Path, tmp_path: Path) -> None:
     dump = tmp_path / "dump.jsonl"
-    dump.write_text("".join(json.dumps({"choices": [answered(n, 9)]}) + "\n" for n in range(3)))
-    import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB, top_k=2))
+    dump.write_text("".join(json.dumps({"choices": [vllm_answer(n, 9)]}) + "\n" for n in range(3)))
+    import_dump(tmp_path / "store", Dump(dump, tokenizer_directory, VOCAB, top_k=2))
     item = LogitDataset(tmp_path / "store")[1]
-    assert np.array_equal(item["head_ids"], np.argsort(-softmax_of(1, 9)[1][1:])[:, :2])
+    assert np.array_equal(item["head_ids"], np.argsort(-random_logprobs(1, 9)[1][1:])[:, :2])
 
 
-def test_a_token_of_the_next_rank_is_no_head_id(tokenizer: Path, tmp_path: Path) -> None:
-    """In the only line the token is the (k + 1)-th at one position, and in the head at another."""
-    _, logprobs = softmax_of(0, 4)
+def test_a_token_of_the_next_rank_is_no_head_id(tokenizer_directory: Path, tmp_path: Path) -> None:
+    """The token is the (k + 1)-th likeliest at one position, and in the head at another one."""
+    _, logprobs = random_logprobs(0, 4)
     order = np.argsort(-logprobs)
     tokens = [0, int(order[1, K]), int(order[2, 0]), int(order[3, K])]
-    listed: list[Any] = [None]
-    for place in (1, 2, 3):
-        names = dict.fromkeys([*map(int, order[place, :K]), tokens[place]])
-        ranks = {int(i): rank + 1 for rank, i in enumerate(order[place])}
-        row = logprobs[place]
-        listed.append({str(i): {"logprob": float(row[i]), "rank": ranks[i]} for i in names})
+    prompt_logprobs: list[Any] = [None]
+    for position in (1, 2, 3):
+        names = dict.fromkeys([*map(int, order[position, :K]), tokens[position]])
+        ranks = {int(i): rank + 1 for rank, i in enumerate(order[position])}
+        row = logprobs[position]
+        prompt_logprobs.append(
+            {str(i): {"logprob": float(row[i]), "rank": ranks[i]} for i in names}
+        )
     dump = tmp_path / "dump.jsonl"
-    dump.write_text(json.dumps({"prompt_token_ids": tokens, "prompt_logprobs": listed}))
-    import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB))
+    dump.write_text(json.dumps({"prompt_token_ids": tokens, "prompt_logprobs": prompt_logprobs}))
+    import_dump(tmp_path / "store", Dump(dump, tokenizer_directory, VOCAB))
     assert np.array_equal(LogitDataset(tmp_path / "store")[0]["head_ids"], order[1:, :K])
 
 
 def test_an_interrupted_import_goes_on(
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SEQUENCES_PER_FILE", 4)
-    dump = Dump(written(tmp_path / "dump.jsonl", 10), tokenizer, VOCAB)
+    dump = Dump(write_dump(tmp_path / "dump.jsonl", 10), tokenizer_directory, VOCAB)
     import_dump(tmp_path / "whole", dump)
-    encode, calls = module.encode_rows, iter(range(100))
+    encode_rows, calls = module.encode_rows, iter(range(100))
 
-    def breaks(*arguments: Any) -> bytes:
+    def encode_or_interrupt(*arguments: Any) -> bytes:
         if next(calls) == 6:
             raise KeyboardInterrupt
-        return encode(*arguments)
+        return encode_rows(*arguments)
 
-    monkeypatch.setattr(module, "encode_rows", breaks)
+    monkeypatch.setattr(module, "encode_rows", encode_or_interrupt)
     with pytest.raises(KeyboardInterrupt):
         import_dump(tmp_path / "store", dump)
     assert len(list((tmp_path / "store").glob("*.arrow"))) == 1
     assert import_dump(tmp_path / "store", dump) == 10
     assert next(calls) == 13, "the first file was not made again"
-    assert digests(tmp_path / "store") == digests(tmp_path / "whole")
+    assert file_digests(tmp_path / "store") == file_digests(tmp_path / "whole")
 
 
 def test_without_pyarrow_nothing_is_written(
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dump = Dump(written(tmp_path / "dump.jsonl", 2), tokenizer, VOCAB)
+    dump = Dump(write_dump(tmp_path / "dump.jsonl", 2), tokenizer_directory, VOCAB)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(InvalidInput, match="pyarrow"):
         import_dump(tmp_path / "store", dump)
     assert not (tmp_path / "store").exists()
 
 
-def test_another_dump_is_refused(tokenizer: Path, tmp_path: Path) -> None:
-    import_dump(tmp_path / "store", Dump(written(tmp_path / "a.jsonl", 2), tokenizer, VOCAB))
-    other = Dump(written(tmp_path / "b.jsonl", 3), tokenizer, VOCAB)
+def test_another_dump_is_refused(tokenizer_directory: Path, tmp_path: Path) -> None:
+    import_dump(
+        tmp_path / "store", Dump(write_dump(tmp_path / "a.jsonl", 2), tokenizer_directory, VOCAB)
+    )
+    other_dump = Dump(write_dump(tmp_path / "b.jsonl", 3), tokenizer_directory, VOCAB)
     with pytest.raises(WrongState, match="holds rows with"):
-        import_dump(tmp_path / "store", other)
+        import_dump(tmp_path / "store", other_dump)
 
 
-def _cut(record: dict[str, Any]) -> None:
+def _drop_last_position(record: dict[str, Any]) -> None:
     record["prompt_logprobs"].pop()
 
 
-def _without_the_token(record: dict[str, Any]) -> None:
+def _delete_token(record: dict[str, Any]) -> None:
     del record["prompt_logprobs"][2][str(record["prompt_token_ids"][2])]
 
 
-def _no_logprobs(record: dict[str, Any]) -> None:
-    for one in record["prompt_logprobs"][1].values():
-        one["logprob"] = 2.0
+def _set_impossible_logprobs(record: dict[str, Any]) -> None:
+    for entry in record["prompt_logprobs"][1].values():
+        entry["logprob"] = 2.0
 
 
-def _empty(record: dict[str, Any]) -> None:
+def _clear_record(record: dict[str, Any]) -> None:
     record.clear()
 
 
-def _out_of_the_vocabulary(record: dict[str, Any]) -> None:
+def _rename_id(record: dict[str, Any]) -> None:
     [entries] = record["prompt_logprobs"][1:2]
-    other = next(i for i in entries if int(i) != record["prompt_token_ids"][1])
-    entries["77777"] = entries.pop(other)
+    other_id = next(i for i in entries if int(i) != record["prompt_token_ids"][1])
+    entries["77777"] = entries.pop(other_id)
 
 
-def _half_a_start(record: dict[str, Any]) -> None:
+def _set_fractional_start(record: dict[str, Any]) -> None:
     record["start"] = 1.5
 
 
-def _huge(record: dict[str, Any]) -> None:
+def _set_huge_token_id(record: dict[str, Any]) -> None:
     record["prompt_token_ids"][3] = 3_000_000_000
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (_cut, "token ids and"),
-        (_without_the_token, "a row that cannot be read"),
-        (_no_logprobs, "no log-probs of a softmax"),
-        (_empty, "it is no answer of vLLM: KeyError"),
-        (_out_of_the_vocabulary, "id 77777 is none of the 40 ids of the vocabulary"),
-        (_half_a_start, "start is 1.5"),
-        (_huge, "OverflowError"),
+        (_drop_last_position, "token ids and"),
+        (_delete_token, "a row that cannot be read"),
+        (_set_impossible_logprobs, "no log-probs of a softmax"),
+        (_clear_record, "it is no answer of vLLM: KeyError"),
+        (_rename_id, "id 77777 is none of the 40 ids of the vocabulary"),
+        (_set_fractional_start, "start is 1.5"),
+        (_set_huge_token_id, "OverflowError"),
     ],
 )
 def test_a_bad_line_is_named(
-    change: Callable[[dict[str, Any]], None], said: str, tokenizer: Path, tmp_path: Path
+    change: Callable[[dict[str, Any]], None],
+    message: str,
+    tokenizer_directory: Path,
+    tmp_path: Path,
 ) -> None:
-    bad = answered(1, 8)
-    change(bad)
+    bad_answer = vllm_answer(1, 8)
+    change(bad_answer)
     dump = tmp_path / "dump.jsonl"
-    dump.write_text("".join(json.dumps(one) + "\n" for one in (answered(0, 8), bad)))
+    dump.write_text(
+        "".join(json.dumps(answer) + "\n" for answer in (vllm_answer(0, 8), bad_answer))
+    )
     with pytest.raises(InvalidInput, match="line 2: ") as caught:
-        import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB))
-    assert said in caught.value.message
+        import_dump(tmp_path / "store", Dump(dump, tokenizer_directory, VOCAB))
+    assert message in caught.value.message
     assert caught.value.field == "--dump"
 
 
-def _null(entries: dict[str, Any]) -> None:
+def _return_none(entries: dict[str, Any]) -> None:
     return None
 
 
-def _without_ranks(entries: dict[str, Any]) -> dict[str, Any]:
-    return {i: {"logprob": one["logprob"]} for i, one in entries.items()}
+def _drop_ranks(entries: dict[str, Any]) -> dict[str, Any]:
+    return {i: {"logprob": entry["logprob"]} for i, entry in entries.items()}
 
 
-def _floats(entries: dict[str, Any]) -> dict[str, Any]:
-    return {i: one["logprob"] for i, one in entries.items()}
+def _keep_logprobs_only(entries: dict[str, Any]) -> dict[str, Any]:
+    return {i: entry["logprob"] for i, entry in entries.items()}
 
 
-def _unlikely(entries: dict[str, Any]) -> dict[str, Any]:
-    """As of prompt_logprobs = 0: the token alone."""
-    return {i: {**one, "rank": 9} for i, one in list(entries.items())[:1]}
+def _keep_token_only(entries: dict[str, Any]) -> dict[str, Any]:
+    """Keep only the token, as with prompt_logprobs = 0."""
+    return {i: {**entry, "rank": 9} for i, entry in list(entries.items())[:1]}
 
 
-@pytest.mark.parametrize("change", [_null, _without_ranks, _floats, _unlikely])
+@pytest.mark.parametrize(
+    "change", [_return_none, _drop_ranks, _keep_logprobs_only, _keep_token_only]
+)
 def test_a_bad_first_line_is_named(
-    change: Callable[[dict[str, Any]], Any], tokenizer: Path, tmp_path: Path
+    change: Callable[[dict[str, Any]], Any], tokenizer_directory: Path, tmp_path: Path
 ) -> None:
-    """The number of head ids is found there."""
-    record = answered(0, 8)
+    """The importer reads the number of head ids from the first line."""
+    record = vllm_answer(0, 8)
     record["prompt_logprobs"][1] = change(record["prompt_logprobs"][1])
     (dump := tmp_path / "dump.jsonl").write_text(json.dumps(record))
     with pytest.raises(InvalidInput, match="line 1: "):
-        import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB))
+        import_dump(tmp_path / "store", Dump(dump, tokenizer_directory, VOCAB))
     assert not (tmp_path / "store").exists()
 
 
-def test_the_command(tokenizer: Path, tmp_path: Path) -> None:
-    dump = written(tmp_path / "dump.jsonl", 3)
+def test_the_command(tokenizer_directory: Path, tmp_path: Path) -> None:
+    dump = write_dump(tmp_path / "dump.jsonl", 3)
     command = [sys.executable, "-m", "clients", "store"]
-    options = ["--dump", str(dump), "--tokenizer", str(tokenizer), "--vocab-size", str(VOCAB)]
-    made = subprocess.run(
+    options = [
+        "--dump",
+        str(dump),
+        "--tokenizer",
+        str(tokenizer_directory),
+        "--vocab-size",
+        str(VOCAB),
+    ]
+    import_process = subprocess.run(
         [*command, "import", str(tmp_path / "store"), *options], capture_output=True, text=True
     )
-    assert (made.returncode, made.stdout) == (0, f"{tmp_path / 'store'}: 3 sequences\n")
-    sound = subprocess.run([*command, "verify", str(tmp_path / "store")], capture_output=True)
-    assert sound.returncode == 0
+    assert (import_process.returncode, import_process.stdout) == (
+        0,
+        f"{tmp_path / 'store'}: 3 sequences\n",
+    )
+    verify_process = subprocess.run(
+        [*command, "verify", str(tmp_path / "store")], capture_output=True
+    )
+    assert verify_process.returncode == 0
     (tmp_path / "nothing").mkdir()
-    for changed, field in ((dump.with_name("no"), "--dump"), (tmp_path / "nothing", "--tokenizer")):
-        wrong = [*options, field, str(changed)]
-        done = subprocess.run(
-            [*command, "import", str(tmp_path / "other"), *wrong], capture_output=True, text=True
+    for path, field in ((dump.with_name("no"), "--dump"), (tmp_path / "nothing", "--tokenizer")):
+        wrong_options = [*options, field, str(path)]
+        process = subprocess.run(
+            [*command, "import", str(tmp_path / "other"), *wrong_options],
+            capture_output=True,
+            text=True,
         )
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"error: {field}: cannot read ")
-        assert done.stderr.count("\n") == 1
+        assert process.returncode == 2
+        assert process.stderr.startswith(f"error: {field}: cannot read ")
+        assert process.stderr.count("\n") == 1

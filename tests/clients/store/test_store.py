@@ -1,4 +1,4 @@
-"""The store on disk: what was appended is there, whatever happened to the writer."""
+"""The store on disk: appended rows are readable whatever happens to the writer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ META = {"fingerprint": "abc"}
 
 
 def entry(number: int, rows: int = 3) -> StoredRows:
-    """Everything follows from the number, so that a reader can check what it finds."""
+    """Return rows derived from the number, so that a test can check them."""
     rng = np.random.default_rng(number)
     block = RowBlock(
         rng.integers(0, 99, (rows, 4)).astype(np.int32),
@@ -51,15 +51,17 @@ def test_append_get_iterate_reopen(tmp_path: Path) -> None:
 def test_the_oldest_shard_goes_and_its_readers_stay(tmp_path: Path) -> None:
     entries = [entry(i) for i in range(4)]
     with LogitStore(tmp_path, write=True, metadata=META) as store:
-        for one in entries[:3]:
-            store.append([one])
-        store.append([entries[0]])  # written again: the newer one counts
+        for rows in entries[:3]:
+            store.append([rows])
+        store.append([entries[0]])  # the same key again: the newer rows count
         with LogitStore(tmp_path) as reader:
             store.drop_oldest()
             store.drop_oldest()
             assert list(store) == [entries[2], entries[0]]
             assert store.get(entries[1].key) is None
-            assert [reader.get(one.key) for one in entries[:3]] == [e.rows for e in entries[:3]]
+            assert [reader.get(rows.key) for rows in entries[:3]] == [
+                rows.rows for rows in entries[:3]
+            ]
         store.append([entries[3]])
         assert len(store.sizes) == 3
     with LogitStore(tmp_path) as store:
@@ -118,8 +120,8 @@ def test_what_a_dead_writer_left_is_removed(tmp_path: Path) -> None:
         assert len(reader) == 2
 
 
-def found_rows(store: LogitStore, key: bytes) -> bytes | None:
-    """What a reader would use: None for what is gone or seen to be damaged."""
+def readable_rows(store: LogitStore, key: bytes) -> bytes | None:
+    """Return the rows that a reader would use: None if they are missing or known to be damaged."""
     try:
         rows = store.get(key)
         if rows is not None:
@@ -130,21 +132,19 @@ def found_rows(store: LogitStore, key: bytes) -> bytes | None:
 
 
 def test_every_changed_byte_is_harmless(tmp_path: Path) -> None:
-    """A flip gives a shard that is left out, a key that nobody asks for, or rows that do not
-    verify.
-    """
+    """A flipped bit gives an unreadable shard, an unknown key, or rows that fail verification."""
     entries = [entry(i) for i in range(3)]
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append(entries)
     shard = tmp_path / "00000000.arrow"
     data = shard.read_bytes()
-    for at in range(0, len(data), 7):
-        shard.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+    for offset in range(0, len(data), 7):
+        shard.write_bytes(data[:offset] + bytes([data[offset] ^ 0x10]) + data[offset + 1 :])
         with LogitStore(tmp_path) as store:
             with pytest.raises(Corrupt, match="sha256"):
                 store.verify()
-            for wanted in entries:
-                assert found_rows(store, wanted.key) in (None, wanted.rows)
+            for stored in entries:
+                assert readable_rows(store, stored.key) in (None, stored.rows)
 
 
 @pytest.mark.parametrize("length", [0, 10, -1])
@@ -156,7 +156,7 @@ def test_a_cut_shard_is_left_out(tmp_path: Path, length: int) -> None:
     shard.write_bytes(shard.read_bytes()[:length])
     with LogitStore(tmp_path) as store:
         assert store.unreadable == ["00000000.arrow"]
-        assert [found.key for found in store] == [entry(2).key]
+        assert [rows.key for rows in store] == [entry(2).key]
 
 
 def test_an_unreadable_manifest_is_said(tmp_path: Path) -> None:

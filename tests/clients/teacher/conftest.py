@@ -1,3 +1,3 @@
-"""The fixtures of a teacher in a process of its own."""
+"""Fixtures: a teacher in its own process."""
 
 from tests.teacher_service.conftest import start_teacher  # noqa: F401

@@ -1,4 +1,4 @@
-"""The example of docs/python.md, against a teacher that runs."""
+"""The examples of docs/python.md run against a real teacher."""
 
 from __future__ import annotations
 

@@ -26,146 +26,146 @@ K = 32
 QUERY = ScoreQuery(np.random.default_rng(0).integers(0, 64, 12_000).astype(np.int32), 5, top_k=K)
 
 
-def scored(seed: int = 0) -> EncodedRows:
+def score_query(seed: int = 0) -> EncodedRows:
     block = FakeEngine(FakeSettings(vocab=64, max_length=20_000, seed=seed)).score([QUERY])[0]
     assert isinstance(block, RowBlock)
     return EncodedRows(encode_rows(block), block)
 
 
-SCORED = scored()
+SCORED = score_query()
 
 
-def answer(
+def make_chunks(
     request: teacher_pb2.ScoreRequest, sequence: EncodedRows = SCORED
 ) -> list[teacher_pb2.ScoreChunk]:
-    answer = RowAnswer(sequence, version=0)
-    return list(split_into_chunks(answer, QUERY, request.request_id, request.next_position))
+    make_chunks = RowAnswer(sequence, version=0)
+    return list(split_into_chunks(make_chunks, QUERY, request.request_id, request.next_position))
 
 
-def assert_whole(rows: RowBlock) -> None:
+def assert_all_rows(rows: RowBlock) -> None:
     assert encode_rows(rows) == SCORED.encoded
     assert rows.head_logprobs.flags.writeable
 
 
-def window_of(requests: int, max_bytes: int = 1 << 40) -> PendingRequests:
+def make_window(requests: int, max_bytes: int = 1 << 40) -> PendingRequests:
     return PendingRequests(requests, max_bytes)
 
 
 def test_a_resumed_request_asks_for_the_rest_only() -> None:
-    window = window_of(4)
+    window = make_window(4)
     future = window.submit(QUERY)
     stream = window.open()
-    first = next(stream.requests())
-    assert first.next_position == 0
-    chunks = answer(first)
+    first_request = next(stream.requests())
+    assert first_request.next_position == 0
+    chunks = make_chunks(first_request)
     assert len(chunks) > 1
     assert all(len(chunk.SerializeToString()) <= 1 << 20 for chunk in chunks)
     stream.receive(chunks[0])
 
     stream.end()
-    # Another teacher with the same rows, or the same one again.
+    # The next stream: another teacher with the same rows, or the same teacher again.
     stream = window.open()
-    second = next(stream.requests())
-    assert second.next_position == QUERY.start + chunks[0].count
-    # What is left of the first answer, had it stayed in a buffer, is not counted again.
+    second_request = next(stream.requests())
+    assert second_request.next_position == QUERY.start + chunks[0].count
+    # A late chunk of the first answer is not counted again.
     stream.receive(chunks[1])
-    for chunk in answer(second):
+    for chunk in make_chunks(second_request):
         stream.receive(chunk)
-    assert_whole(future.result(0))
+    assert_all_rows(future.result(0))
 
 
 def test_another_scoring_starts_from_the_beginning() -> None:
-    window = window_of(4)
+    window = make_window(4)
     future = window.submit(QUERY)
     stream = window.open()
-    first = next(stream.requests())
-    stream.receive(answer(first, scored(seed=1))[0])
+    first_request = next(stream.requests())
+    stream.receive(make_chunks(first_request, score_query(seed=1))[0])
     stream.end()
     stream = window.open()
     requests = stream.requests()
-    for chunk in answer(next(requests)):
+    for chunk in make_chunks(next(requests)):
         stream.receive(chunk)
     assert not future.done()
-    again = next(requests)
-    assert again.next_position == 0
-    for chunk in answer(again):
+    second_request = next(requests)
+    assert second_request.next_position == 0
+    for chunk in make_chunks(second_request):
         stream.receive(chunk)
-    assert_whole(future.result(0))
+    assert_all_rows(future.result(0))
 
 
-def damaged(chunk: teacher_pb2.ScoreChunk) -> teacher_pb2.ScoreChunk:
+def damage_payload(chunk: teacher_pb2.ScoreChunk) -> teacher_pb2.ScoreChunk:
     payload = bytearray(chunk.payload)
     payload[100] ^= 4
-    return changed(chunk, payload=bytes(payload))
+    return change_chunk(chunk, payload=bytes(payload))
 
 
-def changed(chunk: teacher_pb2.ScoreChunk, **values: Any) -> teacher_pb2.ScoreChunk:
-    other = teacher_pb2.ScoreChunk()
-    other.CopyFrom(chunk)
+def change_chunk(chunk: teacher_pb2.ScoreChunk, **values: Any) -> teacher_pb2.ScoreChunk:
+    copy = teacher_pb2.ScoreChunk()
+    copy.CopyFrom(chunk)
     for name, value in values.items():
-        setattr(other, name, value)
-    return other
+        setattr(copy, name, value)
+    return copy
 
 
 @pytest.mark.parametrize("fault", ["gap", "twice", "damaged", "count", "early", "other k", "f32"])
 def test_rows_that_do_not_fit_are_never_used(fault: str) -> None:
-    window = window_of(4)
+    window = make_window(4)
     future = window.submit(QUERY)
     stream = window.open()
-    chunks = answer(next(stream.requests()))
-    narrow = encode_rows(
+    chunks = make_chunks(next(stream.requests()))
+    narrow_rows = encode_rows(
         RowBlock(
             SCORED.block.head_ids[:10, :3] if SCORED.block.head_ids is not None else None,
             *(SCORED.block.head_logprobs[:10, :3], *2 * (SCORED.block.tail_logmass[:10],)),
         )
     )
-    precise = encode_rows(SCORED.block.slice(0, 10), f32=True)
-    sent = {
+    float32_rows = encode_rows(SCORED.block.slice(0, 10), f32=True)
+    received_chunks = {
         "gap": [chunks[1]],
         "twice": [chunks[0], chunks[0]],
-        "damaged": [damaged(chunks[0])],
-        "count": [changed(chunks[0], count=chunks[0].count - 1)],
-        "early": [changed(chunks[0], last=True)],
-        "other k": [changed(chunks[0], payload=narrow, count=10)],
-        "f32": [changed(chunks[0], payload=precise, count=10)],
+        "damaged": [damage_payload(chunks[0])],
+        "count": [change_chunk(chunks[0], count=chunks[0].count - 1)],
+        "early": [change_chunk(chunks[0], last=True)],
+        "other k": [change_chunk(chunks[0], payload=narrow_rows, count=10)],
+        "f32": [change_chunk(chunks[0], payload=float32_rows, count=10)],
     }[fault]
-    for chunk in sent:
+    for chunk in received_chunks:
         stream.receive(chunk)
     assert isinstance(future.exception(0), Corrupt)
 
 
 def test_the_window_bounds_what_is_sent() -> None:
-    window = window_of(2)
+    window = make_window(2)
     futures = [window.submit(QUERY) for _ in range(4)]
     stream = window.open()
     requests = stream.requests()
-    sent = [next(requests), next(requests)]
-    for chunk in answer(sent[0]):
+    sent_requests = [next(requests), next(requests)]
+    for chunk in make_chunks(sent_requests[0]):
         stream.receive(chunk)
     futures[2].cancel()
-    third = next(requests)
-    for chunk in answer(sent[1]) + answer(third):
+    third_request = next(requests)
+    for chunk in make_chunks(sent_requests[1]) + make_chunks(third_request):
         stream.receive(chunk)
     assert [future.done() for future in futures] == [True] * 4
-    assert_whole(futures[3].result(0))
+    assert_all_rows(futures[3].result(0))
 
 
 class Sender:
-    """A stream whose writer is a thread, as gRPC's is: what it sent is answered on demand."""
+    """A stream with a writer thread, as in gRPC; `answer_all` answers the sent requests."""
 
     def __init__(self, window: PendingRequests) -> None:
-        self.sent: list[teacher_pb2.ScoreRequest] = []
+        self.sent_requests: list[teacher_pb2.ScoreRequest] = []
         self._stream = window.open()
         self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
         for request in self._stream.requests():
-            self.sent.append(request)
+            self.sent_requests.append(request)
 
     def answer_all(self) -> None:
-        for request in self.sent:
-            for chunk in answer(request):
+        for request in self.sent_requests:
+            for chunk in make_chunks(request):
                 self._stream.receive(chunk)
 
     def join(self) -> None:
@@ -173,55 +173,55 @@ class Sender:
         assert not self._thread.is_alive()
 
 
-def settled(sender: Sender) -> int:
-    """How many requests it has sent, when it sends no more."""
+def wait_until_settled(sender: Sender) -> int:
+    """Wait until the sender sends no more; return the number of requests sent."""
     count = -1
-    while count != len(sender.sent):
-        count = len(sender.sent)
+    while count != len(sender.sent_requests):
+        count = len(sender.sent_requests)
         time.sleep(0.1)
     return count
 
 
 def test_the_window_bounds_the_memory_of_answers() -> None:
     size = answer_bytes(QUERY)
-    window = window_of(128, max_bytes=int(3.5 * size))
+    window = make_window(128, max_bytes=int(3.5 * size))
     futures = [window.submit(QUERY) for _ in range(8)]
     sender = Sender(window)
-    assert settled(sender) == 3
+    assert wait_until_settled(sender) == 3
     sender.answer_all()
-    # Answered, but nobody has taken them: they still fill the memory.
-    assert settled(sender) == 3
+    # Answers that are not collected yet still count towards the memory limit.
+    assert wait_until_settled(sender) == 3
     assert 3 * size <= window.held_bytes <= 3.5 * size
-    assert sum(nbytes(future.result(0)) for future in futures[:1]) == size
-    assert settled(sender) == 4
-    # Whoever waits is served, full or not: here for the last of all.
+    assert sum(count_bytes(future.result(0)) for future in futures[:1]) == size
+    assert wait_until_settled(sender) == 4
+    # A future that is waited for is sent although the window is full: here the last one.
     waiter = threading.Thread(target=futures[7].result, args=(10,))
     waiter.start()
-    assert settled(sender) == 5
+    assert wait_until_settled(sender) == 5
     sender.answer_all()
     waiter.join(10)
-    del futures[1:7]  # nobody will ever ask for them
-    assert settled(sender) == 8
+    del futures[1:7]  # these futures will never be read
+    assert wait_until_settled(sender) == 8
     sender.answer_all()
     assert window.held_bytes == 0
     window.close()
     sender.join()
 
 
-def nbytes(rows: RowBlock) -> int:
+def count_bytes(rows: RowBlock) -> int:
     assert rows.head_ids is not None
     arrays = (rows.head_ids, rows.head_logprobs, rows.tail_logmass, rows.token_logprobs)
     return sum(array.nbytes for array in arrays)
 
 
 def test_an_answer_larger_than_the_limit_goes_alone() -> None:
-    window = window_of(128, max_bytes=10)
+    window = make_window(128, max_bytes=10)
     futures = [window.submit(QUERY) for _ in range(2)]
     sender = Sender(window)
-    assert settled(sender) == 1
+    assert wait_until_settled(sender) == 1
     sender.answer_all()
     futures[0].result(0)
-    assert settled(sender) == 2
+    assert wait_until_settled(sender) == 2
     window.close()
     sender.join()
 
@@ -229,28 +229,28 @@ def test_an_answer_larger_than_the_limit_goes_alone() -> None:
 WAYS: dict[str, Callable[[list[Future[RowBlock]]], object]] = {
     "wait": lambda futures: wait(futures, timeout=10),
     "as_completed": lambda futures: [*as_completed(futures, timeout=10)],
-    "asyncio": lambda futures: asyncio.run(gathered(futures)),
+    "asyncio": lambda futures: asyncio.run(gather_futures(futures)),
 }
 
 
-async def gathered(futures: list[Future[RowBlock]]) -> None:
+async def gather_futures(futures: list[Future[RowBlock]]) -> None:
     async with asyncio.timeout(10):
         await asyncio.gather(*map(asyncio.wrap_future, futures))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_waits_is_served_in_whatever_way(way: str) -> None:
-    """The limit has room for one answer of ten."""
-    window = window_of(128, max_bytes=10)
+    """The memory limit has room for one of ten answers."""
+    window = make_window(128, max_bytes=10)
     futures = [window.submit(QUERY) for _ in range(10)]
     sender = Sender(window)
     waiter = threading.Thread(target=WAYS[way], args=(futures,))
     waiter.start()
     try:
         deadline = time.monotonic() + 10
-        while len(sender.sent) < 10 and time.monotonic() < deadline:
+        while len(sender.sent_requests) < 10 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(sender.sent) == 10
+        assert len(sender.sent_requests) == 10
         sender.answer_all()
         assert all(future.done() for future in futures)
     finally:
@@ -260,47 +260,49 @@ def test_whoever_waits_is_served_in_whatever_way(way: str) -> None:
 
 
 def test_teachers_share_the_work_and_take_over() -> None:
-    window = window_of(128)
-    first, second = Sender(window), Sender(window)
+    window = make_window(128)
+    first_sender, second_sender = Sender(window), Sender(window)
     futures = [window.submit(QUERY) for _ in range(9)]
-    assert sorted((settled(first), settled(second))) == [4, 5]
-    lost = len(first.sent)
-    first._stream.end()
-    first.join()
-    assert settled(second) == 9
-    second.answer_all()
+    assert sorted((wait_until_settled(first_sender), wait_until_settled(second_sender))) == [4, 5]
+    lost_count = len(first_sender.sent_requests)
+    first_sender._stream.end()
+    first_sender.join()
+    assert wait_until_settled(second_sender) == 9
+    second_sender.answer_all()
     assert [future.done() for future in futures] == [True] * 9
-    assert lost
+    assert lost_count
     window.close()
-    second.join()
+    second_sender.join()
 
 
 def test_an_overloaded_teacher_is_left_in_peace_and_another_asked() -> None:
-    window = window_of(1)
-    first = Sender(window)
+    window = make_window(1)
+    first_sender = Sender(window)
     future = window.submit(QUERY)
-    assert settled(first) == 1
-    second = Sender(window)
+    assert wait_until_settled(first_sender) == 1
+    second_sender = Sender(window)
     error = teacher_pb2.RequestError(code="RESOURCE_EXHAUSTED", retry_after_ms=60_000)
-    request_id = first.sent[0].request_id
-    first._stream.receive(teacher_pb2.ScoreChunk(request_id=request_id, last=True, error=error))
-    assert (settled(second), settled(first)) == (1, 1)
-    second.answer_all()
-    assert_whole(future.result(0))
+    request_id = first_sender.sent_requests[0].request_id
+    first_sender._stream.receive(
+        teacher_pb2.ScoreChunk(request_id=request_id, last=True, error=error)
+    )
+    assert (wait_until_settled(second_sender), wait_until_settled(first_sender)) == (1, 1)
+    second_sender.answer_all()
+    assert_all_rows(future.result(0))
     window.close()
 
 
 def test_the_writer_of_a_dead_stream_sends_nothing() -> None:
-    window = window_of(2)
+    window = make_window(2)
     window.submit(QUERY)
-    dead = window.open()
-    dead.end()
-    assert next(dead.requests(), None) is None
+    dead_stream = window.open()
+    dead_stream.end()
+    assert next(dead_stream.requests(), None) is None
     assert next(window.open().requests()).request_id
 
 
 def test_a_closed_window_takes_nothing() -> None:
-    window = window_of(2)
+    window = make_window(2)
     future = window.submit(QUERY)
     window.close()
     assert future.cancelled()
@@ -309,18 +311,18 @@ def test_a_closed_window_takes_nothing() -> None:
 
 
 def test_the_digest_is_of_the_encoded_rows() -> None:
-    chunk = answer(teacher_pb2.ScoreRequest(request_id="x"))[0]
+    chunk = make_chunks(teacher_pb2.ScoreRequest(request_id="x"))[0]
     assert chunk.scoring_digest == xxhash.xxh3_64_intdigest(SCORED.encoded)
 
 
 def test_a_teacher_that_takes_one_message_refuses_what_needs_several() -> None:
-    window = window_of(2)
+    window = make_window(2)
     heads = np.zeros((len(QUERY.token_ids) - 1, 100), np.int32)
-    large = window.submit(ScoreQuery(QUERY.token_ids, 1, head_ids=heads))
-    small = window.submit(QUERY)
-    old = window.open("old:1", max_request_bytes=4 << 20)
-    assert not next(old.requests()).more
-    fault = large.exception(0)
+    large_future = window.submit(ScoreQuery(QUERY.token_ids, 1, head_ids=heads))
+    small_future = window.submit(QUERY)
+    stream = window.open("old:1", max_request_bytes=4 << 20)
+    assert not next(stream.requests()).more
+    fault = large_future.exception(0)
     assert isinstance(fault, InvalidInput)
     assert "the teacher at old:1 takes 4194304" in str(fault)
-    assert not small.done()
+    assert not small_future.done()

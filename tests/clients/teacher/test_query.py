@@ -1,4 +1,4 @@
-"""What a ScoreQuery refuses before anything is sent: arrays of other shapes or types."""
+"""A ScoreQuery refuses arrays of wrong shapes or types before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row codec: exact round trips, its size, and no changed bit that goes unseen."""
+"""The row codec: exact round trips, its size, and detection of every changed bit."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def make_block(
     seed: int = 0,
 ) -> RowBlock:
     rng = np.random.default_rng(seed)
-    drawn = rng.integers(0, top_id + 1, (n, samples)).astype(np.int32)
+    sample_ids = rng.integers(0, top_id + 1, (n, samples)).astype(np.int32)
     return RowBlock(
         head_ids=rng.integers(0, top_id + 1, (n, k)).astype(np.int32) if ids else None,
         head_logprobs=-rng.exponential(4, (n, k)).astype(np.float32),
         tail_logmass=-rng.exponential(4, n).astype(np.float32),
         token_logprobs=-rng.exponential(4, n).astype(np.float32),
-        tail_sample_ids=drawn if samples else None,
+        tail_sample_ids=sample_ids if samples else None,
         tail_sample_logprob=-rng.exponential(4, n).astype(np.float32) if samples else None,
         draw_logprobs=-rng.exponential(9, (n, draws)).astype(np.float32) if draws else None,
     )
@@ -80,19 +80,19 @@ def assert_same(actual: RowBlock, expected: RowBlock, *, f32: bool) -> None:
 def test_round_trip(
     n: int, k: int, top_id: int, ids: bool, f32: bool, samples: int, draws: bool, seed: int
 ) -> None:
-    """`draws`: the samples are those of the student."""
+    """`draws`: the block has draws of the student in place of samples of the teacher."""
     m, samples = (samples, 0) if draws else (0, samples)
     block = make_block(n, k, top_id=top_id, ids=ids, samples=samples, draws=m, seed=seed)
     encoded = encode_rows(block, f32=f32)
-    most = max_encoded_bytes(n, k, samples or m)
-    assert len(encoded) <= most
+    max_bytes = max_encoded_bytes(n, k, samples or m)
+    assert len(encoded) <= max_bytes
     compressed = compress_rows(encoded)
     for data in (encoded, compressed):
         decoded = decode_rows(data)
         assert (len(decoded), decoded.k) == (n, k)
         assert (decoded.tail_samples, decoded.tail_draws) == (samples, m)
         assert_same(decoded, block, f32=f32)
-        assert expand_rows(data, most) == encoded
+        assert expand_rows(data, max_bytes) == encoded
         assert compress_rows(data) == compressed
 
 
@@ -118,7 +118,7 @@ def test_size(k: int, samples: int, bytes_a_token: float) -> None:
 
 
 def test_rows_from_before_there_were_samples_are_read() -> None:
-    """One row with the ids 1 and 65,537, made by hand."""
+    """One hand-written row with the ids 1 and 65,537."""
     payload = struct.pack("<2HB2e2f", 1, 1, 0b0100, -0.5, -1.5, -2.0, -0.5)
     prefix = struct.pack("<4sBBHII", b"DRow", 1, 1, 0, 2, 1)
     block = decode_rows(prefix + xxhash.xxh3_128_digest(prefix + payload) + payload)
@@ -131,18 +131,18 @@ def test_rows_from_before_there_were_samples_are_read() -> None:
 
 
 def test_draws_cost_two_bytes_each_and_have_a_version_of_their_own() -> None:
-    """A program that knows none says that the version is another; other blocks are as before."""
+    """An older program reports an unknown version; blocks without draws keep version 1."""
     block = make_block(1000, 8, ids=False, draws=16)
     data = encode_rows(block)
     assert len(data) == 1000 * (2 * (8 + 16) + 8) + HEADER_BYTES
     assert data[4] == 2
-    plain = make_block(1000, 8, ids=False)
-    assert encode_rows(plain)[4] == VERSION == 1
+    block_without_draws = make_block(1000, 8, ids=False)
+    assert encode_rows(block_without_draws)[4] == VERSION == 1
     for version in (1, 3):
         with pytest.raises(Corrupt, match=rf"codec version {version}; this program reads"):
             decode_rows(data[:4] + bytes([version]) + data[5:])
     with pytest.raises(Corrupt, match="codec version 2"):
-        decode_rows(b"DRow\2" + encode_rows(plain)[5:])
+        decode_rows(b"DRow\2" + encode_rows(block_without_draws)[5:])
 
 
 def test_samples_and_draws_in_one_block_are_refused() -> None:
@@ -163,8 +163,8 @@ def test_negative_ids_are_refused() -> None:
         encode_rows(block)
 
 
-def alike(n: int, k: int) -> RowBlock:
-    """Rows as a model makes them: sorted, and of few of the ids."""
+def make_sorted_block(n: int, k: int) -> RowBlock:
+    """Rows as a model makes them: sorted log-probs, and only 256 different ids."""
     block = make_block(n, k, top_id=255)
     block.head_logprobs[:] = -np.sort(-block.head_logprobs, axis=1)
     return block
@@ -173,7 +173,7 @@ def alike(n: int, k: int) -> RowBlock:
 @pytest.mark.parametrize("k", [5, 64])
 @pytest.mark.parametrize("f32", [False, True])
 def test_compression_keeps_every_bit_in_fewer_bytes(k: int, f32: bool) -> None:
-    encoded = encode_rows(alike(100, k), f32=f32)
+    encoded = encode_rows(make_sorted_block(100, k), f32=f32)
     compressed = compress_rows(encoded)
     assert len(compressed) < 0.8 * len(encoded)
     assert expand_rows(compressed, len(encoded)) == encoded
@@ -181,7 +181,7 @@ def test_compression_keeps_every_bit_in_fewer_bytes(k: int, f32: bool) -> None:
 
 
 def test_rows_that_expand_to_too_much_are_refused() -> None:
-    encoded = encode_rows(alike(100, 8))
+    encoded = encode_rows(make_sorted_block(100, 8))
     compressed = compress_rows(encoded)
     assert is_compressed(compressed)
     assert not is_compressed(encoded)
@@ -191,7 +191,7 @@ def test_rows_that_expand_to_too_much_are_refused() -> None:
 
 
 def test_a_frame_that_promises_too_much_takes_no_memory() -> None:
-    """Whoever knows how to make the digest can still not make us take 1 TiB."""
+    """A frame with a valid digest must not make the decoder allocate its claimed size."""
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
     prefix = struct.pack("<4sBBHII", b"DRow", VERSION, 1 | 8, 0, 8, 4)
     data = prefix + xxhash.xxh3_128_digest(prefix + bomb) + bomb
@@ -208,22 +208,22 @@ def test_a_frame_that_promises_too_much_takes_no_memory() -> None:
         encode_rows(make_block(3, 0, samples=4)),
         encode_rows(make_block(3, 2, ids=False, samples=3, top_id=2**31 - 1)),
         encode_rows(make_block(3, 2, ids=False, draws=3)),
-        compress_rows(encode_rows(alike(30, 4))),
+        compress_rows(encode_rows(make_sorted_block(30, 4))),
     ],
     ids=["f16", "f32", "no ids", "samples only", "wide samples", "draws", "zstd"],
 )
 def test_every_flipped_bit_is_seen(data: bytes) -> None:
     for bit in range(8 * len(data)):
-        changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(Corrupt):
-            decode_rows(bytes(changed))
+            decode_rows(bytes(flipped))
 
 
 @pytest.mark.parametrize("zstd", [False, True])
 def test_every_truncation_and_extension_is_seen(zstd: bool) -> None:
     sampled = encode_rows(make_block(3, 5, samples=2))
-    data = compress_rows(encode_rows(alike(30, 4))) if zstd else sampled
+    data = compress_rows(encode_rows(make_sorted_block(30, 4))) if zstd else sampled
     for length in range(len(data)):
         with pytest.raises(Corrupt):
             decode_rows(data[:length])
@@ -234,5 +234,5 @@ def test_every_truncation_and_extension_is_seen(zstd: bool) -> None:
 @pytest.mark.parametrize(("samples", "draws"), [(0, 0), (3, 0), (0, 3)])
 def test_slices_put_together_are_the_whole(samples: int, draws: int) -> None:
     block = decode_rows(encode_rows(make_block(10, 4, samples=samples, draws=draws)))
-    parts = [decode_rows(encode_rows(block.slice(a, b))) for a, b in ((0, 3), (3, 4), (4, 10))]
-    assert encode_rows(concatenate(parts)) == encode_rows(block)
+    slices = [decode_rows(encode_rows(block.slice(a, b))) for a, b in ((0, 3), (3, 4), (4, 10))]
+    assert encode_rows(concatenate(slices)) == encode_rows(block)

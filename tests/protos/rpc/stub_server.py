@@ -1,4 +1,4 @@
-"""A teacher service of two lines, for tests: python -m tests.protos.rpc.stub_server"""
+"""A minimal teacher service for tests: python -m tests.protos.rpc.stub_server"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The health check of containers, as its own program: its exit code is what they look at."""
+"""The health check of containers: a program whose exit code is the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.teacher_service.processes import TeacherProcess
 __all__ = ["certificates", "no_secrets", "tokens"]
 
 
-def check(address: str) -> subprocess.CompletedProcess[str]:
+def run_check(address: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "protos.rpc.health", address]
     return subprocess.run(command, capture_output=True, text=True)
 
@@ -34,26 +34,26 @@ def test_a_server_with_tokens_and_tls(
     teacher = TeacherProcess(options, log=tmp_path / "log")
     try:
         address = f"https://localhost:{teacher.port}"
-        assert not is_serving(address)  # the authority is not a public one
+        assert not is_serving(address)  # the certificate authority is not public
         monkeypatch.setenv("DISTILL_TLS_CA", str(certificates.pem("ca")))
         assert is_serving(address)
         assert not is_serving(f"localhost:{teacher.port}", seconds=1)
-        done = check(address)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        process = run_check(address)
+        assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
     finally:
         teacher.close()
 
 
 def test_no_server() -> None:
     (port,) = free_ports(1)
-    done = check(f"localhost:{port}")
-    assert (done.returncode, done.stderr) == (1, f"localhost:{port} is not serving\n")
+    process = run_check(f"localhost:{port}")
+    assert (process.returncode, process.stderr) == (1, f"localhost:{port} is not serving\n")
 
 
 def test_no_port() -> None:
-    done = check("localhost")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert "has no port" in done.stderr
+    process = run_check("localhost")
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: ")
+    assert "has no port" in process.stderr
     with pytest.raises(InvalidInput):
         is_serving("ftp://localhost:1")

@@ -1,4 +1,4 @@
-"""The page of a service for its operators, read by the standard library's client."""
+"""The metrics page of a service, read with http.client."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from protos.rpc.metrics_page import MetricsPage, metrics_page
 
 
 @contextmanager
-def serving(page: MetricsPage) -> Iterator[int]:
+def serve_page(page: MetricsPage) -> Iterator[int]:
     with metrics_page(page, ("127.0.0.1", 0)):
         yield int(page.address.rpartition(":")[2])
 
 
-def get(port: int, path: str) -> tuple[int, str]:
+def get_page(port: int, path: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     try:
         connection.request("GET", path)
@@ -34,56 +34,56 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 def test_a_service_is_alive_and_then_ready(caplog: pytest.LogCaptureFixture) -> None:
     page = MetricsPage(CollectorRegistry())
-    with serving(page) as port:
-        assert get(port, "/healthz") == (200, "ok\n")
-        assert get(port, "/readyz") == (503, "not ready\n")
+    with serve_page(page) as port:
+        assert get_page(port, "/healthz") == (200, "ok\n")
+        assert get_page(port, "/readyz") == (503, "not ready\n")
         with caplog.at_level("INFO", "protos.rpc.metrics_page"):
             page.start()
         assert caplog.messages == [f"metrics at http://127.0.0.1:{port}/metrics"]
-        assert get(port, "/readyz") == (200, "ok\n")
+        assert get_page(port, "/readyz") == (200, "ok\n")
         page.stop()
-        assert get(port, "/readyz") == (503, "not ready\n")
-        status, text = get(port, "/metrics")
+        assert get_page(port, "/readyz") == (503, "not ready\n")
+        status, text = get_page(port, "/metrics")
         assert status == 200
         assert "process_start_time_seconds " in text
-        assert get(port, "/")[0] == get(port, "/metrics/x")[0] == 404
+        assert get_page(port, "/")[0] == get_page(port, "/metrics/x")[0] == 404
 
 
 def test_answers_come_from_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that runs answers; one that hangs, or is closed, is not alive."""
+    """A running event loop answers; one that hangs or is closed is not alive."""
     monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.05)
     page = MetricsPage(CollectorRegistry())
     page.ready = True
     hanging, closed = asyncio.new_event_loop(), asyncio.new_event_loop()
     closed.close()
     silent = (503, "the service does not answer\n")
-    with serving(page) as port:
+    with serve_page(page) as port:
         for loop in (hanging, closed):
             page.follow(loop)
-            assert get(port, "/healthz") == get(port, "/readyz") == silent
-            assert get(port, "/metrics") == silent
+            assert get_page(port, "/healthz") == get_page(port, "/readyz") == silent
+            assert get_page(port, "/metrics") == silent
     hanging.close()
 
     async def answer() -> None:
         page.follow(asyncio.get_running_loop())
-        with serving(page) as port:
-            assert await asyncio.to_thread(get, port, "/healthz") == (200, "ok\n")
+        with serve_page(page) as port:
+            assert await asyncio.to_thread(get_page, port, "/healthz") == (200, "ok\n")
 
     monkeypatch.undo()
     asyncio.run(answer())
 
 
 def test_the_page_ends_at_once() -> None:
-    """Its thread waits for a client without a limit of time, and its port is free afterwards."""
-    with serving(MetricsPage(CollectorRegistry())) as port:
-        [thread] = [one for one in threading.enumerate() if one.name == "metrics"]
+    """The page closes although its thread waits without a timeout; its port is free afterwards."""
+    with serve_page(MetricsPage(CollectorRegistry())) as port:
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "metrics"]
     assert not thread.is_alive()
     with metrics_page(MetricsPage(CollectorRegistry()), ("127.0.0.1", port)):
         pass
 
 
 def test_a_taken_port() -> None:
-    with serving(MetricsPage(CollectorRegistry())) as port:
+    with serve_page(MetricsPage(CollectorRegistry())) as port:
         page = metrics_page(MetricsPage(CollectorRegistry()), ("127.0.0.1", port))
         with pytest.raises(InvalidInput, match="--metrics-port: cannot listen on"), page:
             pass

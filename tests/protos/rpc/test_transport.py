@@ -55,7 +55,7 @@ def test_a_fault_keeps_category_field_and_hint(channel: grpc.Channel) -> None:
 
 
 def test_a_call_that_the_server_does_not_have(channel: grpc.Channel) -> None:
-    """As of a client that is newer than its server."""
+    """A client that is newer than its server calls such a method."""
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/distill.v1.Teacher/FutureCall")(b"", timeout=10)
     fault = fault_of(caught.value, "teacher")
@@ -77,7 +77,9 @@ def test_overload_says_when_to_come_again(channel: grpc.Channel) -> None:
 
 
 def test_a_fault_survives_its_own_length() -> None:
-    """Trailers of more than 8 KiB are dropped: the caller would read of them, not of its fault."""
+    """Trailers of more than 8 KiB are dropped, and the caller would get an error about them
+    instead.
+    """
     text = "\u00e9" * 50_000
     fault = InvalidInput(text, field=text, hint=text)
     context = AsyncMock()
@@ -124,17 +126,17 @@ def test_every_watcher_of_the_health_is_told_and_let_go(
 ) -> None:
     health = health_pb2_grpc.HealthStub(channel)
 
-    def ask(name: str) -> Any:
+    def check_request(name: str) -> Any:
         return health_pb2.HealthCheckRequest(service=name)
 
     status = health_pb2.HealthCheckResponse
     names = ["", "distill.v1.Teacher", "distill.v1.Teacher", "no.such.Service"]
-    watches = [health.Watch(ask(name), timeout=20) for name in names]
-    first = [next(watch).status for watch in watches]
-    assert first == [status.SERVING] * 3 + [status.SERVICE_UNKNOWN]
+    watches = [health.Watch(check_request(name), timeout=20) for name in names]
+    first_statuses = [next(watch).status for watch in watches]
+    assert first_statuses == [status.SERVING] * 3 + [status.SERVICE_UNKNOWN]
     watches[1].cancel()
     with pytest.raises(grpc.RpcError) as caught:
-        health.Check(ask("no.such.Service"), timeout=10)
+        health.Check(check_request("no.such.Service"), timeout=10)
     assert isinstance(fault_of(caught.value, "teacher"), NotFound)
     server[0].send_signal(signal.SIGTERM)
     for watch in (watches[0], *watches[2:]):
@@ -157,13 +159,13 @@ def test_only_loopback(host: str) -> None:
 
 
 def test_a_call_that_the_server_cancels_may_be_repeated() -> None:
-    """As gRPC does with a call that reaches a server while it closes its port."""
+    """gRPC cancels a call that reaches a server while it closes its port."""
 
-    def cancel(request: bytes, context: grpc.ServicerContext) -> bytes:
+    def cancel_call(request: bytes, context: grpc.ServicerContext) -> bytes:
         context.cancel()
         return request
 
-    handler = grpc.unary_unary_rpc_method_handler(cancel)
+    handler = grpc.unary_unary_rpc_method_handler(cancel_call)
     server = grpc.server(ThreadPoolExecutor(1))
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("a", {"b": handler})])
     port = server.add_insecure_port("127.0.0.1:0")
@@ -176,16 +178,16 @@ def test_a_call_that_the_server_cancels_may_be_repeated() -> None:
 
 
 def test_the_installed_grpc_knows_every_option() -> None:
-    """An unknown one is ignored without a word."""
+    """gRPC silently ignores unknown options."""
     (library,) = Path(cygrpc.__file__).parent.glob("cygrpc*.so")
     binary = library.read_bytes()
-    own = {name for name, _ in (*CHANNEL_OPTIONS, *SERVER_OPTIONS)}
-    own.add("grpc.max_allowed_incoming_connections")
-    assert {name for name in own if f"{name}\0".encode() not in binary} == set()
+    option_names = {name for name, _ in (*CHANNEL_OPTIONS, *SERVER_OPTIONS)}
+    option_names.add("grpc.max_allowed_incoming_connections")
+    assert {name for name in option_names if f"{name}\0".encode() not in binary} == set()
 
 
 class SilentTeacher(teacher_pb2_grpc.TeacherServicer):
-    """Its first message comes after `SECONDS`."""
+    """Sends its first message after `SECONDS`."""
 
     SECONDS = 6.0
 
@@ -195,18 +197,18 @@ class SilentTeacher(teacher_pb2_grpc.TeacherServicer):
 
 
 def test_a_silent_call_is_not_cut_by_pings() -> None:
-    """All times a thirtieth of what they are: a call that is silent for three minutes."""
+    """All times are divided by 30: the call stands for one that is silent for three minutes."""
     times = ("grpc.keepalive_time_ms", "grpc.http2.min_ping_interval_without_data_ms")
 
-    def scaled(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    def scale_times(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         return [(name, value // 30 if name in times else value) for name, value in options]
 
-    async def call() -> int:
-        server = grpc.aio.server(options=scaled(SERVER_OPTIONS))
+    async def call_silent_teacher() -> int:
+        server = grpc.aio.server(options=scale_times(SERVER_OPTIONS))
         teacher_pb2_grpc.add_TeacherServicer_to_server(SilentTeacher(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        options = scaled(CHANNEL_OPTIONS)
+        options = scale_times(CHANNEL_OPTIONS)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
                 stream = teacher_pb2_grpc.TeacherStub(channel).Score()
@@ -216,4 +218,4 @@ def test_a_silent_call_is_not_cut_by_pings() -> None:
             await server.stop(0)
         return int(chunk.first_position)
 
-    assert asyncio.run(call()) == 7
+    assert asyncio.run(call_silent_teacher()) == 7
