@@ -45,22 +45,22 @@ def debian(path: Path, *packages: str) -> None:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, f"{command}: {process.stdout[-2000:]}{process.stderr[-4000:]}"
+    return process.stdout
 
 
 class Images:
     """A store of images in an empty directory, which must be closed: it takes 8 GB."""
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
-        self._index = place / "index"
-        self._buildah = ["buildah", "--root", f"{place}/store", "--runroot", f"{place}/run"]
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index = directory / "index"
+        self._buildah = ["buildah", "--root", f"{directory}/store", "--runroot", f"{directory}/run"]
 
     def make_base(self) -> None:
         """Make the base, and an index with a build of PyTorch for CPUs."""
-        archive = self._place / "base.tar"
+        archive = self._directory / "base.tar"
         debian(archive)
         name = self.call("from", "scratch").strip()
         self.call("add", "--quiet", name, str(archive), "/")
@@ -90,8 +90,8 @@ class Images:
 
     def settings(self, image: str) -> dict[str, Any]:
         """What the image says about itself, as Docker reads it."""
-        found: dict[str, Any] = json.loads(self.call("inspect", "--type", "image", image))
-        config: dict[str, Any] = found["Docker"]["config"]
+        inspection: dict[str, Any] = json.loads(self.call("inspect", "--type", "image", image))
+        config: dict[str, Any] = inspection["Docker"]["config"]
         return config
 
     def container(self, image: str) -> Container:
@@ -106,7 +106,7 @@ class Images:
     def close(self) -> None:
         """Delete all containers and images."""
         self.call("rm", "--all")
-        _run("rm", "--recursive", "--force", str(self._place))  # Python needs minutes for it
+        _run("rm", "--recursive", "--force", str(self._directory))  # Python needs minutes for it
 
 
 class Container:
@@ -114,7 +114,7 @@ class Container:
 
     def __init__(self, buildah: list[str], name: str, root: Path) -> None:
         self._buildah, self.name, self.root = buildah, name, root
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, *command: str) -> str:
         """Run a command to its end as the user of the image, and return what it printed."""
@@ -136,19 +136,19 @@ class Container:
                 stdout=output,
                 stderr=output,
             )
-        self._started.append(process)
+        self._processes.append(process)
         return process
 
     def close(self) -> None:
         """Kill what was started."""
-        for process in self._started:
+        for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one = psutil.Process(process.pid)
-                for each in [*one.children(recursive=True), one]:
+                parent = psutil.Process(process.pid)
+                for member in [*parent.children(recursive=True), parent]:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
+                        member.kill()
             process.wait(20)
-        self._started.clear()
+        self._processes.clear()
 
     def _command(
         self, command: Sequence[str], environment: Mapping[str, str], volumes: Sequence[str]

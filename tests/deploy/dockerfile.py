@@ -26,32 +26,32 @@ class Stage:
 
 def stages(text: str) -> dict[str, Stage]:
     """All stages by name, each after those that it is made of."""
-    found: dict[str, Stage] = {}
-    here = Stage("")
+    stages_by_name: dict[str, Stage] = {}
+    stage = Stage("")
     for line in re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.M)).splitlines():
-        word, _, rest = line.partition(" ")
+        word, _, operand = line.partition(" ")
         match word:
             case "FROM":
-                parent, name = rest.split(" AS ")
-                base = found.get(parent, Stage(""))
-                here = Stage(parent, user=base.user, arguments=set(base.arguments))
-                here.installs = base.installs
-                found[name] = here
+                parent, name = operand.split(" AS ")
+                base = stages_by_name.get(parent, Stage(""))
+                stage = Stage(parent, user=base.user, arguments=set(base.arguments))
+                stage.installs = base.installs
+                stages_by_name[name] = stage
             case "ARG":
-                here.arguments.add(rest.partition("=")[0])
+                stage.arguments.add(operand.partition("=")[0])
             case "USER":
-                here.user = rest
+                stage.user = operand
             case "ENTRYPOINT":
-                here.entrypoint = json.loads(rest)
+                stage.entrypoint = json.loads(operand)
             case "HEALTHCHECK":
-                here.health = json.loads(rest.partition("CMD ")[2])
+                stage.health = json.loads(operand.partition("CMD ")[2])
             case "COPY":
-                if copied := re.match(r"--from=(\S+)", rest):
-                    here.arguments |= found[copied[1]].arguments
-                    here.installs += found[copied[1]].installs
+                if copied := re.match(r"--from=(\S+)", operand):
+                    stage.arguments |= stages_by_name[copied[1]].arguments
+                    stage.installs += stages_by_name[copied[1]].installs
             case "RUN":
-                here.installs += rest
-    return found
+                stage.installs += operand
+    return stages_by_name
 
 
 STAGES = stages(DOCKERFILE.read_text())

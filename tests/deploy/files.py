@@ -25,7 +25,7 @@ WHEEL: dict[str, Any] = _PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 VERSION: str = PROJECT["version"]
 
 
-def parsed(program: str, arguments: Sequence[str]) -> dict[str, Any]:
+def parse_options(program: str, arguments: Sequence[str]) -> dict[str, Any]:
     """What the program itself makes of its arguments. Raises typer's error for a wrong one."""
     command = typer.main.get_command(PROGRAMS[program])
     with command.make_context(program, list(arguments)) as context:
@@ -39,8 +39,8 @@ def is_guarded(options: dict[str, Any]) -> bool:
 
 def tool(name: str) -> str:
     """The path of a program that `make test-deploy` installs; skips the test without it."""
-    places = f"{ROOT / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"
-    found = shutil.which(name, path=places)
-    if found is None:
+    search_path = f"{ROOT / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"
+    program_path = shutil.which(name, path=search_path)
+    if program_path is None:
         pytest.skip(f"needs {name}: make test-deploy")
-    return found
+    return program_path

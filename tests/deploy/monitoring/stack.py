@@ -31,10 +31,10 @@ class Prometheus:
 
     def query(self, expr: str) -> Sequence[Mapping[str, Any]]:
         """The samples of an expression now."""
-        question = urllib.parse.urlencode({"query": expr})
-        found: Any = _read(f"{self._url}/query?{question}")
-        assert found["status"] == "success", found
-        samples: Sequence[Mapping[str, Any]] = found["data"]["result"]
+        query_string = urllib.parse.urlencode({"query": expr})
+        response: Any = _read(f"{self._url}/query?{query_string}")
+        assert response["status"] == "success", response
+        samples: Sequence[Mapping[str, Any]] = response["data"]["result"]
         return samples
 
     def value(self, expr: str) -> float | None:
@@ -45,20 +45,20 @@ class Prometheus:
 
     def firing(self) -> set[str]:
         """Names of the alerts that fire."""
-        found = self.query('ALERTS{alertstate="firing"}')
-        return {sample["metric"]["alertname"] for sample in found}
+        samples = self.query('ALERTS{alertstate="firing"}')
+        return {sample["metric"]["alertname"] for sample in samples}
 
 
 class Messages:
     """What Alertmanager has sent: (name, status) of each alert."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple[str, str]] = set()
+        self.alerts: set[tuple[str, str]] = set()
 
     def read(self, body: bytes) -> None:
         for alert in json.loads(body)["alerts"]:
             assert alert["annotations"]["summary"]
-            self.seen.add((alert["labels"]["alertname"], alert["status"]))
+            self.alerts.add((alert["labels"]["alertname"], alert["status"]))
 
 
 @contextlib.contextmanager
@@ -66,28 +66,32 @@ def monitoring(home: Path, targets: Mapping[str, str]) -> Iterator[tuple[Prometh
     """Both programs within the block. `targets`: HOST:PORT by the name of the scrape job."""
     messages = Messages()
     with _receiver(messages) as port, contextlib.ExitStack() as stack:
-        here, alerts = free_ports(2)
+        prometheus_port, alertmanager_port = free_ports(2)
         options = _install(home)
         files = home / "etc" / "prometheus"
         _edit(files / "alertmanager.yml", r"(group_wait|group_interval): \w+", r"\1: 1s")
         _edit(files / "alertmanager.yml", ":9095/", f":{port}/")
         _edit(files / "rules.yml", r"for: \d+m", "for: 1s")
         _edit(files / "prometheus.yml", r"(\w+_interval): 15s", r"\1: 1s")
-        _edit(files / "prometheus.yml", ":9093", f":{alerts}")
+        _edit(files / "prometheus.yml", ":9093", f":{alertmanager_port}")
         for job, target in targets.items():
-            place = rf'(job_name: {job}\n.*\n.*targets: \[)"[^"]+"'
-            _edit(files / "prometheus.yml", place, rf'\1"{target}"')
+            target_pattern = rf'(job_name: {job}\n.*\n.*targets: \[)"[^"]+"'
+            _edit(files / "prometheus.yml", target_pattern, rf'\1"{target}"')
         for program, storage in (
             ("prometheus-alertmanager", f"--storage.path={home}/alerts"),
             ("prometheus", f"--storage.tsdb.path={home}/series"),
         ):
-            name = program.removeprefix("prometheus-")
-            given = options[program].replace(":9090", f":{here}").replace(":9093", f":{alerts}")
-            words = [program, *shlex.split(given), storage, "--log.level=warn"]
-            words += [f"--config.file={files}/{name}.yml"]
-            stack.enter_context(_process(words, home / f"{name}.log"))
-        eventually(lambda: _answers(here) and _answers(alerts))
-        yield Prometheus(here), messages
+            config_name = program.removeprefix("prometheus-")
+            arguments = (
+                options[program]
+                .replace(":9090", f":{prometheus_port}")
+                .replace(":9093", f":{alertmanager_port}")
+            )
+            words = [program, *shlex.split(arguments), storage, "--log.level=warn"]
+            words += [f"--config.file={files}/{config_name}.yml"]
+            stack.enter_context(_process(words, home / f"{config_name}.log"))
+        eventually(lambda: _answers(prometheus_port) and _answers(alertmanager_port))
+        yield Prometheus(prometheus_port), messages
 
 
 def _install(home: Path) -> Mapping[str, str]:
@@ -96,13 +100,13 @@ def _install(home: Path) -> Mapping[str, str]:
         (home / "etc" / folder).mkdir(parents=True)
     (block,) = blocks("docs/operations.md", "monitoring")
     commands = block.body.replace("/etc/", f"{shlex.quote(str(home))}/etc/")
-    silent = "apt-get() { :; }; systemctl() { :; }"
-    subprocess.run(["bash", "-euc", f"{silent}\n{commands}"], cwd=ROOT, check=True)
+    stubs = "apt-get() { :; }; systemctl() { :; }"
+    subprocess.run(["bash", "-euc", f"{stubs}\n{commands}"], cwd=ROOT, check=True)
     options = {}
     for path in (home / "etc" / "default").iterdir():
-        found = re.fullmatch(r'ARGS="(.*)"\n', path.read_text())
-        assert found, path
-        options[path.name] = found[1]
+        match = re.fullmatch(r'ARGS="(.*)"\n', path.read_text())
+        assert match, path
+        options[path.name] = match[1]
     return options
 
 

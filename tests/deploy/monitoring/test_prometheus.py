@@ -48,8 +48,8 @@ SECONDS = 180.0  # only for machines that are very busy
     ids=" ".join,
 )
 def test_their_tools_take_the_files(words: list[str]) -> None:
-    done = subprocess.run(words, cwd=FILES, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(words, cwd=FILES, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 class LoggedServer(RealServer):
@@ -60,11 +60,11 @@ class LoggedServer(RealServer):
         return self.runs.with_suffix(".log")
 
     def launch(self) -> subprocess.Popen[str]:
-        where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
+        address_options = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
         options = ["--slots", "1", "--threads-per-job", "1", "--retries", "0"]
         with self.log.open("ab") as stderr:
             return ForkedPython(
-                [sys.executable, "-m", "distill_server", *where, *options],
+                [sys.executable, "-m", "distill_server", *address_options, *options],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
@@ -94,7 +94,7 @@ class Teacher:
         self._process.close()
 
     def start(self) -> None:
-        port, page = (int(one.rpartition(":")[2]) for one in (self.address, self.metrics))
+        port, page = (int(address.rpartition(":")[2]) for address in (self.address, self.metrics))
         words = [*self._words, "--metrics-port", str(page)]
         self._process = ForkedTeacher(words, log=self._log, port=port)
 
@@ -129,9 +129,9 @@ def test_alerts_fire_and_every_panel_has_data(
     ):
         eventually(lambda: prometheus.value("sum(up)") == 2, SECONDS, 0.5)
         assert prometheus.value('distill_server_ended_jobs_total{state="FAILED"}') == 0
-        first = client.submit(job(material, teacher.address, **endless))
-        second = client.submit(job(material, teacher.address, data__path=str(data)))
-        eventually(lambda: client.get(first.id).step > 0, SECONDS, 0.2)
+        endless_job = client.submit(job(material, teacher.address, **endless))
+        failing_job = client.submit(job(material, teacher.address, data__path=str(data)))
+        eventually(lambda: client.get(endless_job.id).step > 0, SECONDS, 0.2)
 
         def empty_panels() -> list[str]:
             return [title for title, expr in panels() if not has_data(prometheus, expr)]
@@ -141,24 +141,24 @@ def test_alerts_fire_and_every_panel_has_data(
         assert prometheus.firing() <= OF_MACHINE
 
         Path(data).unlink()
-        client.cancel(first.id, now=True)
-        eventually(lambda: client.get(second.id).state is JobState.FAILED, SECONDS, 0.2)
-        third = client.submit(job(material, teacher.address, **endless))
-        eventually(lambda: client.get(third.id).step > 0, SECONDS, 0.2)
+        client.cancel(endless_job.id, now=True)
+        eventually(lambda: client.get(failing_job.id).state is JobState.FAILED, SECONDS, 0.2)
+        waiting_job = client.submit(job(material, teacher.address, **endless))
+        eventually(lambda: client.get(waiting_job.id).step > 0, SECONDS, 0.2)
         teacher.kill()
         expected = {"DistillJobFailed", "DistillTeacherDown", "DistillJobsWait"}
         eventually(lambda: expected <= prometheus.firing(), SECONDS, 0.5)
-        eventually(lambda: {(name, "firing") for name in expected} <= messages.seen, SECONDS, 0.5)
+        eventually(lambda: {(name, "firing") for name in expected} <= messages.alerts, SECONDS, 0.5)
 
         teacher.start()
-        ended = {("DistillTeacherDown", "resolved"), ("DistillJobsWait", "resolved")}
-        eventually(lambda: ended <= messages.seen, SECONDS, 0.5)
-        assert client.get(third.id).state in (JobState.PREPARING, JobState.RUNNING)
-        client.cancel(third.id, now=True)
-        eventually(lambda: client.get(third.id).state is JobState.CANCELLED, SECONDS, 0.2)
+        resolved = {("DistillTeacherDown", "resolved"), ("DistillJobsWait", "resolved")}
+        eventually(lambda: resolved <= messages.alerts, SECONDS, 0.5)
+        assert client.get(waiting_job.id).state in (JobState.PREPARING, JobState.RUNNING)
+        client.cancel(waiting_job.id, now=True)
+        eventually(lambda: client.get(waiting_job.id).state is JobState.CANCELLED, SECONDS, 0.2)
         assert prometheus.firing() - OF_MACHINE == {"DistillJobFailed"}
 
 
 def has_data(prometheus: Prometheus, expr: str) -> bool:
     """Whether an expression has a sample that is a number."""
-    return any(not math.isnan(float(found["value"][1])) for found in prometheus.query(expr))
+    return any(not math.isnan(float(sample["value"][1])) for sample in prometheus.query(expr))
