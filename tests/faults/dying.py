@@ -60,8 +60,8 @@ def run_forked(work: Work, root: Path, spec: str) -> int:
 def main() -> None:
     kind, root, *specs = sys.argv[1:]
     work = {"store": store_work, "checkpoint": checkpoint_work}[kind]()
-    ended = {spec: run_forked(work, Path(root) / spec, spec) for spec in specs}
-    print(json.dumps(ended))
+    exit_statuses = {spec: run_forked(work, Path(root) / spec, spec) for spec in specs}
+    print(json.dumps(exit_statuses))
 
 
 if __name__ == "__main__":

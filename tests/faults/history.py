@@ -13,14 +13,14 @@ from clients.teacher.pending_requests import RequestStream
 from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2
 
-Asked = tuple[bytes, int, bytes]
+RequestKey = tuple[bytes, int, bytes]
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentRequest:
     """One request on the wire, and the answers to it, each with the time it came."""
 
-    asked: Asked
+    key: RequestKey
     next_position: int
     chunks: list[tuple[float, teacher_pb2.ScoreChunk]] = field(default_factory=list)
 
@@ -34,63 +34,70 @@ class History:
     """Recorded where messages enter and leave a client; payloads are left out."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, Sent] = {}
+        self._requests: dict[str, SentRequest] = {}
         self._lock = threading.Lock()
 
     def requested(self, request: teacher_pb2.ScoreRequest) -> None:
         with self._lock:
-            self._sent[request.request_id] = Sent(asked_by(request), request.next_position)
+            self._requests[request.request_id] = SentRequest(
+                request_key(request), request.next_position
+            )
 
     def received(self, chunk: teacher_pb2.ScoreChunk) -> None:
-        kept = teacher_pb2.ScoreChunk()
-        kept.CopyFrom(chunk)
-        kept.payload = b""
+        bare_chunk = teacher_pb2.ScoreChunk()
+        bare_chunk.CopyFrom(chunk)
+        bare_chunk.payload = b""
         with self._lock:
-            self._sent[chunk.request_id].chunks.append((time.monotonic(), kept))
+            self._requests[chunk.request_id].chunks.append((time.monotonic(), bare_chunk))
 
     def forget(self) -> None:
         """Begin anew."""
         with self._lock:
-            self._sent.clear()
+            self._requests.clear()
 
     def wait_for_row(self, after: float) -> float:
         """When the first row came after a moment of the monotonic clock."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with self._lock:
-                came = [at for sent in self._sent.values() for at, _ in sent.chunks if at > after]
-            if came:
-                return min(came)
+                arrival_times = [
+                    arrival_time
+                    for request in self._requests.values()
+                    for arrival_time, _ in request.chunks
+                    if arrival_time > after
+                ]
+            if arrival_times:
+                return min(arrival_times)
             time.sleep(0.005)
         raise AssertionError("no row came for a minute")
 
     def messages(self) -> int:
-        return sum(len(sent.chunks) for sent in self._sent.values())
+        return sum(len(request.chunks) for request in self._requests.values())
 
     def resumed(self) -> int:
         """Requests that asked for the rest of a sequence."""
-        return sum(sent.next_position > 0 for sent in self._sent.values())
+        return sum(request.next_position > 0 for request in self._requests.values())
 
-    def amplification(self, asked: Sequence[ScoreQuery]) -> float:
+    def amplification(self, queries: Sequence[ScoreQuery]) -> float:
         """Rows that were asked for on the wire, over the rows that were wanted."""
-        lengths = {asked_by(request_of(query, "")): len(query.token_ids) for query in asked}
-        wanted = sum(query.rows for query in asked)
+        lengths = {request_key(request_of(query, "")): len(query.token_ids) for query in queries}
+        wanted_rows = sum(query.rows for query in queries)
         on_wire = sum(
-            lengths[sent.asked] - (sent.next_position or sent.asked[1])
-            for sent in self._sent.values()
+            lengths[request.key] - (request.next_position or request.key[1])
+            for request in self._requests.values()
         )
-        return on_wire / wanted
+        return on_wire / wanted_rows
 
-    def check(self, asked: Sequence[ScoreQuery]) -> int:
+    def check(self, queries: Sequence[ScoreQuery]) -> int:
         """Every position of every query once and in order, whatever broke in between; returns how
         many. The queries must differ.
         """
-        by_query: dict[Asked, list[Sent]] = {}
-        for sent in self._sent.values():  # in the order of sending
-            by_query.setdefault(sent.asked, []).append(sent)
+        by_query: dict[RequestKey, list[SentRequest]] = {}
+        for request in self._requests.values():  # in the order of sending
+            by_query.setdefault(request.key, []).append(request)
         total = 0
-        for query in asked:
-            attempts = by_query.pop(asked_by(request_of(query, "")))
+        for query in queries:
+            attempts = by_query.pop(request_key(request_of(query, "")))
             position = query.start
             digest = None
             for attempt in attempts:
@@ -110,7 +117,7 @@ class History:
         return total
 
 
-def asked_by(request: teacher_pb2.ScoreRequest) -> Asked:
+def request_key(request: teacher_pb2.ScoreRequest) -> RequestKey:
     return request.token_ids, request.start, request.head_ids
 
 

@@ -46,7 +46,7 @@ class FaultProxy:
         self._target = (host, int(port))
         self.toxics = toxics
         self.connections = 0
-        self.carried = 0  # bytes, both ways
+        self.carried_bytes = 0  # bytes, both ways
         self.resets = 0
         self.random = random.Random(0)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,22 +100,22 @@ class _Connection:
         self._proxy = proxy
         self._client = (reader, writer)
         self._writers = [writer]
-        self._carried = 0
+        self._carried_bytes = 0
 
     async def carry(self, host: str, port: int) -> None:
         reader, writer = await asyncio.open_connection(host, port)
         self._writers.append(writer)
         async with asyncio.timeout(self._proxy.toxics.timeout_seconds):
-            both = [
+            pumps = [
                 asyncio.create_task(self._pump(self._client[0], writer)),
                 asyncio.create_task(self._pump(reader, self._client[1])),
             ]
             try:
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in both:
+                for task in pumps:
                     task.cancel()
-                await asyncio.gather(*both, return_exceptions=True)
+                await asyncio.gather(*pumps, return_exceptions=True)
 
     def abort(self) -> None:
         for writer in self._writers:
@@ -140,9 +140,9 @@ class _Connection:
             due = max(due + 1e-6, loop.time() + toxics.latency_seconds + jitter)
             loop.call_at(due, self._write, writer, data)
             await writer.drain()
-            self._carried += len(data)
-            self._proxy.carried += len(data)
-            if toxics.reset_after_bytes and self._carried >= toxics.reset_after_bytes:
+            self._carried_bytes += len(data)
+            self._proxy.carried_bytes += len(data)
+            if toxics.reset_after_bytes and self._carried_bytes >= toxics.reset_after_bytes:
                 self._proxy.resets += 1
                 return
 

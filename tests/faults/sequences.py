@@ -31,9 +31,9 @@ def sequences(count: int, length: int, *, top_k: int = VOCAB, seed: int = 0) -> 
     ]
 
 
-def expected(asked: Sequence[ScoreQuery]) -> list[RowBlock]:
+def expected(queries: Sequence[ScoreQuery]) -> list[RowBlock]:
     """The rows by an engine in this process."""
-    answers = FakeEngine(FakeSettings(vocab=VOCAB, max_length=20_000)).score(asked)
+    answers = FakeEngine(FakeSettings(vocab=VOCAB, max_length=20_000)).score(queries)
     assert all(isinstance(answer, RowBlock) for answer in answers)
     return [answer for answer in answers if isinstance(answer, RowBlock)]
 

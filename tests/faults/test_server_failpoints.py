@@ -46,10 +46,12 @@ class ArmedServer(Server):
         self.history = History()
 
     def launch(self) -> subprocess.Popen[str]:
-        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        arguments = [str(self.runs), self.host, str(self.port), str(self.slots)]
         environment = {**os.environ, "DISTILL_FAILPOINT": self.spec}
         self.spec = ""
-        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True, env=environment)
+        return ForkedPython(
+            [*SCRIPTED, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def rise_again(self) -> None:
         """Wait for its death, and start the next."""
@@ -83,12 +85,12 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArmedServ
     server.clean_up()
 
 
-def ended(client: DistillClient, job_id: str) -> JobState:
+def wait_for_end(client: DistillClient, job_id: str) -> JobState:
     eventually(lambda: client.get(job_id).state in TERMINAL, 60)
     return client.get(job_id).state
 
 
-def submitted(server: ArmedServer, client: DistillClient, name: str, steps: int) -> str:
+def submit_job(server: ArmedServer, client: DistillClient, name: str, steps: int) -> str:
     """As a client does it: again under the same key, when it got no answer."""
     config = job_config(name, steps)
     try:
@@ -107,10 +109,10 @@ def armed_with(specs: list[str]) -> pytest.MarkDecorator:
 @armed_with(RUNS)
 def test_a_job_that_runs(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
-        job_id = submitted(server, client, "pause=0.02", 20)
+        job_id = submit_job(server, client, "pause=0.02", 20)
         if not server.deaths:
             server.rise_again()
-        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert wait_for_end(client, job_id) is JobState.SUCCEEDED
         assert [job.id for job in client.list()] == [job_id]
     assert len(server.starts(job_id)) == 1
     assert server.deaths == 1
@@ -119,9 +121,9 @@ def test_a_job_that_runs(server: ArmedServer) -> None:
 @armed_with(RETRIES)
 def test_a_job_that_is_tried_again(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
-        job_id = submitted(server, client, "crash_at=3 crashes=1", 5)
+        job_id = submit_job(server, client, "crash_at=3 crashes=1", 5)
         server.rise_again()
-        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert wait_for_end(client, job_id) is JobState.SUCCEEDED
         assert client.get(job_id).attempt == 2
     assert [line.split()[1] for line in server.starts(job_id)] == ["1", "2"]
 
@@ -129,26 +131,26 @@ def test_a_job_that_is_tried_again(server: ArmedServer) -> None:
 @armed_with(CANCELS)
 def test_a_job_that_is_cancelled(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
-        job_id = submitted(server, client, "pause=0.05", 1000)
+        job_id = submit_job(server, client, "pause=0.05", 1000)
         eventually(lambda: client.get(job_id).step >= 1)
         with pytest.raises(Unavailable):
             client.cancel(job_id)
         server.rise_again()
         client.cancel(job_id)
-        assert ended(client, job_id) is JobState.CANCELLED
+        assert wait_for_end(client, job_id) is JobState.CANCELLED
     assert len(server.starts(job_id)) == 1
 
 
 @armed_with(RESUMES)
 def test_a_job_that_is_resumed(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
-        job_id = submitted(server, client, "short", 5)
-        assert ended(client, job_id) is JobState.SUCCEEDED
+        job_id = submit_job(server, client, "short", 5)
+        assert wait_for_end(client, job_id) is JobState.SUCCEEDED
         with pytest.raises(Unavailable):
             client.resume(job_id, max_steps=8)
         server.history.resumed(job_id)
         server.rise_again()
         eventually(lambda: client.get(job_id).attempt == 2)
-        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert wait_for_end(client, job_id) is JobState.SUCCEEDED
         assert client.get(job_id).step == 8
     assert [line.split()[1] for line in server.starts(job_id)] == ["1", "2"]

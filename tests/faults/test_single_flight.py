@@ -36,11 +36,11 @@ def test_a_hundred_clients_and_one_forward(start_teacher: StartTeacher, tmp_path
     async def main() -> tuple[list[bytes], teacher_pb2.TeacherInfo]:
         async with grpc.aio.insecure_channel(teacher.address) as channel:
             stub = teacher_pb2_grpc.TeacherStub(channel)
-            before = (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load.forwards
+            forwards_before = (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load.forwards
             leader = asyncio.create_task(ask(teacher.address))
             while not (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load.active_streams:
                 await asyncio.sleep(0.01)
-            others = [asyncio.create_task(ask(teacher.address)) for _ in range(CLIENTS - 1)]
+            followers = [asyncio.create_task(ask(teacher.address)) for _ in range(CLIENTS - 1)]
             while not leader.done():
                 load = (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load
                 if load.active_streams == CLIENTS:
@@ -48,9 +48,9 @@ def test_a_hundred_clients_and_one_forward(start_teacher: StartTeacher, tmp_path
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)  # the query of the last stream follows
             leader.cancel()
-            answers = await asyncio.gather(*others)
+            answers = await asyncio.gather(*followers)
             info = await stub.GetInfo(teacher_pb2.GetInfoRequest())
-            info.load.forwards -= before
+            info.load.forwards -= forwards_before
             return answers, info
 
     answers, info = asyncio.run(main())

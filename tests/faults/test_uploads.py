@@ -24,7 +24,7 @@ from tests.forked_python import ForkedPython
 
 SIZE, BREAKS = 32 << 20, 10
 # What a break may cost: the part that it cuts, and what the server had not read (transport.py).
-LOST = 1 << 20
+MAX_LOST_BYTES = 1 << 20
 
 
 class BreakingServer(Server):
@@ -35,10 +35,12 @@ class BreakingServer(Server):
         self._specs = list(specs)
 
     def launch(self) -> subprocess.Popen[str]:
-        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        arguments = [str(self.runs), self.host, str(self.port), str(self.slots)]
         spec = self._specs.pop(0) if self._specs else ""
         environment = {**os.environ, "DISTILL_FAILPOINT": spec}
-        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True, env=environment)
+        return ForkedPython(
+            [*SCRIPTED, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def rise_again(self) -> None:
         assert self.process is not None
@@ -79,11 +81,11 @@ def breaking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Breakin
 
 @pytest.mark.parametrize("breaking", [[]], indirect=True)
 def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -> None:
-    told: list[UploadProgress] = []
+    reports: list[UploadProgress] = []
     with FaultProxy(breaking.address, Toxics(reset_after_bytes=3 << 20)) as proxy:
 
         def report(progress: UploadProgress) -> None:
-            told.append(progress)
+            reports.append(progress)
             if proxy.resets >= BREAKS:
                 proxy.toxics = Toxics()
 
@@ -91,37 +93,37 @@ def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -
             (ready,) = client.upload([job_of(data)], report)
         assert proxy.resets >= BREAKS
         assert digest(path_of(ready)) == digest(data)
-        print(f"sent {proxy.carried / SIZE:.3f} times its size")
-        assert proxy.carried < SIZE + proxy.resets * LOST
+        print(f"sent {proxy.carried_bytes / SIZE:.3f} times its size")
+        assert proxy.carried_bytes < SIZE + proxy.resets * MAX_LOST_BYTES
         with DistillClient(proxy.address) as client:
-            before = proxy.carried
+            carried_before = proxy.carried_bytes
             assert client.upload([job_of(data)]) == [ready]
-            assert proxy.carried - before < 10_000, "the server has it"
-    assert told[0] == UploadProgress("data.path", 0, SIZE, begins=True)
-    assert told[-1].sent_bytes == SIZE
+            assert proxy.carried_bytes - carried_before < 10_000, "the server has it"
+    assert reports[0] == UploadProgress("data.path", 0, SIZE, begins=True)
+    assert reports[-1].sent_bytes == SIZE
 
 
 @pytest.mark.parametrize("breaking", [["upload-part-written:kill:12"] * BREAKS], indirect=True)
 def test_a_server_that_is_killed_ten_times(breaking: BreakingServer, data: Path) -> None:
-    found: list[OnPolicyJob | Exception] = []
+    outcomes: list[OnPolicyJob | Exception] = []
     with FaultProxy(breaking.address) as proxy, DistillClient(proxy.address) as client:
 
         def upload() -> None:
             try:
-                found.extend(client.upload([job_of(data)]))
+                outcomes.extend(client.upload([job_of(data)]))
             except Exception as error:
-                found.append(error)
+                outcomes.append(error)
 
         sender = threading.Thread(target=upload)
         sender.start()
         for _ in range(BREAKS):
             breaking.rise_again()
         sender.join(60)
-        (ready,) = found
+        (ready,) = outcomes
         assert isinstance(ready, OnPolicyJob), ready
         assert digest(path_of(ready)) == digest(data)
-        print(f"sent {proxy.carried / SIZE:.3f} times its size")
-        assert proxy.carried < SIZE + BREAKS * LOST
+        print(f"sent {proxy.carried_bytes / SIZE:.3f} times its size")
+        assert proxy.carried_bytes < SIZE + BREAKS * MAX_LOST_BYTES
 
 
 @pytest.mark.parametrize(

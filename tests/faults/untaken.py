@@ -21,20 +21,29 @@ from tests.faults.sequences import WAIT, sequences
 
 
 def main(address: str, limit: int) -> dict[str, int]:
-    asked = sequences(150, 1000, seed=3)  # 520 KB of rows each
+    queries = sequences(150, 1000, seed=3)  # 520 KB of rows each
     with TeacherClient(address, max_prefetch_bytes=limit) as client:
-        client.submit(asked[0]).result(WAIT)
+        client.submit(queries[0]).result(WAIT)
         resident = resident_bytes()
-        answers = [client.submit(query) for query in asked]
-        done = -1
-        while done != (done := sum(answer.done() for answer in answers)) or not done:
+        answers = [client.submit(query) for query in queries]
+        answer_count = -1
+        while (
+            answer_count != (answer_count := sum(answer.done() for answer in answers))
+            or not answer_count
+        ):
             time.sleep(1)
         grown = resident_bytes() - resident
-        held = client.held_bytes
+        held_before = client.held_bytes
         assert all(len(answer.result(WAIT)) == 999 for answer in answers)
-        rows = done * nbytes(answers[0].result())
-        left = client.held_bytes
-    return {"answers": done, "rows": rows, "held": held, "left": left, "grown": grown}
+        rows = answer_count * nbytes(answers[0].result())
+        held_after = client.held_bytes
+    return {
+        "answers": answer_count,
+        "rows": rows,
+        "held": held_before,
+        "left": held_after,
+        "grown": grown,
+    }
 
 
 def resident_bytes() -> int:
