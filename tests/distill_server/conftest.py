@@ -64,9 +64,9 @@ class Server:
         self.port = int(line.rsplit(":", 1)[1])
 
     def launch(self) -> subprocess.Popen[str]:
-        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
-        where.append(json.dumps(self.options))
-        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True)
+        arguments = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        arguments.append(json.dumps(self.options))
+        return ForkedPython([*SCRIPTED, *arguments], stdout=subprocess.PIPE, text=True)
 
     def kill(self, signum: int = signal.SIGKILL) -> int:
         assert self.process is not None
@@ -88,8 +88,8 @@ class Server:
         """The attempt's shim.json, once it is there."""
         path = self.runs / job_id / "logs" / f"attempt-{attempt}" / "shim.json"
         eventually(path.exists)
-        found: dict[str, int] = json.loads(path.read_text())
-        return found
+        card: dict[str, int] = json.loads(path.read_text())
+        return card
 
 
 def end_attempt(directory: Path) -> None:
@@ -102,11 +102,11 @@ def end_attempt(directory: Path) -> None:
         lambda: card.exists() or (directory / "exit.json").exists() or not has_shim(directory)
     )
     if card.exists():
-        found = json.loads(card.read_text())
-        who = identity_of(found["pid"])
-        if who is not None and who.start_time == found["start_time"]:
-            os.kill(who.pid, signal.SIGKILL)
-        kill_family(found["mark"])
+        shim_record = json.loads(card.read_text())
+        shim = identity_of(shim_record["pid"])
+        if shim is not None and shim.start_time == shim_record["start_time"]:
+            os.kill(shim.pid, signal.SIGKILL)
+        kill_family(shim_record["mark"])
 
 
 def has_shim(directory: Path) -> bool:
@@ -115,10 +115,10 @@ def has_shim(directory: Path) -> bool:
     return any(str(directory / "rank-0.log") in line for line in lines)
 
 
-def eventually(true: Callable[[], object], seconds: float = 60.0, pause: float = 0.02) -> None:
+def eventually(condition: Callable[[], object], seconds: float = 60.0, pause: float = 0.02) -> None:
     """Wait until it holds; the time is only for machines that are very busy."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, "it never became true"
         time.sleep(pause)
 

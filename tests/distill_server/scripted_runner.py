@@ -31,7 +31,7 @@ class ScriptedRunner(LocalRunner):
         super().__init__()
         self.alive: dict[tuple[str, int], Share] = {}
         self.started: list[tuple[str, int]] = []
-        self._ended: dict[tuple[str, int], Exited | Lost] = {}
+        self._outcomes: dict[tuple[str, int], Exited | Lost] = {}
 
     def start(
         self,
@@ -52,7 +52,7 @@ class ScriptedRunner(LocalRunner):
         key = (run.path.name, attempt)
         if key in self.alive:
             return Running()
-        return self._ended.get(key, Lost(blameless=key not in self.started))
+        return self._outcomes.get(key, Lost(blameless=key not in self.started))
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         self.end(run.path.name, Exited(-9))
@@ -61,7 +61,7 @@ class ScriptedRunner(LocalRunner):
         key = next((key for key in self.alive if key[0] == job_id), None)
         if key is not None:
             del self.alive[key]
-            self._ended[key] = outcome
+            self._outcomes[key] = outcome
 
     def say(
         self, runs: Path, job_id: str, verdict: Verdict, step: int = 1, error: str = ""

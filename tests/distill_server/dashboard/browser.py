@@ -70,23 +70,25 @@ class Browser:
         return self._driver.execute_script(script, *arguments)
 
     def count(self, selector: str) -> int:
-        found: int = self.run("return document.querySelectorAll(arguments[0]).length", selector)
-        return found
+        count: int = self.run("return document.querySelectorAll(arguments[0]).length", selector)
+        return count
 
     def text(self, selector: str) -> str:
         """Of the first match; empty where there is none."""
-        found = self.run("return document.querySelector(arguments[0])?.textContent", selector)
-        return str(found or "")
+        text = self.run("return document.querySelector(arguments[0])?.textContent", selector)
+        return str(text or "")
 
     def texts(self, selector: str) -> list[str]:
         """Of all matches, in the order of the page."""
         script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
-        found: list[str] = self.run(script, selector)
-        return found
+        texts: list[str] = self.run(script, selector)
+        return texts
 
     def elements(self, selector: str) -> list[Any]:
-        found: list[Any] = self.run("return [...document.querySelectorAll(arguments[0])]", selector)
-        return found
+        elements: list[Any] = self.run(
+            "return [...document.querySelectorAll(arguments[0])]", selector
+        )
+        return elements
 
     def attribute(self, selector: str, name: str) -> str:
         script = "return document.querySelector(arguments[0])?.getAttribute(arguments[1])"
@@ -108,11 +110,11 @@ class Browser:
 
         element = self._driver.find_element("css selector", selector)
         width = element.rect["width"]
-        at = [round((share - 0.5) * width) for share in (begin, end)]
+        offsets = [round((share - 0.5) * width) for share in (begin, end)]
         actions = ActionChains(self._driver, duration=20).move_to_element_with_offset(
-            element, at[0], 0
+            element, offsets[0], 0
         )
-        actions.click_and_hold().move_by_offset(at[1] - at[0], 0).release().perform()
+        actions.click_and_hold().move_by_offset(offsets[1] - offsets[0], 0).release().perform()
 
     def double_click(self, selector: str) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
@@ -145,13 +147,13 @@ class Browser:
         """What the console said since the last look."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
 
-    def picture(self, path: Path, most: int = 100_000) -> None:
-        """The whole page, up to `most` pixels from its top."""
+    def picture(self, path: Path, max_height: int = 100_000) -> None:
+        """The whole page, up to `max_height` pixels from its top."""
         width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": width, "height": min(most, height), "scale": 1}
-        wanted = {"captureBeyondViewport": True, "clip": clip}
-        found = self._command("Page.captureScreenshot", wanted)
-        path.write_bytes(base64.b64decode(found["data"]))
+        clip = {"x": 0, "y": 0, "width": width, "height": min(max_height, height), "scale": 1}
+        parameters = {"captureBeyondViewport": True, "clip": clip}
+        screenshot = self._command("Page.captureScreenshot", parameters)
+        path.write_bytes(base64.b64decode(screenshot["data"]))
 
     def _command(self, name: str, parameters: dict[str, Any]) -> Any:
         return self._driver.execute_cdp_cmd(name, parameters)

@@ -49,5 +49,5 @@ def nothing_went_wrong(browser: Browser) -> Iterator[None]:
     browser.resize(1280)
     browser.complaints()
     yield
-    refused = ("(Unauthorized)", "(Bad Request)")
-    assert [said for said in browser.complaints() if not said.endswith(refused)] == []
+    refusals = ("(Unauthorized)", "(Bad Request)")
+    assert [message for message in browser.complaints() if not message.endswith(refusals)] == []

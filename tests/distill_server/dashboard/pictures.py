@@ -53,16 +53,16 @@ def take(path: Path, url: str, token: str, jobs: Sequence[str]) -> None:
                 ".forEach(f => f.dispatchEvent(new Event('input')))"
             )
             time.sleep(1.0)
-        browser.picture(path, most=TALLEST.get(name, 10_000))
+        browser.picture(path, max_height=TALLEST.get(name, 10_000))
     # A screen of flat colours needs no more of them.
     Image.open(path).convert("RGB").quantize(method=FEW_COLOURS).save(path, optimize=True)
 
 
-def main(url: str, token: str, job: str, other: str, folder: str = str(FOLDER)) -> None:
+def main(url: str, token: str, job: str, other_job: str, folder: str = str(FOLDER)) -> None:
     Path(folder).mkdir(exist_ok=True)
     for name in LOOKS:
         for kind in KINDS if name != "teachers" else ("light",):
-            take(Path(folder) / f"{name}-{kind}.png", url, token, (job, other))
+            take(Path(folder) / f"{name}-{kind}.png", url, token, (job, other_job))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
         # Either side may hang up, the server in the middle of a stream.
-        gone = contextlib.suppress(ConnectionError, http.client.HTTPException)
-        with contextlib.closing(connection), gone:
+        ignore_disconnects = contextlib.suppress(ConnectionError, http.client.HTTPException)
+        with contextlib.closing(connection), ignore_disconnects:
             # The name that the browser used, as with `proxy_set_header Host $host`.
             connection.request(
                 self.command, self.path.removeprefix(PREFIX), body, dict(self.headers)

@@ -80,13 +80,13 @@ class Site:
     ) -> Answer:
         connection = self.connect()
         try:
-            sent = dict(headers or {})
+            request_headers = dict(headers or {})
             if role:
-                sent["Authorization"] = f"Bearer {TOKENS[role]}"
+                request_headers["Authorization"] = f"Bearer {TOKENS[role]}"
             data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, sent)
-            found = connection.getresponse()
-            return Answer(found.status, dict(found.getheaders()), found.read())
+            connection.request(method, path, data, request_headers)
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.getheaders()), response.read())
         finally:
             connection.close()
 
@@ -96,15 +96,15 @@ class Site:
         """(event, id, data) of a feed; closing the iterator hangs up."""
         connection = self.connect()
         try:
-            sent = {"Last-Event-ID": after} if after else {}
+            request_headers = {"Last-Event-ID": after} if after else {}
             if role:
-                sent["Authorization"] = f"Bearer {TOKENS[role]}"
-            connection.request("GET", path, headers=sent)
-            found = connection.getresponse()
-            assert found.status == 200, found.read()
-            assert found.getheader("Content-Type", "").startswith("text/event-stream")
+                request_headers["Authorization"] = f"Bearer {TOKENS[role]}"
+            connection.request("GET", path, headers=request_headers)
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            assert response.getheader("Content-Type", "").startswith("text/event-stream")
             fields: dict[str, str] = {}
-            for line in found:
+            for line in response:
                 name, colon, value = line.decode().rstrip("\n").partition(": ")
                 if colon:
                     fields[name] = value

@@ -183,19 +183,19 @@ def test_names_that_others_lead_here_are_refused(site: Site, host: str, status: 
     ],
 )
 def test_the_name_of_a_proxy_is_served(external: str, host: str, status: int) -> None:
-    served = PlainTextResponse("ok")
-    gate = DashboardGate(served, tokens=Tokens(), host="127.0.0.1", external=external)
+    application = PlainTextResponse("ok")
+    gate = DashboardGate(application, tokens=Tokens(), host="127.0.0.1", external=external)
     scope = {
         **{"type": "http", "method": "GET", "path": "/api/jobs", "query_string": b""},
         "headers": [(b"host", host.encode())],
     }
-    told: list[int] = []
+    statuses: list[int] = []
 
     async def send(message: Message) -> None:
-        told.append(message.get("status", 0))
+        statuses.append(message.get("status", 0))
 
     asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
-    assert told[0] == status
+    assert statuses[0] == status
 
 
 @pytest.mark.parametrize(
@@ -260,16 +260,16 @@ def test_the_dashboard_has_the_tls_of_the_server(tmp_path: Path) -> None:
         variables={"DISTILL_TOKENS": f"read {TOKENS['read']}"},
     )
     try:
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"dashboard at https://127.0.0.1:(\d+)", program.output.readline().strip()
         )
-        assert found
+        assert match
         bearer = {"Authorization": f"Bearer {TOKENS['read']}"}
         trusted = ssl.create_default_context(cafile=cert)
-        with closing(HTTPSConnection("127.0.0.1", int(found[1]), context=trusted)) as connection:
+        with closing(HTTPSConnection("127.0.0.1", int(match[1]), context=trusted)) as connection:
             connection.request("GET", "/api/jobs", headers=bearer)
             assert json.load(connection.getresponse())["jobs"] == []
-        with closing(HTTPConnection("127.0.0.1", int(found[1]))) as plain:
+        with closing(HTTPConnection("127.0.0.1", int(match[1]))) as plain:
             plain.request("GET", "/api/jobs", headers=bearer)
             with pytest.raises((HTTPException, OSError)):
                 plain.getresponse()

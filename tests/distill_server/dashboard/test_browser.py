@@ -29,10 +29,10 @@ def test_a_curve_grows_while_its_job_runs(site: Site, browser: Browser) -> None:
         label = browser.attribute(".curve:not([hidden]) svg", "aria-label")
         return int(label.split(" at step ")[1].partition(":")[0])
 
-    first = last_step()
-    drawn = browser.attribute(".line path", "d")
-    eventually(lambda: last_step() >= first + 5)
-    assert browser.attribute(".line path", "d") != drawn
+    first_step = last_step()
+    path_before = browser.attribute(".line path", "d")
+    eventually(lambda: last_step() >= first_step + 5)
+    assert browser.attribute(".line path", "d") != path_before
     assert "running" in browser.text(".title")
     assert f"of {1000}" in browser.text(".progress")
 
@@ -45,10 +45,10 @@ def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
     eventually(lambda: browser.count(row) == 1)
     browser.type("[type=search]", "WANTED running")
     eventually(lambda: browser.count(".jobs tbody tr") == 1 == browser.count(row))
-    earlier = browser.text(f"{row} td:nth-child(3)")
-    eventually(lambda: browser.text(f"{row} td:nth-child(3)") != earlier)
-    left = f"{row} td:nth-child(8)"
-    eventually(lambda: browser.text(left).endswith("s"))
+    step_text = browser.text(f"{row} td:nth-child(3)")
+    eventually(lambda: browser.text(f"{row} td:nth-child(3)") != step_text)
+    remaining_cell = f"{row} td:nth-child(8)"
+    eventually(lambda: browser.text(remaining_cell).endswith("s"))
     assert browser.run("return document.activeElement.type") == "search", "typing goes on"
     browser.type("[type=search]", " nothing")
     eventually(lambda: "No job has all of these words" in browser.text(".notice"))
@@ -63,7 +63,7 @@ def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> N
     eventually(lambda: site.job(job)["state"] == "SUCCEEDED")
     browser.open(f"{site.url}/{page.format(job=job)}")
     eventually(lambda: browser.count("main *") > 3)
-    seen = set()
+    focused = set()
     for _ in range(12):
         browser.tab()
         name, style, width = browser.run(
@@ -72,9 +72,9 @@ def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> N
         )
         if name.startswith("<body"):
             break
-        seen.add(name)
+        focused.add(name)
         assert (style, width >= 2) == ("solid", True), name
-    assert len(seen) >= 3
+    assert len(focused) >= 3
 
 
 def test_the_keys_read_a_curve(site: Site, browser: Browser) -> None:
@@ -178,10 +178,10 @@ def test_ticks_are_told_apart(site: Site, browser: Browser) -> None:
         ([123400, 123410, 123420], ["123.40k", "123.41k", "123.42k"]),
         ([0, 0.5, 1], ["0", "0.5", "1"]),
     ):
-        found = browser.run(
+        tick_labels = browser.run(
             f"return import('/figures.js').then(({{tickLabels}}) => tickLabels({ticks}))"
         )
-        assert [label.rstrip("k") for label in found] == [
+        assert [label.rstrip("k") for label in tick_labels] == [
             str(float(label.rstrip("k"))).removesuffix(".0") for label in labels
         ]
 
@@ -195,19 +195,19 @@ def test_an_axis_fits_its_values(site: Site, browser: Browser) -> None:
         ([0.5, 1], {"percent": True}, 0.47, 1),
         ([1, 3], {"zero": True}, 0, 3.18),
     ):
-        found = browser.run(
+        domain = browser.run(
             "return import('/axes.js').then(({domain}) => domain("
             f"{json.dumps(values)}, {json.dumps(spec)}))"
         )
-        assert found["low"] == pytest.approx(low, abs=1e-6)
-        assert found["high"] == pytest.approx(high, abs=1e-6)
+        assert domain["low"] == pytest.approx(low, abs=1e-6)
+        assert domain["high"] == pytest.approx(high, abs=1e-6)
 
 
 def test_long_ticks_are_not_cut_off(site: Site, browser: Browser) -> None:
     """Importance weights of a sampler that is hardly behind, and a tiny KL."""
     browser.open(f"{site.url}/#/")
     for values in ([0.9999989, 1, 1.0000011], [1.1e-13, 1.5e-13], [0.5, 1]):
-        outside, left = browser.run(
+        cut_labels, left_margin = browser.run(
             "return Promise.all([import('/curve.js'), import('/chart_view.js')])"
             ".then(([{Curve}, {ChartView}]) => {"
             "  const curve = new Curve({title: 'x', unit: ''}, new ChartView(() => {}));"
@@ -220,8 +220,8 @@ def test_long_ticks_are_not_cut_off(site: Site, browser: Browser) -> None:
             "  const cut = ticks.filter((tick) => tick.getBoundingClientRect().left < edge);"
             "  return [cut.map((tick) => tick.textContent), curve.left]; })"
         )
-        assert outside == []
-        assert (left > 46) is (max(values) != 1), values
+        assert cut_labels == []
+        assert (left_margin > 46) is (max(values) != 1), values
 
 
 def test_colours_tell_how_a_job_ended(site: Site, browser: Browser) -> None:

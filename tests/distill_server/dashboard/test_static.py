@@ -49,8 +49,8 @@ def test_every_module_that_is_imported_is_there() -> None:
 
 def test_the_stages_of_a_step_are_those_of_the_report() -> None:
     text = (STATIC / "stages_view.js").read_text()
-    shown = re.findall(r'{label: "(.+)", metric: (?:"(.+)"|null), colour: (\d)}', text)
-    assert [(one.label, one.metric, str(one.color)) for one in STAGES] == shown
+    stage_labels = re.findall(r'{label: "(.+)", metric: (?:"(.+)"|null), colour: (\d)}', text)
+    assert [(stage.label, stage.metric, str(stage.color)) for stage in STAGES] == stage_labels
     assert f'const WITHOUT_ANSWERS = "{WITHOUT_ANSWERS}";' in text
     report = files("clients.cli.plots").joinpath("report.css").read_text()
     page = (STATIC / "style.css").read_text()

@@ -49,7 +49,7 @@ class History:
         self._lock = threading.Lock()
         self._submits: list[tuple[str, str]] = []
         self._resumes: Counter[str] = Counter()
-        self._watched: list[tuple[str, list[int]]] = []
+        self._watched_seqs: list[tuple[str, list[int]]] = []
 
     def submitted(self, key: str, job_id: str) -> None:
         with self._lock:
@@ -63,7 +63,7 @@ class History:
     def watched(self, job_id: str, events: Sequence[JobEvent]) -> None:
         """All that one watcher saw, from the first event on."""
         with self._lock:
-            self._watched.append((job_id, [event.seq for event in events]))
+            self._watched_seqs.append((job_id, [event.seq for event in events]))
 
     def check(self, runs: Path, slots: int) -> int:
         """Raises AssertionError that names the rule; returns how many events were looked at."""
@@ -72,7 +72,7 @@ class History:
         for job_id, records in jobs.items():
             self._check_job(job_id, records)
             check_logs(job_id, runs / job_id / "logs")
-        for job_id, seqs in self._watched:
+        for job_id, seqs in self._watched_seqs:
             assert_numbered(seqs, job_id)
             assert seqs[-1:] <= [record.seq for record in jobs[job_id][-1:]], ("I3", job_id)
         check_slots(jobs, slots)
@@ -81,22 +81,25 @@ class History:
     def _check_submits(self, jobs: dict[str, list[Record]]) -> None:
         for key, job_id in self._submits:
             assert job_id in jobs, ("I1", key, job_id)
-        told = {pair for pair in self._submits if pair[0]}
-        assert len({key for key, _ in told}) == len(told), ("I2", told)
-        assert len({job_id for _, job_id in told}) == len(told), ("I2", told)
+        keyed_submits = {pair for pair in self._submits if pair[0]}
+        assert len({key for key, _ in keyed_submits}) == len(keyed_submits), ("I2", keyed_submits)
+        assert len({job_id for _, job_id in keyed_submits}) == len(keyed_submits), (
+            "I2",
+            keyed_submits,
+        )
 
     def _check_job(self, job_id: str, records: Sequence[Record]) -> None:
         assert_numbered([record.seq for record in records], job_id)
         assert (records[0].state, records[0].attempt) == (JobState.QUEUED, 1), ("I4", job_id)
-        came_back = 0
+        resume_count = 0
         for old, new in itertools.pairwise(records):
             assert new.time >= old.time, ("time", job_id, old, new)
             if old.state is not new.state:
                 assert (old.state, new.state) in TRANSITIONS, ("I4", job_id, old, new)
-            came_back += old.state in TERMINAL and new.state is JobState.QUEUED
-            again = old.state is not JobState.QUEUED and new.state is JobState.QUEUED
-            assert new.attempt == old.attempt + again, ("I6", job_id, old, new)
-        assert came_back <= self._resumes[job_id], ("I5", job_id)
+            resume_count += old.state in TERMINAL and new.state is JobState.QUEUED
+            is_requeued = old.state is not JobState.QUEUED and new.state is JobState.QUEUED
+            assert new.attempt == old.attempt + is_requeued, ("I6", job_id, old, new)
+        assert resume_count <= self._resumes[job_id], ("I5", job_id)
 
 
 def assert_numbered(seqs: Sequence[int], job_id: str) -> None:
@@ -110,13 +113,13 @@ def assert_numbered(seqs: Sequence[int], job_id: str) -> None:
 def stored_events(runs: Path) -> dict[str, list[Record]]:
     uri = f"file:{runs / 'server.sqlite'}?mode=ro"
     with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-        found: dict[str, list[Record]] = {
+        records_by_job: dict[str, list[Record]] = {
             job_id: [] for (job_id,) in connection.execute("SELECT id FROM jobs")
         }
         events = "SELECT job_id, seq, time, state, attempt FROM events ORDER BY job_id, seq"
         for job_id, seq, time, state, attempt in connection.execute(events):
-            found[job_id].append(Record(seq, time, JobState(state), attempt))
-    return found
+            records_by_job[job_id].append(Record(seq, time, JobState(state), attempt))
+    return records_by_job
 
 
 def check_logs(job_id: str, logs: Path) -> None:

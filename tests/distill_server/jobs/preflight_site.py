@@ -31,14 +31,14 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
     """It says what it is, and counts how often it was asked. Its rows are not needed here."""
 
     def __init__(self) -> None:
-        self.asked = 0
-        self.vocabularies = 0
+        self.info_requests = 0
+        self.vocabulary_requests = 0
         self.refuses = False
         self.max_tail_draws = 256
         self.vocab_size, self.takes_vocab_size = VOCABULARY, True
 
     def GetInfo(self, request: teacher_pb2.GetInfoRequest, context: Any) -> teacher_pb2.TeacherInfo:
-        self.asked += 1
+        self.info_requests += 1
         if self.refuses:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token that it knows")
         return teacher_pb2.TeacherInfo(
@@ -57,7 +57,7 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
     def GetVocabulary(
         self, request: teacher_pb2.GetVocabularyRequest, context: Any
     ) -> Iterator[teacher_pb2.VocabularyChunk]:
-        self.vocabularies += 1
+        self.vocabulary_requests += 1
         yield teacher_pb2.VocabularyChunk(first_id=0, tokens=TOKENS)
 
 
@@ -129,11 +129,11 @@ class Site:
         )
         self._loop = loop
 
-    def run(self, asked: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run(asked)
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(coroutine)
 
-    def submit(self, asked: Mapping[str, Any], key: str = "") -> JobState:
-        return self.run(self.control.submit_checked(json.dumps(asked), "", key)).state
+    def submit(self, config: Mapping[str, Any], key: str = "") -> JobState:
+        return self.run(self.control.submit_checked(json.dumps(config), "", key)).state
 
 
 @contextmanager

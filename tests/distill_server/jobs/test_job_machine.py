@@ -33,8 +33,8 @@ from tests.distill_server.conftest import job_config
 from tests.distill_server.jobs.history import ACTIVE, History
 from tests.distill_server.scripted_runner import ScriptedRunner, SmallServer
 
-MOST_QUEUED, RETRIES, SLOTS = 4, 1, 2
-POLICY = Policy(Machine(slots=SLOTS), MOST_QUEUED, RETRIES, backoff=0.0, wait=0.0, longest_wait=0.0)
+MAX_QUEUED, RETRIES, SLOTS = 4, 1, 2
+POLICY = Policy(Machine(slots=SLOTS), MAX_QUEUED, RETRIES, backoff=0.0, wait=0.0, longest_wait=0.0)
 KEYS = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 WHICH = st.integers(0, 5)
 
@@ -89,7 +89,7 @@ class Jobs(RuleBasedStateMachine):
         return {job_id: job for job_id, job in self.models.items() if job.state in states}
 
     def queue_is_full(self) -> bool:
-        return len(self.in_state({JobState.QUEUED})) >= MOST_QUEUED
+        return len(self.in_state({JobState.QUEUED})) >= MAX_QUEUED
 
     @initialize(priorities=st.tuples(*[st.sampled_from([0, 5])] * 3))
     def submit_three(self, priorities: tuple[int, int, int]) -> None:
@@ -99,19 +99,19 @@ class Jobs(RuleBasedStateMachine):
     @rule(key=KEYS, priority=st.sampled_from([0, 0, 5]))
     def submit(self, key: str, priority: int) -> None:
         config = json.dumps(job_config().model_dump() | {"priority": priority})
-        known = self.by_key.get(key)
-        if known is not None and known[1] != priority:
+        earlier_submit = self.by_key.get(key)
+        if earlier_submit is not None and earlier_submit[1] != priority:
             with pytest.raises(InvalidInput, match="another job"):
                 self.server.control.submit(config, "", key)
             return
-        if known is None and self.queue_is_full():
+        if earlier_submit is None and self.queue_is_full():
             with pytest.raises(Overloaded):
                 self.server.control.submit(config, "", key)
             return
         job_id = self.server.control.submit(config, "", key).id
-        assert known is None or job_id == known[0]
+        assert earlier_submit is None or job_id == earlier_submit[0]
         self.history.submitted(key, job_id)
-        if known is None:
+        if earlier_submit is None:
             self.by_key[key] = (job_id, priority)
             self.models[job_id] = Model(next(self.places), priority)
 
@@ -223,11 +223,15 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_as_the_model_says(self) -> None:
-        found = {job.id: (job.state, job.attempt) for job in self.server.store.page(limit=100)}
-        assert found == {job_id: (job.state, job.attempt) for job_id, job in self.models.items()}
+        stored_states = {
+            job.id: (job.state, job.attempt) for job in self.server.store.page(limit=100)
+        }
+        assert stored_states == {
+            job_id: (job.state, job.attempt) for job_id, job in self.models.items()
+        }
         assert {job_id for job_id, _ in self.runner.alive} == set(self.in_state(ACTIVE))
-        over = self.in_state(TERMINAL)
-        assert all((self.server.store.job(job_id).ended_at > 0) for job_id in over)
+        ended_jobs = self.in_state(TERMINAL)
+        assert all((self.server.store.job(job_id).ended_at > 0) for job_id in ended_jobs)
 
 
 TestJobs = Jobs.TestCase

@@ -28,23 +28,23 @@ NOBODY = "127.0.0.1:1"
 
 @pytest.fixture
 def teacher() -> Iterator[str]:
-    with listening(Teacher()) as found:
-        yield found
+    with listening(Teacher()) as address:
+        yield address
 
 
 @pytest.fixture
 def service() -> Iterator[str]:
     from student_trainer.rollout_service.service import RolloutServicer
 
-    with served(RolloutServicer(ScriptedEngine())) as found:
-        yield found
+    with served(RolloutServicer(ScriptedEngine())) as address:
+        yield address
 
 
 def test_services_that_fit(service: str, teacher: str, tmp_path: Path) -> None:
     with checking(tmp_path) as server:
         for address in (service, [service, service]):
-            asked = job(tmp_path, teacher, rollouts__address=address)
-            assert server.submit(asked) is JobState.QUEUED
+            config = job(tmp_path, teacher, rollouts__address=address)
+            assert server.submit(config) is JobState.QUEUED
 
 
 def test_one_of_two_services_is_away(
@@ -52,8 +52,8 @@ def test_one_of_two_services_is_away(
 ) -> None:
     monkeypatch.setattr(rollouts, "_SECONDS", 3.0)
     with checking(tmp_path) as server:
-        asked = job(tmp_path, teacher, rollouts__address=[NOBODY, service])
-        assert server.submit(asked) is JobState.QUEUED
+        config = job(tmp_path, teacher, rollouts__address=[NOBODY, service])
+        assert server.submit(config) is JobState.QUEUED
 
 
 def test_services_that_do_not_fit(
@@ -70,11 +70,11 @@ def test_services_that_do_not_fit(
         ),
     ]
     with checking(tmp_path) as server:
-        for changes, category, said in cases:
-            with pytest.raises(category, match=said) as caught:
+        for changes, category, message in cases:
+            with pytest.raises(category, match=message) as exc_info:
                 server.submit(job(tmp_path, teacher, **changes))
-            assert caught.value.field.startswith("rollouts.")
-            assert caught.value.hint
+            assert exc_info.value.field.startswith("rollouts.")
+            assert exc_info.value.hint
 
 
 def test_a_service_of_other_code(
@@ -82,31 +82,33 @@ def test_a_service_of_other_code(
 ) -> None:
     """One that says nothing of its protocol is older than the field."""
     monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", 0)
-    with checking(tmp_path) as server, pytest.raises(WrongState) as caught:
+    with checking(tmp_path) as server, pytest.raises(WrongState) as exc_info:
         server.submit(job(tmp_path, teacher, rollouts__address=service))
-    assert caught.value.field == "rollouts.address"
-    assert f"{service} is of another version of distill-service" in caught.value.message
-    assert "start the service with the version of distill-service" in caught.value.hint
+    assert exc_info.value.field == "rollouts.address"
+    assert f"{service} is of another version of distill-service" in exc_info.value.message
+    assert "start the service with the version of distill-service" in exc_info.value.hint
 
 
 def test_gpus_that_the_machine_does_not_have(
     teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two for the engine and one for the trainer. On a cluster, this machine needs none."""
-    asked = job(tmp_path, teacher, rollouts__lag=1, rollouts__gpus=2)
+    config = job(tmp_path, teacher, rollouts__lag=1, rollouts__gpus=2)
     with checking(tmp_path) as server:
-        for seen, found in (("", 0), ("4,7", 2)):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-            with pytest.raises(InvalidInput, match=f"there are {found} GPUs; .* 2 more") as caught:
-                server.submit(asked)
-            assert caught.value.field == "rollouts.gpus"
+        for visible_devices, gpu_count in (("", 0), ("4,7", 2)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
+            with pytest.raises(
+                InvalidInput, match=f"there are {gpu_count} GPUs; .* 2 more"
+            ) as exc_info:
+                server.submit(config)
+            assert exc_info.value.field == "rollouts.gpus"
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,5")
-        assert server.submit(asked) is JobState.QUEUED
+        assert server.submit(config) is JobState.QUEUED
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setenv(placed_services.VARIABLE, "services.json")
-        check_gpus(OnPolicyJob.model_validate(asked))  # the trainer there
+        check_gpus(OnPolicyJob.model_validate(config))  # the trainer there
         check = JobPreflight(trainers_are_local=False)
-        server.run(check(OnPolicyJob.model_validate(asked), tmp_path / "runs"))
+        server.run(check(OnPolicyJob.model_validate(config), tmp_path / "runs"))
 
 
 def test_the_token_of_the_server(
@@ -120,15 +122,15 @@ def test_the_token_of_the_server(
     log = tmp_path / "service.log"
     process = ServiceProcess("--model", str(model), "--token-file", str(file), log=log)
     with closing(process), checking(tmp_path) as server:
-        asked = job(tmp_path, teacher, rollouts__address=process.address)
+        config = job(tmp_path, teacher, rollouts__address=process.address)
         for token in ("", READ, "x" * MIN_TOKEN_CHARS):
             monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", token)
             with pytest.raises(WrongState, match="does not take the token of the distill server"):
-                server.submit(asked)
+                server.submit(config)
         monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", ADMIN)
-        assert server.submit(asked) is JobState.QUEUED
+        assert server.submit(config) is JobState.QUEUED
         assert "called by a job method=GetRolloutInfo job=preflight attempt=0" in log.read_text()
-        plain = job(tmp_path, teacher, rollouts__address="gpu-node:50053")
-        with pytest.raises(InvalidInput, match="would be sent unencrypted") as caught:
-            server.submit(plain)
-        assert caught.value.field == "rollouts.address"
+        unencrypted = job(tmp_path, teacher, rollouts__address="gpu-node:50053")
+        with pytest.raises(InvalidInput, match="would be sent unencrypted") as exc_info:
+            server.submit(unencrypted)
+        assert exc_info.value.field == "rollouts.address"

@@ -195,9 +195,9 @@ def test_what_the_job_runs_on_is_not_its_fault(error: str) -> None:
 
 def test_a_shutdown_of_the_machine_costs_no_retry_and_cancels_nothing() -> None:
     rebooted = Lost(blameless=True)
-    died = verdict_of(RUNNING, 37, Status(1, "cancelled"), rebooted)
-    assert isinstance(died, AttemptDied)
-    assert died.blameless
+    verdict = verdict_of(RUNNING, 37, Status(1, "cancelled"), rebooted)
+    assert isinstance(verdict, AttemptDied)
+    assert verdict.blameless
     assert verdict_of(CANCELLING, 37, Status(1, "cancelled"), rebooted) == JobEnded(
         JobState.CANCELLED, "cancelled on request"
     )

@@ -20,8 +20,8 @@ def test_an_adapter_that_it_does_not_have(tmp_path: Path) -> None:
     """Also right after a job that named one that it has: each is asked for."""
     with listening(Teacher()) as address, checking(tmp_path) as server:
         server.submit(job(tmp_path, address, teacher__adapter="math"))
-        with pytest.raises(WrongState) as caught:
+        with pytest.raises(WrongState) as exc_info:
             server.submit(job(tmp_path, address, teacher__adapter="code"))
-    assert caught.value.field == "teacher.adapter"
-    assert caught.value.message.endswith("has no adapter 'code'; it has math")
-    assert caught.value.hint == "start it with --adapter code=DIR, or name one that it has"
+    assert exc_info.value.field == "teacher.adapter"
+    assert exc_info.value.message.endswith("has no adapter 'code'; it has math")
+    assert exc_info.value.hint == "start it with --adapter code=DIR, or name one that it has"

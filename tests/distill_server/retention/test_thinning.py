@@ -36,8 +36,8 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JobEvent]]
             if step == STEPS // 3:
                 changes += [Change(JobState.QUEUED, reason="died"), Change(JobState.PREPARING)]
                 changes += [Change(JobState.RUNNING, reason="")]
-        for first in range(0, len(changes), 50):
-            store.change("long", *changes[first : first + 50])
+        for start in range(0, len(changes), 50):
+            store.change("long", *changes[start : start + 50])
         store.change("other", *[Change(step=n, metrics={"loss": n}) for n in range(1, 900)])
         assert len(store.events("other", 0, 9999)) == 902, "a short job keeps all of its events"
         yield list(store.events("long", 0, 99_999))
@@ -49,10 +49,12 @@ def test_their_number_has_a_bound(events: list[JobEvent]) -> None:
 
 
 def test_the_newest_the_evaluations_and_the_states_are_kept(events: list[JobEvent]) -> None:
-    last = events[-1].seq
-    assert [event.seq for event in events[-NEWEST:]] == list(range(last - NEWEST + 1, last + 1))
-    found = [event.step for event in events if "eval/kl" in event.metrics]
-    assert found == list(range(EVERY, STEPS + 1, EVERY))
+    last_seq = events[-1].seq
+    assert [event.seq for event in events[-NEWEST:]] == list(
+        range(last_seq - NEWEST + 1, last_seq + 1)
+    )
+    evaluation_steps = [event.step for event in events if "eval/kl" in event.metrics]
+    assert evaluation_steps == list(range(EVERY, STEPS + 1, EVERY))
     # The last ones of these may have come since the last thinning.
     states = [event.state for event in events[: -2 * NEWEST] if not event.metrics]
     assert states == [
