@@ -17,20 +17,20 @@ _SECONDS = 120.0
 
 
 def missing() -> str:
-    """Why nothing can be booted here; "" if it can."""
+    """Return why no container can boot on this machine; "" if one can."""
     if os.geteuid():
         return "systemd-nspawn needs root"
     return "" if shutil.which("systemd-nspawn") else "needs systemd-nspawn: make test-deploy"
 
 
 class Booted:
-    """`binds`: paths of this machine that are there too, read-only; `log` gets the console."""
+    """`binds`: paths of this machine mounted read-only in the container; `log`: console output."""
 
     def __init__(self, root: Path, binds: Mapping[Path, str], log: Path) -> None:
         debian(root, "systemd", "systemd-sysv", "dbus")
         (root / "etc" / "machine-id").write_text("")
         self._log = log
-        # The machine's own systemd, if it has one, is not asked.
+        # --register=no: do not register with this machine's systemd, if it has one.
         command = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--private-network"]
         command += [f"--directory={root}", "--boot"]
         command += [
@@ -50,7 +50,7 @@ class Booted:
             raise
 
     def run(self, commands: str) -> str:
-        """Run commands of bash as root, and return what they printed."""
+        """Run bash commands as root and return their standard output."""
         process = self._run(commands)
         assert process.returncode == 0, (
             f"{commands}: {process.stdout}{process.stderr}{self._read_console()}"
@@ -58,11 +58,11 @@ class Booted:
         return process.stdout
 
     def main_pid(self, unit: str) -> int:
-        """Return the process of a unit, by its number in the container."""
+        """Return the pid of a unit's main process inside the container."""
         return int(self.run(f"systemctl show --property=MainPID --value {unit}"))
 
     def eventually(self, condition: Callable[[], bool]) -> None:
-        """Wait until it is true."""
+        """Wait until the condition is true."""
         deadline = time.monotonic() + _SECONDS
         while not condition():
             assert self._nspawn.poll() is None, self._read_console()
@@ -70,9 +70,9 @@ class Booted:
             time.sleep(0.2)
 
     def close(self) -> None:
-        """Stop everything at once."""
+        """Kill the container and all of its processes."""
         if init := self._find_init():
-            init.kill()  # and with it all that is in its namespace of processes
+            init.kill()  # the kernel kills the rest of its pid namespace
         else:
             self._nspawn.kill()
         self._nspawn.wait(30)

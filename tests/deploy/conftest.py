@@ -15,7 +15,7 @@ from tests.deploy.dockerfile import TARGETS
 
 @pytest.fixture(scope="session")
 def images() -> Iterator[Images]:
-    """The base and the three targets; six minutes."""
+    """The base image and the three targets; building them takes six minutes."""
     if reason := containers.missing():
         pytest.skip(reason)
     image_store = Images(Path(tempfile.mkdtemp(prefix="distill-images-")))

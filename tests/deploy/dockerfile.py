@@ -1,4 +1,4 @@
-"""The stages of deploy/images/Dockerfile, read as far as the tests need."""
+"""A parser for the stages of deploy/images/Dockerfile, as much as the tests need."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ DOCKERFILE = DEPLOY / "images" / "Dockerfile"
 
 @dataclass
 class Stage:
-    """One stage, and what it has from the stage that it starts from."""
+    """One stage, with what it inherits from its parent stage."""
 
     parent: str
     entrypoint: list[str] = field(default_factory=list)
     user: str = "0"
-    # ARGs of this stage, of its parents and of the stages that it copies from.
+    # ARGs of this stage, of its parents and of the stages in its COPY --from.
     arguments: set[str] = field(default_factory=set)
     health: list[str] = field(default_factory=list)
     installs: str = ""
 
 
 def stages(text: str) -> dict[str, Stage]:
-    """All stages by name, each after those that it is made of."""
+    """Return all stages by name, each after the stages it builds on."""
     stages_by_name: dict[str, Stage] = {}
     stage = Stage("")
     for line in re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.M)).splitlines():

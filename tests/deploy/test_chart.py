@@ -1,4 +1,4 @@
-"""The chart: what helm makes of it is valid, and its commands are ours."""
+"""The Helm chart: its manifests are valid, and its commands are options of our programs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pods(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_options_of_the_templates_exist(program: str) -> None:
-    """Without helm: by their names."""
+    """Needs no helm: reads the option names from the templates."""
     text = (CHART / "templates" / f"{program.removeprefix('distill-')}.yaml").read_text()
     option_names = set(re.findall(r"- (--[a-z-]+)=", text))
     assert {"--host", "--port", "--tls-cert", "--tls-key"} <= option_names
@@ -74,7 +74,7 @@ def test_the_version_is_ours() -> None:
 
 
 def test_every_value_has_a_type() -> None:
-    """The schema refuses what it does not name, so it names every value that there is."""
+    """The schema rejects unknown values, so it must name every value."""
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     for table, keys in values.items():
@@ -92,7 +92,7 @@ def test_the_commands_are_ours(name: str) -> None:
         options = parse_options(program, container["args"])
         assert options["host"] == "0.0.0.0"
         assert is_guarded(options)
-        # Tokens come from the environment, since a mounted secret has the group of the pod.
+        # Tokens come from the environment, since a mounted secret is readable by the pod's group.
         variables = {entry["name"]: entry.get("value", "") for entry in container["env"]}
         assert {"DISTILL_TOKENS", "DISTILL_TLS_CA"} <= set(variables)
         address = f"https://localhost:{options['port']}"
@@ -129,7 +129,7 @@ def test_kubernetes_takes_it(name: str, version: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_takes_the_pods_of_ray(version: str, tmp_path: Path) -> None:
-    """A RayCluster is KubeRay's; the templates of its pods are pods of Kubernetes."""
+    """A RayCluster is a KubeRay type; its pod templates are Kubernetes pods."""
     claim, cluster = CLUSTER
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
     pod_manifests = [
@@ -218,7 +218,7 @@ def test_a_policy_lets_nobody_else_in() -> None:
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """docs/kubernetes.md, without a cluster: `create` only prints, and so does `template`."""
+    """docs/kubernetes.md without a cluster: `create --dry-run` and `template` only print."""
     for program in ("kubectl", "helm"):
         tool(program)
     (secrets,) = blocks("docs/containers.md", "secrets")
@@ -233,7 +233,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
             "kubectl create secret", "kubectl create --dry-run=client -oyaml secret"
         )
         text = text.replace("kubectl apply -f", "cat")
-        # The first block changes into a directory, as somebody would who types it and goes back.
+        # Each block starts in `tmp_path`, since the first one changes the directory.
         process = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", text.replace("chown", ": chown")],
             cwd=tmp_path,
@@ -266,13 +266,13 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
 
 
 def documents(text: str) -> list[dict[str, Any]]:
-    """What several commands printed, of which some begin without a line of their own."""
+    """Split the output of several commands, some without a `---` separator, into documents."""
     separate = re.sub(r"^(?=apiVersion)", "---\n", text, flags=re.MULTILINE)
     return [document for document in yaml.safe_load_all(separate) if document]
 
 
 def variables(pod: dict[str, Any]) -> set[tuple[str, str]]:
-    """The secrets, and their keys, that variables of the pod come from."""
+    """Return the (secret, key) pairs that the pod's variables refer to."""
     entries = [entry for container in pod["containers"] for entry in container["env"]]
     references = [entry["valueFrom"]["secretKeyRef"] for entry in entries if "valueFrom" in entry]
     return {(reference["name"], reference["key"]) for reference in references}

@@ -1,4 +1,4 @@
-"""compose.yaml: its commands are ours, and other machines reach no port without token and TLS."""
+"""compose.yaml: its options exist, and no port is open to other machines without token and TLS."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_command_is_one_of_ours(name: str) -> None:
 
 @pytest.mark.parametrize("name", OWN_SERVICES)
 def test_every_file_that_it_reads_is_there(name: str) -> None:
-    """Secrets are mounted, and volumes are where the options say."""
+    """Secrets are mounted, and each path option is inside a volume."""
     service = SERVICES[name]
     strings = [*service["command"], *service["environment"].values()]
     secrets = {word.partition("/run/secrets/")[2] for word in strings} - {""}

@@ -1,4 +1,4 @@
-"""The Dockerfile names programs, extras and files of ours; images are built in test_images.py."""
+"""The programs, extras and files that the Dockerfile names exist; test_images.py builds images."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_version_is_ours() -> None:
 
 
 def test_what_is_sent_to_the_builder_is_what_the_package_is_made_of() -> None:
-    """Every file of the wheel, and nothing else that git knows; so no secret either."""
+    """The build context has every file of the wheel and no other tracked file."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert [line for line in lines if line and line[0] not in "#!"] == ["*", "**/__pycache__"]
     assert [name for name in CONTEXT_PATHS if not (ROOT / name).exists()] == []

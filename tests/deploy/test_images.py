@@ -1,4 +1,4 @@
-"""The images are built, and a teacher, a server and a job run in them as compose starts them."""
+"""Build the images and run a teacher, a server and a job in them as compose.yaml does."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_there_is_no_compiler_and_no_source(container: Container) -> None:
 
 
 def test_the_sbom_lists_every_package(container: Container) -> None:
-    """Against the metadata of what is installed."""
+    """Compared with the metadata of the installed distributions."""
     installation = container.root / "opt" / "distill-service"
     sbom = json.loads((installation / "sbom.json").read_text())
     assert sbom["bomFormat"] == "CycloneDX"
@@ -105,7 +105,7 @@ def test_only_the_server_has_no_torch(container: Container) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Models, data and the secrets of docs/containers.md, as compose mounts them."""
+    """Models, data and the secrets of docs/containers.md, laid out as compose mounts them."""
     from tests.student_trainer.tiny import save_material
 
     tmp_path.chmod(0o755)
@@ -130,7 +130,7 @@ def redis(tmp_path: Path) -> Iterator[int]:
 
 
 class Deployment:
-    """The services of compose.yaml on ports of this machine."""
+    """The services of compose.yaml on free ports of this machine."""
 
     def __init__(self, images: Images, place: Path, redis: int) -> None:
         self._images, self._place = images, place
@@ -147,7 +147,7 @@ class Deployment:
         return f"https://localhost:{self._ports[name]}"
 
     def start(self, name: str) -> None:
-        """Start a service, and wait until its health check says that it serves."""
+        """Start a service and wait until its health check passes."""
         service = SERVICES[name]
         image = name_of(service["build"]["target"])
         container = self._images.container(image)

@@ -1,4 +1,4 @@
-"""The units of deploy/systemd, installed with the commands of docs/one-machine.md and booted."""
+"""The units of deploy/systemd, installed by the commands of docs/one-machine.md and booted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.documents import blocks
 
 pytestmark = [pytest.mark.timeout(1800)]
 
-# It goes on until it is cancelled.
+# The job runs until it is cancelled.
 JOB = """\
 name = "outlives"
 max_steps = 1000000
@@ -38,7 +38,7 @@ checkpoint.every = 1000
 
 @pytest.fixture
 def machine(images: Images, tmp_path: Path) -> Iterator[Booted]:
-    """With the programs of the trainer's image where the units expect them, and a model."""
+    """A booted machine with the trainer image's programs at the units' paths, and a model."""
     from tests.student_trainer.tiny import save_material
 
     if reason := booted.missing():
@@ -60,7 +60,7 @@ def machine(images: Images, tmp_path: Path) -> Iterator[Booted]:
 
 
 class Job:
-    """The job that runs meanwhile, as a user of the machine sees it."""
+    """The job that runs during the test, through the command line."""
 
     def __init__(self, machine: Booted) -> None:
         self._machine = machine
@@ -71,14 +71,14 @@ class Job:
         return job
 
     def trainer(self) -> int:
-        """Its process, if it is alive."""
+        """Return the pid of the trainer; fail if it is not alive."""
         card_path = f"/var/lib/distill/runs/{self.id}/logs/attempt-1/shim.json"
         pid = int(json.loads(self._machine.run(f"cat {card_path}"))["child_pid"])
         self._machine.run(f"kill -0 {pid}")
         return pid
 
     def goes_on(self) -> None:
-        """Wait for further steps of the first attempt."""
+        """Wait until the first attempt makes further steps."""
         step_before = self.look()["step"]
         self._machine.eventually(lambda: self.look()["step"] > step_before + 2)
         assert self.look()["attempt"] == 1

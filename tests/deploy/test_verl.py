@@ -1,4 +1,4 @@
-"""The adapter for verl with a real teacher, and with verl's own manager where verl is there."""
+"""The verl adapter with a real teacher, and with verl's own manager if verl is installed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def make_sampling_params(k: int, temperature: float = 1.0) -> dict[str, Any]:
-    """As verl's teacher manager makes them."""
+    """Return the sampling parameters that verl's teacher manager sends."""
     return {"max_tokens": 1, "temperature": temperature, "prompt_logprobs": k, "detokenize": False}
 
 
 def expected(ids: list[int], k: int) -> tuple[Any, Any]:
-    """What verl extracts of vLLM's answer: by rank, without the token beyond the k; a last row."""
+    """Return what verl extracts from vLLM's answer: ids and logprobs by rank; the last row is 0."""
     logprobs = distributions(ids)
     heads = np.argsort(-logprobs, axis=1, kind="stable")[:, :k] if k else np.array(ids[1:])[:, None]
     values = np.take_along_axis(logprobs, heads, axis=1)
@@ -45,7 +45,7 @@ def expected(ids: list[int], k: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("k", [0, 1, 6])
 def test_the_rows_that_verl_reads(address: str, k: int) -> None:
     ids = tokens(40)
-    # As it comes to the worker that uses it.
+    # verl pickles the adapter to send it to a worker.
     teacher: DistillTeacher = pickle.loads(pickle.dumps(DistillTeacher(address)))
     extra_fields = asyncio.run(
         teacher.generate(

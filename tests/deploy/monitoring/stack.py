@@ -1,6 +1,6 @@
 """Prometheus and Alertmanager on free ports, installed as docs/operations.md says.
 
-Of the copies of deploy/monitoring that they read, only addresses and durations differ.
+They read copies of deploy/monitoring in which only addresses and durations differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Prometheus:
         self._url = f"http://127.0.0.1:{port}/api/v1"
 
     def query(self, expr: str) -> Sequence[Mapping[str, Any]]:
-        """The samples of an expression now."""
+        """Return the current samples of an expression."""
         query_string = urllib.parse.urlencode({"query": expr})
         response: Any = _read(f"{self._url}/query?{query_string}")
         assert response["status"] == "success", response
@@ -38,19 +38,19 @@ class Prometheus:
         return samples
 
     def value(self, expr: str) -> float | None:
-        """The only sample of an expression; None if it has none."""
+        """Return the only sample of an expression; None if there is none."""
         samples = self.query(expr)
         assert len(samples) < 2, samples
         return float(samples[0]["value"][1]) if samples else None
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire."""
+        """Return the names of the firing alerts."""
         samples = self.query('ALERTS{alertstate="firing"}')
         return {sample["metric"]["alertname"] for sample in samples}
 
 
 class Messages:
-    """What Alertmanager has sent: (name, status) of each alert."""
+    """The notifications from Alertmanager: (name, status) of each alert."""
 
     def __init__(self) -> None:
         self.alerts: set[tuple[str, str]] = set()
@@ -63,7 +63,7 @@ class Messages:
 
 @contextlib.contextmanager
 def monitoring(home: Path, targets: Mapping[str, str]) -> Iterator[tuple[Prometheus, Messages]]:
-    """Both programs within the block. `targets`: HOST:PORT by the name of the scrape job."""
+    """Run both programs within the block. `targets`: HOST:PORT by the name of the scrape job."""
     messages = Messages()
     with _receiver(messages) as port, contextlib.ExitStack() as stack:
         prometheus_port, alertmanager_port = free_ports(2)
@@ -95,7 +95,7 @@ def monitoring(home: Path, targets: Mapping[str, str]) -> Iterator[tuple[Prometh
 
 
 def _install(home: Path) -> Mapping[str, str]:
-    """Run the commands of the document, with `home` as the root; the options of each service."""
+    """Run the document's commands with `home` as the root; return the options of each service."""
     for folder in ("default", "prometheus"):
         (home / "etc" / folder).mkdir(parents=True)
     (block,) = blocks("docs/operations.md", "monitoring")

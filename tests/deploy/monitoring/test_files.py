@@ -1,4 +1,4 @@
-"""Alerts, board and documents name metrics that the services expose. Needs no Prometheus."""
+"""Alerts, dashboard and documents name metrics that the services expose; without Prometheus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.deploy.monitoring.files import FILES, ROOT, metrics, panels, rules
 
 
 def documented_metrics() -> set[str]:
-    """The metrics in the tables of the documents; other tests compare them with real services."""
+    """Return the metrics in the documents' tables; other tests compare them with real services."""
     pages = ("docs/operations.md", "docs/teacher.md")
     text = "\n".join((ROOT / page).read_text() for page in pages)
     return set(re.findall(r"^\| `(distill_\w+)` \|", text, re.MULTILINE))

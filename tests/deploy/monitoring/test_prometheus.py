@@ -33,7 +33,7 @@ ABSENT = [program for program in PROGRAMS if shutil.which(program) is None]
 if ABSENT:
     pytest.skip(f"needs {', '.join(ABSENT)}: make test-monitoring", allow_module_level=True)
 
-OF_MACHINE = {"DistillDiskNearlyFull"}  # if it is so
+OF_MACHINE = {"DistillDiskNearlyFull"}  # fires if this machine's disk is nearly full
 SECONDS = 180.0  # only for machines that are very busy
 
 
@@ -53,7 +53,7 @@ def test_their_tools_take_the_files(words: list[str]) -> None:
 
 
 class LoggedServer(RealServer):
-    """A server with its log in a file."""
+    """A server that writes its log to a file."""
 
     @property
     def log(self) -> Path:
@@ -81,7 +81,7 @@ def server(tmp_path: Path) -> Iterator[LoggedServer]:
 
 
 class Teacher:
-    """A real teacher that can be killed, and started again on its two ports."""
+    """A real teacher that can be killed and started again on the same two ports."""
 
     def __init__(self, model: Path, home: Path) -> None:
         self._log = home / "teacher.log"
@@ -117,7 +117,7 @@ def teacher(material: Material, tmp_path: Path) -> Iterator[Teacher]:
 def test_alerts_fire_and_every_panel_has_data(
     server: LoggedServer, teacher: Teacher, material: Material, tmp_path: Path
 ) -> None:
-    """A job fails, the teacher dies, a job waits for it; then all is well again."""
+    """A job fails, the teacher dies, a job waits for it; then the teacher comes back."""
     from tests.student_trainer.tiny import job
 
     data = shutil.copy(material.prompts, tmp_path / "prompts.jsonl")
