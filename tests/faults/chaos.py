@@ -52,7 +52,7 @@ END_SECONDS = 1200.0
 
 @dataclass
 class Chaos:
-    """The faults. Each function returns once the fault is over."""
+    """The faults. Each method returns when its fault is over."""
 
     installation: Installation
     random: random.Random
@@ -62,7 +62,7 @@ class Chaos:
     _active_faults: dict[str, threading.Thread] = field(default_factory=dict)
 
     def inject(self) -> None:
-        """Begin one fault that is not going on. Long ones go on in a thread, beside the next."""
+        """Start a random fault that is not active, in a thread; different faults may overlap."""
         faults = [
             *[self.kill_trainer, self.kill_service] * 3,
             *(self.teachers_away, self.disk_full, self.redis_frozen),
@@ -79,7 +79,7 @@ class Chaos:
         thread.start()
 
     def finish(self) -> None:
-        """Wait for the end of the faults that have begun."""
+        """Wait until all started faults are over."""
         for thread in self._active_faults.values():
             thread.join()
 
@@ -139,7 +139,7 @@ class Chaos:
 
 
 def jobs_of(root: Path, material: Material, store: Path, teachers: list[str]) -> list[AnyJob]:
-    """One job of each method. A patience of seconds: a longer outage is for the server."""
+    """One job of each method. Their patience is seconds: the server handles longer outages."""
     from tests.student_trainer.tiny import job, offline_job, rl_job
 
     intervals: dict[str, Any] = {"checkpoint__every": 20, "eval__every": 50}
@@ -157,7 +157,7 @@ def jobs_of(root: Path, material: Material, store: Path, teachers: list[str]) ->
 
 
 def capture_rows(root: Path, material: Material) -> Path:
-    """A store of the teacher's rows for 200 prompts."""
+    """Capture the teacher's rows for 200 prompts into a store; return its path."""
     from clients.config.capture import CaptureJob
     from tests.teacher_service.capture.material import capture_here
 
@@ -176,7 +176,7 @@ def capture_rows(root: Path, material: Material) -> Path:
 
 
 def retry_until_answered(call: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """Call until the server answers; it may be away."""
+    """Repeat a call until the server answers it or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -195,7 +195,7 @@ def run(
     away_seconds: float = 90.0,
     jobs_at_once: int = 12,
 ) -> None:
-    """Raise AssertionError if a job suffers."""
+    """Inject faults into jobs. Raises AssertionError if one differs from undisturbed runs."""
     from tests.student_trainer.tiny import save_material
 
     start_time = time.monotonic()
@@ -254,7 +254,7 @@ def _keep_busy(
     max_active: int,
     deadline: float,
 ) -> None:
-    """Submit jobs until `deadline` so that `most` are queued or running; `jobs` gets their kinds.
+    """Keep `max_active` jobs queued or running until `deadline`; `jobs` gets their kinds.
 
     A submit that fails is repeated with the same key, so that no job is queued twice.
     """
@@ -283,7 +283,7 @@ def _wait_for_success(
 def _differences(
     installation: Installation, client: DistillClient, job_id: str, model: RunDirectory
 ) -> list[str]:
-    """What is wrong with a job, as sentences."""
+    """Compare a job with the undisturbed run `model`; return one sentence for each difference."""
     try:
         run_directory = _wait_for_success(installation, client, job_id)
     except AssertionError as error:
@@ -292,7 +292,7 @@ def _differences(
     problems = []
     if [event.seq for event in events] != list(range(1, len(events) + 1)):
         problems.append(f"{job_id}: events are lost or doubled")
-    # An attempt that was killed made steps after its checkpoint, which the next one makes again.
+    # The attempt after a killed one repeats the steps after the checkpoint.
     attempt_steps = [(event.attempt, event.step) for event in events if event.metrics]
     if attempt_steps != sorted(set(attempt_steps)):
         problems.append(f"{job_id}: steps of an attempt are doubled")

@@ -1,4 +1,4 @@
-"""What crossed the wire of a client, and the rule that it keeps: each position once, in order."""
+"""The requests and answers of a client; `check` requires each position once and in order."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ RequestKey = tuple[bytes, int, bytes]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """One request on the wire, and the answers to it, each with the time it came."""
+    """One request on the wire and its answers, each with its arrival time."""
 
     key: RequestKey
     next_position: int
     chunks: list[tuple[float, teacher_pb2.ScoreChunk]] = field(default_factory=list)
 
     def positions(self) -> list[tuple[int, int]]:
-        """Half-open spans of the rows that came."""
+        """Return the half-open spans of the received rows."""
         rows = (chunk for _, chunk in self.chunks if not chunk.HasField("error"))
         return [(c.first_position, c.first_position + c.count) for c in rows]
 
 
 class History:
-    """Recorded where messages enter and leave a client; payloads are left out."""
+    """A record of the messages that clients send and receive, without payloads."""
 
     def __init__(self) -> None:
         self._requests: dict[str, SentRequest] = {}
@@ -51,12 +51,12 @@ class History:
             self._requests[chunk.request_id].chunks.append((time.monotonic(), bare_chunk))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Clear the record."""
         with self._lock:
             self._requests.clear()
 
     def wait_for_row(self, after: float) -> float:
-        """When the first row came after a moment of the monotonic clock."""
+        """Return the arrival time of the first row after `after`; both are monotonic times."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with self._lock:
@@ -75,11 +75,11 @@ class History:
         return sum(len(request.chunks) for request in self._requests.values())
 
     def resumed(self) -> int:
-        """Requests that asked for the rest of a sequence."""
+        """Return the number of requests for the remaining rows of a sequence."""
         return sum(request.next_position > 0 for request in self._requests.values())
 
     def amplification(self, queries: Sequence[ScoreQuery]) -> float:
-        """Rows that were asked for on the wire, over the rows that were wanted."""
+        """Return the number of rows requested on the wire, divided by the rows of the queries."""
         lengths = {request_key(request_of(query, "")): len(query.token_ids) for query in queries}
         wanted_rows = sum(query.rows for query in queries)
         on_wire = sum(
@@ -89,11 +89,11 @@ class History:
         return on_wire / wanted_rows
 
     def check(self, queries: Sequence[ScoreQuery]) -> int:
-        """Every position of every query once and in order, whatever broke in between; returns how
-        many. The queries must differ.
+        """Assert that every position of every query arrived once and in order; return the number of
+        positions. The queries must differ.
         """
         by_query: dict[RequestKey, list[SentRequest]] = {}
-        for request in self._requests.values():  # in the order of sending
+        for request in self._requests.values():  # in sending order
             by_query.setdefault(request.key, []).append(request)
         total = 0
         for query in queries:
@@ -122,7 +122,7 @@ def request_key(request: teacher_pb2.ScoreRequest) -> RequestKey:
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> History:
-    """Of every client of this process, from now on."""
+    """Record the messages of every client of this process from now on."""
     history = History()
     next_request, receive = RequestStream._next_request, RequestStream.receive
 
@@ -135,7 +135,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> History:
         return iter([request])
 
     def recorded_chunk(stream: RequestStream, chunk: teacher_pb2.ScoreChunk) -> None:
-        if chunk.request_id in stream.in_flight:  # the client ignores the rest, so does its history
+        if chunk.request_id in stream.in_flight:  # the client ignores other chunks
             history.received(chunk)
         receive(stream, chunk)
 

@@ -1,4 +1,4 @@
-"""The installation that `chaos.py` disturbs: a server, two teachers and a Redis, supervised."""
+"""The installation for `chaos.py`: a server, two teachers and a Redis, all supervised."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 SLOTS = 3
-# A trainer dies here every half minute, so some die several times without a new step.
+# A trainer is killed every half minute, so some are killed several times without a new step.
 RETRIES = 20
 DISK_SIZE = "32m"
 
 
 class Service:
-    """A process that is started again one second after it has ended, unless it is held back."""
+    """A process that is restarted one second after it has ended, except during `away`."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name, self._command, self._log = name, list(command), log
@@ -43,7 +43,7 @@ class Service:
         self._thread.start()
 
     def away(self, seconds: float) -> None:
-        """End the process, and start no other before some seconds have passed."""
+        """Kill the process and restart it only after `seconds`."""
         self._hold.set()
         self.process.kill()
         time.sleep(seconds)
@@ -73,7 +73,7 @@ class Service:
 
 @dataclass
 class Installation:
-    """Where everything is, and the services by name."""
+    """The directories, addresses and services of the installation."""
 
     root: Path
     runs: Path
@@ -86,7 +86,7 @@ class Installation:
     hung: subprocess.Popen[bytes] | None
 
     def trainers(self) -> list[psutil.Process]:
-        """Every process of every attempt, and their shims."""
+        """Return every process of every attempt, including the shims."""
         processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -101,7 +101,7 @@ class Installation:
 
 @contextmanager
 def run_installation(root: Path, material: Material) -> Iterator[Installation]:
-    """All services, running; at the end all are killed."""
+    """Run all services within the block and kill them at its end."""
     with ExitStack() as stack:
         disk, runs, backing_directory = root / "disk", root / "runs", root / "behind"
         for directory in (disk, runs, backing_directory):
@@ -149,7 +149,7 @@ def run_installation(root: Path, material: Material) -> Iterator[Installation]:
 
 def _unmount_hung(process: subprocess.Popen[bytes], directory: Path) -> None:
     process.send_signal(signal.SIGCONT)
-    with suppress(subprocess.CalledProcessError):  # it was never mounted
+    with suppress(subprocess.CalledProcessError):  # never mounted
         unmount(directory)
     process.terminate()
     process.wait()

@@ -1,4 +1,4 @@
-"""`distill-teacher` that keeps a kibibyte of every sequence it scores: what the look must find."""
+"""`distill-teacher` that leaks a kibibyte for every sequence it scores."""
 
 from __future__ import annotations
 

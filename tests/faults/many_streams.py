@@ -25,7 +25,7 @@ from tests.faults.sequences import VOCAB
 
 _IN_FLIGHT, _REQUESTS_PER_STREAM = 8, 5
 _PAUSE_SECONDS = 5.0
-# Of one connection; gRPC shares connections between channels with the same options.
+# gRPC shares a connection between channels with the same options.
 _STREAMS_PER_CONNECTION = 100
 
 
@@ -35,7 +35,7 @@ def request(number: int, rows: int, k: int) -> teacher_pb2.ScoreRequest:
 
 
 class Streams:
-    """Stubs, each on a connection of its own."""
+    """Stubs on separate connections."""
 
     def __init__(self, address: str, streams: int) -> None:
         count = -(-streams // _STREAMS_PER_CONNECTION)

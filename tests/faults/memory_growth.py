@@ -1,4 +1,4 @@
-"""How a teacher's memory grows while it is used.
+"""Measures how a teacher's memory grows under load.
 
     python -m tests.faults.memory_growth [--minutes 120] [--rate 20]
 
@@ -38,7 +38,7 @@ def slope(counts: Sequence[float], sizes: Sequence[float]) -> float:
 def new_queries(
     count: int, rng: np.random.Generator, *, length: int = 50, top_k: int = 8
 ) -> list[ScoreQuery]:
-    """Never asked before: no cache has them."""
+    """Return random queries that no cache has."""
     return [
         ScoreQuery(rng.integers(0, VOCAB, length).astype(np.int32), 1, top_k=top_k)
         for _ in range(count)
@@ -52,7 +52,7 @@ def bytes_per_query(
     rounds: int,
     queries_per_round: int,
 ) -> float:
-    """By which the memory of the teacher grows, once a third of the rounds warmed it up."""
+    """Return the growth of the teacher's memory per query; a third of the rounds is warm-up."""
     server = psutil.Process(teacher.process.pid)
     query_counts, sizes = [], []
     with TeacherClient(teacher.address) as client:

@@ -1,6 +1,6 @@
-"""Every named crash point is reached by a test, and what it leaves behind is good.
+"""Every failpoint is reached by a test, and the files after the crash are valid.
 
-The server's are in test_server_failpoints.py, the trainer's in test_trainer_failpoints.py.
+test_server_failpoints.py has those of the server, test_trainer_failpoints.py the trainer's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.faults.history import History
 from tests.faults.sequences import WAIT, assert_equal, expected, fake, sequences
 from tests.teacher_service.conftest import StartTeacher
 
-# In the order in which they are reached; the second time, the file is the manifest.
+# In the order in which they are reached; on the second hit, the file is the manifest.
 STORE = [
     "file-written:kill",
     "file-synced:kill",
@@ -56,7 +56,7 @@ PUSHES = ["weights-received:raise", "weights-applied:raise"]
 
 
 def test_every_failpoint_is_tested() -> None:
-    """Each name once in the source, and armed somewhere in the tests."""
+    """Each name is in the source once and is armed in a test."""
     counts: Counter[str] = Counter()
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -66,7 +66,7 @@ def test_every_failpoint_is_tested() -> None:
                 counts[name.value] += 1
     assert max(counts.values()) == 1, "a name in two places"
     assert len(counts) >= 25
-    # As a test arms it, "name:kill", or the name alone.
+    # Tests arm a failpoint as "name:kill" or by its name alone.
     armed = {
         node.value.partition(":")[0]
         for path in python_files("tests")
@@ -100,7 +100,7 @@ def run_dying_children(kind: str, root: Path, specs: list[str]) -> None:
 
 
 def test_stores(tmp_path: Path) -> None:
-    """What was written is there, what was not named never was, and the next write is good."""
+    """Shards in the manifest are readable, others are removed, and the next write succeeds."""
     old = StoredRows(OLD, b"\1\0\0\0", 1, b"rows")
     for spec in STORE:
         with LogitStore(tmp_path / spec, write=True) as store:
@@ -118,7 +118,7 @@ def test_stores(tmp_path: Path) -> None:
 
 
 def test_saves(tmp_path: Path) -> None:
-    """There is always a checkpoint that verifies, and the next save cleans up."""
+    """There is always an intact checkpoint, and the next save removes leftovers."""
     from student_trainer.checkpoints import checkpoint
     from tests.faults.tiny_checkpoint import save
 
@@ -137,7 +137,7 @@ def test_saves(tmp_path: Path) -> None:
         steps = sorted(path.name for path in (tmp_path / spec).iterdir())
         assert steps[1:] == ["step-000004"], spec
         assert len(steps) == 2, spec
-    # Between the removal of a step and its second coming there is only the one before.
+    # While step 2 is replaced, only step 1 is visible.
     assert newest_steps == {
         spec: 1 if "replaced" in spec else 3 if spec in SAVES[-2:] else 2 for spec in SAVES
     }
@@ -159,7 +159,7 @@ def test_teachers(start_teacher: StartTeacher, history: History, spec: str) -> N
 
 @pytest.mark.parametrize("spec", PUSHES)
 def test_pushes(start_teacher: StartTeacher, tmp_path: Path, spec: str) -> None:
-    """A fault before the update changes nothing; after it only the reply is lost."""
+    """A fault before the update changes nothing; after the update, only the reply is lost."""
     from teacher_service.engines.hf import HfEngine
     from tests.teacher_service.serving.pushing import arrays
     from tests.teacher_service.tiny_model import save_tiny_model

@@ -1,4 +1,4 @@
-"""Many clients, slow ones and frozen ones: nobody else notices, and nothing of them stays."""
+"""Many, slow and frozen clients: other clients are unaffected, and all resources are freed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def open_streams(teacher: TeacherProcess) -> int:
 
 
 def health_seconds(teacher: TeacherProcess) -> float:
-    """Of a health check on a connection of its own."""
+    """Return the seconds of a health check on a separate connection."""
     options = [("test.number", time.monotonic_ns() % 2**31)]
     with grpc.insecure_channel(teacher.address, options=options) as channel:
         start_time = time.monotonic()
@@ -66,12 +66,12 @@ def health_seconds(teacher: TeacherProcess) -> float:
         return time.monotonic() - start_time
 
 
-_new_seeds = itertools.count(1)  # seeds, so that no answer comes from a cache
+_new_seeds = itertools.count(1)  # new seeds, so that no answer comes from a cache
 
 
 def p99(*teachers: TeacherProcess) -> list[float]:
-    """Seconds of a small query, one after the other, by each teacher in turn; the second worst of
-    180.
+    """Return the p99 in seconds of 180 small queries, one at a time, to each teacher in turn: the
+    second slowest.
     """
     times_by_teacher: list[list[float]] = [[] for _ in teachers]
     with ExitStack() as stack:
@@ -86,9 +86,9 @@ def p99(*teachers: TeacherProcess) -> list[float]:
 
 @pytest.mark.slow
 def test_a_hundred_slow_readers(start_teacher: StartTeacher) -> None:
-    """One answer every 5 s each: others are served as ever, and they cost half a MiB each.
+    """100 clients take an answer every 5 s: other clients stay fast, and each costs half a MiB.
 
-    "As ever" is as by a teacher without readers on the same machine, which is asked in turn with
+    The bound is the p99 of a teacher without readers on the same machine, queried in turn with
     the other.
     """
     teacher, idle = (start_teacher(*fake(), launched=True) for _ in range(2))
@@ -100,13 +100,12 @@ def test_a_hundred_slow_readers(start_teacher: StartTeacher) -> None:
         assert readers.stdout.readline()
         eventually(lambda: open_streams(teacher) == 100, 60)
         time.sleep(5)
-        eventually(
-            lambda: load(teacher).queued_tokens == 0, 60
-        )  # the answers that nobody takes yet
-        # What the readers cost, each look has; what else the machine does, not every look.
+        # All queries are scored; their answers wait for the readers.
+        eventually(lambda: load(teacher).queued_tokens == 0, 60)
+        # The readers slow down every measurement, other load on the machine only some.
         for _ in range(LOOKS):
             busy_p99, idle_p99 = p99(teacher, idle)
-            # The answers to the readers take turns on the same cores: some milliseconds are theirs.
+            # Answers to the readers use the same cores: allow some milliseconds for them.
             bound = max(1.5 * idle_p99, idle_p99 + 0.02)
             if busy_p99 <= bound:
                 break
@@ -124,7 +123,7 @@ def test_a_hundred_slow_readers(start_teacher: StartTeacher) -> None:
 
 
 def settled_bytes(server: psutil.Process) -> int:
-    """What is resident once it no longer grows."""
+    """Return the resident bytes once they no longer grow."""
     resident = -1
     while resident < (resident := server.memory_info().rss) - MIB or resident < 0:
         time.sleep(2)
@@ -134,13 +133,13 @@ def settled_bytes(server: psutil.Process) -> int:
 def test_streams_that_read_nothing_share_one_budget(
     start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1, 10 or 100 of them: the answers that wait for them are those of one budget.
+    """The unread answers of 1, 10 or 100 streams share one budget.
 
-    Each stream may hold one answer beside the budget, here of 0.24 MiB, and half a MiB of unread
+    Each stream may hold one answer above the budget, here 0.24 MiB, and half a MiB of unread
     requests. The allocator and gRPC may keep as much as the budget again.
     """
     budget = 32
-    # What is freed is given back, so that what is resident is what is held.
+    # Freed memory returns to the system, so that resident memory is held memory.
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     teacher = start_teacher(*fake(), module="tests.faults.thrifty_teacher")
@@ -161,7 +160,7 @@ def test_streams_that_read_nothing_share_one_budget(
 
 
 def test_a_light_client_beside_a_deep_one(start_teacher: StartTeacher) -> None:
-    """Its slowest answer takes at most three times as long as without the other client."""
+    """The light client's slowest answer takes at most three times as long as without the other."""
     teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "400")
 
     def slowest(client: TeacherClient) -> float:
@@ -194,7 +193,7 @@ def test_a_light_client_beside_a_deep_one(start_teacher: StartTeacher) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_streams(start_teacher: StartTeacher) -> None:
-    """Every one ends with its rows or is told to come again, and leaves no descriptor behind."""
+    """Each request gets its rows or RESOURCE_EXHAUSTED, and no file descriptor leaks."""
     teacher = start_teacher(*fake(), launched=True)
     server = psutil.Process(teacher.process.pid)
     with client_process(teacher, "burst", 10) as warm_up:  # what is opened once, is
@@ -217,7 +216,7 @@ def test_a_thousand_streams(start_teacher: StartTeacher) -> None:
 
 
 def test_a_frozen_client_is_let_go(start_teacher: StartTeacher) -> None:
-    """Nothing tells of a stopped process but its silence; all limits are a tenth here."""
+    """Only missing pings reveal a stopped process; all limits are a tenth of the defaults."""
     teacher = start_teacher(*fake(), module="tests.faults.impatient_teacher")
     with client_process(teacher, "slow", 3) as client:
         assert client.stdout
@@ -232,7 +231,7 @@ def test_a_frozen_client_is_let_go(start_teacher: StartTeacher) -> None:
 
 
 def test_untaken_rows_are_bounded(start_teacher: StartTeacher) -> None:
-    """A caller that takes nothing makes the client hold what it was told to, and no more."""
+    """If the caller takes no answer, the client holds at most `max_prefetch_bytes`."""
     limit = 32 * MIB
     teacher = start_teacher(*fake())
     command = [sys.executable, "-m", "tests.faults.untaken", teacher.address, str(limit)]

@@ -1,4 +1,4 @@
-"""A teacher that is used does not grow, and one that would is found out."""
+"""A teacher under load does not grow, and the test detects one that leaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.teacher_service.conftest import StartTeacher
 pytestmark = pytest.mark.slow
 
 Ask = Callable[[int], list[ScoreQuery]]
-# A quarter of what the planted leak is: between the two no allocator's habits lie.
+# A quarter of the planted leak: allocator noise is well below it.
 BOUND = LEAK / 4
 
 

@@ -1,4 +1,4 @@
-"""What networks do to a stream: the answers are those of a good one, or a fault comes in time."""
+"""Streams over faulty networks: the answers are correct, or an error comes in time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.teacher_service.processes import TeacherProcess
 
 @pytest.fixture
 def quick_keepalive(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Pings of the client, ten times as often as they are: a silent connection is noticed after
-    these seconds, in place of 40.
+    """The client pings ten times as often as by default: it notices a silent connection after
+    the returned seconds instead of 40.
     """
     scaled = {
         "grpc.keepalive_time_ms": 3_000,
@@ -38,7 +38,7 @@ def teacher(start_teacher: StartTeacher) -> TeacherProcess:
     return start_teacher(*fake())
 
 
-# A connection that never carries a whole message, 1 MiB at most, gets nowhere.
+# A connection must carry at least a whole message, 1 MiB at most, to make progress.
 BAD_NETWORKS = {
     "reset after 1.5 MB": Toxics(reset_after_bytes=1_500_000),
     "reset after 3 MB, in slices": Toxics(reset_after_bytes=3_000_000, slice_bytes=1000),
@@ -52,7 +52,7 @@ BAD_NETWORKS = {
 def test_the_same_answers_over_a_bad_network(
     teacher: TeacherProcess, history: History, toxics: Toxics
 ) -> None:
-    """2 x 10,000 rows of 408 bytes, and short ones between them: 9 MB."""
+    """9 MB: 2 x 10,000 rows of 408 bytes and 20 short sequences."""
     queries = sequences(2, 10_000) + sequences(20, 100, seed=1)
     with FaultProxy(teacher.address, toxics) as proxy:
         start_time = time.monotonic()
@@ -80,7 +80,7 @@ def test_ten_kilobytes_a_second(teacher: TeacherProcess, history: History) -> No
 def test_a_black_hole_is_noticed(
     teacher: TeacherProcess, history: History, quick_keepalive: float
 ) -> None:
-    """Packets vanish for a while and nobody is told: the client notices, and goes on later."""
+    """Packets are dropped silently for a while: the client notices and continues afterwards."""
     queries = sequences(300, 100, top_k=4)
     with FaultProxy(teacher.address) as proxy, TeacherClient(proxy.address) as client:
         client.submit(queries[0]).result(WAIT)
@@ -104,7 +104,7 @@ def test_a_black_hole_is_noticed(
 def test_a_black_hole_beside_a_good_teacher(
     start_teacher: StartTeacher, teacher: TeacherProcess, quick_keepalive: float
 ) -> None:
-    """What vanished is asked of the other one."""
+    """The client sends the lost requests to the other teacher."""
     queries = sequences(50, 100, top_k=4)
     with FaultProxy(teacher.address) as proxy:
         addresses = [proxy.address, start_teacher(*fake()).address]

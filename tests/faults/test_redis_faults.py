@@ -1,4 +1,4 @@
-"""Whatever happens to Redis, the rows are the same, and the wait for it is short and rare."""
+"""With any fault of Redis the rows are the same, and waits for Redis are short and rare."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENGINE = FakeEngine(FakeSettings(vocab=64))
 QUERIES = [ScoreQuery(np.arange(i, i + 40, dtype=np.int32), 2, top_k=4) for i in range(24)]
 FAULT_AT = 12
 MAX_ADDED_SECONDS = 0.25
-ATTEMPTS = 3  # of a time that a busy machine may spoil
+ATTEMPTS = 3  # a busy machine may spoil a timing
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @dataclass(frozen=True)
 class Life:
-    """What one teacher answered, how long each answer took, and what its cache counted."""
+    """The answers of one teacher, the time of each, and the counters of its cache."""
 
     rows: list[bytes]
     seconds: list[float]
@@ -54,14 +54,14 @@ class Life:
 
     @property
     def added_seconds(self) -> float:
-        """Of the slowest answer, against a usual one."""
+        """The slowest answer's time minus the median."""
         return max(self.seconds) - statistics.median(self.seconds)
 
 
 def life(
     address: str | None, fault: Callable[[], object] = lambda: None, at: int = FAULT_AT
 ) -> Life:
-    """A teacher that is asked everything in turn; the fault comes before question `at`."""
+    """Ask a new teacher all queries in turn; inject the fault before query number `at`."""
 
     async def main() -> Life:
         tier = RedisTier(RedisAddress(f"redis://{address}/0"), ttl_seconds=60) if address else None
@@ -86,7 +86,7 @@ def undisturbed() -> Life:
 
 
 def revive(server: RedisServer, proxy: FaultProxy) -> None:
-    """As before any fault, and full of rows."""
+    """Undo all faults and fill the cache with rows."""
     proxy.toxics = Toxics()
     if server.process.poll() is not None:
         server.start()
@@ -138,7 +138,7 @@ FAULTS: dict[str, Callable[[RedisServer, FaultProxy], object]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_redis_fails_in_the_middle(server: RedisServer, undisturbed: Life, name: str) -> None:
-    """C1. The same rows; one answer waits, 250 ms at most, and then Redis is left alone."""
+    """C1. The same rows; one answer waits, at most 250 ms, and then Redis is not used."""
     with FaultProxy(server.address) as proxy:
         for _ in range(ATTEMPTS):
             revive(server, proxy)
@@ -156,7 +156,7 @@ def find_problems(name: str, faulty_life: Life) -> list[str]:
     hits, misses, errors = (
         faulty_life.counters[f"redis_{n}"] for n in ("hits", "misses", "errors")
     )
-    # The breaker stays open for longer than the rest takes: the lookup and its round trip may each
+    # The breaker stays open until the last query: the lookup and its round trip may each
     # count the one fault.
     allowed = (0,) if name in ("emptied", "evicting") else (1, 2)
     queries_after = len(QUERIES) - FAULT_AT
@@ -172,7 +172,7 @@ def find_problems(name: str, faulty_life: Life) -> list[str]:
 
 
 def test_redis_is_killed_at_any_moment(server: RedisServer, undisturbed: Life) -> None:
-    """C1, killed: while rows are read, and while they are written."""
+    """C1, killed: while rows are read and while they are written."""
     random_ = random.Random(0)
     added_seconds = []
     for repeat in range(REPEATS):
@@ -194,7 +194,7 @@ def test_redis_is_killed_at_any_moment(server: RedisServer, undisturbed: Life) -
 
 
 def test_redis_was_never_there(tmp_path: Path, undisturbed: Life) -> None:
-    """C1, absent and refused: the start is not refused, and no answer waits."""
+    """C1, connection refused: the teacher starts, and no answer waits."""
     with RedisServer(tmp_path) as server:
         address = server.address
     faulty_life = life(address)
@@ -205,7 +205,7 @@ def test_redis_was_never_there(tmp_path: Path, undisturbed: Life) -> None:
 
 @pytest.mark.parametrize("reply", [b"\x00garbage\r\n", b":5\r\n", b"*1\r\n$1\r\na\r\n"])
 def test_what_answers_is_not_redis(undisturbed: Life, reply: bytes) -> None:
-    """C1: bytes that are no reply at all, and replies to another question."""
+    """C1: bytes that are not a reply, and replies to another command."""
 
     async def main() -> None:
         async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -227,7 +227,7 @@ def test_what_answers_is_not_redis(undisturbed: Life, reply: bytes) -> None:
 def test_it_comes_back(
     server: RedisServer, undisturbed: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of half a second, a pause of 50 ms: what follows is found again."""
+    """After a fault of half a second and a pause of 50 ms, the cache is used again."""
     monkeypatch.setattr("teacher_service.cache.redis_tier.PAUSE_SECONDS", 0.05)
     life(server.address)
 
@@ -237,7 +237,7 @@ def test_it_comes_back(
 
     faulty_life = life(server.address, restart)
     assert faulty_life.rows == undisturbed.rows
-    # It came back empty: the rest was written again.
+    # Redis came back empty: later rows were written again.
     assert server.do("DBSIZE") >= 1
     later_life = life(server.address, lambda: time.sleep(0.1))
     assert later_life.counters["redis_errors"] == 0
@@ -248,7 +248,7 @@ MUTATIONS = 10_000
 
 
 def mutate(value: bytes, other: bytes, random_: random.Random) -> bytes:
-    """A value that is not the one of its key."""
+    """Return a value that is wrong for its key."""
     kind = random_.randrange(7)
     changed = bytearray(value)
     at = random_.randrange(len(value))
@@ -267,7 +267,7 @@ def mutate(value: bytes, other: bytes, random_: random.Random) -> bytes:
 
 
 def test_ten_thousand_damaged_values(server: RedisServer, patient: None) -> None:
-    """C2. Every one is seen, counted and deleted; none is used."""
+    """C2. Every damaged value is detected, counted and deleted; none is used."""
     query = QUERIES[0]
     answer = ENGINE.score([query])[0]
     assert not isinstance(answer, Exception)
@@ -286,7 +286,7 @@ def test_ten_thousand_damaged_values(server: RedisServer, patient: None) -> None
                     for key in keys:
                         value = mutate(seal(key, rows), seal(keys[0][::-1], rows), random_)
                         if value == seal(key, rows):
-                            unchanged += 1  # zeros over zeros
+                            unchanged += 1  # zeros overwrote zeros
                         else:
                             values[key] = value
                     admin.mset({name_of(key): value for key, value in values.items()})
@@ -305,7 +305,7 @@ def test_ten_thousand_damaged_values(server: RedisServer, patient: None) -> None
 
 
 def test_the_oracle_of_damage_can_tell(server: RedisServer, patient: None) -> None:
-    """The same path finds what is not damaged."""
+    """An undamaged value is found the same way."""
     query = QUERIES[0]
     rows = life(None).rows[0]
     key = row_key("f", 0, query)

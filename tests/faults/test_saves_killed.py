@@ -29,8 +29,8 @@ LONGEST = 0.4  # seconds after the first save; some saves are complete by then, 
 
 
 def train(root: Path, published: Path, begun_mark: Path) -> None:
-    """Steps that nobody counts, from the newest checkpoint; a save every second step."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a killed neighbour makes gloo complain
+    """Train without end from the newest checkpoint; save every second step."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo logs errors when the other rank is killed
     student = spread_student(tiny.model(layers=2), "fsdp2")
     model = student.trained.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -69,7 +69,7 @@ def steps_of(published: Path) -> list[int]:
 
 
 def assert_intact(root: Path, published: Path) -> int:
-    """All that is visible is intact, and nothing that was published is lost; the newest step."""
+    """Assert that all visible checkpoints are intact and none is lost; return the newest step."""
     assert all(is_intact(path) for path in root.glob("step-*"))
     latest = checkpoint.newest_checkpoint(root)
     step, path = (0, None) if latest is None else latest

@@ -1,4 +1,4 @@
-"""The distill server dies at its commit points: what it said holds, and nothing runs twice."""
+"""The server dies at its commit points: acknowledged state holds, and nothing runs twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distill_server.jobs.history import History
 from tests.forked_python import ForkedPython
 
 KEY = "the same key"
-# Reached by a job that is submitted and runs to its end.
+# Reached by a job that runs to its end.
 RUNS = [
     "run-made:kill",
     "job-stored:kill",
@@ -37,7 +37,7 @@ SPECS = [*RUNS, *RETRIES, *CANCELS, *RESUMES]
 
 
 class ArmedServer(Server):
-    """The first one dies, those after it do not."""
+    """Only the first process has the failpoint armed."""
 
     def __init__(self, runs: Path, spec: str) -> None:
         super().__init__(runs)
@@ -54,7 +54,7 @@ class ArmedServer(Server):
         )
 
     def rise_again(self) -> None:
-        """Wait for its death, and start the next."""
+        """Wait until the process is dead and start the next one."""
         assert self.process is not None
         assert self.process.stdout is not None
         assert self.process.wait(30) == -signal.SIGKILL
@@ -65,12 +65,12 @@ class ArmedServer(Server):
     def clean_up(self) -> None:
         if self.process is not None:
             self.kill()
-        # An attempt with a later one was disposed of: perhaps by a server, before its shim came.
+        # The server has disposed of all but the last attempt, perhaps before the shim started.
         for logs in self.runs.glob("*/logs"):
             end_attempt(max(logs.glob("attempt-*")))
 
     def starts(self, job_id: str) -> list[str]:
-        """What each attempt's trainer said when it began."""
+        """Return the "starts after" lines in the logs of all attempts."""
         logs = sorted((self.runs / job_id / "logs").glob("attempt-*/rank-0.log"))
         lines = [line for log in logs for line in log.read_text().splitlines()]
         return [line for line in lines if "starts after" in line]
@@ -91,7 +91,7 @@ def wait_for_end(client: DistillClient, job_id: str) -> JobState:
 
 
 def submit_job(server: ArmedServer, client: DistillClient, name: str, steps: int) -> str:
-    """As a client does it: again under the same key, when it got no answer."""
+    """Submit a job; after no answer, submit it again with the same key."""
     config = job_config(name, steps)
     try:
         job = client.submit(config, idempotency_key=KEY)

@@ -1,4 +1,4 @@
-"""Files and disks of one job that fail or hang: nothing is lost, and no other job waits."""
+"""Files and disks of one job fail or hang: nothing is lost, and no other job waits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_full_database_loses_no_step_and_doubles_none(
 
 @pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "control.json"])
 def test_a_pipe_in_place_of_a_file(make_server: Callable[..., Server], name: str) -> None:
-    """It is not opened; the job, its cancel and all other jobs go on."""
+    """The pipe is not opened; the job, its cancel and all other jobs continue."""
     server = make_server(slots=2)
     with DistillClient(server.address, timeout=20) as client:
         job = client.submit(job_config("hang_at=3", max_steps=10))
@@ -97,7 +97,7 @@ def test_a_directory_that_hangs_holds_up_its_own_job_only(tmp_path: Path) -> Non
     try:
         stuck_id, other_id = submit(server), submit(server)
         server.look()
-        # Otherwise a look waits a minute for its threads, one of which does not end.
+        # With the default, `look` would wait a minute for the thread that hangs.
         server.scheduler._policy = replace(server.policy, poll_every=3.0)
         runner.silent = stuck_id
         server.look()

@@ -1,4 +1,4 @@
-"""Servers of eight jobs are killed again and again, ranks and launchers too; clocks jump."""
+"""Servers of eight jobs are killed repeatedly; so are ranks and launchers; clocks jump."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.distill_server.jobs.history import History
 
 KILLS = int(os.environ.get("DISTILL_REPEATS", "3"))
 JOBS = 8
-# What is promised; it takes about one.
+# The documented limit; it takes about one second.
 ORPHAN_SECONDS = 10.0
 
 
 class Watcher(threading.Thread):
-    """From a job's first event to its last, through every death of the server."""
+    """Watches a job from its first event to its last, through every restart of the server."""
 
     def __init__(self, address: str, job_id: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_eight_jobs_outlive_their_servers(make_server: Callable[..., Server]) ->
     with DistillClient(server.address) as client:
         jobs = []
         for number in range(JOBS):
-            # One ends while no server is there, with a code that the next one must find.
+            # The first job ends while no server runs; the next server must find its exit code.
             ends = "fail_at=3 pause=0.4" if number == 0 else "pause=0.05"
             key = f"key {number}"
             job = client.submit(job_config(f"{ends} n={number}", 1_000_000), idempotency_key=key)
@@ -92,7 +92,7 @@ time.sleep(0.5 if int(sys.argv[1]) > 1 else 1000)
 
 
 def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., Server]) -> None:
-    """With torch's own launcher, whose ranks are in sessions of their own; none is left over."""
+    """With torch's launcher, whose ranks are in their own sessions; no process is left."""
     server, history = make_server(slots=3, ranks=RANKS), History()
     with DistillClient(server.address) as client:
         jobs = [client.submit(job_config(name)).id for name in ("rank", "launcher", "group")]
@@ -116,7 +116,7 @@ def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., S
         for identity in families[2]:
             send_signal(identity, signal.SIGKILL)
         kill_time = time.monotonic()
-        # The launcher sees the death of a rank by itself, and ends the other.
+        # The launcher notices the death of a rank and ends the other rank.
         eventually(lambda: not any(map(family, marks)), ORPHAN_SECONDS)
         print(f"nothing was left after {time.monotonic() - kill_time:.1f} s")
         for job_id in jobs:
@@ -131,7 +131,7 @@ def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., S
 
 @pytest.mark.parametrize("clock", ["jumps", "fast"])
 def test_clocks_that_run_wild(make_server: Callable[..., Server], clock: str) -> None:
-    """An hour forth and back at every look, or sixty times as fast: nothing runs out of time."""
+    """The wall clock jumps by an hour at every read, or runs 60 times as fast: no timeout fires."""
     server, history = make_server(slots=2, clock=clock), History()
     start_time = time.monotonic()
     with DistillClient(server.address) as client:
@@ -143,7 +143,7 @@ def test_clocks_that_run_wild(make_server: Callable[..., Server], clock: str) ->
         assert (retried_job.state, retried_job.attempt) == (JobState.SUCCEEDED, 2)
         eventually(lambda: client.get(second_job.id).step >= 3)
         client.cancel(second_job.id)
-        # A grace of seconds that an hour did not end: it wrote its checkpoint.
+        # The jump of an hour did not end the grace period: the trainer wrote its checkpoint.
         cancelled_job = client.wait(second_job.id, timeout=60)
         assert (cancelled_job.state, cancelled_job.reason) == (
             JobState.CANCELLED,

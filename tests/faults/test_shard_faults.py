@@ -1,4 +1,4 @@
-"""Stored rows and everything a disk, a kill or another process can do to them."""
+"""Stored rows after disk errors, kills and concurrent processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENTRIES = [entry(number) for number in range(6)]
 
 
 def read_verified(store: LogitStore) -> list[StoredRows]:
-    """What a reader may train on. Raises Corrupt."""
+    """Read and decode all entries. Raises Corrupt."""
     entries = list(store)
     for stored in entries:
         decode_rows(stored.rows)
@@ -39,7 +39,7 @@ def read_verified(store: LogitStore) -> list[StoredRows]:
 
 
 def read_usable(path: Path) -> tuple[list[StoredRows], bool]:
-    """What a reader takes of a store, entry by entry, and whether it noticed any damage."""
+    """Return the entries that a reader can read, and whether it noticed any damage."""
     readable = []
     with LogitStore(path) as store:
         is_damaged = bool(store.unreadable)
@@ -69,14 +69,14 @@ def truncate(data: bytes, random_: random.Random) -> bytes:
 
 
 def damage_footer(data: bytes, random_: random.Random) -> bytes:
-    """The stream format's end: Arrow itself reads such a file without complaint."""
+    """Replace the footer by random bytes: Arrow reads such a file without an error."""
     footer = int.from_bytes(data[-10:-6], "little") + 10
     return data[:-footer] + random_.randbytes(random_.randrange(footer))
 
 
 def test_damaged_shards(tmp_path: Path) -> None:
-    """C4. No entry is used that is not what was written. What a reader does not notice is in bytes
-    that hold nothing, and only `verify` looks at those.
+    """C4. No damaged entry is used. Damage that a reader does not notice is in bytes without
+    meaning, which only `verify` checks.
     """
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append(ENTRIES)
@@ -143,7 +143,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C5, ENOSPC. No partial shard is ever named; with space again the tier goes on by itself."""
+    """C5, ENOSPC. No partial shard is listed; with free space the tier continues by itself."""
     monkeypatch.setattr("teacher_service.cache.disk_tier.FLUSH_BYTES", 1)
     ballast = tiny_disk / "ballast"
     ballast.write_bytes(bytes(200 << 10))
@@ -155,7 +155,7 @@ def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store.verify()
         stored_count = len(read_verified(store))
     assert 0 < stored_count < 40
-    # The last one is removed after its error is counted.
+    # The last temporary file is removed after its error is counted.
     wait_until(lambda: not list(path.glob("*.tmp")))
     ballast.unlink()
     keys = grow(tier, range(40, 45))
@@ -192,8 +192,8 @@ OPERATIONS = ("open", "fsync", "rename")
 
 
 def test_an_error_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C5, EIO at the n-th open, fsync or rename of the writer, n = 1..30: each append happens or
-    not, and what a reader sees is whole at any time.
+    """C5, EIO at the n-th open, fsync or rename of the writer, n = 1..30: each append succeeds or
+    fails completely, and a reader sees only intact shards.
     """
     failure_count = 0
     for n in range(1, 31):
@@ -258,8 +258,8 @@ for path in sys.stdin:
 
 
 def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """C6. SIGKILL a random moment after a random shard: what was finished is there, whole; what
-    was not is gone with the next writer.
+    """C6. SIGKILL at a random time after a random shard: finished shards are intact; unfinished
+    ones are removed by the next writer.
     """
     random_ = random.Random(0)
     orphans = max_unreported = 0
@@ -300,7 +300,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 def test_eight_writers_of_the_same_keys(tmp_path: Path) -> None:
-    """C7. One process has the directory, the others are told; its threads may all hand over."""
+    """C7. Only one process opens the directory, others get WrongState; its threads may all put."""
     tier = DiskTier(tmp_path, fingerprint="a" * 64, max_bytes=1 << 30)
     entries = [entry(number) for number in range(50)]
 
@@ -323,8 +323,8 @@ def test_eight_writers_of_the_same_keys(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_while_the_oldest_go(tmp_path: Path) -> None:
-    """C10. A reader that has opened a store can read all of it, however much is removed; one that
-    opens it just then sees a store that is whole.
+    """C10. A reader with an open store can read all of it, however many shards are removed; a
+    reader that opens it meanwhile sees an intact store.
     """
     with LogitStore(tmp_path, write=True, metadata=META) as writer:
         for number in range(20):
@@ -361,7 +361,7 @@ def store_of(root: Path, name: str, size: int, *, age: float) -> Path:
 
 
 def test_rows_of_other_teachers_make_room(tmp_path: Path) -> None:
-    """The one that was in use longest ago goes first; one in use, and what is no store, stays."""
+    """The least recently used store goes first; stores in use and other directories stay."""
     oldest = store_of(tmp_path, "1", 50_000, age=300)
     used_store = store_of(tmp_path, "2", 50_000, age=200)
     newer = store_of(tmp_path, "3", 50_000, age=100)

@@ -1,4 +1,4 @@
-"""A replica that fails every batch: clients go elsewhere, and its process ends."""
+"""A replica that fails every batch: clients use other replicas, and its process exits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_replica_falls_sick_in_the_middle(start_teacher: StartTeacher) -> None
 
 
 def test_the_only_teacher_is_sick(start_teacher: StartTeacher) -> None:
-    """Its client waits for it as for any teacher that ended, and goes on at the next one."""
+    """The client waits as for any teacher that ended, and continues with the next one."""
     sick = start_teacher(*fake(raise_after=SELF_TEST))
     [query] = queries = sequences(1, 20, top_k=4)
     with TeacherClient(sick.address) as client:

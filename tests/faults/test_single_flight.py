@@ -1,4 +1,4 @@
-"""Many clients, one cold sequence: the model runs once, whoever of them goes away."""
+"""Many clients ask one uncached sequence: the model runs once, whichever client cancels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ QUERY = ScoreQuery(np.arange(1, 200, dtype=np.int32) % 64, 1, top_k=4)
 
 
 def test_a_hundred_clients_and_one_forward(start_teacher: StartTeacher, tmp_path: Path) -> None:
-    """C3. The first to come is the first to go, while the model still works on it."""
+    """C3. The first client cancels while the model still computes its sequence."""
     teacher = start_teacher(*fake(latency_ms=2000), "--cache-dir", str(tmp_path / "rows"))
 
     async def ask(address: str) -> bytes:
-        # A connection of its own, as a client of its own would have.
+        # A separate connection, as a separate client would have.
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(address, options) as channel:
 

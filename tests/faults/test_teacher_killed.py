@@ -1,4 +1,4 @@
-"""A teacher that dies in the middle of its answers, and comes back, or does not."""
+"""A teacher dies in the middle of its answers, and is restarted or not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_killed_in_its_answers_and_started_again(
 ) -> None:
     """Nothing is missing, nothing comes twice, and the first row comes soon after the restart.
 
-    Every other time it kills itself between two messages of one sequence; else it is killed when a
-    number of answers has come.
+    Every other time a failpoint kills it between two messages of one sequence; else it is killed
+    after a number of answers.
     """
     queries = sequences(4, 10_000) + sequences(102, 100, seed=1)
     rows = expected(queries)
@@ -39,7 +39,7 @@ def test_killed_in_its_answers_and_started_again(
             teacher = start_teacher(*fake(), port=teacher.port, failpoint=failpoint)
         with TeacherClient(teacher.address) as client:
             answers = [client.submit(query) for query in queries]
-            if not failpoint:  # killed before the client reads on
+            if not failpoint:  # killed in the callback, before the client reads on
                 answer = answers[random_.randrange(len(queries) // 2)]
                 answer.add_done_callback(lambda _, dying=teacher: dying.send(signal.SIGKILL))
             teacher.process.wait(WAIT)
@@ -62,7 +62,7 @@ def test_killed_in_its_answers_and_started_again(
 
 
 def test_down_for_a_while(start_teacher: StartTeacher, history: History) -> None:
-    """Nothing is asked of who is away, and hardly anything twice."""
+    """The client sends nothing to a teacher that is down, and hardly anything twice."""
     queries = sequences(600, 200, top_k=4)
     arguments = [*fake(latency_ms=2), "--max-batch-tokens", "800"]
     teacher = start_teacher(*arguments)
@@ -80,7 +80,7 @@ def test_down_for_a_while(start_teacher: StartTeacher, history: History) -> None
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_down_for_good(start_teacher: StartTeacher, signum: signal.Signals) -> None:
-    """Given up within a tenth of the limit, dead or frozen."""
+    """The client gives up within 10% of its patience, whether the teacher is dead or frozen."""
     patience = 4.0
     teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "400")
     with TeacherClient(teacher.address, patience_seconds=patience) as client:
@@ -98,7 +98,7 @@ def test_down_for_good(start_teacher: StartTeacher, signum: signal.Signals) -> N
 
 @pytest.mark.timeout(60 + 5 * REPEATS)
 def test_another_takes_over_at_once(start_teacher: StartTeacher, history: History) -> None:
-    """One of two is killed, again and again: nobody waits for it, and nothing is lost."""
+    """One of two teachers is killed repeatedly: no query waits for it, and nothing is lost."""
     queries = sequences(40, 500, top_k=8)
     rows = expected(queries)
     arguments = [*fake(latency_ms=10), "--max-batch-tokens", "2000"]
@@ -117,5 +117,5 @@ def test_another_takes_over_at_once(start_teacher: StartTeacher, history: Histor
             history.check(queries)
             port = teachers[repeat % 2].port
             teachers[repeat % 2] = start_teacher(*arguments, port=port)
-    assert max(pauses) < 3  # milliseconds, but on a machine that is very busy
+    assert max(pauses) < 3  # milliseconds, unless the machine is very busy
     print(f"{REPEATS} kills of one of two: next row {max(pauses) * 1e3:.0f} ms later at most")

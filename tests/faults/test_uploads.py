@@ -1,4 +1,4 @@
-"""Uploads that break: the network ten times, and the server ten times. Nothing is sent twice."""
+"""The network or the server fails ten times during an upload; no data is sent twice."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.faults.proxy import FaultProxy, Toxics
 from tests.forked_python import ForkedPython
 
 SIZE, BREAKS = 32 << 20, 10
-# What a break may cost: the part that it cuts, and what the server had not read (transport.py).
+# Sent again per break: the interrupted part, and what the server had not read (transport.py).
 MAX_LOST_BYTES = 1 << 20
 
 
 class BreakingServer(Server):
-    """Its first ten processes die at a failpoint, each after as many parts."""
+    """Its first processes die at a failpoint each, as listed in `specs`."""
 
     def __init__(self, runs: Path, specs: Sequence[str]) -> None:
         super().__init__(runs)
@@ -52,7 +52,7 @@ class BreakingServer(Server):
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A file of the size of a small model; nobody reads its records here."""
+    """A file of the size of a small model; these tests do not read its records."""
     path = tmp_path / "train.jsonl"
     path.write_bytes(random.Random(0).randbytes(SIZE))
     return path
@@ -141,7 +141,7 @@ def test_a_server_that_is_killed_at_the_end(breaking: BreakingServer, tmp_path: 
 
 
 def test_a_server_that_is_away(data: Path) -> None:
-    """At once, as any other command says it; not after the patience of a stream."""
+    """Fails at once, as other commands do, not after the patience of a stream."""
     with (
         DistillClient("localhost:1", patience_seconds=1000) as client,
         pytest.raises(Unavailable, match="cannot reach the distill server"),

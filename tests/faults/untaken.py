@@ -1,9 +1,9 @@
-"""A caller that takes no answer, in a process of its own: what is resident here is the client's.
+"""A caller that takes no answer, in its own process, so that resident memory is the client's.
 
     python -m tests.faults.untaken HOST:PORT LIMIT_BYTES
 
-prints one JSON object: answers that were there, bytes of their rows, bytes the client says it holds
-then and once all are taken, and how much more was resident.
+prints one JSON object: number of answers, bytes of their rows, bytes that the client says it holds
+before and after all are taken, and the growth of resident memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(address: str, limit: int) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """Without what was freed and not yet given back."""
+    """Return resident bytes after returning freed memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)
 
