@@ -43,7 +43,7 @@ class Server:
         self.runs = runs
         self.slots = slots
         self.options = options
-        # An address of its own: nobody takes its port between a kill and the next start.
+        # A separate address: no other process takes its port between a kill and the next start.
         self.host = f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{next(_COUNTER) % 254 + 1}"
         self.port = 0
         self.process: subprocess.Popen[str] | None = None
@@ -54,8 +54,8 @@ class Server:
 
     def start(self) -> None:
         if self.port:
-            # To start a program again takes longer than that. By then its clients know that it is
-            # gone, and the shim that it was about to start is there.
+            # Starting a real program takes longer. By then its clients have noticed the death, and
+            # the shim that the server was about to start is running.
             time.sleep(0.3)
         self.process = self.launch()
         assert self.process.stdout is not None
@@ -85,7 +85,7 @@ class Server:
                 end_attempt(directory)
 
     def card(self, job_id: str, attempt: int = 1) -> dict[str, int]:
-        """The attempt's shim.json, once it is there."""
+        """Wait for the attempt's shim.json and return its content."""
         path = self.runs / job_id / "logs" / f"attempt-{attempt}" / "shim.json"
         eventually(path.exists)
         card: dict[str, int] = json.loads(path.read_text())
@@ -93,11 +93,11 @@ class Server:
 
 
 def end_attempt(directory: Path) -> None:
-    """Leave no process of an attempt behind, not even one that is just being started."""
+    """Kill all processes of an attempt, even one that is just starting."""
     card = directory / "shim.json"
     if claim(directory):
         return
-    # A server that found no shim has the claim itself, and then there is nothing to wait for.
+    # If a server found no shim and took the claim itself, there is nothing to wait for.
     eventually(
         lambda: card.exists() or (directory / "exit.json").exists() or not has_shim(directory)
     )
@@ -110,13 +110,13 @@ def end_attempt(directory: Path) -> None:
 
 
 def has_shim(directory: Path) -> bool:
-    """Whether a process was told to write its log there."""
+    """Whether a process has the attempt's log on its command line."""
     lines = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
     return any(str(directory / "rank-0.log") in line for line in lines)
 
 
 def eventually(condition: Callable[[], object], seconds: float = 60.0, pause: float = 0.02) -> None:
-    """Wait until it holds; the time is only for machines that are very busy."""
+    """Wait until the condition is true; the limit is long for machines that are very busy."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never became true"

@@ -41,7 +41,7 @@ def command(run: Path, *, attempt: int, processes: int, from_step: int | None = 
 
 
 def make_launch_command(program: str, *launcher: str) -> CommandFactory:
-    """Jobs are processes of `program`, and do nothing of a trainer's work."""
+    """Return a command factory that runs `program` in place of a trainer."""
 
     def command(
         run: Path, *, attempt: int, processes: int, from_step: int | None = None
@@ -57,7 +57,7 @@ TORCH = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 
 def spoil_clock(mode: str) -> None:
-    """The wall's clock runs wild; the monotonic one is what the kernel keeps true."""
+    """Make time.time jump or run fast; the monotonic clock stays correct."""
     wall_time, start, calls = time.time, time.time(), itertools.count()
     if mode == "jumps":
         time.time = lambda: wall_time() + (3600, -3600, 0)[next(calls) % 3]

@@ -1,6 +1,6 @@
-"""A trainer without a model: it obeys the run directory's contract and misbehaves on request.
+"""A trainer without a model: it follows the run directory's contract and fails on request.
 
-What it does is told in the job's name, as `key=value` words:
+The job's name has its instructions, as `key=value` words:
     pause=SECONDS      per step (default 0.01)
     crash_at=STEP      exit without a verdict: by `crash_code`, or by SIGKILL (default)
     crashes=N          only in the first N attempts

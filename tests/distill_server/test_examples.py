@@ -1,4 +1,4 @@
-"""The example scripts, run as they stand."""
+"""The example scripts, run unchanged."""
 
 from __future__ import annotations
 

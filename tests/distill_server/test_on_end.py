@@ -1,4 +1,4 @@
-"""The command of `--on-end`: real commands, told by a real server."""
+"""The command of `--on-end`: real commands, run by a real server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_command_gets_each_end_in_turn(tmp_path: Path) -> None:
 def test_a_command_that_fails_or_hangs_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the next end is told all the same."""
+    """The command still runs for the next job."""
     caplog.set_level(logging.WARNING)
     out = tmp_path / "told.jsonl"
     code = (
@@ -76,7 +76,7 @@ def test_a_command_that_fails_or_hangs_is_told(
 
 
 def test_a_server_that_ends_takes_its_command_along(tmp_path: Path) -> None:
-    """A process of its own, as a server is: its exit must leave no command behind."""
+    """In a separate process, as a server is: its exit kills the running command."""
     mark = tmp_path / "pid"
     sleeps = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     code = (

@@ -27,7 +27,7 @@ def command(runs: Path, *options: str) -> list[str]:
 def program(
     runs: Path, *options: str, stderr: IO[bytes] | None = None, tokens: str = ""
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The program once it is ready, and its line."""
+    """Run the program; yield it once it is ready, and its first line of output."""
     with subprocess.Popen(
         command(runs, "--port", "0", *options),
         stdout=subprocess.PIPE,
@@ -57,7 +57,7 @@ def test_starts_serves_and_stops(tmp_path: Path) -> None:
 
 
 def test_its_page_is_always_there(tmp_path: Path) -> None:
-    """At any free port, which its log names; it needs no token."""
+    """The metrics page is at a free port, which the log names, and needs no token."""
     log = tmp_path / "server.log"
     with (
         log.open("wb") as stderr,
@@ -72,7 +72,7 @@ def test_its_page_is_always_there(tmp_path: Path) -> None:
 
 
 def test_the_database_may_be_elsewhere(tmp_path: Path) -> None:
-    """On a disk of the server, where the runs are on a file server."""
+    """--database puts the database on a local disk, where the runs are on a file server."""
     with program(tmp_path / "runs", "--database", str(tmp_path / "here.sqlite")) as (_, line):
         assert line.startswith("server listening on")
     assert (tmp_path / "here.sqlite").exists()

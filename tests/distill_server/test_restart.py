@@ -1,4 +1,4 @@
-"""The server is killed and comes back; trainers and watchers do not mind."""
+"""The server is killed and restarted; trainers and watchers continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.distill_server.jobs.history import History
 
 @pytest.fixture(autouse=True)
 def history(tmp_path: Path) -> Iterator[History]:
-    """Checked when the test is over and its server dead."""
+    """A history that is checked when the test is over and its server is dead."""
     history = History()
     yield history
     history.check(tmp_path / "runs", slots=3)
@@ -107,7 +107,7 @@ def test_job_that_ended_meanwhile(
 def test_job_whose_processes_are_gone_is_queued_again(
     server: Server, client: DistillClient
 ) -> None:
-    """Everything was killed: a new attempt, and nothing of the old one is left."""
+    """All processes were killed: a new attempt starts, and no old process is left."""
     job = client.submit(job_config("hang_at=8 hangs=1 orphan=1", max_steps=10))
     eventually(lambda: client.get(job.id).step == 7)
     card = server.card(job.id)
@@ -135,7 +135,7 @@ def test_reboot_costs_no_retry(server: Server, client: DistillClient) -> None:
 
 
 def test_job_that_was_recorded_but_not_started(server: Server, client: DistillClient) -> None:
-    """The server died between the record and the process."""
+    """The server died after it recorded the attempt and before it started the process."""
     blocker = client.submit(job_config("pause=1", max_steps=1000))
     job = client.submit(job_config())
     server.kill()
@@ -177,7 +177,7 @@ def test_queue_survives(server: Server, client: DistillClient) -> None:
 
 
 def test_queue_survives_without_its_directories(server: Server, client: DistillClient) -> None:
-    """A power cut may take what no disk was waited for; the database has the jobs."""
+    """A power cut may lose unsynced directories; the database has the jobs."""
     ids = [client.submit(job_config(f"n{n}", max_steps=3)).id for n in range(3)]
     server.kill()
     for job_id in ids[1:]:
@@ -197,7 +197,7 @@ def test_second_server_is_refused(server: Server, tmp_path: Path) -> None:
 
 
 def test_storm_of_kills(make_server: Callable[..., Server], history: History) -> None:
-    """Killed while jobs are submitted and end: none is lost, doubled or run twice."""
+    """Killed while jobs are submitted and end: no job is lost, doubled or run twice."""
     server = make_server(slots=2)
     acknowledged: dict[str, str] = {}
 
@@ -230,6 +230,6 @@ def test_storm_of_kills(make_server: Callable[..., Server], history: History) ->
             events = list(client.watch(job.id))
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
             assert [event.step for event in events if event.metrics] == [1, 2, 3]
-            # An attempt may have been recorded without ever starting, but only one started.
+            # Attempts may be recorded without a start, but only one started.
             logs = (server.runs / job.id / "logs").glob("attempt-*/rank-0.log")
             assert sum(log.read_text().count("starts after step") for log in logs) == 1

@@ -1,4 +1,4 @@
-"""The files that clients send: what the server asks for, keeps, refuses and removes."""
+"""Uploaded files: what the server requests, keeps, refuses and removes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def uploads(tmp_path: Path) -> Uploads:
 
 
 def send_files(uploads: Uploads, *files: tuple[str, bytes]) -> Path:
-    """Send what the server asks for, in parts of 300 bytes, and return the path of the upload."""
+    """Send what the server requests, in parts of 300 bytes; return the path of the upload."""
     contents = {digest(content): content for _, content in files}
     upload_files = [upload_file(*file) for file in files]
     _, missing_parts = uploads.begin(upload_files)
@@ -118,7 +118,7 @@ def test_wrong_bytes_are_never_kept(uploads: Uploads, tmp_path: Path) -> None:
 
 
 def test_many_clients_send_the_same_file(uploads: Uploads) -> None:
-    """With different offsets, and one that lies about the size at the same time."""
+    """Concurrently, with parts of different sizes."""
     content = random.Random(1).randbytes(1 << 20)
     name, faults = digest(content), []
 
@@ -182,7 +182,7 @@ def test_files_that_do_not_fit_are_refused_before_they_are_sent(uploads: Uploads
 
 
 def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has arrived stays, and is not sent again."""
+    """Received data stays and is not sent again."""
     monkeypatch.setattr("distill_server.uploads._RESERVED_BYTES", 0)
     content = random.Random(2).randbytes(1 << 20)
     with small_disk(tmp_path / "disk", "4m") as disk:
@@ -210,7 +210,7 @@ def test_what_no_job_names_is_removed_after_a_day(uploads: Uploads, tmp_path: Pa
     uploads.begin([upload_file("c", b"c" * 10)])
     uploads.receive(digest(b"c" * 10), 0, b"c" * 5)
     uploads.begin([upload_file("d", b"d"), upload_file("e", b"e")][:1])
-    uploads.receive(digest(b"d"), 0, b"d")  # whole, and linked by nothing
+    uploads.receive(digest(b"d"), 0, b"d")  # complete, and linked by no upload
     kept_uploads = {named_path.parent.name}
     uploads.collect(kept_uploads, cutoff=time.time() - 60)
     assert unnamed_path.exists(), "somebody may be about to submit its job"
@@ -238,7 +238,7 @@ def test_what_is_asked_for_again_stays_for_another_day(uploads: Uploads, tmp_pat
 
 
 def test_a_job_holds_what_it_names(make_server: Callable[..., Server], tmp_path: Path) -> None:
-    """By the server's own database, also after the job has ended and the server was restarted."""
+    """According to the server's database, also after the job has ended and a restart."""
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     server = make_server()
     config = job_config().model_copy(

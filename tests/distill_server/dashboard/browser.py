@@ -1,4 +1,4 @@
-"""Chromium, as far as the tests need it. Selenium is imported when a browser is wanted."""
+"""A wrapper of Chromium for the tests. Selenium is imported when a browser is created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.distill_server.conftest import eventually as patient
 
-# Each look asks the browser, which costs more than the wait.
+# Each check calls the browser, which costs more than the pause.
 eventually = partial(patient, pause=0.1)
 IN_BROWSER = [
     pytest.mark.skipif(
@@ -23,7 +23,7 @@ IN_BROWSER = [
     pytest.mark.usefixtures("nothing_went_wrong"),
 ]
 
-# Headless, and silent: a test's browser has nobody to call.
+# Headless, and without background network requests.
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -31,7 +31,7 @@ FLAGS = (
 
 
 class Browser:
-    """One window. `profile`: an empty directory."""
+    """A browser with one window. `profile`: an empty directory."""
 
     def __init__(self, profile: Path, *, dark: bool = False) -> None:
         from selenium import webdriver
@@ -58,7 +58,7 @@ class Browser:
         self._driver.quit()
 
     def open(self, url: str) -> None:
-        """As typed by a person who was not there before: a hash alone would load nothing."""
+        """Load the page anew; a change of the hash alone would not load it."""
         self._driver.get("about:blank")
         self._driver.get(url)
 
@@ -74,12 +74,12 @@ class Browser:
         return count
 
     def text(self, selector: str) -> str:
-        """Of the first match; empty where there is none."""
+        """Return the text of the first match; "" if there is none."""
         text = self.run("return document.querySelector(arguments[0])?.textContent", selector)
         return str(text or "")
 
     def texts(self, selector: str) -> list[str]:
-        """Of all matches, in the order of the page."""
+        """Return the texts of all matches, in page order."""
         script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
         texts: list[str] = self.run(script, selector)
         return texts
@@ -105,7 +105,7 @@ class Browser:
         self.run("document.querySelector(arguments[0]).dispatchEvent(new Event('input'))", selector)
 
     def drag(self, selector: str, begin: float, end: float) -> None:
-        """With the pointer pressed, across an element; in shares of its width."""
+        """Drag across an element; `begin` and `end` are fractions of its width."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         element = self._driver.find_element("css selector", selector)
@@ -134,7 +134,7 @@ class Browser:
         ActionChains(self._driver).send_keys(Keys.TAB).perform()
 
     def press(self, selector: str, key: str) -> None:
-        """A key by its name: `HOME`."""
+        """Press a key, named as in selenium's Keys: `HOME`."""
         from selenium.webdriver.common.keys import Keys
 
         self.type(selector, getattr(Keys, key))
@@ -144,11 +144,11 @@ class Browser:
         self.click("#token .strong")
 
     def complaints(self) -> list[str]:
-        """What the console said since the last look."""
+        """Return the console messages since the last call."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
 
     def picture(self, path: Path, max_height: int = 100_000) -> None:
-        """The whole page, up to `max_height` pixels from its top."""
+        """Save a screenshot of the page, up to `max_height` pixels from its top."""
         width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": width, "height": min(max_height, height), "scale": 1}
         parameters = {"captureBeyondViewport": True, "clip": clip}

@@ -1,4 +1,4 @@
-"""A server with a dashboard, and a reader that is no part of it: the standard library's."""
+"""A server with a dashboard, and an independent HTTP client from the standard library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Site:
-    """`tokens`: whether the server asks for them. `external`: the URL of a proxy, with `port`."""
+    """`tokens`: whether the server requires them. `external`: the URL of a proxy; needs `port`."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Site:
     def messages(
         self, path: str, *, after: str = "", role: str = ""
     ) -> Iterator[tuple[str, str, Any]]:
-        """(event, id, data) of a feed; closing the iterator hangs up."""
+        """Yield (event, id, data) from a feed; closing the iterator disconnects."""
         connection = self.connect()
         try:
             request_headers = {"Last-Event-ID": after} if after else {}
@@ -115,7 +115,7 @@ class Site:
             connection.close()
 
     def submit(self, config: OnPolicyJob | None = None, **values: Any) -> str:
-        """A job's id."""
+        """Submit a job and return its id."""
         os.environ["DISTILL_TOKEN"] = TOKENS["submit"] if self.asks_tokens else ""
         try:
             with DistillClient(self.address) as client:

@@ -1,4 +1,4 @@
-"""Who may read the dashboard, who may change anything through it, and what a browser is told."""
+"""Who may read the dashboard, who may change jobs through it, and its security headers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_server_without_tokens_is_read_only(site: Site) -> None:
         "server": site.address,
     }
     for wish in ("cancel", "resume"):
-        # As from a page of a stranger that this browser shows: the simplest request there is.
+        # A simple cross-site request, as another site's page could send.
         answer = site.ask(f"/api/jobs/{job}/{wish}", method="POST", role="admin")
         assert answer.status == 403
         assert "--token-file" in answer.json()["error"]["hint"]
@@ -245,7 +245,7 @@ async def serve_once(runs: Path, endpoint: ServerEndpoint, port: int) -> None:
 
 
 def test_the_dashboard_has_the_tls_of_the_server(tmp_path: Path) -> None:
-    """By the program, as people start it."""
+    """With the real program, as people start it."""
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 9 -subj /CN=x"

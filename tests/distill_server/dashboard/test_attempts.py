@@ -1,4 +1,4 @@
-"""The time line of attempts is what a reader of all events would draw."""
+"""The timeline of attempts equals one computed from all events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def requeue(store: JobStore, job_id: str, reason: str, phase: str = "") -> None:
 
 
 def scan_attempts(store: JobStore, job: Job) -> list[dict[str, Any]]:
-    """By a scan of all events."""
+    """Compute the attempts from all events."""
     events = store.events(job.id, 0, -1)
     records = []
     for number in range(1, job.attempt + 1):

@@ -16,7 +16,7 @@ from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventual
 from tests.distill_server.dashboard.site import TOKENS, Site
 
 pytestmark = IN_BROWSER
-# An alert that came up would end any test.
+# An open alert fails any test.
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> pause=0.1"
 
 
@@ -58,7 +58,7 @@ def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
 
 @pytest.mark.parametrize("page", ["#/", "#/jobs/{job}", "#/compare/{job}"])
 def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> None:
-    """Everything that the tab key comes to, once around."""
+    """Every element that the tab key reaches has a visible focus outline."""
     job = site.submit(name="pause=0", max_steps=5)
     eventually(lambda: site.job(job)["state"] == "SUCCEEDED")
     browser.open(f"{site.url}/{page.format(job=job)}")
@@ -108,7 +108,7 @@ def test_a_hostile_name_is_text(site: Site, browser: Browser) -> None:
     eventually(lambda: "window.hit=1</script>\n" in browser.text(".log"))
     assert HOSTILE in browser.text(".config")
     assert browser.run("return [window.hit ?? null, document.scripts.length]") == [None, 1]
-    # Even a script of ours that tried could not: the browser is told to refuse.
+    # Trusted Types: the browser refuses innerHTML even from our own scripts.
     assert browser.run(
         "try { document.body.innerHTML = '<b>x</b>'; return 'done'; } catch (e) { return e.name; }"
     ) == ("TypeError")
@@ -204,7 +204,7 @@ def test_an_axis_fits_its_values(site: Site, browser: Browser) -> None:
 
 
 def test_long_ticks_are_not_cut_off(site: Site, browser: Browser) -> None:
-    """Importance weights of a sampler that is hardly behind, and a tiny KL."""
+    """Importance weights near 1, and a tiny KL."""
     browser.open(f"{site.url}/#/")
     for values in ([0.9999989, 1, 1.0000011], [1.1e-13, 1.5e-13], [0.5, 1]):
         cut_labels, left_margin = browser.run(
@@ -266,5 +266,5 @@ def test_states_and_a_server_that_comes_back(
     make_site(port=site.port)
     eventually(lambda: browser.text("#link") == "connected")
     browser.open("about:blank")
-    # While the server was gone: what could not be fetched is told by the browser too.
+    # Discard the console's messages about requests while the server was stopped.
     browser.complaints()

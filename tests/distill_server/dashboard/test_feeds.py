@@ -1,4 +1,4 @@
-"""The history of a long job is thinned, and nothing of it is lost that a curve shows."""
+"""The history of a long job is thinned without losing what a curve shows."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_attempts_are_never_mixed() -> None:
 def test_the_list_is_told_when_it_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often its jobs change, there is one look a moment; a look that sees no news is not
-    told.
+    """However often jobs change, queries are rate-limited; a query with no news sends no
+    message.
     """
     monkeypatch.setattr(feeds, "_SECONDS_BETWEEN_QUERIES", 0.01)
     looks = []
@@ -91,7 +91,7 @@ def test_the_list_is_told_when_it_is_another_one(
 
 
 def test_many_readers_leave_half_of_the_time_to_everybody_else() -> None:
-    """However slow a look is: a pause is never shorter than it was asked for."""
+    """However slow a query is, the pause after it is at least as long as the query."""
     looks: list[tuple[float, float]] = []
 
     def look() -> list[str]:

@@ -1,4 +1,4 @@
-"""What the pages offer beside their curves, in a real browser: compare, zoom, queue, search."""
+"""Features of the pages besides curves, in a real browser: compare, zoom, queue, search."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_jobs_are_compared(site: Site, browser: Browser) -> None:
     browser.click(".title button")
     eventually(lambda: browser.count(".curve:not([hidden]) .line path") == 2)
     assert browser.run("return location.hash") == f"#/compare/{first_job},{second_job}"
-    # A chart of `loss`, in which each job has its colour, and one of `tokens`, which one job has.
+    # A chart of `loss` with a line of each job, and one of `tokens`, which only one job has.
     assert browser.text(".curve h3") == "Loss"
     assert browser.texts(".curve:not([hidden]) .legend li") == [
         f"one {1 / 20:.4g}",
@@ -98,7 +98,7 @@ def test_the_held_out_loss_is_the_metric_that_chooses_the_best_step(
 
 
 def test_a_list_says_which_kl_a_job_has(site: Site, browser: Browser) -> None:
-    """And of a fine-tuning job, which has none, the cross-entropy."""
+    """A fine-tuning job has no KL; its list entry shows the cross-entropy."""
     browser.open(f"{site.url}/#/")
     kinds = {
         "cross_entropy": "cross-entropy",
@@ -116,7 +116,7 @@ def test_a_list_says_which_kl_a_job_has(site: Site, browser: Browser) -> None:
 
 
 def differences(first_config: dict[str, Any], second_config: dict[str, Any]) -> list[list[str]]:
-    """Of two jobs that differ at the top of their configurations only."""
+    """Return the rows for two jobs whose configurations differ only at the top level."""
     keys = sorted(key for key in first_config if first_config[key] != second_config[key])
     assert all(not isinstance(first_config[key], dict) for key in keys)
     return [[key, json.dumps(first_config[key]), json.dumps(second_config[key])] for key in keys]
@@ -128,7 +128,7 @@ def test_the_x_axis_is_chosen_and_zoomed(site: Site, browser: Browser) -> None:
     browser.open(f"{site.url}/#/jobs/{job}")
     eventually(lambda: "step 40:" in browser.attribute(CHART, "aria-label"))
     browser.choose("[aria-label='Horizontal axis']", "tokens")
-    # The second attempt repeats the steps after its checkpoint: they count once.
+    # The second attempt repeats the steps after its checkpoint; they count once.
     assert browser.attribute(CHART, "aria-label").startswith(f"Loss at {7 * 40} tokens:")
     browser.press(CHART, "HOME")
     assert browser.text(".mark text") == "7 tokens"
@@ -215,7 +215,7 @@ def test_behind_a_proxy(make_site: Callable[..., Site], browser: Browser) -> Non
     """Under a prefix and another name: list, event stream and an action, from the browser."""
     (port,) = free_ports(1)
     with proxy(port) as proxy_port:
-        # Chromium leads every name below `localhost` here; the server knows none of them.
+        # Chromium resolves every name below `localhost` to this machine.
         url = f"http://distill.localhost:{proxy_port}{PREFIX}"
         site = make_site(tokens=True, port=port, external=url)
         assert site.url == url

@@ -1,4 +1,4 @@
-"""The queue as the dashboard tells it: slots, places, and why each job waits."""
+"""The queue as the dashboard shows it: slots, places, and why each job waits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_a_job_needs_and_who_is_before_it(tmp_path: Path) -> None:
 
 
 def test_jobs_that_are_passed_over_hold_up_nobody(tmp_path: Path) -> None:
-    """One is larger than the server that was restarted, one waits for its teacher, one rests."""
+    """One job is too large for the restarted server, one waits for its teacher, one rests."""
 
     async def fail_preflight(config: object, run: Path) -> None:
         raise Unavailable("no teacher answers", field="teacher.address")

@@ -1,4 +1,4 @@
-"""What the dashboard's port answers: jobs by the page, events and logs that go on, teachers."""
+"""Responses of the dashboard's port: pages of jobs, streams of events and logs, teachers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MANY = 10_000
 
 
 def test_the_command_of_the_document(tmp_path: Path) -> None:
-    """At other ports."""
+    """Run with other ports."""
     (block,) = blocks("docs/dashboard.md", "dashboard")
     (command,) = block.commands
     assert command.endswith(" --dashboard 8080")
@@ -77,7 +77,7 @@ def test_the_command_behind_a_proxy(tmp_path: Path) -> None:
 
 
 def test_a_search_is_for_every_word_of_id_name_and_state(site: Site) -> None:
-    """In either case; what is special to a database is not special here."""
+    """Case-insensitive; SQL wildcards match only themselves."""
     ids = [site.submit(name=f"fail_at=1 {name}", max_steps=1) for name in ("Al%pha", "be_ta")]
     eventually(lambda: all(site.job(job)["state"] == "FAILED" for job in ids))
 
@@ -136,7 +136,7 @@ def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Si
 
 
 def fill(connection: sqlite3.Connection, ids: list[str]) -> None:
-    """Jobs that are over, by copies of a first one: ten thousand commits would take long."""
+    """Insert ended jobs as copies of the first one: ten thousand commits would take long."""
     JobStore(connection, on_change=lambda _: None).add(ids[0], job_config(), "")
     connection.execute("UPDATE jobs SET state = 'SUCCEEDED'")
     row = dict(connection.execute("SELECT * FROM jobs").fetchone())
@@ -215,7 +215,7 @@ def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) 
         records: dict[str, dict[str, object]] = {}
 
         def has_both() -> bool:
-            # Jobs of other tests may have teachers too.
+            # Jobs of other tests may have teachers, too.
             teacher_records = site.ask("/api/teachers").json()["teachers"]
             records.update({record["address"]: record for record in teacher_records})
             return "load" in records.get(live_teacher.address, {}) and "127.0.0.1:1" in records
@@ -223,7 +223,7 @@ def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) 
         eventually(has_both)
     assert set(records[live_teacher.address]) == {"address", "jobs", "info", "load", "at"}
     assert "cannot reach" in str(records["127.0.0.1:1"]["fault"])
-    # The pages of jobs do not wait for any teacher.
+    # The pages of jobs do not wait for teachers.
     assert site.ask("/api/jobs").status == 200
 
 

@@ -1,4 +1,4 @@
-"""What is read of a run directory for the dashboard: shared, bounded, and never waited for long."""
+"""Reads of run directories for the dashboard are shared, bounded and time out."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_running_job_tells_its_processes_and_checkpoints(site: Site) -> None:
     ]
     assert len(trainers) == 1
     usage = site.ask(f"{path}/usage").json()["usage"]
-    assert usage["processes"] == 2  # and the one in a session of its own
+    assert usage["processes"] == 2  # the trainer and its orphan in another session
     rss = sum(process.memory_info().rss for process in [*trainers, *trainers[0].children()])
     assert usage["memory_bytes"] == pytest.approx(rss, rel=0.1)
     assert usage["cpus"] == psutil.cpu_count()

@@ -1,11 +1,11 @@
-"""What clients of a job server were told, and the rules that its database and logs must keep.
+"""The acknowledged calls of clients, and the invariants of the server's database and logs.
 
     I1  an acknowledged submit is stored
     I2  one key is one job, and one job has one key
     I3  events count from 1 without a gap or a repeat, in the database and for every watcher;
         of a job with more than 500, steps before the newest 500 may be thinned
     I4  every change of state is a legal one
-    I5  a job that is over stays so until somebody resumes it
+    I5  a job that is over stays over until it is resumed
     I6  attempts grow by one, and only on the way into the queue
     I7  an attempt's trainer starts once at most, and no two of a job are alive at once
     I8  the slots of the server are never exceeded
@@ -43,7 +43,7 @@ class Record:
 
 
 class History:
-    """Tell it what was answered; `check` it against what is there. Threads may share one."""
+    """Records acknowledged calls and `check`s them against the database. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,17 +56,17 @@ class History:
             self._submits.append((key, job_id))
 
     def resumed(self, job_id: str) -> None:
-        """Somebody asked for it, whether or not an answer came."""
+        """A resume was requested, whether or not an answer came."""
         with self._lock:
             self._resumes[job_id] += 1
 
     def watched(self, job_id: str, events: Sequence[JobEvent]) -> None:
-        """All that one watcher saw, from the first event on."""
+        """Record all events of one watcher, from the first event on."""
         with self._lock:
             self._watched_seqs.append((job_id, [event.seq for event in events]))
 
     def check(self, runs: Path, slots: int) -> int:
-        """Raises AssertionError that names the rule; returns how many events were looked at."""
+        """Raise AssertionError that names the broken rule; return the number of checked events."""
         jobs = stored_events(runs)
         self._check_submits(jobs)
         for job_id, records in jobs.items():
@@ -103,7 +103,7 @@ class History:
 
 
 def assert_numbered(seqs: Sequence[int], job_id: str) -> None:
-    """Rule I3."""
+    """Assert rule I3."""
     assert seqs[:1] in ([], [1]), ("I3", job_id, seqs)
     thinned = seqs[-1] - NEWEST if seqs else 0
     for old, new in itertools.pairwise(seqs):
@@ -123,7 +123,7 @@ def stored_events(runs: Path) -> dict[str, list[Record]]:
 
 
 def check_logs(job_id: str, logs: Path) -> None:
-    """Every trainer says when it begins, and takes the lock of the run directory."""
+    """Assert rule I7: each trainer logs its start and takes the lock of the run directory."""
     for log in logs.glob("attempt-*/rank-0.log"):
         text = log.read_text()
         assert text.count(BEGUN) <= 1, ("I7", job_id, log)

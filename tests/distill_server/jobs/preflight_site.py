@@ -1,4 +1,4 @@
-"""A server that looks before it queues, a teacher that it asks, and the files of a job."""
+"""A server with the preflight check, a teacher for it, and the files of a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Teacher(teacher_pb2_grpc.TeacherServicer):
-    """It says what it is, and counts how often it was asked. Its rows are not needed here."""
+    """A teacher that answers GetInfo and GetVocabulary and counts the calls; it scores no rows."""
 
     def __init__(self) -> None:
         self.info_requests = 0
@@ -81,7 +81,7 @@ def write_student(
     tokens: Sequence[str] = TOKENS,
     unigram: bool = False,
 ) -> Path:
-    """A directory that looks like one; its weights are a header."""
+    """Write a directory that looks like a model; its weights file has only a header."""
     path.mkdir()
     write_tokens(path, tokens, unigram=unigram)
     (path / "config.json").write_text(json.dumps({"vocab_size": width}))
@@ -92,7 +92,7 @@ def write_student(
 
 
 def write_tokens(path: Path, tokens: Sequence[str], *, unigram: bool = False) -> None:
-    """The first one among what was added, as the end of a text often is."""
+    """Write tokenizer.json; the first token is an added one, as end-of-text often is."""
     ids = {token: number for number, token in enumerate(tokens) if number and token}
     scores = [[token, 0.0] for token in ("<unk>", *tokens[1:])]
     added = [{"id": 0, "content": tokens[0], "special": True}]
@@ -101,7 +101,7 @@ def write_tokens(path: Path, tokens: Sequence[str], *, unigram: bool = False) ->
 
 
 def job(root: Path, address: object, **changes: Any) -> dict[str, Any]:
-    """A job that passes, with `a__b=value` for a.b."""
+    """Return a valid job configuration, changed by `a__b=value` for a.b."""
     if not (root / "student").is_dir():
         write_student(root / "student")
         prompt = '{"prompt": "1+1=", "answer": "2", "teacher": "math"}\n'
@@ -119,7 +119,7 @@ def job(root: Path, address: object, **changes: Any) -> dict[str, Any]:
 
 
 class Site:
-    """A server that looks before it queues; nothing is ever started."""
+    """A server with the preflight check; it starts no job."""
 
     def __init__(self, server: SmallServer, loop: asyncio.Runner) -> None:
         self.store, self.runs = server.store, server.runs

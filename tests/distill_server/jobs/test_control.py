@@ -1,4 +1,4 @@
-"""Wishes at the level of the store: what the disk refuses, and what strangers send."""
+"""Submit, cancel and resume on the store: full disks, missing files and invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever people and trainers do, and however often the server dies, jobs are as a model says."""
+"""Random actions of people and trainers and deaths of the server: jobs match a model."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ WHICH = st.integers(0, 5)
 
 @dataclass
 class Model:
-    """A job, as a person would describe it."""
+    """The expected state of a job."""
 
     place: int
     priority: int
     state: JobState = JobState.QUEUED
     attempt: int = 1
     retries: int = 0
-    # Its teacher was away, and has not been seen again.
+    # Its teacher was away and has not come back yet.
     waits: bool = False
 
 
 class Jobs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        # No machine dies here, and a disk that is asked for each job takes most of the time.
+        # No machine dies in this test, and fsync for each job would take most of the time.
         self._no_disk = patch("os.fsync")
         self._no_disk.start()
         self._directory = tempfile.TemporaryDirectory()
@@ -186,7 +186,7 @@ class Jobs(RuleBasedStateMachine):
     def trainer_ends(
         self, which: int, verdict: Verdict | Literal["away"], outcome: Exited | Lost
     ) -> None:
-        """With its last word, and its end; "away": it failed because its teacher was."""
+        """The trainer writes `verdict` and ends; "away": it failed because its teacher was away."""
         job_id, job = self.pick_active(which)
         error = "Unavailable" if verdict == "away" else ""
         self.runner.say(self.runs, job_id, "failed" if verdict == "away" else verdict, error=error)
@@ -210,7 +210,7 @@ class Jobs(RuleBasedStateMachine):
     @precondition(lambda self: self.in_state(ACTIVE))
     @rule(times=st.integers(1, 4))
     def trainer_dies_again_and_again(self, times: int) -> None:
-        """Of the job that started first."""
+        """The trainer of the job that started first."""
         for _ in range(times):
             if self.in_state(ACTIVE):
                 self.trainer_ends(0, "running", Exited(-9))

@@ -1,4 +1,4 @@
-"""A database that the first released server made becomes what this one reads."""
+"""A database of the first released server is migrated to the current schema."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, Unavailable
 from tests.distill_server.conftest import job_config
 
-# Word for word what the first server ran; the program's own copy may not drift from it.
+# The exact schema of the first server; the program's copy must not drift from it.
 FIRST_SCHEMA = (Path(__file__).parent / "schema-1.sql").read_text()
 
 
 @pytest.fixture
 def old_database(tmp_path: Path) -> Path:
-    """With a job in the queue and one that runs."""
+    """A database with a queued and a running job."""
     path = tmp_path / "server.sqlite"
     connection = sqlite3.connect(path)
     connection.executescript(FIRST_SCHEMA)
@@ -61,7 +61,7 @@ def test_jobs_attempts_and_events_are_all_there(old_database: Path) -> None:
         assert [job.id for job in store.page(limit=9)] == ["job-2", "job-1"]
         assert store.attempt(store.job("job-2")) == Attempt(1, seen_step=3)
         assert [event.seq for event in store.events("job-1", 0, 9)] == [1]
-        assert store.held_shares() == [Share(0)]  # what runs has its slot
+        assert store.held_shares() == [Share(0)]  # the running job has its slot
         store.begin_attempt(store.job("job-1"), Share(2, ("0",)), Change(JobState.PREPARING))
         store.add("job-3", job_config().model_copy(update={"priority": 9}), "")
         jobs_before = read_jobs(connection)
@@ -74,7 +74,7 @@ def test_jobs_attempts_and_events_are_all_there(old_database: Path) -> None:
 
 
 def test_a_key_of_before_the_upgrade_is_the_same_job(old_database: Path) -> None:
-    """The first server took a digest of every key that there was; there are more by now."""
+    """The first server hashed all configuration keys of its time; now there are more keys."""
     values = json.loads(job_config().model_dump_json())
     del values["resources"], values["priority"]
     digest = hashlib.sha256(json.dumps(values, separators=(",", ":")).encode()).hexdigest()
@@ -94,7 +94,7 @@ def test_a_key_of_before_the_upgrade_is_the_same_job(old_database: Path) -> None
 
 
 def test_a_key_of_today_outlives_new_keys_and_a_resume(old_database: Path) -> None:
-    """The next server has a key more, and the job has been given more steps meanwhile."""
+    """The next server has one more key, and the job was resumed with more steps."""
 
     class Next(OnPolicyJob):
         """The job of a later version."""

@@ -1,4 +1,4 @@
-"""Requests to stop that come from several threads at once."""
+"""Concurrent requests to stop."""
 
 from __future__ import annotations
 

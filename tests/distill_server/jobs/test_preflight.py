@@ -1,4 +1,4 @@
-"""What cannot run is refused before it is queued: for a look at files, and one question."""
+"""Jobs that cannot run are refused before they are queued, by file checks and one GetInfo."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def address(teacher: Teacher) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is changed in the job, {root} being a directory of the test; what is said of it."""
+    """Changes to a valid job ({root}: the test's directory), and the parts of the error message."""
 
     changes: Mapping[str, Any]
     says: tuple[str, ...]
@@ -165,7 +165,7 @@ def test_what_cannot_run_is_refused(
 
 
 def test_what_can_run_is_queued(address: str, tmp_path: Path) -> None:
-    """With one teacher, several of a name, none; from a directory, and from the hub."""
+    """Jobs with one teacher, several, or none; files from a directory or from the hub."""
     teacher_table = {"teacher": {"top_k": 4}}  # several teachers, and no teacher.address
     several_teachers = {**teacher_table, "teachers": {"math": address, "prose": [address, address]}}
     without_teacher = {**job(tmp_path, address), "method": {"type": "rl", "beta": 0.1}}
@@ -187,7 +187,7 @@ def test_what_can_run_is_queued(address: str, tmp_path: Path) -> None:
 def test_widths_that_differ_by_padding(
     teacher: Teacher, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On either side; but a teacher that is older than that cannot leave out its own."""
+    """Padding of the student or the teacher; an old teacher cannot leave out its padding."""
     monkeypatch.setattr(preflight, "_FRESH_SECONDS", 0.0)
     wide_student = write_student(tmp_path / "wide", width=16)
     with checking(tmp_path) as server:
@@ -234,8 +234,8 @@ def test_many_submits_ask_a_teacher_once(
 def test_tokens_that_other_files_name_are_no_difference(
     teacher: Teacher, address: str, tmp_path: Path
 ) -> None:
-    """A library may add some behind those of the file; and a student is looked at once, until it
-    changes.
+    """A library may add tokens after those of the file; a student's files are read once until they
+    change.
     """
     with checking(tmp_path) as server:
         config = job(tmp_path, address)
@@ -291,7 +291,7 @@ def test_a_tokenizer_file_that_is_none(document: str, tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_real_tokenizer(tmp_path: Path) -> None:
-    """As the library reads it."""
+    """The same tokens as the library reads."""
     from tests.student_trainer import tiny
 
     words = tiny.tokenizer()
@@ -327,7 +327,7 @@ def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -
 
 
 def test_a_known_key_needs_no_preflight(teacher: Teacher, tmp_path: Path) -> None:
-    """A submit that is sent again is the same job, also when its teacher is gone by now."""
+    """A repeated submit returns the same job, even if its teacher is gone."""
     with checking(tmp_path) as server:
         with listening(teacher) as address:
             config = job(tmp_path, address)
@@ -353,7 +353,7 @@ def test_one_key_at_the_same_time_is_one_job(address: str, tmp_path: Path) -> No
 def test_a_token_that_the_teacher_does_not_take(
     teacher: Teacher, address: str, tmp_path: Path
 ) -> None:
-    """The fault is the server's, and must not read as if the caller's own token were wrong."""
+    """The error blames the server's token, not the caller's."""
     teacher.refuses = True
     with (
         checking(tmp_path) as server,
@@ -398,7 +398,7 @@ def test_a_resume_is_looked_at_too(
 
 
 def test_disk_of_a_resume(address: str, tmp_path: Path) -> None:
-    """What earlier attempts wrote needs no room any more."""
+    """Files that earlier attempts wrote need no more space."""
     large_student = write_student(tmp_path / "big", rows=10**8)
     config = OnPolicyJob.model_validate(job(tmp_path, address, student__model=str(large_student)))
     run_directory = tmp_path / "run"

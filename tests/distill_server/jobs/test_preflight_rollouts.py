@@ -1,4 +1,4 @@
-"""A job with `rollouts.address`: its services are asked before it is queued."""
+"""A job with `rollouts.address`: the server checks its services before it queues the job."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_services_that_do_not_fit(
 def test_a_service_of_other_code(
     service: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that says nothing of its protocol is older than the field."""
+    """A service without a protocol version is older than the field."""
     monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", 0)
     with checking(tmp_path) as server, pytest.raises(WrongState) as exc_info:
         server.submit(job(tmp_path, teacher, rollouts__address=service))
@@ -92,7 +92,7 @@ def test_a_service_of_other_code(
 def test_gpus_that_the_machine_does_not_have(
     teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two for the engine and one for the trainer. On a cluster, this machine needs none."""
+    """Two GPUs for the engine and one for the trainer. On a cluster, this machine needs none."""
     config = job(tmp_path, teacher, rollouts__lag=1, rollouts__gpus=2)
     with checking(tmp_path) as server:
         for visible_devices, gpu_count in (("", 0), ("4,7", 2)):
@@ -106,7 +106,7 @@ def test_gpus_that_the_machine_does_not_have(
         assert server.submit(config) is JobState.QUEUED
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setenv(placed_services.VARIABLE, "services.json")
-        check_gpus(OnPolicyJob.model_validate(config))  # the trainer there
+        check_gpus(OnPolicyJob.model_validate(config))  # as the trainer on the cluster checks
         check = JobPreflight(trainers_are_local=False)
         server.run(check(OnPolicyJob.model_validate(config), tmp_path / "runs"))
 
@@ -114,7 +114,7 @@ def test_gpus_that_the_machine_does_not_have(
 def test_the_token_of_the_server(
     teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An admin's is taken; the address gets one derived from it, which cannot sample."""
+    """The server needs an admin token; it sends a token derived from it, which cannot sample."""
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text(f"admin {ADMIN}\nread {READ}\n")

@@ -128,10 +128,10 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
     ("state", "verdict", "outcome", "expected"),
     [
         (RUNNING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED)),
-        # Its word counts, not what happened while the interpreter shut down.
+        # The verdict counts, not the exit code of the interpreter's shutdown.
         (RUNNING, "succeeded", Exited(-11), JobEnded(JobState.SUCCEEDED)),
         (RUNNING, "failed", Exited(1), JobEnded(JobState.FAILED, "said so")),
-        # Nobody asked for it: a preemption, or a machine that is drained.
+        # Not requested: a preemption, or a machine that is drained.
         (RUNNING, "cancelled", Exited(0), AttemptDied("said so", blameless=True)),
         (
             RUNNING,

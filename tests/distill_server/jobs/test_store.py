@@ -98,7 +98,7 @@ def test_full_disk_is_unavailable_and_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_phase_that_is_told_again_is_no_event(store: JobStore) -> None:
-    """However long it is: what waits says so several times a second."""
+    """Also a long phase: a waiting job repeats its phase several times a second."""
     store.add("a", job_config(), "")
     for _ in range(3):
         assert store.change("a", Change(phase="x" * 1000)).last_seq == 2

@@ -17,7 +17,7 @@ def test_an_adapter_that_the_teacher_has(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_it_does_not_have(tmp_path: Path) -> None:
-    """Also right after a job that named one that it has: each is asked for."""
+    """Also after a job with an existing adapter: the check is made for each adapter."""
     with listening(Teacher()) as address, checking(tmp_path) as server:
         server.submit(job(tmp_path, address, teacher__adapter="math"))
         with pytest.raises(WrongState) as exc_info:

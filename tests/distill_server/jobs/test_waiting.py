@@ -1,4 +1,4 @@
-"""What is no fault of a job costs it no retry: it waits, says so, and goes on by itself."""
+"""Failures that are not the job's fault cost no retry: the job waits and continues by itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 
 class Teacher:
-    """As a preflight sees it."""
+    """A scripted preflight check of a teacher."""
 
     def __init__(self) -> None:
         self.is_away = self.is_wrong = False
@@ -39,7 +39,7 @@ class Teacher:
 
 
 class Site:
-    """A server with a clock of its own and one teacher."""
+    """A server with a scripted clock and one teacher."""
 
     def __init__(self, server: SmallServer, teacher: Teacher, now: list[float]) -> None:
         self.server, self.teacher, self.now = server, teacher, now
@@ -108,7 +108,7 @@ def test_a_teacher_that_is_away_fails_no_job_and_holds_no_slot(site: Site) -> No
     )
     site.teacher.is_away = False
     site.advance(30)
-    assert [key[0] for key in site.server.runner.alive] == [first_id]  # its old place
+    assert [key[0] for key in site.server.runner.alive] == [first_id]  # it kept its place
     assert site.server.store.attempt(site.job(first_id)).retries == 0
 
 
@@ -146,7 +146,7 @@ def test_a_wait_ends_after_the_bound(site: Site) -> None:
 
 
 def test_the_bound_holds_over_attempts_without_progress(site: Site) -> None:
-    """Each preflight passes, and each trainer fails: the pauses grow, and the end comes."""
+    """Each preflight passes and each trainer fails: the pauses grow until the job fails."""
     job_id = site.submit()
     site.server.look()
     site.make_steps(job_id, 1, 2)
@@ -201,7 +201,7 @@ def test_progress_resets_the_retries_and_a_crash_at_one_step_does_not(site: Site
         site.make_steps(job_id, *steps)
         assert site.end_attempt(job_id, Exited(-9)).state is JobState.QUEUED
         site.advance(400)
-    site.make_steps(job_id, 4, 5)  # nothing that is new
+    site.make_steps(job_id, 4, 5)  # no new step
     assert site.end_attempt(job_id, Exited(-9)).state is JobState.FAILED
 
 

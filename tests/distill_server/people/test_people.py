@@ -1,4 +1,4 @@
-"""Owners, labels, quotas and the audit log of a real server, by its commands."""
+"""Owners, labels, quotas and the audit log of a real server, through the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas of owners: who waits, what the wait says, and that others pass."""
+"""Quotas of owners: which jobs wait, with which phase, and which pass them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_job_above_the_quota_does_not_block_a_full_queue(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_quota_is_ever_exceeded_and_none_is_wasted(tmp_path: Path, seed: int) -> None:
-    """Random jobs of three owners. An owner waits only at the quota, or behind a larger job."""
+    """Random jobs of three owners. A job waits only at the quota or behind a larger job."""
     rng = random.Random(seed)
     quotas: Mapping[str, Quota] = {"ann": Quota(2, 3), "bob": Quota(gpus=2)}
     policy = Policy(Machine(slots=6, gpus=tuple("012345")))

@@ -1,4 +1,4 @@
-"""Jobs that come after others: they wait, say so, read what the others wrote, or do not start."""
+"""Jobs with `after`: they wait, read the outputs of other jobs, or are cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However jobs come and end, none starts before those that it comes after."""
+"""With random submits and ends, no job starts before its predecessors have succeeded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOBS = 12
 
 
 def end_one(server: SmallServer, rng: random.Random) -> None:
-    """One of the attempts that run ends, in a way that is drawn."""
+    """End a random running attempt with a random verdict."""
     job_id, _ = rng.choice(sorted(server.runner.alive))
     verdict: Verdict = rng.choice(["succeeded", "succeeded", "succeeded", "failed"])
     server.runner.say(server.runs, job_id, verdict, error="InvalidInput")

@@ -1,4 +1,4 @@
-"""A backup under load: what the server acknowledged before it is in it, and it can be restored."""
+"""A backup under load has all jobs acknowledged before it, and can be restored."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_restored_under_load(make_server: Callable[..., Server], tmp_path: Path)
         stop.set()
         thread.join()
     server.kill()
-    # The database first, then the directories: each job in the copy has its own. No trainer may
-    # replace a file while it is copied, so the two that run end first.
+    # The database first, then the directories: each job in the copy has its directory. No trainer
+    # may replace a file during the copy, so wait until the running ones have ended.
     runs = [RunDirectory(path) for path in server.runs.glob("on-policy-*")]
     eventually(lambda: all(has_ended(run) for run in runs), 60)
     for run in runs:
@@ -71,7 +71,7 @@ def test_restored_under_load(make_server: Callable[..., Server], tmp_path: Path)
 
 
 def has_ended(run: RunDirectory) -> bool:
-    """Whether no trainer has begun, or the one that did has told its end."""
+    """Whether no trainer has started, or the started one has succeeded."""
     status = run.read_status()
     if status is None:
         return not run.logs(1).exists()

@@ -1,4 +1,4 @@
-"""Run directories become jobs of another server: with their states, steps and checkpoints."""
+"""Import of run directories into a server, with their states, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def facts(job: Job) -> tuple[object, ...]:
 def lost_database(
     make_server: Callable[..., Server],
 ) -> tuple[Server, dict[str, Job], dict[str, object]]:
-    """A server whose database is lost, its jobs, and their points."""
+    """A server whose database was deleted, its jobs, and their metrics."""
     server = make_server(slots=4)
     with DistillClient(server.address) as client:
         jobs = [client.submit(job_config(name, max_steps=12)) for name in NAMES]
@@ -86,7 +86,7 @@ def check(server: Server, jobs: dict[str, Job], points: dict[str, object]) -> No
 def test_a_lost_database(
     lost_database: tuple[Server, dict[str, Job], dict[str, object]], tmp_path: Path
 ) -> None:
-    """The directories stay where they are."""
+    """The run directories stay in place."""
     server, jobs, points = lost_database
     (server.runs / "notes").mkdir()
     process = run_import(server.runs, server.runs)
@@ -113,7 +113,7 @@ def test_a_lost_database(
 def test_into_another_server_and_killed(
     lost_database: tuple[Server, dict[str, Job], dict[str, object]], tmp_path: Path
 ) -> None:
-    """It dies after the first and the second copy, which the next import makes anew."""
+    """The import is killed after the first and the second copy; the next one repeats the copy."""
     old_server, jobs, points = lost_database
     new_server = Server(tmp_path / "new", slots=4)
     try:
@@ -136,7 +136,7 @@ def test_into_another_server_and_killed(
 
 
 def test_what_has_not_ended(make_server: Callable[..., Server]) -> None:
-    """While its trainer runs it is refused; a run that was killed can be resumed."""
+    """A run with a running trainer is refused; a killed run is imported and can be resumed."""
     server = make_server(slots=2)
     with DistillClient(server.address) as client:
         configs = [job_config(f"{n} hang_at=7 hangs=1 every=2", max_steps=9) for n in (1, 2)]
@@ -199,7 +199,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_faulty_directories_do_not_end_an_import(tmp_path: Path) -> None:
-    """Each has its line; what surrounds them is taken."""
+    """Each faulty directory has a line in the output; the others are imported."""
     source, runs = tmp_path / "source", tmp_path / "runs"
     huge = "99999999999999999999"
     files = {
@@ -217,7 +217,7 @@ def test_faulty_directories_do_not_end_an_import(tmp_path: Path) -> None:
     (source / "job-pipe" / "job.json").unlink()
     for pipe in ("job-pipe/job.json", "lock-pipe/.trainer.lock"):
         os.mkfifo(source / pipe)
-    # These fail in the first look at a directory, also for root, whom no mode of a file stops.
+    # These fail at the first access of a directory, also for root, who ignores file modes.
     (source / "no-times" / "status.json").symlink_to("x" * 300)
     (source / "no-directory").symlink_to("x" * 300)
     (source / "closed").mkdir(mode=0)
@@ -245,7 +245,7 @@ def test_faulty_directories_do_not_end_an_import(tmp_path: Path) -> None:
 
 
 def test_a_repaired_directory_is_read_again(tmp_path: Path) -> None:
-    """Also one that went on after an import was killed; the directories of others stay."""
+    """A repaired or continued run is copied anew; directories of other origin stay."""
     source, runs = tmp_path / "source", tmp_path / "runs"
     for name in ("broken", "later"):
         RunDirectory.create(source / name, job_config(name))

@@ -88,7 +88,7 @@ def test_a_server_that_was_killed_deletes_the_files_at_its_next_start(
     job = client.submit(job_config(max_steps=2))
     assert job.wait(60).state is JobState.SUCCEEDED
     server.kill()
-    # As a server does that is killed between the removal and the deletion.
+    # As a server that is killed between the removal and the deletion.
     with open_database(server.runs / "server.sqlite") as connection:
         store = JobStore(connection, lambda job_id: None)
         Removals(connection, store, server.runs, RunFiles(), lambda job_id: None).remove(job.id)

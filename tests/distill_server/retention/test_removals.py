@@ -1,4 +1,4 @@
-"""Removal of jobs: what is refused, what goes, and what a killed server leaves to the next."""
+"""Removal of jobs: refusals, deletion, and what the next server completes after a kill."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_is_refused(server: SmallServer) -> None:
 
 
 def test_a_job_that_waited_is_removed_in_its_wait(server: SmallServer) -> None:
-    """It waits for a teacher and is cancelled; the scheduler still has its next try."""
+    """A job that waited for a teacher is cancelled and removed while its next try is scheduled."""
     (job,) = submit(server, make_job("one"))
     server.look()
     server.runner.say(server.runs, job.id, "failed", error="Unavailable")
@@ -141,7 +141,7 @@ def test_a_killed_server_leaves_the_rest_to_the_next(server: SmallServer, point:
 
 
 def test_nothing_outside_is_deleted(server: SmallServer, tmp_path: Path) -> None:
-    """Links in a run directory, and one in its place, lead to what is not the server's."""
+    """Symbolic links inside a run directory, and one in its place, are not followed."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "model").write_text("weights")
@@ -180,7 +180,7 @@ def test_what_cannot_be_deleted_is_tried_again(
 
 
 def test_jobs_expire(server: SmallServer) -> None:
-    """Those that ended long ago, but for the pinned ones and those that others need."""
+    """Jobs that ended long ago expire, except pinned jobs and jobs that others need."""
     jobs = {name: end_new_job(server, name) for name in ("old", "pinned", "needed")}
     removals_of(server).pin(jobs["pinned"].id, pinned=True)
     (waiting,) = submit(server, make_job("waiting", after=["needed"]))

@@ -1,4 +1,4 @@
-"""Logs, artifacts, and a server that is not there."""
+"""Logs, artifacts, and an unreachable server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_files_of_a_job_that_were_removed(server: Server, client: DistillClient)
     with pytest.raises(NotFound, match=r"run directory .* was removed"):
         list(client.logs(job.id))
     client.cancel(blocker.id, now=True)
-    # Nothing was in them yet that the server does not know.
+    # The directory had nothing that the database lacks.
     assert client.wait(job.id, timeout=20).state is JobState.SUCCEEDED
     shutil.rmtree(server.runs / job.id)
     with pytest.raises(NotFound, match=r"run directory .* was removed"):
@@ -63,7 +63,7 @@ def test_a_running_job_whose_files_were_removed_can_be_cancelled(
 
 
 def test_log_is_followed_through_a_restart(server: Server, client: DistillClient) -> None:
-    """From before the first attempt starts until it is over; no byte is lost or doubled."""
+    """Followed from before the first attempt starts until its end; no byte is lost or doubled."""
     first_job = client.submit(job_config("pause=0.2", max_steps=2))
     job = client.submit(job_config("pause=0.03", max_steps=40))
     chunks: list[bytes] = []
@@ -98,7 +98,7 @@ def test_tail_offset(tmp_path: Path, content: bytes, lines: int) -> None:
 
 
 def test_tail_of_a_log_that_is_one_line(tmp_path: Path) -> None:
-    """A progress bar's: a look at every byte took seconds, and held every other call up."""
+    """A progress bar writes one long line: reading every byte would block other calls."""
     path = tmp_path / "log"
     path.write_bytes(b"progress 5%\r" * 8_000_000)
     start_time = time.process_time()
@@ -146,7 +146,7 @@ def test_a_handle_does_what_its_client_does(client: DistillClient, tmp_path: Pat
 def test_pull_of_a_checkpoint_by_its_evaluation(
     server: Server, client: DistillClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same from the server and from the run directory, by Python and on the command line."""
+    """The same from the server and the run directory, in Python and on the command line."""
     monkeypatch.chdir(tmp_path)
     job = client.submit(job_config("best=10", max_steps=20))
     assert client.wait(job.id, timeout=20).checkpoints == (5, 10, 15, 20)
@@ -167,7 +167,7 @@ def test_pull_of_a_checkpoint_by_its_evaluation(
     exported_model = pull_run(run, "export") / "nested" / "model.bin"
     assert exported_model.read_bytes() == (run / "export" / "nested" / "model.bin").read_bytes()
     shutil.rmtree(run / "checkpoints" / "step-000010")
-    client.pull(job.id, "next", checkpoint="best")  # of two that are as good, the later one
+    client.pull(job.id, "next", checkpoint="best")  # of two equally good ones, the later
     assert (tmp_path / "next" / "weights.bin").read_bytes() == bytes([15]) * 1000
     for step in (5, 15):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
@@ -279,7 +279,7 @@ def test_dead_server_is_told_within_the_timeout() -> None:
 
 
 def test_silent_server_is_told_within_the_timeout() -> None:
-    """It accepts connections and never says a word."""
+    """The server accepts connections and never answers."""
     with socket.socket() as silent_socket:
         silent_socket.bind(("127.0.0.1", 0))
         silent_socket.listen()

@@ -1,6 +1,6 @@
-"""Rollout services that a runner places on a cluster: real ones, on machines that are stood in for.
+"""Rollout services that a runner places on a cluster: real services on fake machines.
 
-In place of Ray, the test says where there is room. A second machine is a network namespace.
+The test replaces Ray and decides which node has room. A second machine is a network namespace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENCE = 300.0
 
 @dataclass
 class Node:
-    """A machine of the cluster: whether it has room, and what runs on it."""
+    """A machine of the cluster: whether it is up, and the actors on it."""
 
     name: str
     address: str
@@ -45,7 +45,7 @@ class Node:
     actors: list[FakeActor] = field(default_factory=list)
 
     def lose(self) -> None:
-        """As a machine that loses its power."""
+        """Fail as a machine that loses its power."""
         self.up = False
         for actor in self.actors:
             actor.lost = True
@@ -53,7 +53,7 @@ class Node:
 
 
 class FakeActor:
-    """What `Rank` does as an actor of Ray, without one."""
+    """The interface of the Ray actor `Rank`, without Ray."""
 
     def __init__(self, node: Node) -> None:
         self.node, self.lost = node, False
@@ -100,7 +100,7 @@ class FakeActor:
 
 
 class Trainer:
-    """The real trainer with placed services, in the place of the driver of an attempt."""
+    """Runs the real trainer with placed services, as the driver of an attempt does."""
 
     def __init__(self, run: RunDirectory, nodes: Sequence[Node]) -> None:
         config: Any = run.config()
@@ -126,7 +126,7 @@ class Trainer:
         return self._log.read_text()
 
     def until(self, condition: Any) -> None:
-        """Follow the services, as the driver does, until something holds."""
+        """Update the services, as the driver does, until the condition is true."""
 
         def holds() -> bool:
             self.engines.update()
@@ -189,7 +189,7 @@ def curve_of(run: RunDirectory) -> list[dict[str, Any]]:
 def test_a_node_is_lost_and_comes_back(
     material: Material, other_machine: Namespace, tmp_path: Path
 ) -> None:
-    """Two processes and a service on one machine, a service on another, whose link is cut."""
+    """Two processes and a service on one machine; a service on another, which loses its link."""
     run, expected = (new_run(tmp_path / name, job_of(material)) for name in ("run", "expected"))
     near_node = Node("here", other_machine.here)
     far_node = Node("there", other_machine.there, other_machine.command())
@@ -283,7 +283,7 @@ def test_a_service_that_always_dies_is_given_up(tmp_path: Path) -> None:
 
 
 def test_services_of_other_nodes_are_told_to_others(tmp_path: Path) -> None:
-    """Snapshots stay in memory only if all share a machine; on another one, no loopback."""
+    """Snapshots stay in memory only if all share a machine; else addresses are no loopback."""
     script = "print('rollout service listening on 1', flush=True); import time; time.sleep(1000)"
     for nodes, one_machine, host in (({"here"}, True, "127.0.0.1"), ({"x"}, False, "10.0.0.7")):
         root = tmp_path / host

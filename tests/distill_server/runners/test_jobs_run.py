@@ -78,7 +78,7 @@ def test_key_of_another_job_is_refused(client: DistillClient) -> None:
 def test_bad_config_names_its_field(
     client: DistillClient, change: dict[str, object], field: str
 ) -> None:
-    """A client of another version, or without our checks: what it sends is validated again."""
+    """The server validates what a client without validation sends."""
 
     class Unchecked:
         def model_dump_json(self) -> str:
@@ -135,7 +135,7 @@ def test_cancel_now_takes_no_checkpoint(server: Server, client: DistillClient) -
     job = client.submit(job_config("every=1000000", max_steps=100_000))
     eventually(lambda: client.get(job.id).step >= 1)
     client.cancel(job.id, now=True)
-    # Too late to ask for a checkpoint.
+    # This request for a checkpoint comes too late.
     client.cancel(job.id)
     assert RunDirectory(server.runs / job.id).read_control().stop == "now"
     final_job = client.wait(job.id, timeout=20)
@@ -170,7 +170,7 @@ def test_cancel_of_what_is_over_or_unknown(client: DistillClient) -> None:
 
 
 def test_cancel_and_resume_from_many_threads(client: DistillClient) -> None:
-    """Whatever the order, only legal states, one job, and it can still be ended."""
+    """In any order there are only legal states and one job, which can still be cancelled."""
     job = client.submit(job_config(max_steps=100_000))
 
     def press(number: int) -> None:
@@ -264,7 +264,7 @@ def test_trainer_that_dies_every_time_fails_with_its_last_words(client: DistillC
         "the trainer exited with code 5 without a verdict at step 2; its log ends with:"
     )
     assert log[-1] == "about to crash"
-    # A person may try again, and gets a retry again.
+    # A resumed job has its retry again.
     client.resume(job.id)
     assert client.wait(job.id, timeout=20).attempt == 4
 
@@ -280,7 +280,7 @@ def test_trainer_killed_from_outside(server: Server, client: DistillClient) -> N
 def test_trainer_told_to_stop_from_outside_is_queued_again(
     server: Server, client: DistillClient
 ) -> None:
-    """A preemption, or a machine that is drained: nobody asked for a cancel."""
+    """A preemption or a drained machine: no cancel was requested."""
     job = client.submit(job_config("pause=0.05", max_steps=60))
     eventually(lambda: client.get(job.id).step >= 1)
     os.kill(int(server.card(job.id)["child_pid"]), signal.SIGTERM)
@@ -300,7 +300,7 @@ def test_names_of_jobs(client: DistillClient) -> None:
         client.get("on-policy-same-")
     assert first_job.id in str(exc_info.value)
     assert second_job.id in str(exc_info.value)
-    # The last digit alone may tell them apart.
+    # The ids may differ only in the last digit.
     prefix = first_job.id[:-1] if first_job.id[:-1] != second_job.id[:-1] else first_job.id
     assert client.get(prefix).id == first_job.id
     assert client.get("@last").id.startswith("on-policy-etc-passwd-")

@@ -31,7 +31,7 @@ def submit(server: SmallServer, key: str = "", **changes: Any) -> Job:
 def list_running(server: SmallServer) -> dict[str, Share]:
     server.look()
     shares = {job_id: share for (job_id, _), share in server.runner.alive.items()}
-    # In the order of submission: threads start them at the same time.
+    # In the order of submission: threads start the jobs at the same time.
     return {j.id: shares[j.id] for j in reversed(server.store.page(limit=99)) if j.id in shares}
 
 
@@ -48,7 +48,7 @@ def test_gpus_are_divided_and_given_back(tmp_path: Path) -> None:
             two_ranks_id: Share(2, ("5", "6")),
         }
         server.close()
-        server.start()  # who holds what is stored
+        server.start()  # the shares are stored
         waiting_id = submit(server, resources={"gpus": 2}).id
         assert waiting_id not in list_running(server)
         server.runner.end(four_gpu_id, Exited(1))
@@ -60,7 +60,7 @@ def test_gpus_are_divided_and_given_back(tmp_path: Path) -> None:
 def test_threads_bound_what_runs(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy(Machine(slots=9, cpus=8))) as server:
         jobs = [submit(server, resources={"cpus": n}).id for n in (3, 4, 2, 1)]
-        # The third does not fit, and nobody passes it.
+        # The third job does not fit, and no job passes it.
         assert list(list_running(server)) == jobs[:2]
         server.runner.end(jobs[0], Exited(1))
         assert list(list_running(server)) == [jobs[1], jobs[2], jobs[3]]
@@ -94,7 +94,7 @@ def test_a_job_too_large_for_a_smaller_server_holds_nobody_up(tmp_path: Path) ->
         server.policy = Policy(Machine(gpus=("0", "1")))
         server.start()
         small_job = submit(server)
-        server.look()  # finds that it is too large
+        server.look()  # the scheduler notices that it is too large
         assert list(list_running(server)) == [small_job.id]
         server.look()
         stored_job = server.store.job(large_job.id)
@@ -104,14 +104,14 @@ def test_a_job_too_large_for_a_smaller_server_holds_nobody_up(tmp_path: Path) ->
 
 
 def test_a_job_that_an_upgrade_refuses_ends_and_holds_nobody_up(tmp_path: Path) -> None:
-    """A key that is gone, or values that are now known to be wrong; it was taken by an old one."""
+    """An old server accepted a configuration that the new version refuses."""
     with small_server(tmp_path, Policy(retries=1, backoff=0)) as server:
         old_job, new_job = submit(server), submit(server)
         server.store._db.execute(
             "UPDATE jobs SET config_json = json_set(config_json, '$.train.gone', 1) WHERE id = ?",
             (old_job.id,),
         )
-        for _ in range(2):  # its start, and its retry
+        for _ in range(2):  # the start and the retry
             server.look()
         assert list(list_running(server)) == [new_job.id]
         stored_job = server.store.job(old_job.id)
@@ -138,7 +138,7 @@ def test_a_full_queue_says_how_many_and_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(Overloaded, match="3 jobs are queued") as exc_info:
             submit(server, key="k3")
         assert "--most-queued" in exc_info.value.hint
-        assert submit(server, key="k1").id == jobs[1].id  # it is in already
+        assert submit(server, key="k1").id == jobs[1].id  # already queued
         assert len(list(tmp_path.glob("on-policy*"))) == 3
         server.cancel(jobs[0].id, now=False)
         submit(server, key="k3")
@@ -149,7 +149,7 @@ def test_a_full_queue_says_how_many_and_what_to_do(tmp_path: Path) -> None:
 def test_pauses_double_to_six_minutes_and_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop of crashes on a clock of its own; others run meanwhile, and a person need not wait."""
+    """A crash loop on a scripted clock; other jobs run meanwhile, and a resume needs no pause."""
     clock = [0.0]
     monkeypatch.setattr(scheduler.time, "monotonic", lambda: clock[0])
     with small_server(tmp_path, Policy(retries=8)) as server:

@@ -1,4 +1,4 @@
-"""Shims that end with their owner, or with their attempt, and who waits for them."""
+"""Shims that end with their owner or with their attempt, and waiting for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 class Clock:
-    """Time passes while somebody sleeps."""
+    """A clock that advances only by `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ class Clock:
 
 
 def test_earlier_attempts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they say that they ended, or have been still for long."""
+    """Until they record their exit or have sent no heartbeat for long."""
     clock = Clock()
     monkeypatch.setattr(living_shims, "time", clock)
     logs = tmp_path / "logs"
@@ -67,7 +67,7 @@ def test_earlier_attempts_are_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class OwnedShim:
-    """A shim of one process among several, and the end of its stdin that we hold."""
+    """A shim of one of several processes, and the owner's end of its stdin."""
 
     def __init__(self, run: RunDirectory, code: str, attempt: int = 1) -> None:
         self.directory = run.logs(attempt) / "rank-0"
@@ -92,7 +92,7 @@ class OwnedShim:
         return exit_code_of(self.directory)
 
     def wait_for_end(self) -> int | None:
-        """Its stdin is closed when it has ended, and not before."""
+        """Wait until the shim closes its stdin, which it does at its end; return the exit code."""
         self.owner_socket.settimeout(60)
         assert self.owner_socket.recv(1) == b""
         return self.code
@@ -134,7 +134,7 @@ def test_an_owned_shim_ends_with_its_owner(shim: Callable[..., OwnedShim]) -> No
 def test_a_shim_ends_when_another_attempt_begins(
     run: RunDirectory, shim: Callable[..., OwnedShim]
 ) -> None:
-    """Wherever it is: it reads the fence, which no node can miss that sees the run directory."""
+    """The shim reads the fence in the run directory, on whichever node it runs."""
     owned_shim = shim(ORPHAN)
     eventually(lambda: len(family(owned_shim.mark)) == 2)
     raise_fence(run.path, 2)

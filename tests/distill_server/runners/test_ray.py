@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster of this machine: a head of its own, which one of the tests kills."""
+"""Jobs on a separate Ray cluster on this machine, whose head one of the tests kills."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytest.importorskip("aiohttp", reason="needs the extra [ray]")
 
 pytestmark = [pytest.mark.timeout(900)]
 KILLS = int(os.environ.get("DISTILL_REPEATS", "2"))
-# Every process of Ray's imports seconds' worth: on a busy machine an attempt begins late.
+# Ray's processes import for seconds: on a busy machine an attempt starts late.
 PATIENCE = 200
 __all__ = ["material", "once", "teacher"]
 
@@ -52,7 +52,7 @@ def eventually(condition: Callable[[], object]) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes that ask for a token; they claim more CPUs than there are, as scripts need none."""
+    """Two nodes that require a token; they claim more CPUs than exist, since scripts use few."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_MODE", "token")
         environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -80,7 +80,7 @@ def start_server(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Ser
 
 
 def wait_for_shim(server: Server, job_id: str, attempt: int = 1, rank: int = 0) -> Path:
-    """The directory of a process's shim, once it has begun."""
+    """Wait until a process's shim has started; return its directory."""
     directory = server.runs / job_id / f"logs/attempt-{attempt}/rank-{rank}"
     eventually(lambda: card_of(directory))
     return directory
@@ -93,7 +93,7 @@ def mark_of(directory: Path) -> str:
 
 
 def check(history: History, server: Server, client: DistillClient, jobs: Sequence[Job]) -> None:
-    """The rules of the history, and no order is left with the secrets that it had."""
+    """Check the rules of the history, and that no order.json with secrets is left."""
     for job in jobs:
         history.watched(job.id, list(client.watch(job.id)))
     history.check(server.runs, server.slots)
@@ -138,7 +138,7 @@ def test_jobs_end_are_tried_again_and_stopped(start_server: Callable[..., Server
 
 
 def test_waiting_for_more_than_there_is(start_server: Callable[..., Server]) -> None:
-    """The cluster has no GPU; the job can be cancelled, and has said what it waits for."""
+    """The cluster has no GPU; the job's phase says what it waits for, and it can be cancelled."""
     server, history = start_server(gpus=2), History()
     config = job_config("gpus", 5)
     config = OnPolicyJob.model_validate({**config.model_dump(), "resources": {"gpus": 1}})
@@ -157,10 +157,10 @@ def test_waiting_for_more_than_there_is(start_server: Callable[..., Server]) -> 
 
 
 def test_a_stranger_is_refused(cluster: Cluster) -> None:
-    """What the server says of it, in place of starting jobs. Ray reads its token once a process."""
+    """A wrong token is refused. In a subprocess, since Ray reads its token once per process."""
     refusal = ask_cluster("jobs.get_state('job')", cluster, RAY_AUTH_TOKEN="0" * 64)
     assert refusal.startswith("WrongState the Ray cluster refused the call: Authentication failed")
-    # From another address than this machine's: it asks for a token, so it is not open.
+    # From another host than this machine: the cluster requires a token, so it is not open.
     answer = ask_cluster(
         "jobs._host = 'elsewhere'; print(jobs.get_state('job'), jobs.is_open())", cluster
     )
@@ -168,7 +168,7 @@ def test_a_stranger_is_refused(cluster: Cluster) -> None:
 
 
 def test_a_node_that_cannot_begin_says_why(cluster: Cluster, tmp_path: Path) -> None:
-    """As where the run directory is not shared: here a file is in the way."""
+    """As if the run directory is not shared: a file blocks the shim's directory."""
     run = RunDirectory(tmp_path / "run")
     directory = run.logs(1)
     directory.mkdir(parents=True)
@@ -214,7 +214,7 @@ time.sleep(1000)
 def test_a_rank_or_its_worker_is_killed(
     start_server: Callable[..., Server], cluster: Cluster
 ) -> None:
-    """The attempt ends, and nothing is left, not even what a rank left in its own session."""
+    """The attempt ends and no process is left, not even one in a session of its own."""
     server, history = start_server(slots=2, ranks=RANKS, retries=0), History()
     with DistillClient(server.address) as client:
         jobs = [client.submit(pair(job_config(name))) for name in ("rank", "worker")]
@@ -249,7 +249,7 @@ print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL
 
 
 def test_a_job_of_two_nodes(start_server: Callable[..., Server]) -> None:
-    """No node has eight CPUs."""
+    """The job needs both nodes: no node has eight CPUs."""
     server, history = start_server(slots=1, ranks=PLACES, retries=0, threads=8), History()
     with DistillClient(server.address) as client:
         job = client.submit(pair(job_config("two nodes")))
@@ -279,7 +279,7 @@ def cmdline(pid: int) -> str:
 
 
 def driver_of(cluster: Cluster, job_id: str) -> psutil.Process:
-    """Without the shell around it."""
+    """Return the driver's Python process, not the shell around it."""
     processes = cluster.processes(f"/{job_id}/logs/attempt-1/order.json")
     return next(process for process in processes if "python" in process.name())
 
@@ -287,7 +287,7 @@ def driver_of(cluster: Cluster, job_id: str) -> psutil.Process:
 def test_servers_and_a_driver_are_killed(
     start_server: Callable[..., Server], cluster: Cluster
 ) -> None:
-    """The same processes go on; one job ends while nobody looks; one is tried again."""
+    """The same processes continue; one job ends while no server runs; one is retried."""
     server, history = start_server(slots=3), History()
     with DistillClient(server.address) as client:
         names = ["pause=0.05 n=0", "pause=0.05 n=1 orphan=1", "fail_at=20 pause=0.2"]
@@ -350,7 +350,7 @@ def test_two_processes_train(
     teacher: str,
     tmp_path: Path,
 ) -> None:
-    """The bits of `accelerate launch`: the trainer finds its place in the same variables."""
+    """Bit-identical to `accelerate launch`: the trainer reads the same variables."""
     from tests.student_trainer.tiny import curve, job
 
     config = job(material, teacher, max_steps=6, train__processes=2, checkpoint__every=6)
@@ -373,7 +373,7 @@ def test_two_processes_train(
 def test_the_head_is_killed_and_comes_back_empty(
     start_server: Callable[..., Server], cluster: Cluster
 ) -> None:
-    """Jobs say so, keep their retries, and run once more; no two trainers of one are alive."""
+    """Jobs report it, keep their retries and run again; no job has two trainers at once."""
     server, history = start_server(slots=2), History()
     with DistillClient(server.address) as client:
         jobs = [client.submit(job_config(f"pause=0.05 n={n}", 1_000_000)) for n in range(2)]

@@ -1,4 +1,4 @@
-"""Rollout engines on a Ray cluster of two nodes, one of them in a network namespace of its own."""
+"""Rollout engines on a Ray cluster of two nodes, one of them in a network namespace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.timeout(1800)]
 __all__ = ["material", "once"]
 PATIENCE = 400.0
 STEPS, LAG = 60, 2
-# Numbers only: a process counts two, an engine one, so that only an engine fits the second node.
+# Claimed GPUs: a process takes two, an engine one, so that only an engine fits the second node.
 GPUS = {"processes": 2 * 2, "engines": 2}
 
 
@@ -46,7 +46,7 @@ def other_machine() -> Iterator[Namespace]:
 
 @contextmanager
 def second_node(cluster: Cluster, machine: Namespace, log: Path) -> Iterator[Callable[[], None]]:
-    """A node with room for one engine; yields a function that takes its power."""
+    """Run a node with room for one engine; yield a function that kills the node."""
     ray = str(Path(sys.executable).with_name("ray"))
     options = [f"--address={cluster.address}", f"--node-ip-address={machine.there}"]
     command = [ray, "start", "--block", *options, "--num-cpus=1", "--num-gpus=1"]
@@ -66,7 +66,7 @@ def second_node(cluster: Cluster, machine: Namespace, log: Path) -> Iterator[Cal
 
 
 def placed_addresses(run: RunDirectory) -> list[str]:
-    """The addresses of the engines; "" for one that is away."""
+    """Return the addresses of the engines; "" for a lost one."""
     return [service.address for service in read_placed(run.logs(1) / "rollout-services.json")[0]]
 
 
@@ -75,13 +75,13 @@ def step(run: RunDirectory) -> int:
 
 
 def engines_at(address: str) -> list[psutil.Process]:
-    """The processes of engines that listen there."""
+    """Return the processes of engines that listen at an address."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
         if "student_trainer.rollout_service" in (words := process.info["cmdline"] or [])
         and address in words
-        and "distill_server.runners.local.shim" not in words  # its parent
+        and "distill_server.runners.local.shim" not in words  # the engine's parent process
     ]
 
 
@@ -94,7 +94,7 @@ def curve_of(run: RunDirectory) -> list[dict[str, Any]]:
 def test_a_node_of_an_engine_is_lost_and_comes_back(
     material: Material, other_machine: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes and an engine on the head, an engine on the other node; as if undisturbed."""
+    """Two processes and an engine on the head, an engine on the node that is lost: same bits."""
     from tests.distill_server.runners.test_ray import RayServer
     from tests.student_trainer.tiny import rl_job
 
@@ -151,7 +151,7 @@ def test_a_node_of_an_engine_is_lost_and_comes_back(
                 eventually(lambda: step(run) > step_before, PATIENCE)
                 engine.resume()
                 wait_until_succeeded(job)
-                time.sleep(1)  # its places are given back
+                time.sleep(1)  # Ray frees the job's resources
                 undisturbed_job, expected = submit()
                 wait_until_succeeded(undisturbed_job)
     finally:

@@ -1,4 +1,4 @@
-"""The runner for Ray without Ray: a cluster that answers as the test says."""
+"""The runner for Ray with a scripted cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AWAY = Unavailable("the Ray cluster cannot be reached")
 
 
 class ScriptedJobs:
-    """A cluster in this process. While `trouble` is set, it has just that to say."""
+    """A cluster in this process. While `trouble` is set, every call raises it."""
 
     def __init__(self) -> None:
         self.trouble: Exception | None = None
@@ -81,7 +81,7 @@ def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def jobs() -> Iterator[ScriptedJobs]:
     scripted_jobs = ScriptedJobs()
     yield scripted_jobs
-    scripted_jobs.silent.clear()  # the threads that ask wait for the end of this process
+    scripted_jobs.silent.clear()  # polling threads block until this process ends
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_rollout_engines_are_ordered_beside_the_processes(
     gpus: tuple[str, ...] | None,
     expected: tuple[int, int, int],
 ) -> None:
-    """Two of two GPUs each; on a cluster without GPUs they count CPUs, as the processes do."""
+    """Two engines of two GPUs each; on a cluster without GPUs they take CPUs, as processes do."""
     rollouts = {"engine": "vllm", "gpus": 4, "tensor_parallel_size": 2, "lag": 1}
     runner = runner_of(jobs, rollouts=rollouts)
     share = Share(cpus=4, gpus=gpus)
@@ -194,7 +194,7 @@ def test_an_attempt_waits_runs_and_ends(run: RunDirectory, jobs: ScriptedJobs) -
 
 
 def test_a_cluster_that_is_silent_holds_nobody_up(run: RunDirectory, jobs: ScriptedJobs) -> None:
-    """The thread hangs in a call; the loop of the server gets its answers."""
+    """A thread hangs in a call; the server's event loop is not blocked."""
     jobs.silent.clear()
     runner = runner_of(jobs)
     start(runner, run)
@@ -205,7 +205,7 @@ def test_a_cluster_that_is_silent_holds_nobody_up(run: RunDirectory, jobs: Scrip
 
 
 def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when it is first asked: Ray's client does so as it is made."""
+    """Also at the first call: Ray's client connects in its constructor."""
     pytest.importorskip("ray", reason="needs the extra [ray]")
     monkeypatch.setattr("distill_server.runners.ray.jobs._TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -219,7 +219,7 @@ def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPa
 def test_trouble_is_told_and_outlived(
     run: RunDirectory, jobs: ScriptedJobs, error: Unavailable | WrongState
 ) -> None:
-    """Neither lost nor started twice, by this server or the next one."""
+    """The attempt is neither lost nor started twice, by this server or the next one."""
     runner = runner_of(jobs)
     start(runner, run)
     eventually(lambda: jobs.submitted)
@@ -246,7 +246,7 @@ def test_an_attempt_is_submitted_when_the_cluster_is_back(
 def test_a_cluster_that_forgot_is_not_the_fault_of_the_job(
     run: RunDirectory, jobs: ScriptedJobs
 ) -> None:
-    """A driver that comes late finds the claim; one that was there meets the fence of the next."""
+    """A late driver finds the claim; a running one is stopped by the fence of the next attempt."""
     runner = runner_of(jobs)
     start(runner, run)
     eventually(lambda: jobs.submitted)
@@ -261,7 +261,7 @@ def test_a_cluster_that_forgot_is_not_the_fault_of_the_job(
 def test_a_cluster_that_refuses_from_the_start(
     run: RunDirectory, jobs: ScriptedJobs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The job says why it waits, and the log says it once."""
+    """The job's phase has the reason, and the log has it once."""
     jobs.trouble = WrongState("the Ray cluster refused the call: no token")
     runner = runner_of(jobs)
     start(runner, run)
@@ -299,7 +299,7 @@ def test_a_server_that_died_before_it_submitted(run: RunDirectory, jobs: Scripte
 def test_a_driver_that_ended_without_a_word(
     run: RunDirectory, jobs: ScriptedJobs, answer: KnownRayJob, claimed: bool, outcome: Outcome
 ) -> None:
-    """Ray's message is in the log, where people look."""
+    """Ray's message is in the attempt's log."""
     runner = runner_of(jobs)
     start(runner, run)
     eventually(lambda: jobs.submitted)
@@ -360,7 +360,7 @@ def test_what_ended_is_asked_about_no_more(run: RunDirectory, jobs: ScriptedJobs
 def test_a_cluster_that_is_open_to_all_is_warned_of_once(
     run: RunDirectory, jobs: ScriptedJobs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As are its comings and goings, once each."""
+    """The log has one line each for the warning, the loss and the return of the cluster."""
     jobs.open = True
     runner = runner_of(jobs)
     start(runner, run)
@@ -387,7 +387,7 @@ def test_addresses(address: str) -> None:
 
 
 def test_without_ray_there_is_a_sentence() -> None:
-    """And a server that wants none imports none."""
+    """--ray without Ray is one error message."""
     code = (
         "import sys, runpy, importlib.util as u\n"
         "find = u.find_spec\n"
@@ -401,7 +401,7 @@ def test_without_ray_there_is_a_sentence() -> None:
 
 
 def test_variables_of_ranks() -> None:
-    """As torch's launcher has them, of two nodes with three GPUs for the job."""
+    """The same variables as from torchrun, for three processes on two nodes."""
     places = [
         ActorPlace("a", "10.0.0.1", ("2", "3"), 4001),
         ActorPlace("a", "10.0.0.1", ("5", "6"), 4002),
@@ -418,7 +418,7 @@ def test_variables_of_ranks() -> None:
             "CUDA_VISIBLE_DEVICES": "0,1",
         },
     ]
-    # One alone is no group, and sees no GPU that it was not given.
+    # A single process is no group and sees no GPU that it was not assigned.
     assert rank_variables([ActorPlace("a", "10.0.0.1", (), 4001)]) == [{"CUDA_VISIBLE_DEVICES": ""}]
 
 

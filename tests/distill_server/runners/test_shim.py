@@ -30,7 +30,7 @@ from distill_server.runners.machine import Share
 from distill_server.runners.trainer_environment import trainer_environment
 from tests.distill_server.conftest import eventually
 
-# Every shim is waited for at the end of its test.
+# The fixture `run` waits for every shim at the end of a test.
 RUNNERS: list[LocalRunner] = []
 
 
@@ -86,7 +86,7 @@ def test_exit_is_recorded(run: RunDirectory, code: str, expected: Exited) -> Non
     runner = start(run, code)
     eventually(lambda: runner.poll(run, 1) != Running())
     assert runner.poll(run, 1) == expected
-    # A runner that knows nothing gets the same answer.
+    # A new runner gets the same answer.
     assert LocalRunner().poll(run, 1) == expected
 
 
@@ -125,7 +125,7 @@ NONSENSE = ["", "{", "[]", "null", '{"pid": "x"}', '{"code": "x"}', "\0"]
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 def test_files_that_are_nonsense(run: RunDirectory, nonsense: str) -> None:
-    """Whoever started the shim still knows it; for anybody else the attempt is lost."""
+    """The runner that started the shim still has it; for other runners the attempt is lost."""
     runner = start(run, "import time; print('up')\ntime.sleep(99)")
     eventually(lambda: run.log_file(1).exists() and run.log_file(1).read_text() == "up\n")
     mark = str(card_of(run)["mark"])
@@ -142,7 +142,7 @@ def test_files_that_are_nonsense(run: RunDirectory, nonsense: str) -> None:
 
 
 def test_stop_now_kills_the_whole_family(run: RunDirectory) -> None:
-    """Also a process in a session of its own, which a signal to the group would miss."""
+    """Also a process in another session, which a signal to the group would miss."""
     code = (
         "import signal, subprocess, time\n"
         "signal.signal(15, signal.SIG_IGN)\n"
@@ -165,7 +165,7 @@ def test_leftovers_are_killed_when_the_trainer_ends(run: RunDirectory) -> None:
     assert family(str(card_of(run)["mark"])) == []
 
 
-# In a session of its own, an orphan, and without the mark: as vLLM's processes, which are renamed.
+# An orphan in another session without the mark: as vLLM's processes, which are renamed.
 HIDDEN = (
     "import subprocess, time\n"
     "subprocess.run(['sh', '-c', 'env -i setsid sleep 98765 & echo $!'])\n"
@@ -191,9 +191,8 @@ def test_a_process_without_the_mark_ends_with_its_shim(run: RunDirectory) -> Non
     identity = identity_of(read_hidden_pid(run))
     assert identity is not None
     mark = str(card_of(run)["mark"])
-    eventually(
-        lambda: identity not in family(mark)
-    )  # the shell's child has it until it executes `env`
+    # The shell's child has the mark until it executes `env`.
+    eventually(lambda: identity not in family(mark))
     processes = run.logs(1) / "processes.json"
     eventually(lambda: processes.exists() and str(identity.pid) in processes.read_text())
     os.kill(int(str(card_of(run)["pid"])), signal.SIGKILL)
@@ -202,7 +201,7 @@ def test_a_process_without_the_mark_ends_with_its_shim(run: RunDirectory) -> Non
 
 
 def test_a_name_of_any_bytes_disturbs_no_shim(run: RunDirectory) -> None:
-    """A Cyrillic name that the kernel cuts in the middle of a letter."""
+    """A process name in Cyrillic that the kernel truncates in the middle of a letter."""
     name = "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([0xD0, 0xBE, 0xD0]), 0, 0, 0)"
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", f"{name}; print(1, flush=True); time.sleep(99)"],
@@ -220,7 +219,7 @@ def test_a_name_of_any_bytes_disturbs_no_shim(run: RunDirectory) -> None:
 
 
 def test_a_process_of_another_user_is_left_alone(tmp_path: Path) -> None:
-    """As one that `sudo` started: it cannot be signalled, and holds nothing up."""
+    """As one started by `sudo`: it cannot be signalled, and does not block `kill_family`."""
     if os.geteuid() != 0:
         pytest.skip("only root can start processes of others")
     code = (
@@ -303,7 +302,7 @@ def test_heartbeat(run: RunDirectory) -> None:
 
 
 def test_reused_pid_is_never_signalled(run: RunDirectory) -> None:
-    """The pid of the shim now belongs to a stranger, started at another time or boot."""
+    """The pid of the shim now belongs to another process, started at another time or boot."""
     with subprocess.Popen(["sleep", "99"]) as stranger:
         identity = identity_of(stranger.pid)
         assert identity is not None
@@ -393,7 +392,7 @@ def test_settings_of_engines_networks_and_storage_are_passed_and_no_key() -> Non
 def test_no_code_of_the_working_directory_is_run(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by the shim, nor by a trainer that is started with `-m`, nor by its children."""
+    """Not by the shim, not by a trainer started with `-m`, and not by its children."""
     module_text = f"import pathlib\npathlib.Path({str(tmp_path / 'executed')!r}).touch()\n"
     working_directory = tmp_path / "here"
     for directory in (working_directory, run.path):

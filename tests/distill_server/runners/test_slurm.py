@@ -60,7 +60,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(autouse=True)
 def idle(cluster: SlurmCluster) -> Iterator[None]:
-    """No test leaves a job or a process behind."""
+    """Cancel all jobs after each test and wait until the cluster is idle."""
     yield
     cluster.call("scancel", "--full", f"--user={os.getuid()}")
     eventually(cluster.is_idle)
@@ -90,7 +90,7 @@ def start_server(cluster: SlurmCluster, tmp_path: Path) -> Iterator[StartServer]
 
 
 def wait_for_mark(server: Server, job_id: str, attempt: int = 1, rank: int = 0) -> str:
-    """The mark of a rank's processes, once it has begun."""
+    """Wait until a rank has started; return the mark of its processes."""
     directory = server.runs / job_id / f"logs/attempt-{attempt}/rank-{rank}"
     eventually(lambda: card_of(directory))
     card = card_of(directory)
@@ -99,7 +99,7 @@ def wait_for_mark(server: Server, job_id: str, attempt: int = 1, rank: int = 0) 
 
 
 def check(history: History, server: Server, client: DistillClient, jobs: Sequence[Job]) -> None:
-    """The rules of the history, and no order is left with the secrets that it had."""
+    """Check the rules of the history, and that no order.json with secrets is left."""
     for job in jobs:
         history.submitted("", job.id)
         history.watched(job.id, list(client.watch(job.id)))
@@ -108,7 +108,7 @@ def check(history: History, server: Server, client: DistillClient, jobs: Sequenc
 
 
 def number_of(cluster: SlurmCluster, job: Job, attempt: int = 1) -> str:
-    """The number in Slurm of an attempt's job, once it is submitted."""
+    """Wait until an attempt's job is submitted; return its number in Slurm."""
 
     def list_numbers() -> list[str]:
         name = re.compile(f"{job.id}-[0-9a-f]{{8}}-{attempt}")
@@ -130,7 +130,7 @@ def with_processes(config: OnPolicyJob, processes: int) -> OnPolicyJob:
 
 
 def test_jobs_end_are_tried_again_and_stopped(start_server: StartServer) -> None:
-    """In a directory whose name has a space."""
+    """The run directory has a space in its name."""
     server, history = start_server(), History()
     scripts = [
         ("pause=0.01", 5),
@@ -184,7 +184,7 @@ def test_a_job_that_waits_says_why(cluster: SlurmCluster, start_server: StartSer
 
 
 def test_scancel_leaves_a_checkpoint(cluster: SlurmCluster, start_server: StartServer) -> None:
-    """It ends the job, as whoever called it wants; `distill resume` goes on after its last step."""
+    """scancel ends the job; `distill resume` continues after its last step."""
     server, history = start_server(), History()
     with DistillClient(server.address) as client:
         job = client.submit(job_config("pause=0.05 every=1000000", 1_000_000))
@@ -205,7 +205,7 @@ def test_scancel_leaves_a_checkpoint(cluster: SlurmCluster, start_server: StartS
 
 
 def queued_again(client: DistillClient, job: Job) -> JobEvent:
-    """The first event of the job's second attempt, which may have started since."""
+    """Wait for the job's second attempt; return its first event."""
     eventually(lambda: client.get(job.id).attempt == 2)
     return next(event for event in client.history(job.id) if event.attempt == 2)
 
@@ -214,7 +214,7 @@ def queued_again(client: DistillClient, job: Job) -> JobEvent:
 def test_preemption_costs_no_retry(
     cluster: SlurmCluster, start_server: StartServer, partition: str
 ) -> None:
-    """With a time of grace in Slurm, and without one; the job waits for room and goes on."""
+    """With and without grace time in Slurm; the job waits for resources and continues."""
     server, history = start_server(f"partition={partition}", "exclusive", retries=0), History()
     with DistillClient(server.address) as client:
         job = client.submit(with_processes(job_config("pause=0.05 every=1000000", 1_000_000), 1))
@@ -260,7 +260,7 @@ time.sleep(1000)
 
 
 def test_a_killed_rank_frees_its_nodes(cluster: SlurmCluster, start_server: StartServer) -> None:
-    """The attempt ends, and nothing is left, not even what a rank left in its own session."""
+    """The attempt ends and no process is left, not even one in a session of its own."""
     server, history = start_server(ranks=RANKS, retries=0, threads=8), History()
     with DistillClient(server.address) as client:
         job = client.submit(with_processes(job_config("ranks"), 2))
@@ -301,7 +301,7 @@ def test_places_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
     gpus: int | None,
 ) -> None:
-    """As torchrun has them: three processes, of which two fit on a node. No GPUs without --gpus."""
+    """The variables of torchrun for three processes, two per node. No GPUs without --gpus."""
     monkeypatch.setenv("SECRET_OF_THE_SERVER", "1")
     share = {} if gpus is None else {"gpus": gpus}
     server, history = start_server(ranks=PLACES, retries=0, threads=6, **share), History()
@@ -331,7 +331,7 @@ def test_a_job_that_slurm_refuses_fails(start_server: StartServer) -> None:
 
 
 def test_a_directory_that_is_not_shared(cluster: SlurmCluster, start_server: StartServer) -> None:
-    """One of the nodes does not see it."""
+    """One of the nodes does not have the directory."""
     options = f"nodelist={NODES[-1]}"
     server = start_server(options, runs=cluster.unshared / "runs", retries=0)
     with DistillClient(server.address) as client:
@@ -342,7 +342,7 @@ def test_a_directory_that_is_not_shared(cluster: SlurmCluster, start_server: Sta
 
 
 def test_the_controller_is_away(cluster: SlurmCluster, start_server: StartServer) -> None:
-    """Jobs go on and say so; one that ends meanwhile has succeeded; one submitted then starts."""
+    """Jobs continue and report it; one succeeds meanwhile; one submitted meanwhile starts later."""
     server, history = start_server(), History()
     with DistillClient(server.address) as client:
         jobs = [client.submit(job_config(f"pause={p}", n)) for p, n in ((0.05, 10**6), (0.2, 20))]
@@ -376,7 +376,7 @@ def test_squeue_lists_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither a running nor a waiting job is gone because of that; a restarted server waits too."""
+    """Running and waiting jobs are not given up; a restarted server waits, too."""
     silent_mark = tmp_path / "silent"
     real_squeue = subprocess.check_output(["which", "squeue"], text=True).strip()
     fake_squeue = tmp_path / "bin" / "squeue"
@@ -409,13 +409,13 @@ def test_squeue_lists_nothing(
 
 
 def fill(cluster: SlurmCluster, cpus: int) -> None:
-    """Occupy CPUs that no job has: the nodes have twelve."""
+    """Occupy free CPUs; the nodes have twelve."""
     options = ["--job-name=filling", f"--ntasks={cpus}", "--output=/dev/null"]
     cluster.call("sbatch", *options, "--wrap=sleep 1000")
 
 
 def test_servers_are_killed(cluster: SlurmCluster, start_server: StartServer) -> None:
-    """The same processes go on; one job ends while nobody looks; one waits all the time."""
+    """The same processes continue; one job ends while no server runs; one stays queued."""
     server, history = start_server(slots=3, threads=2), History()
     with DistillClient(server.address) as client:
         names = [("pause=0.05", 10**6), ("fail_at=20 pause=0.2", 10**6)]
@@ -424,7 +424,7 @@ def test_servers_are_killed(cluster: SlurmCluster, start_server: StartServer) ->
             eventually(lambda job=job: client.get(job.id).step > 0)
         mark = wait_for_mark(server, jobs[0].id)
         fill(cluster, 8)
-        fill(cluster, 2)  # it has what the job that fails leaves
+        fill(cluster, 2)  # takes the CPUs of the job that fails
         jobs.append(client.submit(job_config("waits", 3)))
         number = number_of(cluster, jobs[2])
         for _ in range(3):
@@ -518,7 +518,7 @@ def test_the_time_limit_costs_no_retry(start_server: StartServer) -> None:
 def test_the_server_of_the_documents(
     cluster: SlurmCluster, material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """Its command, with other paths, an address of its own, and a job that it runs."""
+    """The documented command with other paths and a free port runs a job."""
     from tests.student_trainer.tiny import job
 
     (block,) = blocks("docs/slurm.md", "slurm")
@@ -552,7 +552,7 @@ def test_the_server_of_the_documents(
 def test_the_script_of_the_documents(
     cluster: SlurmCluster, material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    """Cancelled and submitted again, to the bits of an undisturbed run; then it does nothing."""
+    """Cancelled and submitted again: same bits as an undisturbed run; a third run does nothing."""
     from tests.student_trainer.tiny import curve, job
 
     (block,) = blocks("docs/slurm.md", "slurm-script")

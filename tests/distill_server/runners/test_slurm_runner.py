@@ -1,4 +1,4 @@
-"""The runner for Slurm without Slurm: a cluster that answers as the test says."""
+"""The runner for Slurm with a scripted cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AWAY = Unavailable("Slurm cannot be reached: slurm_load_jobs error")
 
 
 class ScriptedJobs:
-    """A Slurm in this process. While `trouble` is set, it has just that to say."""
+    """A Slurm in this process. While `trouble` is set, every call raises it."""
 
     def __init__(self) -> None:
         self.trouble: Exception | None = None
@@ -77,7 +77,7 @@ def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def jobs() -> Iterator[ScriptedJobs]:
     scripted_jobs = ScriptedJobs()
     yield scripted_jobs
-    scripted_jobs.trouble = AWAY  # for the thread that goes on
+    scripted_jobs.trouble = AWAY  # for the polling thread
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_an_attempt_from_its_queue_to_its_end(run: RunDirectory, jobs: ScriptedJ
     jobs.trouble = AWAY
     wait_for_outcome(runner, run, Running(AWAY.message))
     write_json(run.logs(1) / "exit.json", {"code": 0, "terminated": False})
-    assert runner.poll(run, 1) == Exited(0)  # whatever Slurm says, or does not say
+    assert runner.poll(run, 1) == Exited(0)  # whatever Slurm reports
     assert not (run.logs(1) / "order.json").exists()
     assert runner._cluster._followed_jobs == {}
 
@@ -176,7 +176,7 @@ ENDS = [
 def test_slurm_says_why_a_trainer_was_stopped(
     run: RunDirectory, jobs: ScriptedJobs, state: str, outcome: Outcome
 ) -> None:
-    """Its exit code is known, and waits for the state of the job."""
+    """The runner has the exit code, and waits for the final state of the Slurm job."""
     runner = runner_of(jobs)
     start(runner, run)
     assert claim(run.logs(1))
@@ -200,7 +200,7 @@ def test_a_cancel_of_the_server_is_no_withdrawal(run: RunDirectory, jobs: Script
 
 
 def test_what_never_began(run: RunDirectory, jobs: ScriptedJobs) -> None:
-    """The claim is taken, so that a late driver does nothing; what was printed is in the log."""
+    """The runner takes the claim, so that a late driver does nothing; the log has the output."""
     runner = runner_of(jobs)
     start(runner, run)
     jobs.answer = ListedJob(7, "FAILED", "NonZeroExitCode")
@@ -223,7 +223,7 @@ def test_a_refusal(run: RunDirectory, jobs: ScriptedJobs) -> None:
 def test_an_absent_job_is_not_gone(
     run: RunDirectory, jobs: ScriptedJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not while its processes are alive, not for a minute, and not if Slurm is away meanwhile."""
+    """Not while its processes are alive, not within a minute, and not while Slurm is away."""
     runner = runner_of(jobs)
     start(runner, run)
     wait_for_outcome(runner, run, Running("PENDING in Slurm: Priority"))
@@ -237,13 +237,13 @@ def test_an_absent_job_is_not_gone(
     write_json(run.logs(1) / "rank-0" / "shim.json", {})
     jobs.trouble = None
     wait_for_outcome(runner, run, Running("squeue does not list the job of this attempt"))
-    assert claim(run.logs(1))  # nobody has given it up
+    assert claim(run.logs(1))  # the attempt was not given up
     write_json(run.logs(1) / "rank-0" / "exit.json", {"code": 0})
     wait_for_outcome(runner, run, Lost(True, "Slurm does not know the attempt any more"))
 
 
 def test_an_attempt_that_was_never_submitted(run: RunDirectory, jobs: ScriptedJobs) -> None:
-    """Its server died before; the next one gives it up, with the claim."""
+    """Its server died before the submission; the next one gives it up and takes the claim."""
     run.logs(1).mkdir(parents=True)
     wait_for_outcome(runner_of(jobs), run, Lost(True, "Slurm does not know the attempt any more"))
     assert not claim(run.logs(1))
@@ -252,7 +252,7 @@ def test_an_attempt_that_was_never_submitted(run: RunDirectory, jobs: ScriptedJo
 def test_a_submission_that_died_with_its_server_is_made_again(
     run: RunDirectory, jobs: ScriptedJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, and not if the attempt has begun: then its job is only not listed."""
+    """Resubmitted once, and not if the attempt has started: then squeue only does not list it."""
     monkeypatch.setattr(slurm_runner, "_RESUBMIT_SECONDS", 0.0)
     monkeypatch.setattr(slurm_runner, "_ABSENT_SECONDS", 1e6)
     away_jobs = ScriptedJobs()
@@ -324,7 +324,7 @@ def test_options_that_are_refused(option: str, message: str) -> None:
 
 
 def test_variables_of_ranks() -> None:
-    """As torchrun has them, of three tasks on two nodes."""
+    """The same variables as from torchrun, for three tasks on two nodes."""
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     slurm = {
         **{"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0"},
@@ -338,7 +338,7 @@ def test_variables_of_ranks() -> None:
 
 
 class Commands:
-    """Programs of Slurm on $PATH that do as they are told, and what they were called with."""
+    """Scripted Slurm programs on $PATH that record their arguments."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._directory = directory
@@ -364,7 +364,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def test_a_job_is_submitted_once(commands: Commands) -> None:
-    """The answer of the first sbatch was lost; squeue lists the job."""
+    """The first sbatch call times out, but squeue lists the job."""
     jobs = SlurmJobs()
     commands.tell("sbatch", "echo 'sbatch: error: Socket timed out on send/recv' >&2; exit 1")
     with pytest.raises(Unavailable, match=r"Slurm cannot be reached: .*Socket timed out"):

@@ -1,4 +1,4 @@
-"""What an attempt's processes use, compared with psutil; GPUs as nvidia-smi prints them."""
+"""Resource usage of an attempt's processes, compared with psutil; GPUs from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from distill_server.runners.local.process import MARK, boot_id, consumption, identity_of, write_json
 from distill_server.runners.local.usage import Gpu, all_gpus, usage_of
 
-# Works for a while, has a child that ended, and then stops itself, so that all numbers stay.
+# Uses CPU, has a child that ended, and then stops itself, so that all numbers stay constant.
 BUSY = (
     "import os, signal, subprocess, sys, time\n"
     "subprocess.run([sys.executable, '-S', '-c', 'sum(range(3_000_000))'])\n"
@@ -84,7 +84,7 @@ def test_an_attempt_with_its_gpus(
     assert usage is not None
     assert usage.processes == 1
     assert usage.memory_bytes > 30 << 20
-    # Of three, those that $CUDA_VISIBLE_DEVICES lists by index and by the start of a UUID.
+    # The two of three that $CUDA_VISIBLE_DEVICES lists, by index and by UUID prefix.
     assert [asdict(gpu) for gpu in usage.gpus] == [
         {
             "index": 1,

@@ -1,4 +1,4 @@
-"""Teachers that a real server runs: real processes of the fake engine, for scripted trainers."""
+"""Teachers that a real server starts: processes of the fake engine, for scripted trainers."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_server_killed_while_it_loads(make_server: MakeServer) -> None:
 
 
 def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> None:
-    """Two GPUs: each job needs one, and one for its teacher; the second takes the first's place."""
+    """Two GPUs: each job needs one, and one for its teacher; the second job waits for the first."""
     server = make_server(slots=2, gpus=2)
     with DistillClient(server.address) as client:
         with pytest.raises(InvalidInput, match="its teacher 1 more, the server has 2"):
@@ -208,7 +208,7 @@ def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> No
 
 @pytest.mark.slow
 def test_a_job_whose_teacher_loads_keeps_its_turn(make_server: MakeServer) -> None:
-    """One slot, which the job behind it does not take; an idle teacher makes room for the next."""
+    """One slot: a later job does not take it; an idle teacher makes room for the next."""
     server = make_server(slots=1)
     with DistillClient(server.address) as client:
         jobs = [client.submit(make_taught_job("1")), client.submit(job_config("2"))]
@@ -273,7 +273,7 @@ def test_a_token_of_the_server_is_the_teachers(
 def test_one_that_a_person_starts_stays_until_a_person_stops_it(
     make_server: MakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It outlives its jobs, the server and its own death; a job shares it."""
+    """The teacher outlives its jobs and the server and is restarted after a kill; jobs share it."""
     server = make_server(slots=2, linger=0.2)
     command = ["--server", server.address, "--json", "teacher"]
     assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
@@ -320,7 +320,7 @@ def test_one_that_cannot_be_started_for_a_person(
     output = capsys.readouterr()
     assert "it failed: teacher.model: its teacher cannot be started: --model: 'nonse" in output.err
     key = output.out.split()[0]
-    # It holds no place, and stays in the list until somebody has read why.
+    # A failed teacher takes no place and stays listed with its reason until it is removed.
     assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
     assert main([*command, "up", "vocab=60", "--engine", "fake"]) == 6
     refusal = capsys.readouterr().err
