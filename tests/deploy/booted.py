@@ -16,7 +16,7 @@ from tests.deploy.containers import debian
 _SECONDS = 120.0
 
 
-def missing() -> str:
+def missing_requirement() -> str:
     """Return why no container can boot on this machine; "" if one can."""
     if os.geteuid():
         return "systemd-nspawn needs root"

@@ -16,7 +16,7 @@ from tests.deploy.dockerfile import TARGETS
 @pytest.fixture(scope="session")
 def images() -> Iterator[Images]:
     """The base image and the three targets; building them takes six minutes."""
-    if reason := containers.missing():
+    if reason := containers.missing_requirement():
         pytest.skip(reason)
     image_store = Images(Path(tempfile.mkdtemp(prefix="distill-images-")))
     try:

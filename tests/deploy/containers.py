@@ -28,7 +28,7 @@ _AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-def missing() -> str:
+def missing_requirement() -> str:
     """Return why images cannot be built on this machine; "" if they can."""
     if "DISTILL_BUILD_IMAGES" not in os.environ:
         return "make test-deploy builds images"

@@ -41,7 +41,7 @@ def machine(images: Images, tmp_path: Path) -> Iterator[Booted]:
     """A booted machine with the trainer image's programs at the units' paths, and a model."""
     from tests.student_trainer.tiny import save_material
 
-    if reason := booted.missing():
+    if reason := booted.missing_requirement():
         pytest.skip(reason)
     container = images.container("localhost/distill-trainer:test")
     save_material(tmp_path / "models")

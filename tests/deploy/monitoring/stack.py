@@ -43,7 +43,7 @@ class Prometheus:
         assert len(samples) < 2, samples
         return float(samples[0]["value"][1]) if samples else None
 
-    def firing(self) -> set[str]:
+    def firing_alerts(self) -> set[str]:
         """Return the names of the firing alerts."""
         samples = self.query('ALERTS{alertstate="firing"}')
         return {sample["metric"]["alertname"] for sample in samples}

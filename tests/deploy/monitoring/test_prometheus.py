@@ -138,7 +138,7 @@ def test_alerts_fire_and_every_panel_has_data(
 
         eventually(lambda: not empty_panels(), SECONDS, 0.5)
         assert {name for name in metrics() if not prometheus.query(name)} == set()
-        assert prometheus.firing() <= OF_MACHINE
+        assert prometheus.firing_alerts() <= OF_MACHINE
 
         Path(data).unlink()
         client.cancel(endless_job.id, now=True)
@@ -147,7 +147,7 @@ def test_alerts_fire_and_every_panel_has_data(
         eventually(lambda: client.get(waiting_job.id).step > 0, SECONDS, 0.2)
         teacher.kill()
         expected = {"DistillJobFailed", "DistillTeacherDown", "DistillJobsWait"}
-        eventually(lambda: expected <= prometheus.firing(), SECONDS, 0.5)
+        eventually(lambda: expected <= prometheus.firing_alerts(), SECONDS, 0.5)
         eventually(lambda: {(name, "firing") for name in expected} <= messages.alerts, SECONDS, 0.5)
 
         teacher.start()
@@ -156,7 +156,7 @@ def test_alerts_fire_and_every_panel_has_data(
         assert client.get(waiting_job.id).state in (JobState.PREPARING, JobState.RUNNING)
         client.cancel(waiting_job.id, now=True)
         eventually(lambda: client.get(waiting_job.id).state is JobState.CANCELLED, SECONDS, 0.2)
-        assert prometheus.firing() - OF_MACHINE == {"DistillJobFailed"}
+        assert prometheus.firing_alerts() - OF_MACHINE == {"DistillJobFailed"}
 
 
 def has_data(prometheus: Prometheus, expr: str) -> bool:
