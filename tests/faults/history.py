@@ -37,13 +37,13 @@ class History:
         self._requests: dict[str, SentRequest] = {}
         self._lock = threading.Lock()
 
-    def requested(self, request: teacher_pb2.ScoreRequest) -> None:
+    def record_request(self, request: teacher_pb2.ScoreRequest) -> None:
         with self._lock:
             self._requests[request.request_id] = SentRequest(
                 request_key(request), request.next_position
             )
 
-    def received(self, chunk: teacher_pb2.ScoreChunk) -> None:
+    def record_chunk(self, chunk: teacher_pb2.ScoreChunk) -> None:
         bare_chunk = teacher_pb2.ScoreChunk()
         bare_chunk.CopyFrom(chunk)
         bare_chunk.payload = b""
@@ -74,7 +74,7 @@ class History:
     def messages(self) -> int:
         return sum(len(request.chunks) for request in self._requests.values())
 
-    def resumed(self) -> int:
+    def count_resumed(self) -> int:
         """Return the number of requests for the remaining rows of a sequence."""
         return sum(request.next_position > 0 for request in self._requests.values())
 
@@ -131,12 +131,12 @@ def record(monkeypatch: pytest.MonkeyPatch) -> History:
         if messages is None:
             return None
         (request,) = messages  # a query of these tests fits into one message
-        history.requested(request)
+        history.record_request(request)
         return iter([request])
 
     def recorded_chunk(stream: RequestStream, chunk: teacher_pb2.ScoreChunk) -> None:
         if chunk.request_id in stream.in_flight:  # the client ignores other chunks
-            history.received(chunk)
+            history.record_chunk(chunk)
         receive(stream, chunk)
 
     monkeypatch.setattr(RequestStream, "_next_request", recorded_request)

@@ -46,14 +46,14 @@ def client_process(
             process.kill()
 
 
-def load(teacher: TeacherProcess) -> teacher_pb2.TeacherLoad:
+def get_load(teacher: TeacherProcess) -> teacher_pb2.TeacherLoad:
     with grpc.insecure_channel(teacher.address, options=CHANNEL_OPTIONS) as channel:
         stub = teacher_pb2_grpc.TeacherStub(channel)
         return stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=10).load
 
 
 def open_streams(teacher: TeacherProcess) -> int:
-    return int(load(teacher).active_streams)
+    return int(get_load(teacher).active_streams)
 
 
 def health_seconds(teacher: TeacherProcess) -> float:
@@ -101,7 +101,7 @@ def test_a_hundred_slow_readers(start_teacher: StartTeacher) -> None:
         eventually(lambda: open_streams(teacher) == 100, 60)
         time.sleep(5)
         # All queries are scored; their answers wait for the readers.
-        eventually(lambda: load(teacher).queued_tokens == 0, 60)
+        eventually(lambda: get_load(teacher).queued_tokens == 0, 60)
         # The readers slow down every measurement, other load on the machine only some.
         for _ in range(LOOKS):
             busy_p99, idle_p99 = p99(teacher, idle)

@@ -142,14 +142,14 @@ def test_a_call_that_never_returns_is_given_up() -> None:
 def test_a_cancel_on_a_full_disk_is_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with small_server(tmp_path, Policy()) as server:
         job_id = submit(server)
         server.look()
         server.store.change(job_id, Change(phase="training"))
-        monkeypatch.setattr(RunDirectory, "write_control", full)
+        monkeypatch.setattr(RunDirectory, "write_control", raise_disk_full)
         assert server.cancel(job_id, now=False).state is JobState.CANCELLING
         assert server.runner.alive == {}, "it got the signal"
         server.look()

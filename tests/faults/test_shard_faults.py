@@ -200,7 +200,7 @@ def test_an_error_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyP
         path = tmp_path / str(n)
         remaining = n
 
-        def failing(real: Callable[..., object]) -> Callable[..., object]:
+        def make_failing(real: Callable[..., object]) -> Callable[..., object]:
             def call(*args: object, **options: object) -> object:
                 nonlocal remaining
                 remaining -= 1
@@ -215,7 +215,7 @@ def test_an_error_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyP
             with monkeypatch.context() as patch:
                 for name in OPERATIONS:
                     target = os if name == "fsync" else Path
-                    patch.setattr(target, name, failing(getattr(target, name)))
+                    patch.setattr(target, name, make_failing(getattr(target, name)))
                 for number in range(5):
                     try:
                         store.append([entry(number)])

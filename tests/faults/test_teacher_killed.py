@@ -48,7 +48,7 @@ def test_killed_in_its_answers_and_started_again(
             ready = time.monotonic()
             assert_equal(answers, rows)
         positions += history.check(queries)
-        resumed += history.resumed()
+        resumed += history.count_resumed()
         waits.append(history.wait_for_row(after=ready) - ready)
         monkeypatch.undo()
     assert positions == REPEATS * sum(query.rows for query in queries)

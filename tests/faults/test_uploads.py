@@ -72,17 +72,17 @@ def digest(path: Path) -> str:
 
 
 @pytest.fixture
-def breaking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BreakingServer]:
+def breaking_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BreakingServer]:
     server = BreakingServer(tmp_path / "runs", request.param)
     server.start()
     yield server
     server.clean_up()
 
 
-@pytest.mark.parametrize("breaking", [[]], indirect=True)
-def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -> None:
+@pytest.mark.parametrize("breaking_server", [[]], indirect=True)
+def test_a_network_that_breaks_ten_times(breaking_server: BreakingServer, data: Path) -> None:
     reports: list[UploadProgress] = []
-    with FaultProxy(breaking.address, Toxics(reset_after_bytes=3 << 20)) as proxy:
+    with FaultProxy(breaking_server.address, Toxics(reset_after_bytes=3 << 20)) as proxy:
 
         def report(progress: UploadProgress) -> None:
             reports.append(progress)
@@ -103,10 +103,12 @@ def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -
     assert reports[-1].sent_bytes == SIZE
 
 
-@pytest.mark.parametrize("breaking", [["upload-part-written:kill:12"] * BREAKS], indirect=True)
-def test_a_server_that_is_killed_ten_times(breaking: BreakingServer, data: Path) -> None:
+@pytest.mark.parametrize(
+    "breaking_server", [["upload-part-written:kill:12"] * BREAKS], indirect=True
+)
+def test_a_server_that_is_killed_ten_times(breaking_server: BreakingServer, data: Path) -> None:
     outcomes: list[OnPolicyJob | Exception] = []
-    with FaultProxy(breaking.address) as proxy, DistillClient(proxy.address) as client:
+    with FaultProxy(breaking_server.address) as proxy, DistillClient(proxy.address) as client:
 
         def upload() -> None:
             try:
@@ -117,7 +119,7 @@ def test_a_server_that_is_killed_ten_times(breaking: BreakingServer, data: Path)
         sender = threading.Thread(target=upload)
         sender.start()
         for _ in range(BREAKS):
-            breaking.rise_again()
+            breaking_server.rise_again()
         sender.join(60)
         (ready,) = outcomes
         assert isinstance(ready, OnPolicyJob), ready
@@ -127,13 +129,17 @@ def test_a_server_that_is_killed_ten_times(breaking: BreakingServer, data: Path)
 
 
 @pytest.mark.parametrize(
-    "breaking", [["upload-verified:kill", "upload-linked:kill"]], indirect=True
+    "breaking_server", [["upload-verified:kill", "upload-linked:kill"]], indirect=True
 )
-def test_a_server_that_is_killed_at_the_end(breaking: BreakingServer, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_at_the_end(
+    breaking_server: BreakingServer, tmp_path: Path
+) -> None:
     data = tmp_path / "train.jsonl"
     data.write_bytes(b"x" * 1000)
-    with DistillClient(breaking.address) as client:
-        rising = threading.Thread(target=lambda: [breaking.rise_again(), breaking.rise_again()])
+    with DistillClient(breaking_server.address) as client:
+        rising = threading.Thread(
+            target=lambda: [breaking_server.rise_again(), breaking_server.rise_again()]
+        )
         rising.start()
         (ready,) = client.upload([job_of(data)])
         rising.join(60)
