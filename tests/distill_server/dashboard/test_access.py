@@ -38,18 +38,18 @@ CHANGING = ["/api/jobs/x/cancel", "/api/jobs/x/resume", "/api/jobs", "/", "/metr
 
 
 @pytest.mark.parametrize("path", READING)
-def test_reading_needs_a_token_where_there_are_any(guarded: Site, path: str) -> None:
-    answer = guarded.ask(path)
+def test_reading_needs_a_token_where_there_are_any(guarded_site: Site, path: str) -> None:
+    answer = guarded_site.ask(path)
     assert answer.status == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.json()["error"]["code"] == "UNAUTHENTICATED"
-    assert guarded.ask(path, role="read").status in (200, 404)
+    assert guarded_site.ask(path, role="read").status in (200, 404)
 
 
 @pytest.mark.parametrize("path", CHANGING)
-def test_changing_needs_the_submit_role(guarded: Site, path: str) -> None:
+def test_changing_needs_the_submit_role(guarded_site: Site, path: str) -> None:
     def status(role: str) -> int:
-        return guarded.ask(path, method="POST", body={}, role=role).status
+        return guarded_site.ask(path, method="POST", body={}, role=role).status
 
     assert (status(""), status("read")) == (401, 403)
     assert status("submit") in (404, 405)
@@ -57,8 +57,10 @@ def test_changing_needs_the_submit_role(guarded: Site, path: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
-def test_other_methods_are_refused_before_anybody_looks_at_them(guarded: Site, method: str) -> None:
-    assert guarded.ask("/api/jobs", method=method, role="read").status == 403
+def test_other_methods_are_refused_before_anybody_looks_at_them(
+    guarded_site: Site, method: str
+) -> None:
+    assert guarded_site.ask("/api/jobs", method=method, role="read").status == 403
 
 
 @pytest.mark.parametrize(
@@ -73,16 +75,16 @@ def test_other_methods_are_refused_before_anybody_looks_at_them(guarded: Site, m
         {},
     ],
 )
-def test_a_token_counts_only_in_its_header(guarded: Site, headers: dict[str, str]) -> None:
+def test_a_token_counts_only_in_its_header(guarded_site: Site, headers: dict[str, str]) -> None:
     token = TOKENS["admin"]
     path = f"/api/jobs?token={token}&access_token={token}"
-    assert guarded.ask(path, headers=headers).status == 401
+    assert guarded_site.ask(path, headers=headers).status == 401
 
 
-def test_the_page_is_open_and_holds_nothing(guarded: Site) -> None:
-    guarded.submit(name="a-name-to-hide", max_steps=1)
+def test_the_page_is_open_and_holds_nothing(guarded_site: Site) -> None:
+    guarded_site.submit(name="a-name-to-hide", max_steps=1)
     for path in ("/", "/main.js", "/style.css"):
-        answer = guarded.ask(path)
+        answer = guarded_site.ask(path)
         assert answer.status == 200
         assert b"a-name-to-hide" not in answer.body
 
@@ -103,19 +105,21 @@ def test_a_server_without_tokens_is_read_only(site: Site) -> None:
     assert site.job(job)["state"] in ("QUEUED", "PREPARING", "RUNNING")
 
 
-def test_cancel_and_resume_with_a_token(guarded: Site) -> None:
-    job = guarded.submit(name="pause=0.05", max_steps=400)
+def test_cancel_and_resume_with_a_token(guarded_site: Site) -> None:
+    job = guarded_site.submit(name="pause=0.05", max_steps=400)
     path = f"/api/jobs/{job}"
-    eventually(lambda: guarded.job(job, "read")["step"] >= 1)
-    assert guarded.ask(f"{path}/cancel", method="POST", body={}, role="read").status == 403
-    answer = guarded.ask(f"{path}/cancel", method="POST", body={"now": False}, role="submit")
+    eventually(lambda: guarded_site.job(job, "read")["step"] >= 1)
+    assert guarded_site.ask(f"{path}/cancel", method="POST", body={}, role="read").status == 403
+    answer = guarded_site.ask(f"{path}/cancel", method="POST", body={"now": False}, role="submit")
     assert (answer.status, answer.json()["state"]) == (200, "CANCELLING")
-    eventually(lambda: guarded.job(job, "read")["state"] == "CANCELLED")
-    steps = guarded.job(job, "read")["step"] + 3
-    answer = guarded.ask(f"{path}/resume", method="POST", body={"max_steps": steps}, role="submit")
+    eventually(lambda: guarded_site.job(job, "read")["state"] == "CANCELLED")
+    steps = guarded_site.job(job, "read")["step"] + 3
+    answer = guarded_site.ask(
+        f"{path}/resume", method="POST", body={"max_steps": steps}, role="submit"
+    )
     assert answer.json()["attempt"] == 2
-    eventually(lambda: guarded.job(job, "read")["state"] == "SUCCEEDED")
-    answer = guarded.ask(f"{path}/cancel", method="POST", body={}, role="submit")
+    eventually(lambda: guarded_site.job(job, "read")["state"] == "SUCCEEDED")
+    answer = guarded_site.ask(f"{path}/cancel", method="POST", body={}, role="submit")
     assert answer.status == 409
 
 
@@ -128,8 +132,8 @@ def test_cancel_and_resume_with_a_token(guarded: Site) -> None:
         ({"now": True, "x": "y" * 5000}, "body"),
     ],
 )
-def test_wishes_are_checked(guarded: Site, body: object, field: str) -> None:
-    answer = guarded.ask("/api/jobs/x/cancel", method="POST", body=body, role="submit")
+def test_wishes_are_checked(guarded_site: Site, body: object, field: str) -> None:
+    answer = guarded_site.ask("/api/jobs/x/cancel", method="POST", body=body, role="submit")
     assert answer.status == 400
     assert answer.json()["error"]["field"] == field
 

@@ -115,9 +115,9 @@ def test_a_hostile_name_is_text(site: Site, browser: Browser) -> None:
     browser.complaints()
 
 
-def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) -> None:
-    job = guarded.submit(name="pause=0.1", max_steps=1000)
-    browser.open(f"{guarded.url}/#/jobs/{job}")
+def test_cancel_and_resume_with_a_token_only(guarded_site: Site, browser: Browser) -> None:
+    job = guarded_site.submit(name="pause=0.1", max_steps=1000)
+    browser.open(f"{guarded_site.url}/#/jobs/{job}")
     eventually(lambda: browser.run("return document.querySelector('#token').open"))
     assert job not in browser.text("body")
     browser.give_token(TOKENS["read"])
@@ -126,11 +126,13 @@ def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) ->
     assert browser.count(".actions") == 0
     browser.click("#access")
     browser.give_token(TOKENS["submit"])
-    eventually(lambda: browser.count(".actions .danger") > 0 and guarded.job(job, "read")["step"])
+    eventually(
+        lambda: browser.count(".actions .danger") > 0 and guarded_site.job(job, "read")["step"]
+    )
     browser.click(".actions .buttons button")
     browser.click(".actions dialog .strong")
     eventually(lambda: browser.text(".title .badge") == "cancelled")
-    assert guarded.job(job, "read")["state"] == "CANCELLED"
+    assert guarded_site.job(job, "read")["state"] == "CANCELLED"
     browser.click(".actions .buttons button")
     browser.type("#resume-steps", "1")
     browser.click(".actions dialog .strong")
@@ -138,7 +140,7 @@ def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) ->
     browser.click(".actions .buttons button")
     browser.click(".actions dialog .strong")
     eventually(lambda: browser.text(".title .badge") == "running")
-    assert guarded.job(job, "read")["attempt"] == 2
+    assert guarded_site.job(job, "read")["attempt"] == 2
     assert browser.run("return [document.cookie, location.search]") == ["", ""]
 
 

@@ -62,7 +62,7 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
 
 
 @contextmanager
-def listening(teacher: Teacher, port: int = 0) -> Iterator[str]:
+def serve_teacher(teacher: Teacher, port: int = 0) -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(4), options=CHANNEL_OPTIONS)
     teacher_pb2_grpc.add_TeacherServicer_to_server(teacher, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -137,6 +137,6 @@ class Site:
 
 
 @contextmanager
-def checking(root: Path) -> Iterator[Site]:
+def checking_site(root: Path) -> Iterator[Site]:
     with small_server(root / "runs", Policy()) as server, asyncio.Runner() as loop:
         yield Site(server, loop)

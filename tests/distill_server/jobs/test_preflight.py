@@ -28,9 +28,9 @@ from tests.distill_server.jobs.preflight_site import (
     TOKENS,
     VOCABULARY,
     Teacher,
-    checking,
+    checking_site,
     job,
-    listening,
+    serve_teacher,
     write_student,
     write_tokens,
 )
@@ -48,7 +48,7 @@ def teacher() -> Teacher:
 
 @pytest.fixture
 def address(teacher: Teacher) -> Iterator[str]:
-    with listening(teacher) as server_address:
+    with serve_teacher(teacher) as server_address:
         yield server_address
 
 
@@ -154,7 +154,7 @@ def test_what_cannot_run_is_refused(
     if config["method"].get("type") == "offline":
         del config["teacher"]
         del config["method"]["max_prompt_tokens"], config["method"]["max_new_tokens"]
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         with pytest.raises(case.category) as exc_info:
             server.submit(config)
         assert server.store.page(limit=1) == []
@@ -170,7 +170,7 @@ def test_what_can_run_is_queued(address: str, tmp_path: Path) -> None:
     several_teachers = {**teacher_table, "teachers": {"math": address, "prose": [address, address]}}
     without_teacher = {**job(tmp_path, address), "method": {"type": "rl", "beta": 0.1}}
     del without_teacher["teacher"]
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         for config in (
             job(tmp_path, address),
             {**job(tmp_path, address), **several_teachers},
@@ -190,7 +190,7 @@ def test_widths_that_differ_by_padding(
     """Padding of the student or the teacher; an old teacher cannot leave out its padding."""
     monkeypatch.setattr(preflight, "_FRESH_SECONDS", 0.0)
     wide_student = write_student(tmp_path / "wide", width=16)
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         config = job(tmp_path, address)
         assert (
             server.submit(job(tmp_path, address, student__model=str(wide_student)))
@@ -208,7 +208,7 @@ def test_widths_that_differ_by_padding(
 def test_any_tokenizer_will_do_if_the_job_says_so(address: str, tmp_path: Path) -> None:
     other_student = write_student(tmp_path / "other", tokens=["<end>", *"*0123456789+="], width=14)
     config = job(tmp_path, address, student__model=str(other_student), teacher__tokenizer="auto")
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         assert server.submit(config) is JobState.QUEUED
 
 
@@ -217,7 +217,7 @@ def test_many_submits_ask_a_teacher_once(
 ) -> None:
     monkeypatch.setattr(preflight, "_FRESH_SECONDS", 600.0)
     config = job(tmp_path, address)
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
 
         async def submit_concurrently() -> None:
             text = json.dumps(config)
@@ -237,7 +237,7 @@ def test_tokens_that_other_files_name_are_no_difference(
     """A library may add tokens after those of the file; a student's files are read once until they
     change.
     """
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         config = job(tmp_path, address)
         for tokens in (TOKENS[:-1], [*TOKENS[:5], "", *TOKENS[6:]]):
             write_tokens(tmp_path / "student", tokens)
@@ -307,15 +307,15 @@ def test_a_teacher_that_was_started_meanwhile_is_found_at_once(
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     config = job(tmp_path, f"127.0.0.1:{port}")
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         with pytest.raises(Unavailable):
             server.submit(config)
-        with listening(teacher, port):
+        with serve_teacher(teacher, port):
             assert server.submit(config) is JobState.QUEUED
 
 
 def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -> None:
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         check = server.control.check
         server.run(check(json.dumps(job(tmp_path, address))))
         with pytest.raises(InvalidInput, match="14 is more than the teacher returns"):
@@ -328,8 +328,8 @@ def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -
 
 def test_a_known_key_needs_no_preflight(teacher: Teacher, tmp_path: Path) -> None:
     """A repeated submit returns the same job, even if its teacher is gone."""
-    with checking(tmp_path) as server:
-        with listening(teacher) as address:
+    with checking_site(tmp_path) as server:
+        with serve_teacher(teacher) as address:
             config = job(tmp_path, address)
             server.submit(config, "key")
         (tmp_path / "prompts.jsonl").unlink()
@@ -339,7 +339,7 @@ def test_a_known_key_needs_no_preflight(teacher: Teacher, tmp_path: Path) -> Non
 
 def test_one_key_at_the_same_time_is_one_job(address: str, tmp_path: Path) -> None:
     text = json.dumps(job(tmp_path, address))
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
 
         async def submit_concurrently() -> set[str]:
             control = server.control
@@ -356,7 +356,7 @@ def test_a_token_that_the_teacher_does_not_take(
     """The error blames the server's token, not the caller's."""
     teacher.refuses = True
     with (
-        checking(tmp_path) as server,
+        checking_site(tmp_path) as server,
         pytest.raises(
             WrongState, match="does not take the token of the distill server"
         ) as exc_info,
@@ -369,7 +369,7 @@ def test_what_does_not_answer_in_time_is_left_to_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(preflight, "_MAX_SECONDS", 0.1)
-    with checking(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as listener:
+    with checking_site(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as listener:
         config = job(tmp_path, f"127.0.0.1:{listener.getsockname()[1]}")
         assert server.submit(config) is JobState.QUEUED
     assert "a job was not checked within" in caplog.text
@@ -379,8 +379,8 @@ def test_a_resume_is_looked_at_too(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "_FRESH_SECONDS", 0.0)
-    with checking(tmp_path) as server:
-        with listening(teacher) as address:
+    with checking_site(tmp_path) as server:
+        with serve_teacher(teacher) as address:
             server.submit(job(tmp_path, address))
         (cancelled_job,) = server.store.page(limit=1)
         server.run(server.control.cancel(cancelled_job.id, now=False))
@@ -388,7 +388,7 @@ def test_a_resume_is_looked_at_too(
         with pytest.raises(Unavailable, match="no teacher answers"):
             server.run(resume(cancelled_job.id, max_steps=0, from_step=0))
         assert server.store.job(cancelled_job.id).state is JobState.CANCELLED
-        with listening(teacher, int(address.rpartition(":")[2])):
+        with serve_teacher(teacher, int(address.rpartition(":")[2])):
             assert (
                 server.run(resume(cancelled_job.id, max_steps=0, from_step=0)).state
                 is JobState.QUEUED

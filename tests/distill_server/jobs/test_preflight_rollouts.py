@@ -16,7 +16,7 @@ from clients.runs import placed_services
 from distill_server.jobs.preflight import JobPreflight
 from protos.auth.access import MIN_TOKEN_CHARS
 from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
-from tests.distill_server.jobs.preflight_site import Teacher, checking, job, listening
+from tests.distill_server.jobs.preflight_site import Teacher, checking_site, job, serve_teacher
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.material import student
 from tests.student_trainer.rollout_service.processes import ServiceProcess
@@ -28,7 +28,7 @@ NOBODY = "127.0.0.1:1"
 
 @pytest.fixture
 def teacher() -> Iterator[str]:
-    with listening(Teacher()) as address:
+    with serve_teacher(Teacher()) as address:
         yield address
 
 
@@ -41,7 +41,7 @@ def service() -> Iterator[str]:
 
 
 def test_services_that_fit(service: str, teacher: str, tmp_path: Path) -> None:
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         for address in (service, [service, service]):
             config = job(tmp_path, teacher, rollouts__address=address)
             assert server.submit(config) is JobState.QUEUED
@@ -51,7 +51,7 @@ def test_one_of_two_services_is_away(
     service: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollouts, "_SECONDS", 3.0)
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         config = job(tmp_path, teacher, rollouts__address=[NOBODY, service])
         assert server.submit(config) is JobState.QUEUED
 
@@ -69,7 +69,7 @@ def test_services_that_do_not_fit(
             "has the engine hf, the job asks for vllm",
         ),
     ]
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         for changes, category, message in cases:
             with pytest.raises(category, match=message) as exc_info:
                 server.submit(job(tmp_path, teacher, **changes))
@@ -82,7 +82,7 @@ def test_a_service_of_other_code(
 ) -> None:
     """A service without a protocol version is older than the field."""
     monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", 0)
-    with checking(tmp_path) as server, pytest.raises(WrongState) as exc_info:
+    with checking_site(tmp_path) as server, pytest.raises(WrongState) as exc_info:
         server.submit(job(tmp_path, teacher, rollouts__address=service))
     assert exc_info.value.field == "rollouts.address"
     assert f"{service} is of another version of distill-service" in exc_info.value.message
@@ -94,7 +94,7 @@ def test_gpus_that_the_machine_does_not_have(
 ) -> None:
     """Two GPUs for the engine and one for the trainer. On a cluster, this machine needs none."""
     config = job(tmp_path, teacher, rollouts__lag=1, rollouts__gpus=2)
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         for visible_devices, gpu_count in (("", 0), ("4,7", 2)):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
             with pytest.raises(
@@ -121,7 +121,7 @@ def test_the_token_of_the_server(
     model = tiny.save(student(0), tiny.tokenizer(), tmp_path / "model")
     log = tmp_path / "service.log"
     process = ServiceProcess("--model", str(model), "--token-file", str(file), log=log)
-    with closing(process), checking(tmp_path) as server:
+    with closing(process), checking_site(tmp_path) as server:
         config = job(tmp_path, teacher, rollouts__address=process.address)
         for token in ("", READ, "x" * MIN_TOKEN_CHARS):
             monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", token)

@@ -35,18 +35,18 @@ def make_job(name: str, **change: Any) -> AnyJob:
     return parse_job(json.dumps(job_config(name).model_dump() | change))
 
 
-def capture(name: str) -> AnyJob:
+def make_capture_job(name: str) -> AnyJob:
     return CaptureJob.model_validate(
         {"name": name, "data": {"path": "x"}, "method": {"type": "capture"}}
     )
 
 
-def offline(name: str, path: str, **change: Any) -> AnyJob:
+def make_offline_job(name: str, path: str, **change: Any) -> AnyJob:
     values = {"name": name, "student": {"model": "tiny"}, "data": {"path": path}}
     return parse_job(json.dumps({**values, "method": {"type": "offline"}, **change}))
 
 
-def evaluation(name: str, **change: Any) -> AnyJob:
+def make_eval_job(name: str, **change: Any) -> AnyJob:
     values = {"name": name, "student": {"model": "tiny"}, "data": {"path": "x"}}
     values |= {"method": {"type": "eval"}, "reward": {"type": "exact_match"}}
     return EvalJob.model_validate(values | change)
@@ -130,9 +130,9 @@ def test_what_cannot_start_ends_and_is_resumed_behind_the_first(
 def test_outputs_become_paths_when_the_job_starts(server: SmallServer) -> None:
     capture_job, warm_job, last_job = submit(
         server,
-        capture("rows 1"),
+        make_capture_job("rows 1"),
         make_job("warm"),
-        offline("last", "@rows 1/store", student={"model": "@warm/export"}),
+        make_offline_job("last", "@rows 1/store", student={"model": "@warm/export"}),
     )
     stored_config = parse_job(stored_job(server, last_job).config_json).model_dump()
     assert stored_config["data"]["path"] == f"@{capture_job.id}/store"
@@ -171,14 +171,14 @@ def test_an_output_that_was_removed_fails_the_job(server: SmallServer) -> None:
             InvalidInput,
             r"student.model: job 'x': job capture-rows-\w+ is of method capture: it has a store",
         ),
-        (offline("x", "@warm/store"), InvalidInput, "it has an export, and no store"),
+        (make_offline_job("x", "@warm/store"), InvalidInput, "it has an export, and no store"),
         (
             make_job("x", student={"model": "@exam/export"}),
             InvalidInput,
             r"student.model: job 'x': job eval-exam-\w+ is of method eval: it has no export",
         ),
         (
-            evaluation("x", reward={"type": "python", "file": "/reward.py"}),
+            make_eval_job("x", reward={"type": "python", "file": "/reward.py"}),
             InvalidInput,
             "reward.file: a server runs no code",
         ),
@@ -187,7 +187,7 @@ def test_an_output_that_was_removed_fails_the_job(server: SmallServer) -> None:
 def test_refused_at_submission(
     server: SmallServer, job: AnyJob, error: type[DistillError], text: str
 ) -> None:
-    submit(server, capture("rows"), make_job("warm"), evaluation("exam"))
+    submit(server, make_capture_job("rows"), make_job("warm"), make_eval_job("exam"))
     with pytest.raises(error) as exc_info:
         submit(server, job, make_job("below"))
     assert re.search(text, str(exc_info.value)), str(exc_info.value)

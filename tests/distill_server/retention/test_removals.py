@@ -20,10 +20,10 @@ from distill_server.runners.machine import Machine
 from protos.errors import NotFound, WrongState
 from protos.rpc import failpoints
 from tests.distill_server.pipelines.test_after import (
-    capture,
     end_job,
+    make_capture_job,
     make_job,
-    offline,
+    make_offline_job,
     stored_job,
     submit,
 )
@@ -81,7 +81,9 @@ def test_all_of_a_job_goes(server: SmallServer) -> None:
 
 
 def test_what_is_refused(server: SmallServer) -> None:
-    capture_job, last_job = submit(server, capture("rows"), offline("last", "@rows/store"))
+    capture_job, last_job = submit(
+        server, make_capture_job("rows"), make_offline_job("last", "@rows/store")
+    )
     server.look()
     with pytest.raises(WrongState, match=r"is PREPARING and cannot be removed; cancel it"):
         removals_of(server).remove(capture_job.id)

@@ -59,7 +59,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(autouse=True)
-def idle(cluster: SlurmCluster) -> Iterator[None]:
+def wait_until_idle(cluster: SlurmCluster) -> Iterator[None]:
     """Cancel all jobs after each test and wait until the cluster is idle."""
     yield
     cluster.call("scancel", "--full", f"--user={os.getuid()}")
