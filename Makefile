@@ -7,8 +7,9 @@ PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
 CHAOS ?=
-# Other options of pytest.
+# Other options of pytest; its processes, which wait a good part of their time: about 2 GB each.
 PYTEST ?=
+WORKERS ?= $(shell n=$$(nproc); test $$n -lt 4 && expr 2 '*' $$n + 1 || expr $$n + 1)
 BASE ?= origin/main
 BIN := .venv/bin
 # The tests start hundreds of Python processes, which need the bytecode cache to start fast.
@@ -39,14 +40,14 @@ demo-real: .venv/.demo  ## SmolLM2-135M teaches a cut of itself, on-policy and o
 	$(BIN)/python -m benchmarks.evidence.demo_real --data $(DATA)
 
 test: setup  ## every behaviour once, without a GPU: eight minutes on two cores
-	$(BIN)/pytest -n 3 --dist worksteal -m "not slow" $(PYTEST)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST)
 
 test-all: setup  ## `make test` and the rest: many repeats, matrices, benchmarks' own tests; takes half an hour
-	DISTILL_REPEATS=$${DISTILL_REPEATS:-20} $(BIN)/pytest -n 3 --dist worksteal $(PYTEST)
+	DISTILL_REPEATS=$${DISTILL_REPEATS:-20} $(BIN)/pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 test-touched: setup  ## what `make test` leaves out, of the folders that the changes since BASE=origin/main touch
 	folders=$$($(BIN)/python -m tests.touched $(BASE)) && { test -z "$$folders" || \
-	  $(BIN)/pytest -n 3 --dist worksteal -m slow $(PYTEST) $$folders || test $$? = 5; }
+	  $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST) $$folders || test $$? = 5; }
 
 test-fast: setup  ## the tests that start no process: the inner loop, under 60 seconds
 	$(BIN)/pytest -n 2 -q --no-processes -m "not slow" $(FAST) \

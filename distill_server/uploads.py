@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from clients.runs.directory import fsync_directory
+from clients.runs.file_system import fsync_directory
 from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 from protos.rpc.transport import MAX_UPLOAD_FILES, MAX_UPLOAD_PATH_BYTES

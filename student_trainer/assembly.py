@@ -32,7 +32,7 @@ from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.data.captured_stores import Stores, TrainingStore, check_same_store
 from student_trainer.data.examples import load_examples
-from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
+from student_trainer.data.prompts import ItemsOfSteps, ModelIds, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.trainer import Parts, Trainer
@@ -251,6 +251,7 @@ def _prepare_method(
     if isinstance(config, OfflineJob):
         assert stores is not None
         return _prepare_offline(config, teachers, stores, tokenizer, text_config, reader)
+    model_ids = ModelIds.of_tokenizer(tokenizer, text_config.vocab_size)
     pair = None
     if isinstance(config, OnPolicyJob | RLJob):
         pair = find_tokenizer_pair(config, teachers, tokenizer)
@@ -264,7 +265,7 @@ def _prepare_method(
         vocab_size = min(text_config.vocab_size, pair.tokens)  # later ids are padding
     if isinstance(config, SFTJob):
         check_max_tokens(config.method.max_tokens, max_length)
-        examples = load_examples(config, tokenizer)
+        examples = load_examples(config, tokenizer, model_ids)
         held_out = examples[1]
         _check_shares(config, len(held_out))
         if config.eval.metric != "none":
@@ -278,7 +279,7 @@ def _prepare_method(
     )
     if isinstance(config, RLJob):
         check_top_k(config.method.top_k, vocab_size, "method.top_k")
-        prompts = load_rl_prompts(config, tokenizer, reader)
+        prompts = load_rl_prompts(config, tokenizer, reader, model_ids)
         _check_shares(config, len(prompts.held_out))
         retriever = make_retriever(config.environment) if config.environment else None
         assert not isinstance(pair, TokenizerPair), "find_tokenizer_pair refuses it"

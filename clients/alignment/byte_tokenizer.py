@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.data.continuation import without_first_space
 from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
 from protos.extras import require_extra
@@ -118,36 +119,11 @@ def _load_backend(document: Mapping[str, Any]) -> Tokenizer:
     require_extra("train", "aligning tokenizers", only={"transformers"})
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(json.dumps(_without_first_space(document)))
+    tokenizer = Tokenizer.from_str(json.dumps(without_first_space(document)))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
-
-
-def _without_first_space(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer.json of a tokenizer that puts no space before a text."""
-
-    def disable_prefix(part: Any) -> Any:
-        match part:
-            case {"type": "Sequence"}:
-                parts = {key: value for key, value in part.items() if isinstance(value, list)}
-                return part | {key: change_parts(value) for key, value in parts.items()}
-            case {"type": "Metaspace"}:
-                return part | {"prepend_scheme": "never"}
-            case {"type": "ByteLevel"}:
-                return part | {"add_prefix_space": False}
-            case {"type": "Prepend"}:
-                return None
-        return part
-
-    def change_parts(parts: list[Any]) -> list[Any]:
-        return [
-            changed_part for changed_part in map(disable_prefix, parts) if changed_part is not None
-        ]
-
-    keys = ("normalizer", "pre_tokenizer")
-    return dict(document) | {key: disable_prefix(document.get(key)) for key in keys}
 
 
 def _bytes_of_tokens(document: Mapping[str, Any]) -> list[bytes]:

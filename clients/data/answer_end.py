@@ -1,10 +1,13 @@
-"""The token with which a model ends an answer, from its tokenizer."""
+"""The tokens that end an answer: those of the tokenizer, its chat template and the model."""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _ANSWER = "zq"
+# By the tokenizer: its chat template, and the end in it.
+_TEMPLATE_ENDS: WeakKeyDictionary[Any, tuple[object, int | None]] = WeakKeyDictionary()
 
 
 def answer_end(tokenizer: Any) -> int | None:
@@ -13,19 +16,39 @@ def answer_end(tokenizer: Any) -> int | None:
     With a chat template, it is the first special token that the template writes after an answer,
     such as Gemma's <end_of_turn>, which is not its end-of-sequence token.
     """
-    return _end_in_template(tokenizer) if tokenizer.chat_template else tokenizer.eos_token_id
+    template = tokenizer.chat_template
+    if not template:
+        eos: int | None = tokenizer.eos_token_id
+        return eos
+    cached = _TEMPLATE_ENDS.get(tokenizer)
+    if cached is None or cached[0] != template:
+        _TEMPLATE_ENDS[tokenizer] = cached = (template, _find_template_end(tokenizer))
+    return cached[1]
 
 
-def _end_in_template(tokenizer: Any) -> int | None:
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids of all tokens that end an answer of `model`, sorted.
+
+    They are the end tokens of the tokenizer, of its chat template, and of the model's generation
+    config. Samplers stop at each of them, and an export names them all.
+    """
+    ends: set[int] = set()
+    config_ends = getattr(model.generation_config, "eos_token_id", None)
+    for ids in (tokenizer.eos_token_id, answer_end(tokenizer), config_ends):
+        ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(ends)
+
+
+def _find_template_end(tokenizer: Any) -> int | None:
     from jinja2 import TemplateError
 
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    eos_id: int | None = tokenizer.eos_token_id
+    eos: int | None = tokenizer.eos_token_id
     try:
         text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
     except (TemplateError, ValueError, TypeError):
-        return eos_id
-    text_after_answer = text.rpartition(_ANSWER)[2]
-    special = set(tokenizer.all_special_ids)
-    ids = tokenizer(text_after_answer, add_special_tokens=False)["input_ids"]
-    return next((token_id for token_id in ids if token_id in special), eos_id)
+        return eos
+    after_answer = text.rpartition(_ANSWER)[2]
+    special_ids = set(tokenizer.all_special_ids)
+    ids = tokenizer(after_answer, add_special_tokens=False)["input_ids"]
+    return next((token_id for token_id in ids if token_id in special_ids), eos)

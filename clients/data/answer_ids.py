@@ -10,14 +10,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.data.answer_end import answer_end
+from clients.data.continuation import continuation_ids
 from clients.data.conversation import Conversation, require_question
 from clients.data.prompt_format import PromptFormat, plain_ids
+from clients.data.template_parts import require_answer_text
 from protos.errors import InvalidInput
 
 
-def completion_ids(tokenizer: Any, answer: str) -> list[int]:
-    """Return the token ids of an answer and its end token; [] for an empty answer."""
-    return with_end_token(plain_ids(tokenizer, answer), tokenizer) if answer else []
+def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> list[int]:
+    """Return the token ids of an answer and its end token; [] for an empty answer.
+
+    The end is that of the chat template, if prompts go through it.
+    """
+    if not answer:
+        return []
+    eos = tokenizer.eos_token_id
+    end = answer_end(tokenizer) if prompt_format.renders(tokenizer) else eos
+    return _with_end(continuation_ids(tokenizer, answer), end, eos)
 
 
 def answered_ids(
@@ -43,8 +53,11 @@ def answered_ids(
             field="data.messages_column",
             hint="put prompt and answer into two columns",
         )
-    answer = plain_ids(tokenizer, rendered.removeprefix(prompt))
-    return plain_ids(tokenizer, prompt), with_end_token(answer, tokenizer)
+    answer_text = rendered.removeprefix(prompt)
+    require_answer_text(conversation.answer, answer_text, location)
+    answer = continuation_ids(tokenizer, answer_text)
+    with_end = _with_end(answer, answer_end(tokenizer), tokenizer.eos_token_id)
+    return plain_ids(tokenizer, prompt), with_end
 
 
 def assistant_ids(
@@ -62,19 +75,20 @@ def assistant_ids(
     encoding = prompt_format.tokenized(tokenizer, conversation, location)
     ids = np.array(encoding["input_ids"])
     is_answer = np.array(encoding["assistant_masks"], dtype=bool)
-    end = tokenizer.eos_token_id
+    end = answer_end(tokenizer)
     if end is not None:
-        is_answer[1:] |= is_answer[:-1] & (ids[1:] == end) & (ids[:-1] != end)
+        is_end = np.isin(ids, [end, tokenizer.eos_token_id or end])
+        is_answer[1:] |= is_answer[:-1] & is_end[1:] & ~is_end[:-1]
     length = int(np.flatnonzero(is_answer).max(initial=-1)) + 1
     ids, is_answer = ids[:length], is_answer[:length]
-    if length and end is not None and ids[-1] != end:
+    if length and end is not None and not is_end[length - 1]:
         ids, is_answer = np.append(ids, end), np.append(is_answer, True)
     return ids.tolist(), is_answer
 
 
-def with_end_token(ids: list[int], tokenizer: Any) -> list[int]:
-    """Return `ids` up to the first end token; append one if there is none."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        return ids
-    return ids[: ids.index(end) + 1] if end in ids else [*ids, end]
+def _with_end(ids: list[int], end: int | None, eos: int | None) -> list[int]:
+    """Return `ids` up to the first of the two end tokens; append `end` if there is none."""
+    for position, token_id in enumerate(ids):
+        if token_id in (end, eos):
+            return ids[: position + 1]
+    return ids if end is None else [*ids, end]

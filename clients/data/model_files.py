@@ -1,14 +1,19 @@
-"""Refuses model directories with code or pickled weights, which transformers would load."""
+"""Refuses model directories that would be loaded wrongly, or would run code.
+
+Teacher, student, engines and evaluations share these checks; `field` is the key that errors name.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from protos.errors import InvalidInput
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 # Keys of a job that name a model directory, and the suffixes of its files that programs read. Other
 # files, such as pickles, are not copied.
 MODEL_KEYS = frozenset({"student.model", "teacher.model", "teacher.tokenizer", "data.tokenizer"})
@@ -37,6 +42,87 @@ def refuse_code(path: Path, field: str) -> None:
                 field=field,
                 hint="load the model and save it again with save_pretrained()",
             )
+
+
+def refuse_adapter(path: Path, field: str) -> None:
+    """Raise InvalidInput if a model directory has the files of an adapter.
+
+    transformers would load the adapter, and its base model from another place.
+    """
+    if not (path / ADAPTER_CONFIG).is_file():
+        return
+    if (path / "config.json").is_file():
+        raise InvalidInput(
+            f"{path} has an adapter beside its weights",
+            field=field,
+            hint="merge it into the weights, or remove adapter_config.json",
+        )
+    base = _read_json(path / ADAPTER_CONFIG, field).get("base_model_name_or_path")
+    raise InvalidInput(
+        f"{path} is an adapter of {base or 'another model'}, not a model",
+        field=field,
+        hint="merge it into its base model (merge_and_unload of peft) and give that directory",
+    )
+
+
+def refuse_quantised(path: Path, field: str) -> None:
+    """Raise InvalidInput if the weights of a model directory are quantised: they cannot learn."""
+    config = _read_json(path / "config.json", field)
+    text_config = config.get("text_config")
+    entry = config.get("quantization_config")
+    if entry is None and isinstance(text_config, dict):
+        entry = text_config.get("quantization_config")
+    if isinstance(entry, dict):
+        raise InvalidInput(
+            f"the weights of {path} are quantised ({entry.get('quant_method', 'unknown method')}),"
+            " and quantised weights are not trained",
+            field=field,
+            hint="give the directory of the model in bfloat16 or float32",
+        )
+
+
+def refuse_missing_files(path: Path, field: str) -> None:
+    """Raise InvalidInput if a model directory lacks a file that its index of weights names."""
+    shards = _read_json(path / WEIGHTS_INDEX, field).get("weight_map")
+    if (path / "model.safetensors").is_file() or not isinstance(shards, dict):
+        return
+    missing = sorted({str(name) for name in shards.values() if not (path / str(name)).is_file()})
+    if missing:
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise InvalidInput(
+            f"{path} lacks {missing[0]}{others}, which {WEIGHTS_INDEX} names",
+            field=field,
+            hint="copy the whole directory again",
+        )
+
+
+def refuse_missing_weights(
+    model: str, missing: Collection[str], unused: Collection[str], field: str
+) -> None:
+    """Raise InvalidInput if the files of a model lack one of its weights.
+
+    `missing`: names of weights that are in no file; transformers would fill them with random
+    numbers. `unused`: names in the files that the model does not have.
+    """
+    if not missing:
+        return
+    name, hint = min(missing), "save the whole model again, with the config.json it belongs to"
+    for other in sorted(unused):
+        if unwrapped := _unwrapped_name(other, missing):
+            name = unwrapped
+            hint = f"its files have {other!r} instead: save the model itself, not its wrapper"
+            break
+    others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+    raise InvalidInput(f"{model} has no weights for {name}{others}", field=field, hint=hint)
+
+
+def _unwrapped_name(wrapped: str, names: Collection[str]) -> str | None:
+    """Return which of `names` torch.compile, DDP or peft has saved under the name `wrapped`.
+
+    They put a prefix before it, or `base_layer` before its last part.
+    """
+    parts = wrapped.replace(".base_layer.", ".").split(".")
+    return next((name for n in range(len(parts)) if (name := ".".join(parts[n:])) in names), None)
 
 
 def _read_json(file: Path, field: str) -> dict[str, Any]:

@@ -95,7 +95,10 @@ class PromptFormat:
                 tokenizer, self.rendered(tokenizer, conversation, location, add_answer_start=True)
             )
         ids: list[int] = tokenizer(conversation.messages[-1]["content"])["input_ids"]
-        return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+        ids = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+        # A text may begin with the start token that the tokenizer adds.
+        start = tokenizer.bos_token_id
+        return ids[1:] if start is not None and ids[:2] == [start, start] else ids
 
     def rendered(
         self, tokenizer: Any, conversation: Conversation, location: str, *, add_answer_start: bool

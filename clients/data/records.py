@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,14 @@ class DataSet:
         elif self.path.endswith(".parquet"):
             yield from self._read_parquet(columns)
         else:
-            yield from self._load_with_datasets()
+            dataset = self._load_with_datasets()
+            float32_columns = {
+                name
+                for name, feature in (dataset.features or {}).items()
+                if getattr(feature, "dtype", "") in ("float32", "float16")
+            }
+            for record in dataset:
+                yield _from_arrow(record, float32_columns)
 
     def fingerprint(self) -> str:
         """Return a text that changes with the records.
@@ -76,8 +84,14 @@ class DataSet:
         existing_columns = [name for name in file.schema_arrow.names if name in columns]
         # If the first column does not exist, read all: the error message lists the existing ones.
         selected_columns = existing_columns if columns and columns[0] in existing_columns else None
+        float32_columns = {
+            entry.name
+            for entry in file.schema_arrow
+            if pyarrow.types.is_float32(entry.type) or pyarrow.types.is_float16(entry.type)
+        }
         for batch in file.iter_batches(columns=selected_columns):
-            yield from batch.to_pylist()
+            for record in batch.to_pylist():
+                yield _from_arrow(record, float32_columns)
 
     def _load_with_datasets(self) -> Any:
         try:
@@ -100,6 +114,28 @@ class DataSet:
                 field=self.field,
                 hint="check its name, data.name, data.split and the network, or give a .jsonl file",
             ) from error
+
+
+def _from_arrow(record: Mapping[str, Any], float32_columns: Set[str]) -> dict[str, Any]:
+    """Return a record as a .jsonl file would have it.
+
+    Without the keys that Arrow adds to structs, null in this row, because other rows have them; a
+    float32 0.1 is 0.1, and not 0.10000000149011612.
+    """
+    from numpy import float32
+
+    return {
+        column: float(str(float32(value)))
+        if column in float32_columns and value is not None
+        else _without_nulls(value)
+        for column, value in record.items()
+    }
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:
@@ -131,7 +167,7 @@ def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:
 
 
 def text_of(record: Mapping[str, Any], column: str, field: str, location: str) -> str:
-    """Return the text in a column of a record; numbers become text.
+    """Return the text in a column of a record; numbers become text: 72.0 is "72".
 
     `location` describes the record in messages, such as `row 3 of data.jsonl`. Raises InvalidInput,
     naming `field`, if the column does not exist or holds something else.
@@ -143,13 +179,18 @@ def text_of(record: Mapping[str, Any], column: str, field: str, location: str) -
             hint="name the column that holds the text",
         )
     value = record[column]
-    if not isinstance(value, str | int | float):
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        kind = f"{value}" if isinstance(value, float) else type(value).__name__
         raise InvalidInput(
-            f"{location} has {type(value).__name__} in column {column!r}, not text",
+            f"{location} has {kind} in column {column!r}, not text",
             field=field,
-            hint="write it as one string",
+            hint="write it as one string, or remove the row",
         )
-    return str(value)
+    # The shortest decimal, without a point or an exponent where there need be none.
+    decimal = format(Decimal(repr(value)), "f")
+    return decimal.removesuffix(".0")
 
 
 _ADDRESSES = ("data:", "http://", "https://", "s3://", "gs://", "file://")

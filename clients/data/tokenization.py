@@ -15,6 +15,21 @@ def tokens_of(tokenizer: Any) -> list[str]:
     return [tokenizer.convert_ids_to_tokens(token_id) or "" for token_id in range(count)]
 
 
+def answer_text(tokenizer: Any, ids: Sequence[int], *, has_end: bool) -> str:
+    """Return the text of an answer as the model wrote it; rewards, metrics and samples use it.
+
+    Only its end token is left out, which is the last one if `has_end`. Tags that are special
+    tokens, such as <think>, stay, and no spaces are cleaned up.
+    """
+    if (
+        has_end
+        and len(ids)
+        and int(ids[-1]) in {*tokenizer.all_special_ids, tokenizer.eos_token_id}
+    ):
+        ids = ids[:-1]
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 def first_difference(
     teacher_tokens: Sequence[str], tokens: Sequence[str], owner: str = "the student"
 ) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import BinaryIO
 
-from clients.runs.directory import fsync_directory
+from clients.runs.file_system import fsync_directory
 from protos import distill_pb2 as pb
 from protos.errors import Corrupt, InvalidInput
 

@@ -14,6 +14,12 @@ from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob, AnyTraining, SamplingJob
 from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig, TrainingJob
+from clients.data.model_files import (
+    refuse_adapter,
+    refuse_code,
+    refuse_missing_files,
+    refuse_quantised,
+)
 from clients.data.object_urls import is_object_url, place_of, redact_place
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.chat_template import check_template
@@ -107,8 +113,14 @@ def _check_url(key: str, url: str) -> None:
 
 
 def check_student(student: StudentConfig | EvaluatedModel) -> None:
-    """Raise InvalidInput if the model is a local directory without config or safetensors."""
+    """Raise InvalidInput if the model is a local directory that is no usable model.
+
+    It lacks config, weights or a shard, is quantised, or has an adapter or code.
+    """
     path = Path(student.model)
+    if path.is_dir():
+        for check in (refuse_adapter, refuse_code, refuse_missing_files, refuse_quantised):
+            check(path, "student.model")
     if path.is_dir() and not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
         missing = "*.safetensors" if (path / "config.json").is_file() else "config.json"
         raise InvalidInput(

@@ -20,7 +20,6 @@ JSON files are replaced atomically: a reader never sees a partial file.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import threading
@@ -35,6 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from clients.config.kinds import AnyJob, parse_job
 from clients.data.regular_file import open_regular
+from clients.runs.file_system import fsync_directory, lock_file
 from protos.errors import NotFound, WrongState
 
 Verdict = Literal["running", "succeeded", "failed", "cancelled"]
@@ -220,7 +220,7 @@ class RunDirectory:
         """
         with (self.path / ".trainer.lock").open("a") as lock:
             deadline = time.monotonic() + _LOCK_SECONDS
-            while not _try_lock(lock):
+            while not _try_lock(lock, self.path / ".trainer.lock"):
                 if time.monotonic() > deadline:
                     raise WrongState(
                         f"another program is running in {self.path}",
@@ -234,9 +234,9 @@ class RunDirectory:
         replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _try_lock(file: IO[str], path: Path) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file, path, wait=False)
     except BlockingIOError:
         return False
     return True
@@ -255,15 +255,6 @@ def replace_file(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     partial.replace(path)
     fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make renames and new names in `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_as(kind: TypeAdapter[_T], path: Path) -> _T | None:

@@ -7,7 +7,6 @@ in `distill/files`, under the sha256 of their URL, names, sizes and times.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -20,6 +19,7 @@ from clients.config.kinds import AnyJob
 from clients.config.offline import OfflineJob
 from clients.data.model_files import MODEL_KEYS, MODEL_SUFFIXES
 from clients.data.object_urls import is_object_url, place_of
+from clients.runs.file_system import lock_file
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from clients.store.objects import ObjectFolder
 from clients.store.shards import ShardFacts, write_synced
@@ -61,7 +61,7 @@ def on_disk(place: Path | str) -> Path:
     copy = _cache_directory() / "stores" / hashlib.sha256(data).hexdigest()
     copy.mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, copy / "lock", wait=True)
         missing = [facts for facts in manifest.shards if not _is_copied(copy, facts)]
         if missing:
             size = sum(facts.bytes for facts in missing) / 2**20
@@ -115,7 +115,7 @@ def _copy_files(key: str, url: str) -> Path:
     place = copy / name
     (place if is_model else copy).mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, copy / "lock", wait=True)
         for file in sorted(facts):
             path = place / file if is_model else place
             if not path.exists():

@@ -5,7 +5,6 @@ A shard file that the manifest does not name is not part of the store.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clients.data.regular_file import open_regular
+from clients.runs.file_system import lock_file
 from clients.store.shards import ShardFacts, write_synced
 from protos.errors import Corrupt, WrongState
 
@@ -119,7 +119,7 @@ def lock_store(path: Path) -> int:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock, path / "lock", wait=False)
             if os.path.samestat(os.fstat(lock), os.stat(path / "lock")):
                 os.utime(lock)  # records the time of last use of the store
                 return lock

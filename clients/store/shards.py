@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from clients.runs.file_system import fsync_directory
 from protos.errors import Corrupt, InvalidInput
 from protos.extras import install_command
 from protos.rows.codec import HEADER_BYTES
@@ -168,11 +169,7 @@ def write_synced(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    fsync_directory(path.parent)
 
 
 def _arrow_schema(images: bool = False) -> Any:

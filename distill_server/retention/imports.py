@@ -20,7 +20,8 @@ from pathlib import Path
 from clients.config.kinds import AnyJob
 from clients.data.regular_file import open_regular
 from clients.jobs.job import JobState
-from clients.runs.directory import RunDirectory, Status, fsync_directory
+from clients.runs.directory import RunDirectory, Status
+from clients.runs.file_system import fsync_directory
 from clients.runs.metrics_follower import MetricsTail
 from distill_server.jobs.database import transaction
 from distill_server.jobs.rows import Attempt, Change, NewJob

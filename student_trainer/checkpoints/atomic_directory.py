@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from clients.runs.directory import fsync_directory
 from clients.runs.fence import own_attempt, require_unfenced
+from clients.runs.file_system import fsync_directory
 from protos.errors import DistillError
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.tensor_file import hash_part

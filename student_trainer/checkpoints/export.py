@@ -76,7 +76,7 @@ def _write_model(
     """Collective. Write a model directory; a process whose `path` is None writes nothing."""
     if path is not None:
         path.mkdir(exist_ok=True)
-        save_configuration(path, model, dtype)
+        save_configuration(path, model, dtype, tokenizer)
         tokenizer.save_pretrained(path)
     write_weights(path, model, weights, dtype)
     if has_adapters(model):

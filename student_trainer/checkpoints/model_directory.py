@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from clients.data.answer_end import end_ids
 from student_trainer.model.lora import has_adapters, save_adapter_configuration
 
 # Limit of a file of weights; transformers' default for `save_pretrained`.
@@ -73,7 +74,7 @@ def collect_small_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         if has_adapters(model):
             save_adapter_configuration(path, model)
         else:
-            save_configuration(path, model, model.dtype)
+            save_configuration(path, model, model.dtype, tokenizer)
         tokenizer.save_pretrained(path)
         return {
             str(file.relative_to(path)): file.read_bytes()
@@ -82,16 +83,22 @@ def collect_small_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         }
 
 
-def save_configuration(path: Path, model: Any, dtype: torch.dtype) -> None:
+def save_configuration(path: Path, model: Any, dtype: torch.dtype, tokenizer: Any) -> None:
     """Write the files config.json and generation_config.json, as `save_pretrained` does.
 
-    `dtype`: of the stored weights. The configuration of the model itself does not change.
+    `dtype`: of the stored weights. generation_config.json names all tokens that end an answer, so
+    that a server of the model stops where training did. The configuration of the model itself does
+    not change.
     """
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)
     if model.can_generate():
-        model.generation_config.save_pretrained(path)
+        generation_config = copy.deepcopy(model.generation_config)
+        ends = end_ids(model, tokenizer)
+        if len(ends) > 1:
+            generation_config.eos_token_id = ends
+        generation_config.save_pretrained(path)
     if hasattr(model, "image_processor"):  # see model/loading.py
         model.image_processor.save_pretrained(path)

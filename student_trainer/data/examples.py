@@ -12,15 +12,19 @@ from numpy.typing import NDArray
 from clients.config.sft import SFTJob
 from clients.config.tables.data import DataConfig
 from clients.data.answer_ids import answered_ids, assistant_ids, completion_ids
+from clients.data.conversation import Conversation
 from clients.data.prompt_format import (
     PromptFormat,
     check_chat_template,
     check_generation,
     template_text,
 )
+from clients.data.template_parts import TemplateParts
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import (
+    ALL_IDS,
     ItemsOfSteps,
+    ModelIds,
     OmissionCounter,
     Prompt,
     load_items,
@@ -53,7 +57,9 @@ class Example:
         return MaskedSequence(ids, self.start, torch.from_numpy(self.mask), weight=weight)
 
 
-def load_examples(config: SFTJob, tokenizer: Any) -> tuple[ItemsOfSteps[Example], list[Example]]:
+def load_examples(
+    config: SFTJob, tokenizer: Any, model_ids: ModelIds = ALL_IDS
+) -> tuple[ItemsOfSteps[Example], list[Example]]:
     """Return the training examples and the held-out ones.
 
     Records without an answer, and sequences of more than `method.max_tokens` tokens, are left out
@@ -66,7 +72,11 @@ def load_examples(config: SFTJob, tokenizer: Any) -> tuple[ItemsOfSteps[Example]
     if learns_all_answers:
         check_generation(template)
     encoder = _ExampleEncoder(
-        config.data, tokenizer, config.method.max_tokens, learns_all_answers=learns_all_answers
+        config.data,
+        tokenizer,
+        config.method.max_tokens,
+        model_ids,
+        learns_all_answers=learns_all_answers,
     )
     reader = RecordReader(config.data, needs_answers=True, needs_questions=not learns_all_answers)
     return load_items(reader, encoder, held_out=config.eval.prompts, seed=config.seed)
@@ -76,12 +86,20 @@ class _ExampleEncoder:
     """Turns records into examples, and counts those that are left out."""
 
     def __init__(
-        self, data: DataConfig, tokenizer: Any, max_tokens: int, *, learns_all_answers: bool
+        self,
+        data: DataConfig,
+        tokenizer: Any,
+        max_tokens: int,
+        model_ids: ModelIds,
+        *,
+        learns_all_answers: bool,
     ) -> None:
         """`learns_all_answers`: all assistant messages are learned, not only the last one."""
         self._prompt_format: PromptFormat = data.prompt_format
         self._tokenizer = tokenizer
+        self._parts = TemplateParts(self._prompt_format, tokenizer)
         self._max_tokens = max_tokens
+        self._model_ids = model_ids
         self._learns_all_answers = learns_all_answers
         self._too_long = OmissionCounter(
             f"sequences so far that are longer than method.max_tokens = {max_tokens}"
@@ -89,7 +107,10 @@ class _ExampleEncoder:
         self._empty = OmissionCounter("records so far that have no answer")
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether the prompt may have no tokens."""
+        """Return whether the prompt may have no tokens, or parts that cannot be used."""
+        conversation = _learned_part(self._prompt_format, record.conversation)
+        if self._model_ids.may_lack(record) or self._parts.has_new(conversation):
+            return True
         if self._prompt_format.messages_column is None:
             return not record.conversation.question.strip()
         messages = record.conversation.messages
@@ -107,6 +128,7 @@ class _ExampleEncoder:
             return None
         start = int(learned[0])
         require_tokens(ids[:start], record.where, field)
+        self._model_ids.require(ids, record.where, field)
         if len(ids) > self._max_tokens:
             self._too_long.add()
             return None
@@ -125,6 +147,7 @@ class _ExampleEncoder:
             self._tokenizer,
             record.conversation,
         )
+        self._parts.check(_learned_part(prompt_format, conversation), record.where)
         if self._learns_all_answers:
             return assistant_ids(prompt_format, tokenizer, conversation, record.where)
         if prompt_format.messages_column is not None:
@@ -133,7 +156,7 @@ class _ExampleEncoder:
             )
         else:
             prompt_ids = prompt_format.ids(tokenizer, conversation, record.where)
-            answer_ids = completion_ids(tokenizer, record.answer)
+            answer_ids = completion_ids(prompt_format, tokenizer, record.answer)
         return prompt_ids + answer_ids, np.arange(len(prompt_ids) + len(answer_ids)) >= len(
             prompt_ids
         )
@@ -145,3 +168,8 @@ class _ExampleEncoder:
             field=field,
             hint="add data, lower eval.prompts, or raise method.max_tokens",
         )
+
+
+def _learned_part(prompt_format: PromptFormat, conversation: Conversation) -> Conversation:
+    """Return what the chat template renders: up to the answer, or the prompt of a text."""
+    return conversation if prompt_format.messages_column is None else conversation.up_to_answer()

@@ -18,6 +18,7 @@ from clients.config.tables.data import DataConfig
 from clients.data.images import ImageReader
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.data.records import DataSet
+from clients.data.template_parts import TemplateParts
 from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
 from student_trainer.data.order import permutation
@@ -80,34 +81,85 @@ class OmissionCounter:
             log.warning("left out %d %s", self._count, self._description)
 
 
+@dataclass(frozen=True)
+class ModelIds:
+    """The token ids that a model has embeddings for: 0 to count - 1; None: all.
+
+    extra_tokens: the tokens of the tokenizer beyond them, by id. They are often added tokens that
+    no text uses, such as [PAD].
+    """
+
+    count: int | None = None
+    extra_tokens: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any, count: int) -> ModelIds:
+        """Return the ids of a model with `count` embeddings."""
+        vocabulary = tokenizer.get_vocab() if len(tokenizer) > count else {}
+        return cls(count, {i: token for token, i in vocabulary.items() if i >= count})
+
+    def may_lack(self, record: PromptRecord) -> bool:
+        """Return whether the texts of a record name a token that the model does not have."""
+        texts = [record.answer, *(str(m.get("content")) for m in record.conversation.messages)]
+        return any(token in text for token in self.extra_tokens.values() for text in texts)
+
+    def require(self, ids: Sequence[int], where: str, field: str) -> None:
+        """Raise InvalidInput, naming `field`, if the model lacks an id of those at `where`."""
+        if self.count is None or not len(ids) or max(ids) < self.count:
+            return
+        missing = next(token_id for token_id in ids if token_id >= self.count)
+        raise InvalidInput(
+            f"{where} has the token {self.extra_tokens.get(missing, missing)!r} (id {missing}), and"
+            f" the student has {self.count} ids",
+            field=field,
+            hint="remove the token from the row, or resize the student's embeddings to its"
+            " tokenizer",
+        )
+
+
+ALL_IDS = ModelIds()
+
+
 class _PromptEncoder:
     """Converts records to prompts, and counts those that are too long."""
 
     def __init__(
-        self, form: PromptFormat, tokenizer: Any, max_tokens: int, reader: ImageReader | None = None
+        self,
+        form: PromptFormat,
+        tokenizer: Any,
+        max_tokens: int,
+        reader: ImageReader | None,
+        model_ids: ModelIds,
     ) -> None:
         """`reader`: of the images of the records; None without images."""
         self._prompt_format = form
+        self._model_ids = model_ids
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._parts = TemplateParts(form, tokenizer)
         self._reader = reader
         self._too_long = OmissionCounter(
             f"prompts so far that are longer than method.max_prompt_tokens = {max_tokens}"
         )
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether the prompt may have no tokens."""
-        return not record.conversation.question.strip()
+        """Return whether the prompt may have no tokens, or parts that cannot be used."""
+        return (
+            not record.conversation.question.strip()
+            or self._model_ids.may_lack(record)
+            or self._parts.has_new(record.conversation.unanswered())
+        )
 
     def encode(self, record: PromptRecord, field: str) -> Prompt | None:
         """Return the prompt of a record; None if it is too long.
 
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
-        ids = self._prompt_format.ids(
-            self._tokenizer, record.conversation.unanswered(), record.where
-        )
+        conversation = record.conversation.unanswered()
+        self._parts.check(conversation, record.where)
+        ids = self._prompt_format.ids(self._tokenizer, conversation, record.where)
         require_tokens(ids, record.where, field)
+        self._model_ids.require(ids, record.where, field)
         tokens, images = np.array(ids, dtype=np.int32), None
         if self._reader is not None:
             tokens, images = with_images(tokens, record.images, self._reader, record.where)
@@ -251,6 +303,7 @@ def load_prompts(
     with_fields: bool = False,
     reader: ImageReader | None = None,
     vision_teachers: Collection[str] = (),
+    model_ids: ModelIds = ALL_IDS,
 ) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     """Return the training prompts and the held-out prompts.
 
@@ -258,11 +311,12 @@ def load_prompts(
     tokenized. `with_fields`: keep all columns of the records. `reader`: of their images, if the job
     has any. `vision_teachers`: the names of the teachers that read images.
 
-    Raises InvalidInput as `load_items` does, or if a prompt has no tokens, names a teacher that is
+    Raises InvalidInput as `load_items` does, or if a prompt has no tokens or one that is not in
+    `model_ids`, names a teacher that is
     not in `teachers` (checked if `teachers` is not empty), or needs another chat template.
     """
     check_chat_template(data.prompt_format, template_text(tokenizer.chat_template))
-    encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens, reader)
+    encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens, reader, model_ids)
     records = RecordReader(data, teachers, with_fields, vision_teachers=vision_teachers)
     return load_items(records, encoder, held_out=held_out, seed=seed)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clients.data.tokenization import answer_text
 from student_trainer.data.sequence import TokenSequence
 
 
@@ -71,4 +72,5 @@ class Rollout(TokenSequence):
         """Return the text of the answer, which rewards and evaluations judge."""
         if self.concluded is not None:
             return self.concluded
-        return str(tokenizer.decode(self.token_ids[self.places], skip_special_tokens=True))
+        ids = self.token_ids[self.places].tolist()
+        return answer_text(tokenizer, ids, has_end=not self.truncated)

@@ -12,7 +12,6 @@ loses no answer. Only one process can have the directory open.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
+from clients.runs.file_system import lock_file
 from protos.errors import InvalidInput, WrongState
 
 _ROWS_PER_PART = 4096
@@ -69,7 +69,7 @@ class AnswerStore:
         self._rows = rows_per_part
         self._lock = (path / "lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock, path / "lock", wait=False)
         except BlockingIOError:
             self._lock.close()
             raise WrongState(

@@ -9,6 +9,7 @@ import torch
 from clients.config.exam import ExamConfig
 from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
+from clients.data.tokenization import answer_text
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_requests import (
     AnswerRequest,
@@ -130,5 +131,5 @@ class LocalModel:
 
     def _build_answer(self, request: AnswerRequest, tokens: SampledTokens) -> StoredAnswer:
         question, sample = request
-        text = str(self._tokenizer.decode(tokens.token_ids, skip_special_tokens=True))
+        text = answer_text(self._tokenizer, tokens.token_ids.tolist(), has_end=tokens.ended)
         return StoredAnswer(question.number, sample, text, len(tokens.token_ids), not tokens.ended)

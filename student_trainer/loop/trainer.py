@@ -36,7 +36,7 @@ from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_follower import read_points
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
-from protos.errors import Corrupt, DistillError, WrongState
+from protos.errors import Corrupt, DistillError, InvalidInput, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.checkpoint import collect_contents, delete_old
 from student_trainer.checkpoints.copies import RunCopies
@@ -64,6 +64,7 @@ from student_trainer.loop.step_metrics import (
 from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.parallel.shards import local
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import PendingRows
@@ -160,7 +161,9 @@ class Trainer:
     def _train(self) -> Verdict:
         config = self._config
         if self._step == 0:
-            self._log(self._evaluate())
+            metrics = self._evaluate()
+            _require_finite(metrics)
+            self._log(metrics)
         elif self._resumed_metrics is not None and self._is_unlogged():
             self._evaluate_and_log(self._resumed_metrics)
         while self._step < config.max_steps:
@@ -181,11 +184,28 @@ class Trainer:
             if self._is_due(config.checkpoint.every):
                 self._save(metrics)
             self._evaluate_and_log(metrics)
+        self._require_an_update()
         self._finish_saving()
         self._export()
         if self._metrics is not None:
             warn_of_chance(self._run)
         return "succeeded"
+
+    def _require_an_update(self) -> None:
+        """Collective. Raise Corrupt if every update of the run was skipped."""
+        points = read_points(self._run.metrics) if self._metrics is not None else []
+        skipped = [
+            point.metrics["grad_norm/skipped"]
+            for point in points
+            if "grad_norm/skipped" in point.metrics
+        ]
+        is_unchanged = bool(skipped) and min(skipped) == 1
+        if max_over_ranks(self._accelerator, int(is_unchanged)):
+            raise Corrupt(
+                "no gradient of the run was finite, so nothing was learned",
+                field="train.learning_rate",
+                hint="check the student and the data: not even the first gradient was finite",
+            )
 
     def _is_due(self, interval: int) -> bool:
         return self._step == self._config.max_steps or self._step % interval == 0
@@ -414,6 +434,7 @@ class Trainer:
 
     def _export(self) -> None:
         self._progress.say("exporting", self._step)
+        self._require_range()
         export_model(
             self._run.export,
             model=self._student.trained.model,
@@ -424,3 +445,30 @@ class Trainer:
         )
         self._accelerator.wait_for_everyone()
         self._copies.finish(self._step)
+
+    def _require_range(self) -> None:
+        """Collective. Raise InvalidInput if a weight is beyond the range of `export.dtype`."""
+        if self._config.export.dtype != "float16":
+            return
+        weights = self._student.trained.model.named_parameters()
+        limit = torch.finfo(torch.float16).max
+        shards = ((name, local(weight)) for name, weight in weights)
+        beyond = [name for name, shard in shards if shard.numel() and shard.abs().max() > limit]
+        if max_over_ranks(self._accelerator, len(beyond)):
+            raise InvalidInput(
+                f"{beyond[0] if beyond else 'a weight'} has a number beyond {limit:g}, the largest"
+                " of float16",
+                field="export.dtype",
+                hint='set export.dtype = "bfloat16" and resume the job',
+            )
+
+
+def _require_finite(metrics: Mapping[str, float]) -> None:
+    """Raise InvalidInput if the log-probs of the student are not numbers before training."""
+    for name in ("eval/kl", "eval/cross_entropy", "eval/entropy"):
+        if math.isnan(metrics.get(name, 0.0)):
+            raise InvalidInput(
+                f"{name} of the student is not a number before the first step",
+                field="student.model",
+                hint="its weights have numbers that are not finite: give another directory",
+            )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clients.config.rl import RLJob
 from clients.data.images import ImageReader
-from student_trainer.data.prompts import Prompt, load_prompts
+from student_trainer.data.prompts import ALL_IDS, ModelIds, Prompt, load_prompts
 from student_trainer.data.rollout import Rollout
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestion, TaskQuestions
 from student_trainer.teachers.privileged import privileged_prompt
@@ -32,7 +32,12 @@ class RLPrompts:
     held_out: Sequence[Prompt]
 
 
-def load_rl_prompts(config: RLJob, tokenizer: Any, reader: ImageReader | None = None) -> RLPrompts:
+def load_rl_prompts(
+    config: RLJob,
+    tokenizer: Any,
+    reader: ImageReader | None = None,
+    model_ids: ModelIds = ALL_IDS,
+) -> RLPrompts:
     """Load the prompts of the job's data set, or set up its reasoning-gym task.
 
     `reader`: of the images of the prompts; None without images.
@@ -50,6 +55,7 @@ def load_rl_prompts(config: RLJob, tokenizer: Any, reader: ImageReader | None = 
         seed=config.seed,
         with_fields=True,
         reader=reader,
+        model_ids=model_ids,
     )
     return RLPrompts(training, held_out)
 

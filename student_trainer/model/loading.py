@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -20,11 +22,19 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
 from clients.data.images import ImageReader, makes_grids, require_pillow
-from clients.data.model_files import refuse_code
+from clients.data.model_files import (
+    refuse_adapter,
+    refuse_code,
+    refuse_missing_files,
+    refuse_missing_weights,
+    refuse_quantised,
+)
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
 from student_trainer.model.probes import uses_images
 from student_trainer.model.recomputation import recompute_activations
+
+log = logging.getLogger(__name__)
 
 # Dtypes of safetensors whose values float32 holds exactly.
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -109,7 +119,7 @@ def load_model(
     config = _without_dropout(load_config(weights_source))
     # Frozen weights are never updated, so they can be stored in the dtype of the computation.
     in_bf16 = student.lora is not None and computes_in_bfloat16(student)
-    model = _load_pretrained(
+    model, loading = _load_pretrained(
         weights_source,
         _class_for(config, with_images=images is not None).from_pretrained,
         config=config,
@@ -119,7 +129,9 @@ def load_model(
         if mapped
         else torch.float32,
         use_safetensors=True,
+        output_loading_info=True,
     )
+    _check_loaded(weights_source.model, model, loading)
     if mapped and not in_bf16:
         _restore_buffers(model, config)
     if images is not None:
@@ -136,6 +148,28 @@ def load_model(
             load_adapters(directory, model)
     recompute_activations(model, student.gradient_checkpointing)
     return model
+
+
+def _check_loaded(name: str, model: Any, loading: Mapping[str, Collection[str]]) -> None:
+    """Raise InvalidInput unless every weight of the model came from its own files.
+
+    Warn of tensors of the files that the model does not use. `loading`: as `from_pretrained`
+    returns it with `output_loading_info`.
+    """
+    unused = sorted(loading["unexpected_keys"])
+    refuse_missing_weights(name, loading["missing_keys"], unused, "student.model")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise InvalidInput(
+            f"{name} has an adapter beside its weights",
+            field="student.model",
+            hint="merge it into the weights, or name another model",
+        )
+    if unused:
+        log.warning(
+            "%s has %d tensors that its architecture does not use, such as %s; they are neither"
+            " trained nor exported",
+            *(name, len(unused), unused[0]),
+        )
 
 
 def _class_for(config: Any, *, with_images: bool) -> Any:
@@ -217,17 +251,22 @@ def _without_dropout(config: Any) -> Any:
 def _load_pretrained(student: StudentConfig, load: Any, **options: Any) -> Any:
     path = Path(student.model)
     if path.is_dir():
-        refuse_code(path, "student.model")
+        for check in (refuse_adapter, refuse_code, refuse_missing_files, refuse_quantised):
+            check(path, "student.model")
     revision = student.revision if not path.is_dir() else None
     try:
         return load(student.model, revision=revision, trust_remote_code=False, **options)
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # a broken directory makes the libraries raise anything
         location_kind = "directory" if path.is_dir() else "directory or reachable hub id"
         raise InvalidInput(
-            f"no usable model at {student.model!r}: {str(error).strip().splitlines()[0]}",
+            f"no usable model at {student.model!r}: {_first_line(error)}",
             field="student.model",
             hint=f"give a Hugging Face {location_kind} with config, tokenizer and safetensors",
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def vocabulary(tokenizer: Any) -> list[str]:

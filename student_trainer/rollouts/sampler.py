@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from clients.data.answer_end import end_ids
 from student_trainer.data.images import SequenceImages, image_inputs
 from student_trainer.data.rollout import TailDraws
 from student_trainer.rollouts.narrow_cache import CACHE_ARGUMENT, make_cache
@@ -114,7 +115,8 @@ class Sampler:
         self._bf16 = bf16
         self._never = never
         self._ends = end_ids(model, tokenizer)
-        self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        # Read after the end of a sequence only; the tokenizer's own may be an id without embedding.
+        self._pad = 0
 
     @torch.no_grad()
     def write(
@@ -318,15 +320,3 @@ def rollout_noise(number: int, seed: int, tokens: int, *, draws: bool = False) -
     stream = _DRAW_STREAM if draws else 0
     generator = torch.Generator().manual_seed(seed * 1_000_000_007 + number + stream)
     return torch.rand(tokens, generator=generator, dtype=torch.float64)
-
-
-def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids of all tokens that end an answer, sorted.
-
-    They are the end tokens of the tokenizer and of the model's generation config.
-    """
-    ends: set[int] = set()
-    config_ends = getattr(model.generation_config, "eos_token_id", None)
-    for ids in (tokenizer.eos_token_id, config_ends):
-        ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return sorted(ends)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from clients.config.tables.environment import SearchConfig
+from clients.data.continuation import continuation_ids
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.environments.retriever import Retriever, format_passages
@@ -156,9 +157,9 @@ class SearchConversations:
         else:  # no room for the passages and one more token
             conversation.has_ended = conversation.truncated = True
 
-    def _encode(self, text: str, **options: bool) -> Tensor:
+    def _encode(self, text: str, *, split_special_tokens: bool = False) -> Tensor:
         with self._lock:
-            ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+            ids = continuation_ids(self._tokenizer, text, split_special_tokens=split_special_tokens)
         return torch.tensor(ids, dtype=torch.long)
 
 

@@ -23,6 +23,7 @@ from clients.data.answer_ids import answered_ids, completion_ids
 from clients.data.conversation import with_context
 from clients.data.images import digest_of, read_image, stored_images
 from clients.data.records import images_of, text_of
+from clients.data.template_parts import TemplateParts
 from protos.errors import InternalFault, InvalidInput
 
 # The location of a record in the data, for messages, and the record.
@@ -70,6 +71,7 @@ class RecordEncoder:
         self._context = context
         self._form = data.prompt_format
         self._tokenizer = tokenizer
+        self._parts = TemplateParts(self._form, tokenizer)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -122,14 +124,16 @@ class RecordEncoder:
     ) -> tuple[list[int], list[int]]:
         conversation = self._form.conversation(record, location)
         answer = text_of(record, self._data.answer_column, "data.answer_column", location)
+        self._parts.check(conversation, location)
         ids = self._form.ids(self._tokenizer, conversation, location)
         _require_tokens(ids, location)
-        return ids, completion_ids(self._tokenizer, answer)
+        return ids, completion_ids(self._form, self._tokenizer, answer)
 
     def _encode_conversation(
         self, location: str, record: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
         conversation = self._form.conversation(record, location)
+        self._parts.check(conversation.up_to_answer(), location)
         ids, answer = answered_ids(self._form, self._tokenizer, conversation, location)
         if answer:
             _require_tokens(ids, location)

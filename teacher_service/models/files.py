@@ -7,14 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from clients.data.model_files import WEIGHTS_INDEX, refuse_code
+from clients.data.model_files import (
+    WEIGHTS_INDEX,
+    refuse_adapter,
+    refuse_code,
+    refuse_missing_files,
+)
 from protos.errors import InvalidInput
 from teacher_service.models.digests import FileDigests
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-_ADAPTER = "adapter_config.json"
 # A new number changes all fingerprints, so that rows of an earlier scheme are never reused.
 _SCHEME = 2
 # Entries of config.json, at any depth, that cannot change a logit of a forward pass:
@@ -52,6 +56,7 @@ def model_directory(model: str) -> Path:
         raise _model_error(
             f"there is no directory {model}", "give a Hugging Face directory or a hub id"
         )
+    refuse_adapter(path, "--model")
     if not (path / "config.json").is_file():
         raise _model_error(
             f"{model} has no config.json", "give a directory written by save_pretrained()"
@@ -62,11 +67,7 @@ def model_directory(model: str) -> Path:
             f"{model} has no .safetensors weights; other formats can run code when loaded",
             "convert it with save_pretrained(..., safe_serialization=True)",
         )
-    if (path / _ADAPTER).exists():
-        # transformers would load the adapter, and its base model from another place.
-        raise _model_error(
-            f"{model} has an adapter beside its weights", "merge it into the weights"
-        )
+    refuse_missing_files(path, "--model")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would create an empty tokenizer, which cannot be compared to the student's.
         raise _model_error(

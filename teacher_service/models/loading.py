@@ -12,6 +12,7 @@ import transformers
 from safetensors import safe_open
 
 from clients.data.images import ImageReader, makes_grids
+from clients.data.model_files import refuse_missing_weights
 from clients.data.tokenization import tokens_of
 from protos.errors import InvalidInput
 from teacher_service.models.files import weight_files
@@ -57,9 +58,9 @@ def load_model(
         )
     except Exception as error:  # the library raises any exception for a wrong config
         raise build_load_error(path, str(error)) from error
-    if loading["missing_keys"]:
-        # transformers would fill missing weights with random numbers and only warn.
-        raise build_load_error(path, f"it has no weights for {min(loading['missing_keys'])}")
+    refuse_missing_weights(
+        str(path), loading["missing_keys"], loading["unexpected_keys"], "--model"
+    )
     _require_all_used(path, model, loading["unexpected_keys"])
     return model
 

@@ -21,6 +21,8 @@ from benchmarks.rl.runs import list_arms
 from benchmarks.shared.intervals import mean_and_interval
 from clients.config.rl import RLJob
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.usefixtures("forked_python")
 def test_the_quick_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

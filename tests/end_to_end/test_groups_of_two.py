@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 
-@pytest.fixture(params=["train__tensor_parallel", "train__context_parallel"])
+@pytest.fixture(
+    params=[
+        "train__tensor_parallel",
+        pytest.param("train__context_parallel", marks=pytest.mark.slow),
+    ]
+)
 def four(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of four processes: the groups share the matrices, or the tokens of sequences."""
     return {"train__processes": 4, "train__sharding": "fsdp2", request.param: 2}

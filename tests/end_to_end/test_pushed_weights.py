@@ -61,6 +61,7 @@ def test_a_push_waits_for_the_orders_before_it(
     assert_same(run, files)
 
 
+@pytest.mark.slow
 def test_processes_that_share_the_weights_push_them(material: Material, tmp_path: Path) -> None:
     """FSDP2: the first process gathers each layer with the others, and sends it."""
     from tests.student_trainer.tiny import rl_job

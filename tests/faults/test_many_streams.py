@@ -130,6 +130,7 @@ def settled_bytes(server: psutil.Process) -> int:
     return resident
 
 
+@pytest.mark.slow
 def test_streams_that_read_nothing_share_one_budget(
     start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

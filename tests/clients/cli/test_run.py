@@ -217,6 +217,7 @@ def test_a_directory_of_something_else_is_left_alone(
     assert "--dir: is for a job file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_leaves_a_trainer_at_work_alone(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:

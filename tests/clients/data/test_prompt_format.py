@@ -204,8 +204,8 @@ def test_the_last_answer_and_its_end(chat: Any) -> None:
         assert chat.decode(answer) == "4<|end|>"
     nobody = form.conversation({"m": TALK[:1]}, "row 1")
     assert answered_ids(form, chat, nobody, "row 1") == ([], [])
-    assert completion_ids(chat, "4") == answer
-    assert completion_ids(chat, "") == []
+    assert completion_ids(PromptFormat(), chat, "4") == answer
+    assert completion_ids(PromptFormat(), chat, "") == []
 
 
 def test_all_answers_and_their_ends(marked: Any) -> None:
@@ -223,3 +223,35 @@ def test_all_answers_and_their_ends(marked: Any) -> None:
     ids, learned = assistant_ids(form, marked, talk, "row 1")
     assert marked.decode(ids) == "U1+1=A2U2+2=A4<|end|>"
     assert learned.sum() == 3
+
+
+BASE_ENDS = "|"  # the end of a turn; the tokenizer's own end is <|end|>
+BASE = PLAIN.replace("<|end|>", BASE_ENDS)
+
+
+def base_with_template(template: str = BASE) -> Any:
+    """As a base model that gets a chat template: its end of a turn is not its end token."""
+    words = tiny.tokenizer(CHARACTERS + BASE_ENDS)
+    words.add_special_tokens({"additional_special_tokens": [BASE_ENDS]})
+    words.chat_template = template
+    return words
+
+
+def test_answers_end_where_the_template_ends_them() -> None:
+    """With the end of a turn alone, and not with the tokenizer's end behind it."""
+    words = base_with_template()
+    form = PromptFormat(messages_column="m")
+    talk = form.conversation({"m": TALK}, "row 1")
+    before, answer = answered_ids(form, words, talk, "row 1")
+    assert words.decode(before) == "U1+1=A2|U2+2=A"
+    assert words.decode(answer) == "4|"
+    assert completion_ids(PromptFormat(), words, "4") == answer
+    assert words.decode(completion_ids(PromptFormat(chat_template=False), words, "4")) == "4<|end|>"
+
+
+def test_earlier_answers_learn_their_end_too() -> None:
+    words = base_with_template(MARKED.replace("<|end|>", BASE_ENDS))
+    form = PromptFormat(messages_column="m")
+    ids, learned = assistant_ids(form, words, form.conversation({"m": TALK}, "row 1"), "row 1")
+    assert words.decode(ids) == "U1+1=A2|U2+2=A4|"
+    assert words.decode([one for one, mark in zip(ids, learned, strict=True) if mark]) == "2|4|"

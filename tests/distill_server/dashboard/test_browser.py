@@ -226,6 +226,7 @@ def test_long_ticks_are_not_cut_off(site: Site, browser: Browser) -> None:
         assert (left_margin > 46) is (max(values) != 1), values
 
 
+@pytest.mark.slow
 def test_colours_tell_how_a_job_ended(site: Site, browser: Browser) -> None:
     fill = (
         "return getComputedStyle(document.querySelector('main progress'))"

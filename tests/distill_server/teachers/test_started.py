@@ -73,6 +73,7 @@ def test_two_jobs_share_one_and_it_goes_after_the_last(
         assert only_teacher(client).attempt == 1
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_there_costs_the_server_nothing(make_server: MakeServer) -> None:
     server = make_server()
     with DistillClient(server.address) as client:
@@ -86,6 +87,7 @@ def test_a_teacher_that_is_there_costs_the_server_nothing(make_server: MakeServe
         assert sum(process.cpu_times()[:2]) - seconds_before < 0.8, "a fifth of a core, at any load"
 
 
+@pytest.mark.slow
 def test_what_is_listed_answers(
     make_server: MakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

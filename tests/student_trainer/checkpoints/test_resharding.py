@@ -50,7 +50,12 @@ def content(file: Path) -> object:
     return file.read_bytes()
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+SLOW_CHAINS = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2-lora", "tensor-parallel")
+]
+
+
+@pytest.mark.parametrize("chain", ["fsdp2", "ddp", *SLOW_CHAINS])
 def test_other_numbers_of_processes(base: Path, tmp_path: Path, chain: str) -> None:
     """Each link reads the checkpoint before, makes an update, and writes the next one."""
     adapted, sharding, worlds = CHAINS[chain]

@@ -10,13 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from clients.config.sft import SFTJob
 from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from student_trainer.data import prompts
+from student_trainer.data.examples import load_examples
 from student_trainer.data.order import permutation
-from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
+from student_trainer.data.prompts import ModelIds, Prompt, PromptSet, load_prompts
 from tests.student_trainer import tiny
 
 PAIRS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
@@ -215,3 +217,27 @@ def test_the_held_out_file_is_named(data: DataConfig, tmp_path: Path, words: Any
     with pytest.raises(InvalidInput) as caught:
         load(data.model_copy(update={"eval_path": str(path)}), words)
     assert caught.value.field == "data.eval_path"
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_a_token_without_an_embedding_is_refused_before_the_first_step(
+    kind: str, tmp_path: Path
+) -> None:
+    """One of the tokenizer only, as [PAD]; where no text uses it, nothing is refused."""
+    words = tiny.tokenizer()
+    ids = ModelIds.of_tokenizer(words, len(words))
+    assert ids == ModelIds(len(words))
+    words.add_special_tokens({"pad_token": "[PAD]"})
+    ids = ModelIds.of_tokenizer(words, len(words) - 1)
+
+    def load(prompt: str) -> object:
+        path = write(tmp_path / "data.jsonl", [*PAIRS, {"prompt": prompt, "answer": "2"}])
+        if kind == "rl":
+            data = DataConfig(path=path)
+            return load_prompts(data, words, held_out=1, max_tokens=16, seed=0, model_ids=ids)
+        job = {"student": {"model": "s"}, "data": {"path": path}, "method": {"type": "sft"}}
+        return load_examples(SFTJob.model_validate(job | {"eval": {"prompts": 1}}), words, ids)
+
+    load("1+1=")
+    with pytest.raises(InvalidInput, match=rf"has the token '\[PAD\]' \(id {len(words) - 1}\)"):
+        load("1+[PAD]=")

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from clients.config.sft import SFTJob
+from clients.config.tables.common import ExportConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
-from protos.errors import InvalidInput
+from protos.errors import Corrupt, InvalidInput
 from student_trainer.assembly import assemble
 from student_trainer.data.examples import load_examples
 from student_trainer.data.order import permutation
@@ -306,3 +307,46 @@ def test_more_tokens_than_the_student_reads(material: tiny.Material, tmp_path: P
         trainer_of(tmp_path / "run", config),
     ):
         pass
+
+
+def test_a_student_with_nan_is_refused(material: tiny.Material, tmp_path: Path) -> None:
+    config = student_with(material, tmp_path, torch.nan)
+    with (
+        trainer_of(tmp_path / "run", config) as made,
+        pytest.raises(InvalidInput, match="eval/cross_entropy of the student is not a number"),
+    ):
+        made.train()
+
+
+def test_a_run_without_an_update_fails(
+    material: tiny.Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer steps than skipped updates are allowed in a row."""
+    config = tiny.sft_job(material, max_steps=3, train__max_skipped_updates=10)
+    monkeypatch.setattr("student_trainer.loop.trainer.clip_gradients", lambda *_: float("nan"))
+    with (
+        trainer_of(tmp_path / "run", config) as made,
+        pytest.raises(Corrupt, match="nothing was learned"),
+    ):
+        made.train()
+    assert not (tmp_path / "run" / "export").exists()
+
+
+def test_a_float16_export_has_no_infinity(material: tiny.Material, tmp_path: Path) -> None:
+    config = student_with(material, tmp_path, 1e5)
+    config = config.model_copy(update={"max_steps": 1, "export": ExportConfig(dtype="float16")})
+    with (
+        trainer_of(tmp_path / "run", config) as made,
+        pytest.raises(InvalidInput, match=r"norm.weight has a number beyond 65504") as caught,
+    ):
+        made.train()
+    assert caught.value.field == "export.dtype"
+
+
+def student_with(material: tiny.Material, root: Path, value: float) -> SFTJob:
+    """A job whose student has `value` in the weight of its last norm."""
+    model = AutoModelForCausalLM.from_pretrained(material.student)
+    model.model.norm.weight.data[0] = value
+    words = AutoTokenizer.from_pretrained(material.student)
+    path = tiny.save(model, words, root / "student")
+    return tiny.sft_job(material, student__model=str(path), max_steps=2)

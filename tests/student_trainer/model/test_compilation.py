@@ -187,6 +187,7 @@ def test_two_processes(tmp_path: Path, sharding: str, bf16: bool) -> None:
     assert (tmp_path / "1").exists()
 
 
+@pytest.mark.slow
 def test_a_job_with_the_key_learns_compiled(
     monkeypatch: pytest.MonkeyPatch, material: tiny.Material, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tests.student_trainer.teachers.anchors import spread_student
 # where they are not, the errors are 1e-13.
 ERROR = 1e-6
 CASES = [
-    (4, 2, False, tuple(STUDENTS)),
+    pytest.param(4, 2, False, tuple(STUDENTS), marks=pytest.mark.slow),
     (2, 2, "selective", ("qwen3", "llama")),
     pytest.param(6, 2, True, ("qwen3", "llama"), marks=pytest.mark.slow),
 ]

@@ -136,6 +136,7 @@ def test_one_that_always_dies_is_given_up(lost: Any) -> None:
     services.stop()
 
 
+@pytest.mark.slow
 def test_one_of_two_that_is_given_up_ends_nothing(lost: Any) -> None:
     dying = f"import sys; {READY}; sys.exit('error: out of memory')"
     services = services_of(dying, f"import time; {READY}; time.sleep(99)")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
+from clients.data.answer_end import end_ids
+from student_trainer.checkpoints.export import export_model
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler, rollout_noise
+from tests.clients.data.test_prompt_format import BASE, BASE_ENDS, CHARACTERS, base_with_template
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import completion_logprobs
 
@@ -212,3 +217,45 @@ def test_padding_is_never_sampled(draws: int) -> None:
             assert torch.equal(one.draws.ids, other.draws.ids)
     whole = written(source(wide), PROMPTS, range(5))
     assert any(bool((one.head_ids >= 13).any()) for one in whole)  # the padding is likely
+
+
+def test_a_pad_token_without_an_embedding(words: Any) -> None:
+    """As `add_special_tokens({"pad_token": ...})` leaves it, without a resized model."""
+    model = tiny.model(seed=2, spread=0.2)
+    padded = tiny.tokenizer()
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    assert padded.pad_token_id >= model.config.vocab_size
+    prompts = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+    noise = [rollout_noise(number, 0, 8) for number in range(2)]
+
+    def sampled(tokenizer: Any) -> list[list[int]]:
+        sampler = Sampler(model, tokenizer, top_k=2, temperature=1.0)
+        return [answer.token_ids.tolist() for answer in sampler.write(prompts, [8, 2], noise)]
+
+    assert sampled(padded) == sampled(words)
+
+
+def test_rollouts_end_where_the_chat_template_ends_answers() -> None:
+    """Whatever the tokenizer's own end is; the export names both for the server of the model."""
+    words = base_with_template()
+    model = tiny.model(characters=CHARACTERS + BASE_ENDS, seed=2, spread=0.2)
+    (turn,) = words(BASE_ENDS, add_special_tokens=False)["input_ids"]
+    assert end_ids(model, words) == sorted([turn, words.eos_token_id])
+    sampler = Sampler(model, words, top_k=0, temperature=1.0)
+    prompts = [torch.tensor([number % 5 + 1]) for number in range(64)]
+    noise = [rollout_noise(number, 0, 40) for number in range(64)]
+    answers = sampler.write(prompts, [40] * 64, noise)
+    at_turn = [answer for answer in answers if int(answer.token_ids[-1]) == turn]
+    assert len(at_turn) > 5, "by chance, a random model ends about half of them so"
+    for answer in answers:
+        assert not torch.isin(answer.token_ids[:-1], torch.tensor([turn, words.eos_token_id])).any()
+        assert answer.ended == (int(answer.token_ids[-1]) in (turn, words.eos_token_id))
+
+
+def test_the_export_names_all_ends(tmp_path: Path) -> None:
+    words = base_with_template()
+    model = tiny.model(characters=CHARACTERS + BASE_ENDS)
+    export_model(tmp_path / "export", model=model, tokenizer=words)
+    stored = GenerationConfig.from_pretrained(tmp_path / "export")
+    assert stored.eos_token_id == end_ids(model, words)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == BASE

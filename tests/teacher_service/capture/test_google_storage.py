@@ -68,6 +68,7 @@ def test_no_such_bucket(server: Any) -> None:
         folder.claim()
 
 
+@pytest.mark.slow
 def test_a_storage_that_stays_away(server: Any) -> None:
     """Told after the time that was given, not after the 15 minutes of Google's library."""
     folder = ObjectFolder(f"gs://{BUCKET}/x", patience_seconds=2)
@@ -76,6 +77,7 @@ def test_a_storage_that_stays_away(server: Any) -> None:
         folder.read("job.json")
 
 
+@pytest.mark.slow
 def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine that has none is told so at once; Google's library takes it for an outage."""
     monkeypatch.delenv(EMULATOR, raising=False)

@@ -1,0 +1,109 @@
+"""A check that a chat template writes every part of the conversations that it is given.
+
+A template without a place for a part leaves it out without an error: a tool call is then learned as
+an empty answer, and a system message as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from clients.data.conversation import TOOLS, Conversation
+from clients.data.prompt_format import PromptFormat
+from protos.errors import InvalidInput
+
+_MARK = "zqmarkzq"
+_ROLES = ("system", "developer", "tool")
+# Keys of the last message: of earlier ones a template may leave the reasoning out.
+_LAST_KEYS = ("reasoning_content", "thinking")
+
+
+class TemplateParts:
+    """Renders the first conversation that has a part once more, with a mark in that part.
+
+    Parts are messages of the roles system, developer and tool, tools, tool calls, and the reasoning
+    of the last message.
+    """
+
+    def __init__(self, prompt_format: PromptFormat, tokenizer: Any) -> None:
+        self._prompt_format = prompt_format
+        self._tokenizer = tokenizer
+        self._is_rendered = prompt_format.renders(tokenizer)
+        self._checked: set[str] = set()
+
+    def has_new(self, conversation: Conversation) -> bool:
+        """Return whether the conversation has a part that no earlier one had."""
+        return self._is_rendered and any(
+            name not in self._checked for name, _ in _marked_parts(conversation)
+        )
+
+    def check(self, conversation: Conversation, location: str) -> None:
+        """Raise InvalidInput if the template leaves out a part of the conversation.
+
+        The conversation ends with an answer, or is a prompt. Only parts that no earlier
+        conversation had are looked at.
+        """
+        if not self._is_rendered:
+            return
+        for name, marked in _marked_parts(conversation):
+            if name in self._checked:
+                continue
+            self._checked.add(name)
+            text = self._prompt_format.rendered(
+                self._tokenizer, marked, location, add_answer_start=not marked.is_answered
+            )
+            if _MARK not in text:
+                raise InvalidInput(
+                    f"the chat template leaves out {name} of {location}",
+                    field="data.system" if name == "the system message" else "data.messages_column",
+                    hint="use the tokenizer of a model whose template writes it, or remove it from"
+                    " the data",
+                )
+
+
+def require_answer_text(answer: str, rendered: str, location: str) -> None:
+    """Raise InvalidInput if the text of an answer is not in what the chat template made of it.
+
+    Spaces and line breaks may differ: templates trim them.
+    """
+    if "".join(answer.split()) not in "".join(rendered.split()):
+        raise InvalidInput(
+            f"the chat template leaves out a part of the answer of {location}",
+            field="data.messages_column",
+            hint="it may remove <think>...</think>: move the reasoning to the key"
+            " reasoning_content, or use a template that keeps it",
+        )
+
+
+def _marked_parts(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
+    """Yield the name of each part, and the conversation with a mark in that part."""
+    messages = conversation.messages
+    if conversation.tools:
+        tools = [_with_marked_name(tool) for tool in conversation.tools]
+        yield f"the column {TOOLS!r}", replace(conversation, tools=tuple(tools))
+
+    def with_message(number: int, **changes: Any) -> Conversation:
+        changed = (*messages[:number], {**messages[number], **changes}, *messages[number + 1 :])
+        return replace(conversation, messages=changed)
+
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role in _ROLES and isinstance(message.get("content"), str) and message["content"]:
+            yield f"the {role} message", with_message(number, content=_MARK)
+        if calls := message.get("tool_calls"):
+            marked = [_with_marked_name(call) for call in calls]
+            yield "the tool calls", with_message(number, tool_calls=marked)
+    for key in _LAST_KEYS:
+        if messages and messages[-1]["role"] == "assistant" and messages[-1].get(key):
+            yield f"the key {key!r}", with_message(len(messages) - 1, **{key: _MARK})
+
+
+def _with_marked_name(entry: Any) -> Any:
+    """Return a tool, or a call of one, whose function has the mark as its name."""
+    if not isinstance(entry, Mapping):
+        return entry
+    if isinstance(entry.get("function"), Mapping):
+        return {**entry, "function": {**entry["function"], "name": _MARK}}
+    return {**entry, "name": _MARK}

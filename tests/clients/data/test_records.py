@@ -1,0 +1,98 @@
+"""Values of records: numbers as text, and what Arrow adds to them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from clients.data.prompt_format import PromptFormat
+from clients.data.records import DataSet, text_of
+from protos.errors import InvalidInput
+
+CALLS = [
+    {"name": "add", "arguments": {"a": 0, "b": 2}},
+    {"name": "find", "arguments": {"city": "Bern", "days": [{"n": 1}, {"m": 2}]}},
+]
+SCHEMAS = [{"properties": {"a": {"type": "number"}}}, {"properties": {"city": {"enum": ["Bern"]}}}]
+TALKS = [
+    {
+        "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
+        ],
+        "tools": [{"type": "function", "function": {"name": call["name"], "schema": schema}}],
+    }
+    for call, schema in zip(CALLS, SCHEMAS, strict=True)
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("72", "72"),
+        (72, "72"),
+        (72.0, "72"),
+        (-0.5, "-0.5"),
+        (0.1, "0.1"),
+        (1e16, "10000000000000000"),
+        (1e-5, "0.00001"),
+        (10**30, "1" + "0" * 30),
+        (123456.789, "123456.789"),
+    ],
+)
+def test_numbers_become_the_shortest_decimal(value: Any, text: str) -> None:
+    assert text_of({"answer": value}, "answer", "data.answer_column", "row 1") == text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, False, None, [], {}])
+def test_what_is_no_text_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"row 1 has .* in column 'answer', not text") as caught:
+        text_of({"answer": value}, "answer", "data.answer_column", "row 1")
+    assert caught.value.field == "data.answer_column"
+
+
+def as_jsonl(records: list[dict[str, Any]], path: Path) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def read_all(path: str, *columns: str) -> list[Any]:
+    return list(DataSet(path).records(columns))
+
+
+def test_structs_of_arrow_have_the_keys_of_their_own_row(tmp_path: Path) -> None:
+    """In Parquet files and saved directories, at every depth, as in a .jsonl file."""
+    expected = read_all(as_jsonl(TALKS, tmp_path / "talks.jsonl"), "messages", "tools")
+    assert expected == TALKS
+    table = pa.Table.from_pylist(TALKS)
+    pyarrow.parquet.write_table(table, tmp_path / "talks.parquet")
+    assert table.to_pylist() != TALKS, "Arrow adds keys"
+    datasets.Dataset(table).save_to_disk(tmp_path / "talks")
+    for name in ("talks.parquet", "talks"):
+        found = read_all(str(tmp_path / name), "messages", "tools")
+        assert found == TALKS
+        form = PromptFormat(messages_column="messages")
+        for record, other in zip(found, expected, strict=True):
+            assert form.conversation(record, "row 1") == form.conversation(other, "row 1")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_float32_columns_hold_the_decimals_that_were_written(kind: str, tmp_path: Path) -> None:
+    table = pa.table({"answer": pa.array([0.1, 2.5, None], pa.float32()), "n": [0.1, 2.5, None]})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    else:
+        datasets.Dataset(table).save_to_disk(tmp_path / "data.saved")
+    path = str(tmp_path / f"data.{kind}")
+    assert read_all(path, "answer", "n") == [
+        {"answer": 0.1, "n": 0.1},
+        {"answer": 2.5, "n": 2.5},
+        {"answer": None, "n": None},
+    ]

@@ -1,0 +1,162 @@
+"""A directory that lacks weights, or has those of another model, is refused, never filled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from clients.config.tables.common import StudentConfig
+from clients.preflight.files import check_student
+from protos.errors import InvalidInput
+from student_trainer.model.loading import load_model
+from teacher_service.models.files import model_directory
+from teacher_service.models.loading import load_model as load_teacher
+from tests.student_trainer import tiny
+
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def prefixed(prefix: str) -> Change:
+    return lambda tensors: {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def without(ending: str) -> Change:
+    return lambda tensors: {
+        name: tensor for name, tensor in tensors.items() if not name.endswith(ending)
+    }
+
+
+def with_base_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As peft saves a model whose adapters are not merged."""
+    return {
+        name.replace("_proj.weight", "_proj.base_layer.weight"): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+CASES = {
+    "one tensor away": (without("layers.0.mlp.down_proj.weight"), "has no weights for " + DOWN, ""),
+    "compiled": (prefixed("_orig_mod."), "has no weights for ", "'_orig_mod.model."),
+    "ddp": (prefixed("module."), "has no weights for ", "'module.model."),
+    "peft": (prefixed("base_model.model."), "has no weights for ", "'base_model.model.model."),
+    "not merged": (with_base_layers, "has no weights for ", ".base_layer.weight'"),
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tiny.save(tiny.model(layers=2), tiny.tokenizer(), tmp_path / "student")
+
+
+def change_weights(directory: Path, change: Change) -> None:
+    file = directory / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def change_config(directory: Path, **entries: object) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def refusal(directory: Path, *, mapped: bool = False) -> InvalidInput:
+    with pytest.raises(InvalidInput) as caught:
+        load_model(StudentConfig(model=str(directory)), mapped=mapped)
+    assert caught.value.field == "student.model"
+    return caught.value
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_missing_weights_are_refused(
+    case: tuple[Change, str, str], mapped: bool, directory: Path
+) -> None:
+    change, message, hint = case
+    change_weights(directory, change)
+    error = refusal(directory, mapped=mapped)
+    assert message in error.message
+    assert hint in error.hint
+    with pytest.raises(InvalidInput, match="has no weights for "):
+        load_teacher(directory, dtype="float32")
+
+
+def test_a_layer_too_many_in_the_config(directory: Path) -> None:
+    change_config(directory, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    assert "has no weights for model.layers.2." in refusal(directory).message
+
+
+def test_a_layer_too_few_in_the_config_is_told(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change_config(directory, num_hidden_layers=1, layer_types=["full_attention"])
+    load_model(StudentConfig(model=str(directory)))
+    assert "tensors that its architecture does not use, such as model.layers.1." in caplog.text
+
+
+def test_an_untied_head_that_is_away(directory: Path) -> None:
+    head = torch.ones_like(load_file(directory / "model.safetensors")["model.embed_tokens.weight"])
+    change_config(directory, tie_word_embeddings=False)
+    assert "has no weights for lm_head.weight" in refusal(directory).message
+    change_weights(directory, lambda tensors: {**tensors, "lm_head.weight": head})
+    model = load_model(StudentConfig(model=str(directory)))
+    assert torch.equal(model.lm_head.weight, head)
+
+
+def test_a_tied_head_needs_no_tensor_of_its_own(directory: Path) -> None:
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
+    model = load_model(StudentConfig(model=str(directory)))
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_an_adapter_beside_the_weights(directory: Path, lora: object) -> None:
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    student = StudentConfig.model_validate({"model": str(directory), "lora": lora})
+    for check in (check_student, load_model):
+        with pytest.raises(InvalidInput, match="has an adapter beside its weights"):
+            check(student)
+    with pytest.raises(InvalidInput, match="has an adapter beside its weights"):
+        model_directory(str(directory))
+
+
+def test_an_adapter_alone(directory: Path) -> None:
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "a/base"}')
+    (directory / "config.json").unlink()
+    for check in (check_student, load_model):
+        with pytest.raises(InvalidInput, match="is an adapter of a/base, not a model") as caught:
+            check(StudentConfig(model=str(directory)))
+        assert "merge_and_unload" in caught.value.hint
+    with pytest.raises(InvalidInput, match="is an adapter of a/base, not a model"):
+        model_directory(str(directory))
+
+
+@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "gptq"])
+def test_quantised_students_are_refused(directory: Path, method: str) -> None:
+    change_config(directory, quantization_config={"quant_method": method})
+    for check in (check_student, load_model):
+        with pytest.raises(InvalidInput, match=rf"are quantised \({method}\)"):
+            check(StudentConfig(model=str(directory)))
+
+
+def test_a_shard_that_is_away(directory: Path, tmp_path: Path) -> None:
+    load_model(StudentConfig(model=str(directory))).save_pretrained(
+        tmp_path / "sharded", max_shard_size="2KB"
+    )
+    sharded = tmp_path / "sharded"
+    for file in directory.glob("token*"):
+        shutil.copy(file, sharded)
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    for check in (check_student, load_model):
+        with pytest.raises(InvalidInput, match=f"lacks {shards[1].name}, which"):
+            check(StudentConfig(model=str(sharded)))
+    with pytest.raises(InvalidInput, match=f"lacks {shards[1].name}, which"):
+        model_directory(str(sharded))
