@@ -15,14 +15,14 @@ from tests.deploy.dockerfile import TARGETS
 
 @pytest.fixture(scope="session")
 def images() -> Iterator[Images]:
-    """The base and the three targets; six minutes."""
-    if reason := containers.missing():
+    """The base image and the three targets; building them takes six minutes."""
+    if reason := containers.missing_requirement():
         pytest.skip(reason)
-    found = Images(Path(tempfile.mkdtemp(prefix="distill-images-")))
+    image_store = Images(Path(tempfile.mkdtemp(prefix="distill-images-")))
     try:
-        found.make_base()
+        image_store.make_base()
         for target in TARGETS:
-            found.build(target)
-        yield found
+            image_store.build(target)
+        yield image_store
     finally:
-        found.close()
+        image_store.close()

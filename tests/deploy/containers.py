@@ -1,7 +1,7 @@
-"""Images of deploy/images, built and run by buildah as far as one machine without Docker can.
+"""Images of deploy/images, built and run with buildah on one machine without Docker.
 
-The base is a Debian with Python 3.11, under the name of the image that the Dockerfile starts from.
-Containers have their own files and user, and the network and processes of this machine.
+The base is a Debian with Python 3.11, tagged with the name in the Dockerfile's FROM.
+Containers have their own files and user, and share the network and processes of this machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-def missing() -> str:
-    """Why images cannot be built here; "" if they can."""
+def missing_requirement() -> str:
+    """Return why images cannot be built on this machine; "" if they can."""
     if "DISTILL_BUILD_IMAGES" not in os.environ:
         return "make test-deploy builds images"
     if os.geteuid():
@@ -45,27 +45,27 @@ def debian(path: Path, *packages: str) -> None:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, f"{command}: {process.stdout[-2000:]}{process.stderr[-4000:]}"
+    return process.stdout
 
 
 class Images:
-    """A store of images in an empty directory, which must be closed: it takes 8 GB."""
+    """An image store in an empty directory. It takes 8 GB, so it must be closed."""
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
-        self._index = place / "index"
-        self._buildah = ["buildah", "--root", f"{place}/store", "--runroot", f"{place}/run"]
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index = directory / "index"
+        self._buildah = ["buildah", "--root", f"{directory}/store", "--runroot", f"{directory}/run"]
 
     def make_base(self) -> None:
-        """Make the base, and an index with a build of PyTorch for CPUs."""
-        archive = self._place / "base.tar"
+        """Build the base image and a package index with the CPU build of PyTorch."""
+        archive = self._directory / "base.tar"
         debian(archive)
         name = self.call("from", "scratch").strip()
         self.call("add", "--quiet", name, str(archive), "/")
         archive.unlink()
-        # A machine may reach the package index through authorities of its own.
+        # The machine may reach the package index with its own certificate authorities.
         self.call("add", "--quiet", name, _AUTHORITIES, _AUTHORITIES)
         self.call("config", "--env", f"PIP_CERT={_AUTHORITIES}", name)
         self.call("config", "--env", "PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", name)
@@ -80,7 +80,7 @@ class Images:
         (wheels / "index.html").write_text(link)
 
     def build(self, target: str) -> str:
-        """Build a target without a compiler, and return the name of the image."""
+        """Build a target without a compiler and return the name of the image."""
         options = ["--isolation", "chroot", "--format", "docker", "--pull-never", "--layers"]
         options += ["--volume", f"{self._index}:/index:ro", "--build-arg", "PACKAGES="]
         options += ["--build-arg", "TORCH_INDEX=file:///index", "--file", str(DOCKERFILE)]
@@ -89,9 +89,9 @@ class Images:
         return image
 
     def settings(self, image: str) -> dict[str, Any]:
-        """What the image says about itself, as Docker reads it."""
-        found: dict[str, Any] = json.loads(self.call("inspect", "--type", "image", image))
-        config: dict[str, Any] = found["Docker"]["config"]
+        """Return the image's configuration in Docker's format."""
+        inspection: dict[str, Any] = json.loads(self.call("inspect", "--type", "image", image))
+        config: dict[str, Any] = inspection["Docker"]["config"]
         return config
 
     def container(self, image: str) -> Container:
@@ -100,13 +100,13 @@ class Images:
         return Container(self._buildah, name, Path(self.call("mount", name).strip()))
 
     def call(self, *words: str) -> str:
-        """Run a command of buildah, and return what it printed."""
+        """Run a buildah command and return its standard output."""
         return _run(*self._buildah, *words)
 
     def close(self) -> None:
         """Delete all containers and images."""
         self.call("rm", "--all")
-        _run("rm", "--recursive", "--force", str(self._place))  # Python needs minutes for it
+        _run("rm", "--recursive", "--force", str(self._directory))  # shutil.rmtree takes minutes
 
 
 class Container:
@@ -114,10 +114,10 @@ class Container:
 
     def __init__(self, buildah: list[str], name: str, root: Path) -> None:
         self._buildah, self.name, self.root = buildah, name, root
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, *command: str) -> str:
-        """Run a command to its end as the user of the image, and return what it printed."""
+        """Run a command as the user of the image and return its standard output."""
         return _run(*self._command(command, {}, ()))
 
     def start(
@@ -128,7 +128,7 @@ class Container:
         environment: Mapping[str, str] = {},
         volumes: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a command as the user of the image; it ends with `close`."""
+        """Start a command as the user of the image; `close` kills it."""
         with log.open("wb") as output:
             process = subprocess.Popen(
                 self._command(command, environment, volumes),
@@ -136,19 +136,19 @@ class Container:
                 stdout=output,
                 stderr=output,
             )
-        self._started.append(process)
+        self._processes.append(process)
         return process
 
     def close(self) -> None:
-        """Kill what was started."""
-        for process in self._started:
+        """Kill the started commands and their children."""
+        for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one = psutil.Process(process.pid)
-                for each in [*one.children(recursive=True), one]:
+                parent = psutil.Process(process.pid)
+                for member in [*parent.children(recursive=True), parent]:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
+                        member.kill()
             process.wait(20)
-        self._started.clear()
+        self._processes.clear()
 
     def _command(
         self, command: Sequence[str], environment: Mapping[str, str], volumes: Sequence[str]

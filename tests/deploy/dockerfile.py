@@ -1,4 +1,4 @@
-"""The stages of deploy/images/Dockerfile, read as far as the tests need."""
+"""A parser for the stages of deploy/images/Dockerfile, as much as the tests need."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ DOCKERFILE = DEPLOY / "images" / "Dockerfile"
 
 @dataclass
 class Stage:
-    """One stage, and what it has from the stage that it starts from."""
+    """One stage, with what it inherits from its parent stage."""
 
     parent: str
     entrypoint: list[str] = field(default_factory=list)
     user: str = "0"
-    # ARGs of this stage, of its parents and of the stages that it copies from.
+    # ARGs of this stage, of its parents and of the stages in its COPY --from.
     arguments: set[str] = field(default_factory=set)
     health: list[str] = field(default_factory=list)
     installs: str = ""
 
 
 def stages(text: str) -> dict[str, Stage]:
-    """All stages by name, each after those that it is made of."""
-    found: dict[str, Stage] = {}
-    here = Stage("")
+    """Return all stages by name, each after the stages it builds on."""
+    stages_by_name: dict[str, Stage] = {}
+    stage = Stage("")
     for line in re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.M)).splitlines():
-        word, _, rest = line.partition(" ")
+        word, _, operand = line.partition(" ")
         match word:
             case "FROM":
-                parent, name = rest.split(" AS ")
-                base = found.get(parent, Stage(""))
-                here = Stage(parent, user=base.user, arguments=set(base.arguments))
-                here.installs = base.installs
-                found[name] = here
+                parent, name = operand.split(" AS ")
+                base = stages_by_name.get(parent, Stage(""))
+                stage = Stage(parent, user=base.user, arguments=set(base.arguments))
+                stage.installs = base.installs
+                stages_by_name[name] = stage
             case "ARG":
-                here.arguments.add(rest.partition("=")[0])
+                stage.arguments.add(operand.partition("=")[0])
             case "USER":
-                here.user = rest
+                stage.user = operand
             case "ENTRYPOINT":
-                here.entrypoint = json.loads(rest)
+                stage.entrypoint = json.loads(operand)
             case "HEALTHCHECK":
-                here.health = json.loads(rest.partition("CMD ")[2])
+                stage.health = json.loads(operand.partition("CMD ")[2])
             case "COPY":
-                if copied := re.match(r"--from=(\S+)", rest):
-                    here.arguments |= found[copied[1]].arguments
-                    here.installs += found[copied[1]].installs
+                if copied := re.match(r"--from=(\S+)", operand):
+                    stage.arguments |= stages_by_name[copied[1]].arguments
+                    stage.installs += stages_by_name[copied[1]].installs
             case "RUN":
-                here.installs += rest
-    return found
+                stage.installs += operand
+    return stages_by_name
 
 
 STAGES = stages(DOCKERFILE.read_text())

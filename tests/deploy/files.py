@@ -1,4 +1,4 @@
-"""The files of deploy/, and the commands that they give to our programs."""
+"""The files of deploy/, and the command lines in them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ WHEEL: dict[str, Any] = _PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 VERSION: str = PROJECT["version"]
 
 
-def parsed(program: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What the program itself makes of its arguments. Raises typer's error for a wrong one."""
+def parse_options(program: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Parse arguments with the program's own parser. Raises typer's error for a wrong argument."""
     command = typer.main.get_command(PROGRAMS[program])
     with command.make_context(program, list(arguments)) as context:
         return dict(context.params)
 
 
 def is_guarded(options: dict[str, Any]) -> bool:
-    """Whether the program would have TLS, and does not say that it can do without."""
+    """Whether the options give a TLS certificate and key and do not set --insecure."""
     return bool(options["tls_cert"] and options["tls_key"] and not options["insecure"])
 
 
 def tool(name: str) -> str:
-    """The path of a program that `make test-deploy` installs; skips the test without it."""
-    places = f"{ROOT / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"
-    found = shutil.which(name, path=places)
-    if found is None:
+    """Return the path of a program that `make test-deploy` installs; skip the test without it."""
+    search_path = f"{ROOT / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"
+    program_path = shutil.which(name, path=search_path)
+    if program_path is None:
         pytest.skip(f"needs {name}: make test-deploy")
-    return found
+    return program_path

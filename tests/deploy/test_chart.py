@@ -1,4 +1,4 @@
-"""The chart: what helm makes of it is valid, and its commands are ours."""
+"""The Helm chart: its manifests are valid, and its commands are options of our programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import typer
 import yaml
 
-from tests.deploy.files import CHART, DEPLOY, PROGRAMS, VERSION, is_guarded, parsed, tool
+from tests.deploy.files import CHART, DEPLOY, PROGRAMS, VERSION, is_guarded, parse_options, tool
 from tests.documents import blocks
 
 KUBERNETES = ("1.31", "1.34", "1.37")
@@ -44,24 +44,28 @@ def helm(*values: str, file: Path | None = None) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def rendered(name: str) -> list[dict[str, Any]]:
-    done = helm(*RELEASES[name], file=KUBERAY if name == "ray" else None)
-    assert done.returncode == 0, done.stderr
-    return [one for one in yaml.safe_load_all(done.stdout) if one]
+def render_release(name: str) -> list[dict[str, Any]]:
+    process = helm(*RELEASES[name], file=KUBERAY if name == "ray" else None)
+    assert process.returncode == 0, process.stderr
+    return [manifest for manifest in yaml.safe_load_all(process.stdout) if manifest]
 
 
 def pods(name: str) -> list[dict[str, Any]]:
-    return [one["spec"]["template"]["spec"] for one in rendered(name) if "template" in one["spec"]]
+    return [
+        manifest["spec"]["template"]["spec"]
+        for manifest in render_release(name)
+        if "template" in manifest["spec"]
+    ]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_options_of_the_templates_exist(program: str) -> None:
-    """Without helm: by their names."""
+    """Needs no helm: reads the option names from the templates."""
     text = (CHART / "templates" / f"{program.removeprefix('distill-')}.yaml").read_text()
-    named = set(re.findall(r"- (--[a-z-]+)=", text))
-    assert {"--host", "--port", "--tls-cert", "--tls-key"} <= named
+    option_names = set(re.findall(r"- (--[a-z-]+)=", text))
+    assert {"--host", "--port", "--tls-cert", "--tls-key"} <= option_names
     options = typer.main.get_command(PROGRAMS[program]).params
-    assert named <= {option for parameter in options for option in parameter.opts}
+    assert option_names <= {option for parameter in options for option in parameter.opts}
 
 
 def test_the_version_is_ours() -> None:
@@ -70,7 +74,7 @@ def test_the_version_is_ours() -> None:
 
 
 def test_every_value_has_a_type() -> None:
-    """The schema refuses what it does not name, so it names every value that there is."""
+    """The schema rejects unknown values, so it must name every value."""
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     for table, keys in values.items():
@@ -80,16 +84,16 @@ def test_every_value_has_a_type() -> None:
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_the_commands_are_ours(name: str) -> None:
-    found = pods(name)
-    assert len(found) == (1 if name in ("ray", "no teacher") else 2)
-    for pod in found:
+    release_pods = pods(name)
+    assert len(release_pods) == (1 if name in ("ray", "no teacher") else 2)
+    for pod in release_pods:
         (container,) = pod["containers"]
         (program,) = container["command"]
-        options = parsed(program, container["args"])
+        options = parse_options(program, container["args"])
         assert options["host"] == "0.0.0.0"
         assert is_guarded(options)
-        # Tokens come from the environment, since a mounted secret has the group of the pod.
-        variables = {one["name"]: one.get("value", "") for one in container["env"]}
+        # Tokens come from the environment, since a mounted secret is readable by the pod's group.
+        variables = {entry["name"]: entry.get("value", "") for entry in container["env"]}
         assert {"DISTILL_TOKENS", "DISTILL_TLS_CA"} <= set(variables)
         address = f"https://localhost:{options['port']}"
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -105,56 +109,58 @@ def test_every_path_is_mounted(name: str) -> None:
     for pod in pods(name):
         (container,) = pod["containers"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        claimed = {volume["name"] for volume in pod["volumes"]}
-        assert claimed | {"data"} == set(mounts)
-        said = [word.partition("=")[2] for word in container["args"]]
-        said += [str(one.get("value", "")) for one in container["env"]]
-        for path in (word for word in said if word.startswith("/")):
-            assert any(f"{path}/".startswith(f"{place}/") for place in mounts.values()), path
+        volume_names = {volume["name"] for volume in pod["volumes"]}
+        assert volume_names | {"data"} == set(mounts)
+        option_values = [word.partition("=")[2] for word in container["args"]]
+        option_values += [str(entry.get("value", "")) for entry in container["env"]]
+        for path in (word for word in option_values if word.startswith("/")):
+            assert any(f"{path}/".startswith(f"{mount_path}/") for mount_path in mounts.values()), (
+                path
+            )
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("name", RELEASES)
 def test_kubernetes_takes_it(name: str, version: str, tmp_path: Path) -> None:
-    made = tmp_path / "made.yaml"
-    made.write_text(yaml.safe_dump_all(rendered(name)))
-    assert strictly(made, version) == 0
+    manifest_path = tmp_path / "made.yaml"
+    manifest_path.write_text(yaml.safe_dump_all(render_release(name)))
+    assert validate_strictly(manifest_path, version) == 0
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_takes_the_pods_of_ray(version: str, tmp_path: Path) -> None:
-    """A RayCluster is KubeRay's; the templates of its pods are pods of Kubernetes."""
+    """A RayCluster is a KubeRay type; its pod templates are Kubernetes pods."""
     claim, cluster = CLUSTER
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
-    made = [
+    pod_manifests = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"node-{n}"}, **group["template"]}
         for n, group in enumerate(groups)
     ]
     file = tmp_path / "pods.yaml"
-    file.write_text(yaml.safe_dump_all([claim, *made]))
-    assert strictly(file, version) == 0
+    file.write_text(yaml.safe_dump_all([claim, *pod_manifests]))
+    assert validate_strictly(file, version) == 0
 
 
 def test_kubernetes_does_not_take_everything(tmp_path: Path) -> None:
-    made = rendered("small")
-    made[1]["spec"]["prots"] = []
+    manifests = render_release("small")
+    manifests[1]["spec"]["prots"] = []
     file = tmp_path / "wrong.yaml"
-    file.write_text(yaml.safe_dump_all(made))
-    assert strictly(file, KUBERNETES[0]) != 0
+    file.write_text(yaml.safe_dump_all(manifests))
+    assert validate_strictly(file, KUBERNETES[0]) != 0
 
 
-def strictly(file: Path, version: str) -> int:
+def validate_strictly(file: Path, version: str) -> int:
     command = [tool("kubernetes-validate"), "--strict", "--kubernetes-version", version, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    print(done.stdout + done.stderr)
-    return done.returncode
+    process = subprocess.run(command, capture_output=True, text=True)
+    print(process.stdout + process.stderr)
+    return process.returncode
 
 
 def test_the_server_and_the_ray_cluster_fit_together() -> None:
     claim, cluster = CLUSTER
     values = yaml.safe_load(KUBERAY.read_text())
     server = values["server"]
-    assert parsed("distill-server", server["extraArgs"])["threads_per_job"] == 4
+    assert parse_options("distill-server", server["extraArgs"])["threads_per_job"] == 4
     assert claim["metadata"]["name"] == server["runsClaim"]
     assert server["ray"] == f"http://{cluster['metadata']['name']}-head-svc:8265"
     assert cluster["spec"]["authOptions"]["secretName"] == server["raySecret"]
@@ -177,7 +183,7 @@ def test_the_server_and_the_ray_cluster_fit_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ((), "tokensSecret"),
         ((*SECRETS,), "model"),
@@ -188,67 +194,85 @@ def test_the_server_and_the_ray_cluster_fit_together() -> None:
         ((*SMALL, "server.sharedMemory=8"), "sharedMemory"),
     ],
 )
-def test_a_wrong_value_is_refused(values: tuple[str, ...], said: str) -> None:
-    done = helm(*values)
-    assert done.returncode != 0
-    assert said in done.stderr
+def test_a_wrong_value_is_refused(values: tuple[str, ...], message: str) -> None:
+    process = helm(*values)
+    assert process.returncode != 0
+    assert message in process.stderr
 
 
 def test_a_policy_lets_nobody_else_in() -> None:
-    found = [one["spec"] for one in rendered("large") if one["kind"] == "NetworkPolicy"]
-    assert [policy["policyTypes"] for policy in found] == [["Ingress"]] * 2
-    services = [one["spec"] for one in rendered("large") if one["kind"] == "Service"]
-    for policy in found:
+    policies = [
+        manifest["spec"]
+        for manifest in render_release("large")
+        if manifest["kind"] == "NetworkPolicy"
+    ]
+    assert [policy["policyTypes"] for policy in policies] == [["Ingress"]] * 2
+    services = [
+        manifest["spec"] for manifest in render_release("large") if manifest["kind"] == "Service"
+    ]
+    for policy in policies:
         selected = policy["podSelector"]["matchLabels"]
-        (service,) = (s for s in services if s["selector"] == selected)
-        opened = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
-        assert opened == {port["port"] for port in service["ports"]}
+        (service,) = (candidate for candidate in services if candidate["selector"] == selected)
+        open_ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+        assert open_ports == {port["port"] for port in service["ports"]}
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """docs/kubernetes.md, without a cluster: `create` only prints, and so does `template`."""
-    for needed in ("kubectl", "helm"):
-        tool(needed)
+    """docs/kubernetes.md without a cluster: `create --dry-run` and `template` only print."""
+    for program in ("kubectl", "helm"):
+        tool(program)
     (secrets,) = blocks("docs/containers.md", "secrets")
     chart, ray = blocks("docs/kubernetes.md", "kubernetes")
     for path in (CHART, KUBERAY.parent):
         shutil.copytree(path, tmp_path / path.relative_to(DEPLOY.parent))
-    places = f"{DEPLOY.parent / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"
-    shown = []
+    search_path = f"{DEPLOY.parent / '.venv-deploy' / 'bin'}:{os.environ['PATH']}"
+    outputs = []
     for block in (secrets, chart, ray):
         text = block.body.replace("helm install", "helm template")
         text = text.replace(
             "kubectl create secret", "kubectl create --dry-run=client -oyaml secret"
         )
         text = text.replace("kubectl apply -f", "cat")
-        # The first block changes into a directory, as somebody would who types it and goes back.
-        done = subprocess.run(
+        # Each block starts in `tmp_path`, since the first one changes the directory.
+        process = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", text.replace("chown", ": chown")],
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            env={**os.environ, "PATH": places, "KUBECONFIG": os.devnull},
+            env={**os.environ, "PATH": search_path, "KUBECONFIG": os.devnull},
         )
-        assert done.returncode == 0, done.stderr
-        shown.append(done.stdout)
-    made = [one for text in shown[1:] for one in documents(text)]
-    secrets_made = {one["metadata"]["name"]: one for one in made if one["kind"] == "Secret"}
-    assert set(secrets_made) == {"distill-tokens", "distill-tls", "distill-ray"}
-    keys = {(name, key) for name, one in secrets_made.items() for key in one["data"]}
-    asked = [variables(one["spec"]["template"]["spec"]) for one in made if "Set" in one["kind"]]
-    asked += [variables(one["spec"]["template"]["spec"]) for one in made if "Depl" in one["kind"]]
-    assert len(asked) == 3
-    assert set().union(*asked) == {key for key in keys if key[0] == "distill-tokens"}
+        assert process.returncode == 0, process.stderr
+        outputs.append(process.stdout)
+    manifests = [manifest for text in outputs[1:] for manifest in documents(text)]
+    secret_manifests = {
+        manifest["metadata"]["name"]: manifest
+        for manifest in manifests
+        if manifest["kind"] == "Secret"
+    }
+    assert set(secret_manifests) == {"distill-tokens", "distill-tls", "distill-ray"}
+    keys = {(name, key) for name, manifest in secret_manifests.items() for key in manifest["data"]}
+    secret_references = [
+        variables(manifest["spec"]["template"]["spec"])
+        for manifest in manifests
+        if "Set" in manifest["kind"]
+    ]
+    secret_references += [
+        variables(manifest["spec"]["template"]["spec"])
+        for manifest in manifests
+        if "Depl" in manifest["kind"]
+    ]
+    assert len(secret_references) == 3
+    assert set().union(*secret_references) == {key for key in keys if key[0] == "distill-tokens"}
 
 
 def documents(text: str) -> list[dict[str, Any]]:
-    """What several commands printed, of which some begin without a line of their own."""
+    """Split the output of several commands, some without a `---` separator, into documents."""
     separate = re.sub(r"^(?=apiVersion)", "---\n", text, flags=re.MULTILINE)
-    return [one for one in yaml.safe_load_all(separate) if one]
+    return [document for document in yaml.safe_load_all(separate) if document]
 
 
 def variables(pod: dict[str, Any]) -> set[tuple[str, str]]:
-    """The secrets, and their keys, that variables of the pod come from."""
-    given = [one for container in pod["containers"] for one in container["env"]]
-    found = [one["valueFrom"]["secretKeyRef"] for one in given if "valueFrom" in one]
-    return {(key["name"], key["key"]) for key in found}
+    """Return the (secret, key) pairs that the pod's variables refer to."""
+    entries = [entry for container in pod["containers"] for entry in container["env"]]
+    references = [entry["valueFrom"]["secretKeyRef"] for entry in entries if "valueFrom" in entry]
+    return {(reference["name"], reference["key"]) for reference in references}

@@ -1,4 +1,4 @@
-"""compose.yaml: its commands are ours, and other machines reach no port without token and TLS."""
+"""compose.yaml: its options exist, and no port is open to other machines without token and TLS."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import yaml
 
 from protos.rpc.ports import free_ports
 from tests.deploy.dockerfile import TARGETS
-from tests.deploy.files import DEPLOY, VERSION, is_guarded, parsed
+from tests.deploy.files import DEPLOY, VERSION, is_guarded, parse_options
 
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-OURS = ("teacher", "server")
+OWN_SERVICES = ("teacher", "server")
 PORTS = {"teacher": 50052, "server": 50051}
 
 
@@ -26,9 +26,9 @@ def command_of(name: str) -> tuple[str, list[str]]:
     return program, service["command"]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OWN_SERVICES)
 def test_the_command_is_one_of_ours(name: str) -> None:
-    options = parsed(*command_of(name))
+    options = parse_options(*command_of(name))
     assert options["port"] == PORTS[name]
     assert is_guarded(options)
     assert str(options["token_file"]).startswith("/run/secrets/")
@@ -36,22 +36,22 @@ def test_the_command_is_one_of_ours(name: str) -> None:
     assert SERVICES[name]["healthcheck"]["test"] == probe
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OWN_SERVICES)
 def test_every_file_that_it_reads_is_there(name: str) -> None:
-    """Secrets are mounted, and volumes are where the options say."""
+    """Secrets are mounted, and each path option is inside a volume."""
     service = SERVICES[name]
-    said = [*service["command"], *service["environment"].values()]
-    secrets = {word.partition("/run/secrets/")[2] for word in said} - {""}
+    strings = [*service["command"], *service["environment"].values()]
+    secrets = {word.partition("/run/secrets/")[2] for word in strings} - {""}
     assert secrets == set(service["secrets"])
     assert secrets <= set(COMPOSE["secrets"])
     mounted = [volume.split(":")[-1 - volume.endswith(":ro")] for volume in service["volumes"]]
     paths = [word.partition("=")[2] for word in service["command"]]
     for path in paths:
         if path.startswith("/") and not path.startswith("/run/secrets/"):
-            assert any(path.startswith(f"{place}/") for place in mounted), path
+            assert any(path.startswith(f"{mount_path}/") for mount_path in mounted), path
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OWN_SERVICES)
 def test_the_image_is_the_target_of_this_version(name: str) -> None:
     service = SERVICES[name]
     build = service["build"]
@@ -81,7 +81,7 @@ def test_no_container_can_gain_rights() -> None:
 
 def test_the_gpus_are_for_services_that_exist() -> None:
     gpus = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
-    assert set(gpus) == set(OURS)
+    assert set(gpus) == set(OWN_SERVICES)
     devices = [
         device
         for service in gpus.values()
@@ -102,13 +102,13 @@ def test_redis_takes_its_command(tmp_path: Path) -> None:
     )
     try:
         assert redis.stdout is not None
-        said = []
+        output_lines = []
         for line in redis.stdout:
-            said.append(line)
+            output_lines.append(line)
             if "Ready to accept connections" in line:
                 break
         else:
-            pytest.fail("".join(said))
+            pytest.fail("".join(output_lines))
     finally:
         redis.kill()
         redis.communicate()

@@ -1,4 +1,4 @@
-"""The Dockerfile names programs, extras and files of ours; images are built in test_images.py."""
+"""The programs, extras and files that the Dockerfile names exist; test_images.py builds images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from tests.deploy.dockerfile import DOCKERFILE, TARGETS
 from tests.deploy.files import PROJECT, ROOT, VERSION, WHEEL
 
-SENT = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
+CONTEXT_PATHS = [
+    line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"
+]
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -35,14 +37,19 @@ def test_the_version_is_ours() -> None:
 
 
 def test_what_is_sent_to_the_builder_is_what_the_package_is_made_of() -> None:
-    """Every file of the wheel, and nothing else that git knows; so no secret either."""
+    """The build context has every file of the wheel and no other tracked file."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert [line for line in lines if line and line[0] not in "#!"] == ["*", "**/__pycache__"]
-    assert [name for name in SENT if not (ROOT / name).exists()] == []
+    assert [name for name in CONTEXT_PATHS if not (ROOT / name).exists()] == []
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    sent = {path for path in tracked if path.split("/")[0] in SENT}
-    assert {path.split("/")[0] for path in sent} == set(SENT)
-    read = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "constraints.txt"}
-    assert set(SENT) == read | set(WHEEL["packages"])
+    context_files = {path for path in tracked if path.split("/")[0] in CONTEXT_PATHS}
+    assert {path.split("/")[0] for path in context_files} == set(CONTEXT_PATHS)
+    build_inputs = {
+        PROJECT["readme"],
+        *PROJECT["license-files"],
+        "pyproject.toml",
+        "constraints.txt",
+    }
+    assert set(CONTEXT_PATHS) == build_inputs | set(WHEEL["packages"])

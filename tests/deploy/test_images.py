@@ -1,4 +1,4 @@
-"""The images are built, and a teacher, a server and a job run in them as compose starts them."""
+"""Build the images and run a teacher, a server and a job in them as compose.yaml does."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def container(request: pytest.FixtureRequest, images: Images) -> Container:
 
 
 def test_hadolint_has_nothing_to_say() -> None:
-    done = subprocess.run([tool("hadolint"), str(DOCKERFILE)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
+    process = subprocess.run([tool("hadolint"), str(DOCKERFILE)], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_an_image_says_about_itself(images: Images, target: str) -> None:
-    said = images.settings(name_of(target))
+    config = images.settings(name_of(target))
     stage = TARGETS[target]
-    assert (said["User"], said["Entrypoint"]) == (stage.user, stage.entrypoint)
-    assert said.get("Healthcheck", {"Test": ["CMD"]})["Test"] == ["CMD", *stage.health]
-    labels = said["Labels"]
+    assert (config["User"], config["Entrypoint"]) == (stage.user, stage.entrypoint)
+    assert config.get("Healthcheck", {"Test": ["CMD"]})["Test"] == ["CMD", *stage.health]
+    labels = config["Labels"]
     assert labels["org.opencontainers.image.title"] == f"distill-{target}"
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
 
@@ -56,8 +56,12 @@ def test_what_an_image_says_about_itself(images: Images, target: str) -> None:
 def test_a_program_has_no_rights_in_its_image(container: Container) -> None:
     assert container.run("sh", "-c", "id -u; id -g").split() == [USER, USER]
     assert container.run("sh", "-c", "test -w /data && ! test -w /opt/distill-service && echo ok")
-    ours = container.root / "opt" / "distill-service"
-    states = {path: path.lstat() for path in (ours, *ours.rglob("*")) if not path.is_symlink()}
+    installation = container.root / "opt" / "distill-service"
+    states = {
+        path: path.lstat()
+        for path in (installation, *installation.rglob("*"))
+        if not path.is_symlink()
+    }
     assert {state.st_uid for state in states.values()} == {0}
     assert [path for path, state in states.items() if state.st_mode & 0o6022] == []
 
@@ -73,31 +77,35 @@ def test_there_is_no_compiler_and_no_source(container: Container) -> None:
 
 
 def test_the_sbom_lists_every_package(container: Container) -> None:
-    """Against the metadata of what is installed."""
-    ours = container.root / "opt" / "distill-service"
-    sbom = json.loads((ours / "sbom.json").read_text())
+    """Compared with the metadata of the installed distributions."""
+    installation = container.root / "opt" / "distill-service"
+    sbom = json.loads((installation / "sbom.json").read_text())
     assert sbom["bomFormat"] == "CycloneDX"
-    listed = {(_plain(one["name"]), one["version"]) for one in sbom["components"]}
-    (site,) = (ours / ".venv" / "lib").glob("python3.*/site-packages")
-    found = [PathDistribution(path) for path in site.glob("*.dist-info")]
-    installed = {(_plain(one.metadata["Name"]), one.version) for one in found}
+    listed = {
+        (_normalize_name(package["name"]), package["version"]) for package in sbom["components"]
+    }
+    (site,) = (installation / ".venv" / "lib").glob("python3.*/site-packages")
+    distributions = [PathDistribution(path) for path in site.glob("*.dist-info")]
+    installed = {
+        (_normalize_name(package.metadata["Name"]), package.version) for package in distributions
+    }
     assert ("distill-service", "0.1.0") in installed
     assert listed == installed
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_only_the_server_has_no_torch(container: Container) -> None:
     program = "import importlib.util as u; print(u.find_spec('torch') is None)"
-    without = container.run("python", "-P", "-c", program).strip()
-    assert without == str("distill-server" in container.name)
+    lacks_torch = container.run("python", "-P", "-c", program).strip()
+    assert lacks_torch == str("distill-server" in container.name)
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Models, data and the secrets of docs/containers.md, as compose mounts them."""
+    """Models, data and the secrets of docs/containers.md, laid out as compose mounts them."""
     from tests.student_trainer.tiny import save_material
 
     tmp_path.chmod(0o755)
@@ -122,12 +130,12 @@ def redis(tmp_path: Path) -> Iterator[int]:
 
 
 class Deployment:
-    """The services of compose.yaml on ports of this machine."""
+    """The services of compose.yaml on free ports of this machine."""
 
     def __init__(self, images: Images, place: Path, redis: int) -> None:
         self._images, self._place = images, place
         self._ports = dict(zip(("teacher", "server", "page"), free_ports(3), strict=True))
-        self._instead = {
+        self._replacements = {
             "--port=50052": f"--port={self._ports['teacher']}",
             "--port=50051": f"--port={self._ports['server']}",
             "--dashboard=8080": f"--dashboard={self._ports['page']}",
@@ -139,13 +147,13 @@ class Deployment:
         return f"https://localhost:{self._ports[name]}"
 
     def start(self, name: str) -> None:
-        """Start a service, and wait until its health check says that it serves."""
+        """Start a service and wait until its health check passes."""
         service = SERVICES[name]
         image = name_of(service["build"]["target"])
         container = self._images.container(image)
         self._containers[name] = container
         program, arguments = command_of(name)
-        arguments = [self._instead.get(word, word) for word in arguments]
+        arguments = [self._replacements.get(word, word) for word in arguments]
         secrets = self._place / "deploy" / "secrets"
         volumes = [f"{self._place}/models:/models:ro", f"{secrets}:/run/secrets:ro"]
         environment = {k: v for k, v in service["environment"].items() if not v.startswith("$")}
@@ -170,9 +178,9 @@ class Deployment:
 
 @pytest.fixture
 def deployment(images: Images, place: Path, redis: int) -> Iterator[Deployment]:
-    made = Deployment(images, place, redis)
-    yield made
-    made.close()
+    new_deployment = Deployment(images, place, redis)
+    yield new_deployment
+    new_deployment.close()
 
 
 JOB = """\
@@ -205,21 +213,21 @@ def test_a_job_runs_in_the_containers_of_compose(deployment: Deployment, place: 
 
     def distill(*words: str) -> str:
         command = [sys.executable, "-P", "-m", "clients", *words]
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, env={**environment, "PYTHONPATH": str(ROOT)}
         )
         logs = "".join(path.read_text()[-3000:] for path in place.glob("*.log"))
-        assert done.returncode == 0, done.stdout + done.stderr + logs
-        return done.stdout
+        assert process.returncode == 0, process.stdout + process.stderr + logs
+        return process.stdout
 
-    said = distill("submit", str(job), "--follow")
-    assert "SUCCEEDED" in said
+    output = distill("submit", str(job), "--follow")
+    assert "SUCCEEDED" in output
     distill("pull", "@last", "-o", str(place / "trained"))
     assert (place / "trained" / "model.safetensors").stat().st_size > 10_000
-    wrong = subprocess.run(
+    unauthorized = subprocess.run(
         [sys.executable, "-P", "-m", "clients", "ls"],
         capture_output=True,
         text=True,
         env={**environment, "PYTHONPATH": str(ROOT), "DISTILL_TOKEN": "x" * 43},
     )
-    assert wrong.returncode != 0
+    assert unauthorized.returncode != 0

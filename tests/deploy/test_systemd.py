@@ -1,4 +1,4 @@
-"""The units of deploy/systemd, installed with the commands of docs/one-machine.md and booted."""
+"""The units of deploy/systemd, installed by the commands of docs/one-machine.md and booted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.documents import blocks
 
 pytestmark = [pytest.mark.timeout(1800)]
 
-# It goes on until it is cancelled.
+# The job runs until it is cancelled.
 JOB = """\
 name = "outlives"
 max_steps = 1000000
@@ -38,10 +38,10 @@ checkpoint.every = 1000
 
 @pytest.fixture
 def machine(images: Images, tmp_path: Path) -> Iterator[Booted]:
-    """With the programs of the trainer's image where the units expect them, and a model."""
+    """A booted machine with the trainer image's programs at the units' paths, and a model."""
     from tests.student_trainer.tiny import save_material
 
-    if reason := booted.missing():
+    if reason := booted.missing_requirement():
         pytest.skip(reason)
     container = images.container("localhost/distill-trainer:test")
     save_material(tmp_path / "models")
@@ -54,37 +54,37 @@ def machine(images: Images, tmp_path: Path) -> Iterator[Booted]:
         ROOT / "deploy": "/src/deploy",
     }
     with tempfile.TemporaryDirectory(prefix="distill-booted-") as root:
-        made = Booted(Path(root) / "root", binds, tmp_path / "console")
-        yield made
-        made.close()
+        booted_machine = Booted(Path(root) / "root", binds, tmp_path / "console")
+        yield booted_machine
+        booted_machine.close()
 
 
 class Job:
-    """The job that runs meanwhile, as a user of the machine sees it."""
+    """The job that runs during the test, through the command line."""
 
     def __init__(self, machine: Booted) -> None:
         self._machine = machine
         self.id = machine.run("distill -q submit /srv/models/job.toml").strip()
 
     def look(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._machine.run(f"distill --json show {self.id}"))
-        return found
+        job: dict[str, Any] = json.loads(self._machine.run(f"distill --json show {self.id}"))
+        return job
 
     def trainer(self) -> int:
-        """Its process, if it is alive."""
-        place = f"/var/lib/distill/runs/{self.id}/logs/attempt-1/shim.json"
-        pid = int(json.loads(self._machine.run(f"cat {place}"))["child_pid"])
+        """Return the pid of the trainer; fail if it is not alive."""
+        card_path = f"/var/lib/distill/runs/{self.id}/logs/attempt-1/shim.json"
+        pid = int(json.loads(self._machine.run(f"cat {card_path}"))["child_pid"])
         self._machine.run(f"kill -0 {pid}")
         return pid
 
     def goes_on(self) -> None:
-        """Wait for further steps of the first attempt."""
-        before = self.look()["step"]
-        self._machine.eventually(lambda: self.look()["step"] > before + 2)
+        """Wait until the first attempt makes further steps."""
+        step_before = self.look()["step"]
+        self._machine.eventually(lambda: self.look()["step"] > step_before + 2)
         assert self.look()["attempt"] == 1
 
 
-def serving(machine: Booted, port: int) -> None:
+def wait_until_serving(machine: Booted, port: int) -> None:
     command = f"python -P -m protos.rpc.health localhost:{port} && echo serving || true"
     machine.eventually(lambda: machine.run(command) == "serving\n")
 
@@ -92,42 +92,42 @@ def serving(machine: Booted, port: int) -> None:
 def test_jobs_outlive_the_server_and_servers_come_back(machine: Booted) -> None:
     (install,) = blocks("docs/one-machine.md", "systemd")
     machine.run(f"cd /src; {install.body}")
-    serving(machine, 50051)
-    serving(machine, 50052)
+    wait_until_serving(machine, 50051)
+    wait_until_serving(machine, 50052)
     assert machine.run("stat --format=%U:%a /var/lib/distill") == "distill:700\n"
     job = Job(machine)
     machine.eventually(lambda: job.look()["step"] > 2)
     trainer, server = job.trainer(), machine.main_pid("distill-server")
 
     machine.run("systemctl restart distill-server")
-    serving(machine, 50051)
-    second = machine.main_pid("distill-server")
-    assert second != server
+    wait_until_serving(machine, 50051)
+    restarted_server = machine.main_pid("distill-server")
+    assert restarted_server != server
     job.goes_on()
     assert job.trainer() == trainer
 
-    machine.run(f"kill -KILL {second}")
-    machine.eventually(lambda: machine.main_pid("distill-server") not in (0, second))
-    serving(machine, 50051)
+    machine.run(f"kill -KILL {restarted_server}")
+    machine.eventually(lambda: machine.main_pid("distill-server") not in (0, restarted_server))
+    wait_until_serving(machine, 50051)
     job.goes_on()
     assert job.trainer() == trainer
 
     teacher = machine.main_pid("distill-teacher")
     machine.run(f"kill -KILL {teacher}")
     machine.eventually(lambda: machine.main_pid("distill-teacher") not in (0, teacher))
-    serving(machine, 50052)
+    wait_until_serving(machine, 50052)
     job.goes_on()
     assert job.trainer() == trainer
 
     machine.run("systemctl stop distill-server")
     assert job.trainer() == trainer
     machine.run("systemctl start distill-server")
-    serving(machine, 50051)
+    wait_until_serving(machine, 50051)
     machine.run(f"distill -q cancel {job.id} && (distill -q watch {job.id} || test $? = 5)")
     assert job.look()["state"] == "CANCELLED"
 
     lines = machine.run("journalctl --unit distill-server --output cat --no-pager").splitlines()
     assert lines.count("server listening on 127.0.0.1:50051") == 4
     rows = machine.run("journalctl --unit distill-teacher --output cat --no-pager").splitlines()
-    said = [json.loads(line)["logger"] for line in rows if line.startswith("{")]
-    assert "teacher_service.serving.loading" in said
+    loggers = [json.loads(line)["logger"] for line in rows if line.startswith("{")]
+    assert "teacher_service.serving.loading" in loggers

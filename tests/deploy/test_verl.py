@@ -1,4 +1,4 @@
-"""The adapter for verl with a real teacher, and with verl's own manager where verl is there."""
+"""The verl adapter with a real teacher, and with verl's own manager if verl is installed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     teacher.close()
 
 
-def sampling(k: int, temperature: float = 1.0) -> dict[str, Any]:
-    """As verl's teacher manager makes them."""
+def make_sampling_params(k: int, temperature: float = 1.0) -> dict[str, Any]:
+    """Return the sampling parameters that verl's teacher manager sends."""
     return {"max_tokens": 1, "temperature": temperature, "prompt_logprobs": k, "detokenize": False}
 
 
 def expected(ids: list[int], k: int) -> tuple[Any, Any]:
-    """What verl extracts of vLLM's answer: by rank, without the token beyond the k; a last row."""
+    """Return what verl extracts from vLLM's answer: ids and logprobs by rank; the last row is 0."""
     logprobs = distributions(ids)
     heads = np.argsort(-logprobs, axis=1, kind="stable")[:, :k] if k else np.array(ids[1:])[:, None]
     values = np.take_along_axis(logprobs, heads, axis=1)
@@ -45,25 +45,30 @@ def expected(ids: list[int], k: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("k", [0, 1, 6])
 def test_the_rows_that_verl_reads(address: str, k: int) -> None:
     ids = tokens(40)
-    # As it comes to the worker that uses it.
+    # verl pickles the adapter to send it to a worker.
     teacher: DistillTeacher = pickle.loads(pickle.dumps(DistillTeacher(address)))
-    found = asyncio.run(
-        teacher.generate("1", prompt_ids=ids, sampling_params=sampling(k), image_data=None)
+    extra_fields = asyncio.run(
+        teacher.generate(
+            "1", prompt_ids=ids, sampling_params=make_sampling_params(k), image_data=None
+        )
     ).extra_fields
     heads, values = expected(ids, k)
-    np.testing.assert_array_equal(found["prompt_ids"], heads)
-    np.testing.assert_allclose(found["prompt_logprobs"], values, atol=2e-6)
+    np.testing.assert_array_equal(extra_fields["prompt_ids"], heads)
+    np.testing.assert_allclose(extra_fields["prompt_logprobs"], values, atol=2e-6)
 
 
 @pytest.mark.parametrize(
     ("changed", "field"),
-    [({"image_data": ["x"]}, "image_data"), ({"sampling_params": sampling(1, 0.7)}, "temperature")],
+    [
+        ({"image_data": ["x"]}, "image_data"),
+        ({"sampling_params": make_sampling_params(1, 0.7)}, "temperature"),
+    ],
 )
 def test_what_rows_are_not(address: str, changed: dict[str, Any], field: str) -> None:
-    fields = {"prompt_ids": [1, 2], "sampling_params": sampling(1), **changed}
-    with pytest.raises(InvalidInput) as caught:
+    fields = {"prompt_ids": [1, 2], "sampling_params": make_sampling_params(1), **changed}
+    with pytest.raises(InvalidInput) as exc_info:
         asyncio.run(DistillTeacher(address).generate("1", **fields))
-    assert caught.value.field == field
+    assert exc_info.value.field == field
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
@@ -90,20 +95,20 @@ def test_the_manager_of_verl(address: str, loss: str, k: int) -> None:
         )
     ids = tokens(40)
     manager = AsyncTeacherLLMServerManager(config, DistillTeachers(config, None).get_client())
-    found = asyncio.run(manager.compute_teacher_logprobs_single(ids))
+    teacher_rows = asyncio.run(manager.compute_teacher_logprobs_single(ids))
     heads, values = expected(ids, k)
-    np.testing.assert_array_equal(found[0], heads)
-    np.testing.assert_allclose(found[1], values, atol=2e-6)
+    np.testing.assert_array_equal(teacher_rows[0], heads)
+    np.testing.assert_allclose(teacher_rows[1], values, atol=2e-6)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 def test_verl_takes_the_adapter() -> None:
     code = "import verl.trainer.ppo.v1.trainer_base as base; print(base.MultiTeacherModelManager)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "deploy.adapters.verl"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
     )
-    assert "deploy.adapters.verl.DistillTeachers" in done.stdout, done.stderr[-4000:]
+    assert "deploy.adapters.verl.DistillTeachers" in process.stdout, process.stderr[-4000:]

@@ -43,7 +43,7 @@ class Server:
         self.runs = runs
         self.slots = slots
         self.options = options
-        # An address of its own: nobody takes its port between a kill and the next start.
+        # A separate address: no other process takes its port between a kill and the next start.
         self.host = f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{next(_COUNTER) % 254 + 1}"
         self.port = 0
         self.process: subprocess.Popen[str] | None = None
@@ -54,8 +54,8 @@ class Server:
 
     def start(self) -> None:
         if self.port:
-            # To start a program again takes longer than that. By then its clients know that it is
-            # gone, and the shim that it was about to start is there.
+            # Starting a real program takes longer. By then its clients have noticed the death, and
+            # the shim that the server was about to start is running.
             time.sleep(0.3)
         self.process = self.launch()
         assert self.process.stdout is not None
@@ -64,9 +64,9 @@ class Server:
         self.port = int(line.rsplit(":", 1)[1])
 
     def launch(self) -> subprocess.Popen[str]:
-        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
-        where.append(json.dumps(self.options))
-        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True)
+        arguments = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        arguments.append(json.dumps(self.options))
+        return ForkedPython([*SCRIPTED, *arguments], stdout=subprocess.PIPE, text=True)
 
     def kill(self, signum: int = signal.SIGKILL) -> int:
         assert self.process is not None
@@ -85,40 +85,40 @@ class Server:
                 end_attempt(directory)
 
     def card(self, job_id: str, attempt: int = 1) -> dict[str, int]:
-        """The attempt's shim.json, once it is there."""
+        """Wait for the attempt's shim.json and return its content."""
         path = self.runs / job_id / "logs" / f"attempt-{attempt}" / "shim.json"
         eventually(path.exists)
-        found: dict[str, int] = json.loads(path.read_text())
-        return found
+        card: dict[str, int] = json.loads(path.read_text())
+        return card
 
 
 def end_attempt(directory: Path) -> None:
-    """Leave no process of an attempt behind, not even one that is just being started."""
+    """Kill all processes of an attempt, even one that is just starting."""
     card = directory / "shim.json"
     if claim(directory):
         return
-    # A server that found no shim has the claim itself, and then there is nothing to wait for.
+    # If a server found no shim and took the claim itself, there is nothing to wait for.
     eventually(
         lambda: card.exists() or (directory / "exit.json").exists() or not has_shim(directory)
     )
     if card.exists():
-        found = json.loads(card.read_text())
-        who = identity_of(found["pid"])
-        if who is not None and who.start_time == found["start_time"]:
-            os.kill(who.pid, signal.SIGKILL)
-        kill_family(found["mark"])
+        shim_record = json.loads(card.read_text())
+        shim = identity_of(shim_record["pid"])
+        if shim is not None and shim.start_time == shim_record["start_time"]:
+            os.kill(shim.pid, signal.SIGKILL)
+        kill_family(shim_record["mark"])
 
 
 def has_shim(directory: Path) -> bool:
-    """Whether a process was told to write its log there."""
+    """Whether a process has the attempt's log on its command line."""
     lines = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
     return any(str(directory / "rank-0.log") in line for line in lines)
 
 
-def eventually(true: Callable[[], object], seconds: float = 60.0, pause: float = 0.02) -> None:
-    """Wait until it holds; the time is only for machines that are very busy."""
+def eventually(condition: Callable[[], object], seconds: float = 60.0, pause: float = 0.02) -> None:
+    """Wait until the condition is true; the limit is long for machines that are very busy."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, "it never became true"
         time.sleep(pause)
 

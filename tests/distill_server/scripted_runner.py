@@ -1,4 +1,4 @@
-"""A runner without processes: how attempts end is told by the test. And a server made of it."""
+"""A runner without processes, whose attempts the test ends, and a server with it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from protos.auth.owners import Quota
 
 
 class ScriptedRunner(LocalRunner):
-    """Attempts go on until the test ends them; it outlives the servers that use it."""
+    """Attempts run until the test ends them; the runner outlives the servers that use it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[tuple[str, int], Share] = {}
         self.started: list[tuple[str, int]] = []
-        self._ended: dict[tuple[str, int], Exited | Lost] = {}
+        self._outcomes: dict[tuple[str, int], Exited | Lost] = {}
 
     def start(
         self,
@@ -52,7 +52,7 @@ class ScriptedRunner(LocalRunner):
         key = (run.path.name, attempt)
         if key in self.alive:
             return Running()
-        return self._ended.get(key, Lost(blameless=key not in self.started))
+        return self._outcomes.get(key, Lost(blameless=key not in self.started))
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         self.end(run.path.name, Exited(-9))
@@ -61,7 +61,7 @@ class ScriptedRunner(LocalRunner):
         key = next((key for key in self.alive if key[0] == job_id), None)
         if key is not None:
             del self.alive[key]
-            self._ended[key] = outcome
+            self._outcomes[key] = outcome
 
     def say(
         self, runs: Path, job_id: str, verdict: Verdict, step: int = 1, error: str = ""
@@ -72,7 +72,7 @@ class ScriptedRunner(LocalRunner):
 
 
 class SmallServer:
-    """JobStore, control and scheduler of one life of a server, without a port."""
+    """JobStore, control and scheduler of a server, without a port; `start` is a restart."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SmallServer:
         quotas: Mapping[str, Quota] = {},
     ) -> None:
         self.quotas = quotas
-        # A look ends when all threads have, however busy the machine is.
+        # `look` waits for all threads, however busy the machine is.
         self.runs, self.runner, self.policy = runs, runner, replace(policy, poll_every=60)
         self.preflight, self.files = preflight, files or RunFiles()
         runs.mkdir(exist_ok=True)
@@ -112,7 +112,7 @@ class SmallServer:
         )
 
     def look(self) -> bool:
-        """One look, with all that it began; and another if a wait is over."""
+        """Run the scheduler once with everything it started, and once more if a wait is over."""
 
         async def look() -> bool:
             self.scheduler._awake.clear()
@@ -126,7 +126,7 @@ class SmallServer:
         return self._loop.run(self.control.cancel(job_id, now=now))
 
     def close(self) -> None:
-        """As if it was killed."""
+        """Stop as if killed."""
         self._open.close()
 
 

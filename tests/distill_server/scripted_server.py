@@ -40,8 +40,8 @@ def command(run: Path, *, attempt: int, processes: int, from_step: int | None = 
     return [sys.executable, "-S", str(trainer), str(run), str(attempt), step]
 
 
-def launching(program: str, *launcher: str) -> CommandFactory:
-    """Jobs are processes of `program`, and do nothing of a trainer's work."""
+def make_launch_command(program: str, *launcher: str) -> CommandFactory:
+    """Return a command factory that runs `program` in place of a trainer."""
 
     def command(
         run: Path, *, attempt: int, processes: int, from_step: int | None = None
@@ -56,13 +56,13 @@ def launching(program: str, *launcher: str) -> CommandFactory:
 TORCH = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 
-def spoil_clock(how: str) -> None:
-    """The wall's clock runs wild; the monotonic one is what the kernel keeps true."""
-    wall, start, calls = time.time, time.time(), itertools.count()
-    if how == "jumps":
-        time.time = lambda: wall() + (3600, -3600, 0)[next(calls) % 3]
-    elif how == "fast":
-        time.time = lambda: start + 60 * (wall() - start)
+def spoil_clock(mode: str) -> None:
+    """Make time.time jump or run fast; the monotonic clock stays correct."""
+    wall_time, start, calls = time.time, time.time(), itertools.count()
+    if mode == "jumps":
+        time.time = lambda: wall_time() + (3600, -3600, 0)[next(calls) % 3]
+    elif mode == "fast":
+        time.time = lambda: start + 60 * (wall_time() - start)
 
 
 def runner_of(options: dict[str, Any]) -> Runner:
@@ -72,16 +72,18 @@ def runner_of(options: dict[str, Any]) -> Runner:
         from distill_server.runners.slurm.jobs import SlurmJobs
         from distill_server.runners.slurm.runner import SlurmRunner
 
-        of_ranks = launching(ranks) if ranks else command
-        return SlurmRunner(Cluster(SlurmJobs(), "Slurm", 0.5), options["slurm"], command=of_ranks)
+        rank_command = make_launch_command(ranks) if ranks else command
+        return SlurmRunner(
+            Cluster(SlurmJobs(), "Slurm", 0.5), options["slurm"], command=rank_command
+        )
     if ray is None:
-        return LocalRunner(command=launching(ranks, *TORCH) if ranks else command)
+        return LocalRunner(command=make_launch_command(ranks, *TORCH) if ranks else command)
     from distill_server.runners.ray.cluster import RayCluster
     from distill_server.runners.ray.jobs import RayJobs
     from distill_server.runners.ray.runner import RayRunner
 
     cluster = RayCluster(RayJobs(ray))
-    return RayRunner(cluster, command=launching(ranks) if ranks else command)
+    return RayRunner(cluster, command=make_launch_command(ranks) if ranks else command)
 
 
 def main() -> int:

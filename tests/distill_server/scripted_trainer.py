@@ -1,6 +1,6 @@
-"""A trainer without a model: it obeys the run directory's contract and misbehaves on request.
+"""A trainer without a model: it follows the run directory's contract and fails on request.
 
-What it does is told in the job's name, as `key=value` words:
+The job's name has its instructions, as `key=value` words:
     pause=SECONDS      per step (default 0.01)
     crash_at=STEP      exit without a verdict: by `crash_code`, or by SIGKILL (default)
     crashes=N          only in the first N attempts
@@ -43,8 +43,8 @@ class Trainer:
         self.script = dict(w.split("=", 1) for w in self.config["name"].split() if "=" in w)
         self.max_steps = self.config["max_steps"]
         self.stop = False
-        done = [int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")]
-        self.step = from_step if from_step is not None else max(done, default=0)
+        checkpoint_steps = [int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")]
+        self.step = from_step if from_step is not None else max(checkpoint_steps, default=0)
 
     def number(self, name: str, default: float) -> float:
         return float(self.script.get(name, default))
@@ -63,13 +63,13 @@ class Trainer:
         metrics = self.run / "metrics.jsonl"
         if metrics.exists():
             lines = metrics.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
-            replace(metrics, "".join(kept))
+            kept_lines = [line for line in lines if json.loads(line)["step"] <= self.step]
+            replace(metrics, "".join(kept_lines))
 
-    def wishes(self) -> str:
+    def requested_stop(self) -> str:
         control = self.run / "control.json"
-        asked = json.loads(control.read_text())["stop"] if control.exists() else ""
-        return asked or ("checkpoint" if self.stop else "")
+        stop_request = json.loads(control.read_text())["stop"] if control.exists() else ""
+        return stop_request or ("checkpoint" if self.stop else "")
 
     def misbehave(self) -> None:
         if self.attempt <= self.number("crashes", 1000) and self.step == self.number(
@@ -103,7 +103,7 @@ class Trainer:
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
         with (self.run / "metrics.jsonl").open("a", buffering=1) as metrics:
             while self.step < self.max_steps:
-                if stop := self.wishes():
+                if stop := self.requested_stop():
                     if stop == "checkpoint":
                         self.checkpoint()
                     self.say("cancelled")

@@ -1,4 +1,4 @@
-"""The example scripts, run as they stand."""
+"""The example scripts, run unchanged."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ data.path = "prompts.jsonl"
 
 def test_quickstart(server: Server, client: DistillClient, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(QUICKSTART), "job.toml", server.address],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONWARNINGS": "error"},
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     (job,) = client.list()
     assert (job.state, job.attempt, job.step) == (JobState.SUCCEEDED, 2, 60)
-    lines = done.stdout.splitlines()
+    lines = process.stdout.splitlines()
     assert lines[0] == "--set: teacher.topk: unknown key; did you mean 'top_k'?"
     assert lines[1] == f"{job.id} QUEUED"
     assert lines[2] == "1 {'loss': 1.0}"
-    stopped, ended, _, path = lines[-4:]
-    assert stopped.startswith("CANCELLED at step ")
-    assert 10 <= int(stopped.split()[-1]) < 60
-    assert ended == "SUCCEEDED at step 60"
+    stopped_line, ended_line, _, path = lines[-4:]
+    assert stopped_line.startswith("CANCELLED at step ")
+    assert 10 <= int(stopped_line.split()[-1]) < 60
+    assert ended_line == "SUCCEEDED at step 60"
     assert (Path(path) / "config.json").is_file()
 
 

@@ -1,4 +1,4 @@
-"""The command of `--on-end`: real commands, told by a real server."""
+"""The command of `--on-end`: real commands, run by a real server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def python(code: str, *arguments: object) -> str:
     return " ".join([sys.executable, "-c", f'"{code}"', *map(str, arguments)])
 
 
-def ended(job_id: str, state: JobState = JobState.SUCCEEDED) -> Job:
+def make_ended_job(job_id: str, state: JobState = JobState.SUCCEEDED) -> Job:
     numbers = {"attempt": 1, "step": 1, "max_steps": 1, "last_seq": 1}
     times = {"created_at": 1.0, "started_at": 1.0, "ended_at": 1.0}
     words = {"name": job_id, "kind": "on_policy", "reason": "", "phase": ""}
@@ -43,19 +43,21 @@ def records(path: Path) -> list[dict[str, object]]:
 def test_the_command_gets_each_end_in_turn(tmp_path: Path) -> None:
     out = tmp_path / "told.jsonl"
     command = EndCommand(python(APPENDS, out))
-    command.on_job_change(ended("early", JobState.RUNNING))
+    command.on_job_change(make_ended_job("early", JobState.RUNNING))
     states = (JobState.FAILED, JobState.CANCELLED, JobState.SUCCEEDED)
     for state in states:
-        command.on_job_change(ended(state.lower(), state))
+        command.on_job_change(make_ended_job(state.lower(), state))
     eventually(lambda: len(records(out)) == 3)
-    assert [one["state"] for one in records(out)] == list(states)
-    assert all("secret" not in str(one) and one["kind"] == "on_policy" for one in records(out))
+    assert [record["state"] for record in records(out)] == list(states)
+    assert all(
+        "secret" not in str(record) and record["kind"] == "on_policy" for record in records(out)
+    )
 
 
 def test_a_command_that_fails_or_hangs_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the next end is told all the same."""
+    """The command still runs for the next job."""
     caplog.set_level(logging.WARNING)
     out = tmp_path / "told.jsonl"
     code = (
@@ -65,8 +67,8 @@ def test_a_command_that_fails_or_hangs_is_told(
     )
     command = EndCommand(python(code, out), seconds=5)
     for name in ("bad", "slow", "good"):
-        command.on_job_change(ended(name))
-    eventually(lambda: [one["id"] for one in records(out)] == ["good"])
+        command.on_job_change(make_ended_job(name))
+    eventually(lambda: [record["id"] for record in records(out)] == ["good"])
     assert caplog.messages == [
         "--on-end: job bad: exit code 3",
         "--on-end: job slow: killed after 5 s",
@@ -74,27 +76,28 @@ def test_a_command_that_fails_or_hangs_is_told(
 
 
 def test_a_server_that_ends_takes_its_command_along(tmp_path: Path) -> None:
-    """A process of its own, as a server is: its exit must leave no command behind."""
+    """In a separate process, as a server is: its exit kills the running command."""
     mark = tmp_path / "pid"
     sleeps = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     code = (
         "import sys, time, logging; from pathlib import Path\n"
-        "from tests.distill_server.test_on_end import ended, EndCommand\n"
+        "from tests.distill_server.test_on_end import make_ended_job, EndCommand\n"
         "logging.basicConfig()\n"
         "command = EndCommand(sys.argv[1])\n"
-        "command.on_job_change(ended('one')); command.on_job_change(ended('two'))\n"
+        "command.on_job_change(make_ended_job('one'))\n"
+        "command.on_job_change(make_ended_job('two'))\n"
         "mark = Path(sys.argv[2])\n"
         "while not (mark.exists() and mark.read_text()): time.sleep(0.01)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, python(sleeps, mark), str(mark)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert "not run for job two" in done.stderr
+    assert process.returncode == 0, process.stderr
+    assert "not run for job two" in process.stderr
     eventually(lambda: not Path(f"/proc/{mark.read_text()}").exists())
 
 
@@ -123,8 +126,10 @@ def test_the_command_of_the_document_sends_a_message() -> None:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Chat) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        here = f"http://127.0.0.1:{server.server_address[1]}"
-        EndCommand(command.replace("https://chat.example", here)).on_job_change(ended("done"))
+        server_url = f"http://127.0.0.1:{server.server_address[1]}"
+        EndCommand(command.replace("https://chat.example", server_url)).on_job_change(
+            make_ended_job("done")
+        )
         eventually(lambda: messages)
         server.shutdown()
     [(kind, record)] = messages
@@ -141,10 +146,10 @@ def test_a_server_tells_ends_and_waits_for_no_command(
     )
     server = make_server(on_end=python(code, out, gate))
     with DistillClient(server.address) as client:
-        first = client.submit(job_config(max_steps=1))
-        second = client.submit(job_config(max_steps=1))
-        eventually(lambda: client.get(second.id).state is JobState.SUCCEEDED)
+        first_job = client.submit(job_config(max_steps=1))
+        second_job = client.submit(job_config(max_steps=1))
+        eventually(lambda: client.get(second_job.id).state is JobState.SUCCEEDED)
         eventually(lambda: len(records(out)) == 1)  # the first command still runs
         gate.touch()
         eventually(lambda: len(records(out)) == 2)
-    assert [one["id"] for one in records(out)] == [first.id, second.id]
+    assert [record["id"] for record in records(out)] == [first_job.id, second_job.id]

@@ -27,7 +27,7 @@ def command(runs: Path, *options: str) -> list[str]:
 def program(
     runs: Path, *options: str, stderr: IO[bytes] | None = None, tokens: str = ""
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The program once it is ready, and its line."""
+    """Run the program; yield it once it is ready, and its first line of output."""
     with subprocess.Popen(
         command(runs, "--port", "0", *options),
         stdout=subprocess.PIPE,
@@ -57,7 +57,7 @@ def test_starts_serves_and_stops(tmp_path: Path) -> None:
 
 
 def test_its_page_is_always_there(tmp_path: Path) -> None:
-    """At any free port, which its log names; it needs no token."""
+    """The metrics page is at a free port, which the log names, and needs no token."""
     log = tmp_path / "server.log"
     with (
         log.open("wb") as stderr,
@@ -72,7 +72,7 @@ def test_its_page_is_always_there(tmp_path: Path) -> None:
 
 
 def test_the_database_may_be_elsewhere(tmp_path: Path) -> None:
-    """On a disk of the server, where the runs are on a file server."""
+    """--database puts the database on a local disk, where the runs are on a file server."""
     with program(tmp_path / "runs", "--database", str(tmp_path / "here.sqlite")) as (_, line):
         assert line.startswith("server listening on")
     assert (tmp_path / "here.sqlite").exists()
@@ -81,23 +81,23 @@ def test_the_database_may_be_elsewhere(tmp_path: Path) -> None:
 
 def test_one_server_per_directory(tmp_path: Path) -> None:
     with program(tmp_path):
-        other = run(command(tmp_path, "--port", "0"))
-    assert other.returncode == 2
-    assert other.stdout == ""
-    assert other.stderr == (
+        second_server = run(command(tmp_path, "--port", "0"))
+    assert second_server.returncode == 2
+    assert second_server.stdout == ""
+    assert second_server.stderr == (
         f"error: another server runs on {tmp_path}; "
         "stop it, or start this server with another --runs directory\n"
     )
 
 
 def test_taken_port(tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        found = run(command(tmp_path, "--port", port))
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.splitlines()[-1] == (
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        process = run(command(tmp_path, "--port", port))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines()[-1] == (
         f"error: --port: port {port} is taken; choose another one, or 0 for any free port"
     )
 
@@ -107,19 +107,19 @@ def test_taken_port(tmp_path: Path) -> None:
     [(["--host", "0.0.0.0"], "refusing to listen"), (["--slots", "0"], "--slots")],
 )
 def test_bad_options(tmp_path: Path, options: list[str], word: str) -> None:
-    found = run(command(tmp_path / "runs", "--port", "0", *options))
-    assert found.returncode == 2
-    assert word in found.stderr
-    assert "Traceback" not in found.stderr
+    process = run(command(tmp_path / "runs", "--port", "0", *options))
+    assert process.returncode == 2
+    assert word in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for runs in (tmp_path / "file", tmp_path / "file" / "runs"):
-        found = run(command(runs, "--port", "0"))
-        assert found.returncode == 2
-        assert found.stderr.startswith(f"error: --runs: cannot create the directory {runs}: ")
-        assert len(found.stderr.splitlines()) == 1
+        process = run(command(runs, "--port", "0"))
+        assert process.returncode == 2
+        assert process.stderr.startswith(f"error: --runs: cannot create the directory {runs}: ")
+        assert len(process.stderr.splitlines()) == 1
 
 
 def run(argv: list[str]) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The server is killed and comes back; trainers and watchers do not mind."""
+"""The server is killed and restarted; trainers and watchers continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.distill_server.jobs.history import History
 
 @pytest.fixture(autouse=True)
 def history(tmp_path: Path) -> Iterator[History]:
-    """Checked when the test is over and its server dead."""
+    """A history that is checked when the test is over and its server is dead."""
     history = History()
     yield history
     history.check(tmp_path / "runs", slots=3)
@@ -65,12 +65,12 @@ def test_running_jobs_are_adopted(make_server: Callable[..., Server], signum: in
         watchers = [Watcher(server.address, job.id) for job in jobs for _ in range(2)]
         for job in jobs:
             eventually(lambda job=job: client.get(job.id).step >= 2)
-        before = [server.card(job.id) for job in jobs]
+        cards_before = [server.card(job.id) for job in jobs]
         for _ in range(3):
             code = server.kill(signum)
             assert code == (0 if signum == signal.SIGTERM else -signum)
             server.start()
-        assert [server.card(job.id) for job in jobs] == before
+        assert [server.card(job.id) for job in jobs] == cards_before
         for watcher in watchers:
             events = watcher.result()
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
@@ -98,8 +98,8 @@ def test_job_that_ended_meanwhile(
     server.kill()
     eventually((directory / "exit.json").exists)
     server.start()
-    done = client.wait(job.id, timeout=20)
-    assert (done.state, done.reason, done.attempt) == (state, reason, 1)
+    final_job = client.wait(job.id, timeout=20)
+    assert (final_job.state, final_job.reason, final_job.attempt) == (state, reason, 1)
     steps = [event.step for event in watcher.result() if event.metrics]
     assert steps == list(range(1, 21 if state is JobState.SUCCEEDED else 20))
 
@@ -107,7 +107,7 @@ def test_job_that_ended_meanwhile(
 def test_job_whose_processes_are_gone_is_queued_again(
     server: Server, client: DistillClient
 ) -> None:
-    """Everything was killed: a new attempt, and nothing of the old one is left."""
+    """All processes were killed: a new attempt starts, and no old process is left."""
     job = client.submit(job_config("hang_at=8 hangs=1 orphan=1", max_steps=10))
     eventually(lambda: client.get(job.id).step == 7)
     card = server.card(job.id)
@@ -115,8 +115,8 @@ def test_job_whose_processes_are_gone_is_queued_again(
     os.kill(int(card["pid"]), signal.SIGKILL)
     assert family(str(card["mark"]))
     server.start()
-    done = client.wait(job.id, timeout=30)
-    assert (done.state, done.attempt, done.step) == (JobState.SUCCEEDED, 2, 10)
+    final_job = client.wait(job.id, timeout=30)
+    assert (final_job.state, final_job.attempt, final_job.step) == (JobState.SUCCEEDED, 2, 10)
     assert family(str(card["mark"])) == []
 
 
@@ -130,12 +130,12 @@ def test_reboot_costs_no_retry(server: Server, client: DistillClient) -> None:
         path = server.runs / job.id / "logs" / f"attempt-{attempt}" / "shim.json"
         path.write_text(json.dumps({**card, "boot_id": "of yesterday"}))
         server.start()
-    done = client.wait(job.id, timeout=30)
-    assert (done.state, done.attempt) == (JobState.SUCCEEDED, 4)
+    final_job = client.wait(job.id, timeout=30)
+    assert (final_job.state, final_job.attempt) == (JobState.SUCCEEDED, 4)
 
 
 def test_job_that_was_recorded_but_not_started(server: Server, client: DistillClient) -> None:
-    """The server died between the record and the process."""
+    """The server died after it recorded the attempt and before it started the process."""
     blocker = client.submit(job_config("pause=1", max_steps=1000))
     job = client.submit(job_config())
     server.kill()
@@ -145,8 +145,8 @@ def test_job_that_was_recorded_but_not_started(server: Server, client: DistillCl
     server.start()
     eventually(lambda: client.get(job.id).attempt == 2)
     client.cancel(blocker.id, now=True)
-    done = client.wait(job.id, timeout=20)
-    assert (done.state, done.attempt) == (JobState.SUCCEEDED, 2)
+    final_job = client.wait(job.id, timeout=20)
+    assert (final_job.state, final_job.attempt) == (JobState.SUCCEEDED, 2)
 
 
 def test_cancel_is_finished_by_the_next_server(server: Server, client: DistillClient) -> None:
@@ -155,8 +155,8 @@ def test_cancel_is_finished_by_the_next_server(server: Server, client: DistillCl
     client.cancel(job.id, now=True)
     server.kill()
     server.start()
-    done = client.wait(job.id, timeout=30)
-    assert done.state is JobState.CANCELLED
+    final_job = client.wait(job.id, timeout=30)
+    assert final_job.state is JobState.CANCELLED
 
 
 def test_queue_survives(server: Server, client: DistillClient) -> None:
@@ -166,18 +166,18 @@ def test_queue_survives(server: Server, client: DistillClient) -> None:
     ]
     server.kill()
     server.start()
-    again = [
+    repeated_ids = [
         client.submit(job_config(f"n{n}", max_steps=3), idempotency_key=f"k{n}").id
         for n in range(5)
     ]
-    assert again == ids
+    assert repeated_ids == ids
     for job_id in ids:
         assert client.wait(job_id, timeout=30).state is JobState.SUCCEEDED
     assert len(client.list()) == 5
 
 
 def test_queue_survives_without_its_directories(server: Server, client: DistillClient) -> None:
-    """A power cut may take what no disk was waited for; the database has the jobs."""
+    """A power cut may lose unsynced directories; the database has the jobs."""
     ids = [client.submit(job_config(f"n{n}", max_steps=3)).id for n in range(3)]
     server.kill()
     for job_id in ids[1:]:
@@ -189,15 +189,15 @@ def test_queue_survives_without_its_directories(server: Server, client: DistillC
 
 
 def test_second_server_is_refused(server: Server, tmp_path: Path) -> None:
-    other = server.launch()
-    assert other.stdout is not None
-    assert other.wait(20) == 2
-    assert other.stdout.read() == ""
-    other.stdout.close()
+    second_server = server.launch()
+    assert second_server.stdout is not None
+    assert second_server.wait(20) == 2
+    assert second_server.stdout.read() == ""
+    second_server.stdout.close()
 
 
 def test_storm_of_kills(make_server: Callable[..., Server], history: History) -> None:
-    """Killed while jobs are submitted and end: none is lost, doubled or run twice."""
+    """Killed while jobs are submitted and end: no job is lost, doubled or run twice."""
     server = make_server(slots=2)
     acknowledged: dict[str, str] = {}
 
@@ -230,6 +230,6 @@ def test_storm_of_kills(make_server: Callable[..., Server], history: History) ->
             events = list(client.watch(job.id))
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
             assert [event.step for event in events if event.metrics] == [1, 2, 3]
-            # An attempt may have been recorded without ever starting, but only one started.
+            # Attempts may be recorded without a start, but only one started.
             logs = (server.runs / job.id / "logs").glob("attempt-*/rank-0.log")
             assert sum(log.read_text().count("starts after step") for log in logs) == 1

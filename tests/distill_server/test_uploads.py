@@ -1,4 +1,4 @@
-"""The files that clients send: what the server asks for, keeps, refuses and removes."""
+"""Uploaded files: what the server requests, keeps, refuses and removes."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def uploads(tmp_path: Path) -> Uploads:
     return Uploads(tmp_path)
 
 
-def sent(uploads: Uploads, *files: tuple[str, bytes]) -> Path:
-    """Send what the server asks for, in parts of 300 bytes, and return the path of the upload."""
+def send_files(uploads: Uploads, *files: tuple[str, bytes]) -> Path:
+    """Send what the server requests, in parts of 300 bytes; return the path of the upload."""
     contents = {digest(content): content for _, content in files}
-    asked = [upload_file(*one) for one in files]
-    _, missing = uploads.begin(asked)
-    for one in missing:
-        content = contents[one.sha256]
-        for start in range(one.offset, max(1, len(content)), 300):
-            uploads.receive(one.sha256, start, content[start : start + 300])
-    path, missing = uploads.begin(asked)
+    upload_files = [upload_file(*file) for file in files]
+    _, missing_parts = uploads.begin(upload_files)
+    for missing_part in missing_parts:
+        content = contents[missing_part.sha256]
+        for start in range(missing_part.offset, max(1, len(content)), 300):
+            uploads.receive(missing_part.sha256, start, content[start : start + 300])
+    path, missing_parts = uploads.begin(upload_files)
     assert path is not None
-    assert missing == []
+    assert missing_parts == []
     return path
 
 
 def test_a_file_and_a_directory(uploads: Uploads, tmp_path: Path) -> None:
-    path = sent(uploads, ("train.jsonl", CONTENT))
+    path = send_files(uploads, ("train.jsonl", CONTENT))
     assert path.name == "train.jsonl"
     assert path.read_bytes() == CONTENT
-    folder = sent(uploads, ("m/config.json", b"{}"), ("m/a/b.txt", CONTENT), ("m/empty", b""))
+    folder = send_files(uploads, ("m/config.json", b"{}"), ("m/a/b.txt", CONTENT), ("m/empty", b""))
     assert folder.name == "m"
     assert (folder / "config.json").read_bytes() == b"{}"
     assert (folder / "a" / "b.txt").samefile(path), "one content is stored once"
@@ -65,30 +65,30 @@ def test_a_file_and_a_directory(uploads: Uploads, tmp_path: Path) -> None:
         assert digest(file.read_bytes()) == file.name
         assert file.stat().st_mode & 0o777 == 0o400
     assert list((tmp_path / ".uploads" / "parts").iterdir()) == []
-    assert sent(uploads, ("train.jsonl", CONTENT)) == path, "the same path, whoever sends it"
+    assert send_files(uploads, ("train.jsonl", CONTENT)) == path, "the same path, whoever sends it"
 
 
 def test_only_what_is_missing_is_asked_for(uploads: Uploads, tmp_path: Path) -> None:
-    other = b"other" * 100
-    files = [upload_file("d/a"), upload_file("d/b", other), upload_file("d/c")]
+    other_content = b"other" * 100
+    files = [upload_file("d/a"), upload_file("d/b", other_content), upload_file("d/c")]
     assert uploads.begin(files)[1] == [
         MissingPart(digest(CONTENT), 0),
-        MissingPart(digest(other), 0),
+        MissingPart(digest(other_content), 0),
     ]
     uploads.receive(digest(CONTENT), 0, CONTENT[:400])
-    again = Uploads(tmp_path)  # a restarted server
+    restarted = Uploads(tmp_path)  # a restarted server
     with pytest.raises(Unavailable, match="begin the upload again"):
-        again.receive(digest(CONTENT), 400, CONTENT[400:])
-    assert again.begin(files)[1] == [
+        restarted.receive(digest(CONTENT), 400, CONTENT[400:])
+    assert restarted.begin(files)[1] == [
         MissingPart(digest(CONTENT), 400),
-        MissingPart(digest(other), 0),
+        MissingPart(digest(other_content), 0),
     ]
-    again.receive(digest(CONTENT), 400, CONTENT[400:])
-    assert again.begin(files)[1] == [MissingPart(digest(other), 0)]
-    again.receive(digest(other), 0, other)
-    path, _ = again.begin(files)
+    restarted.receive(digest(CONTENT), 400, CONTENT[400:])
+    assert restarted.begin(files)[1] == [MissingPart(digest(other_content), 0)]
+    restarted.receive(digest(other_content), 0, other_content)
+    path, _ = restarted.begin(files)
     assert path is not None
-    assert [(path / name).read_bytes() for name in "abc"] == [CONTENT, other, CONTENT]
+    assert [(path / name).read_bytes() for name in "abc"] == [CONTENT, other_content, CONTENT]
 
 
 def test_a_part_that_is_early_or_comes_twice(uploads: Uploads) -> None:
@@ -118,14 +118,14 @@ def test_wrong_bytes_are_never_kept(uploads: Uploads, tmp_path: Path) -> None:
 
 
 def test_many_clients_send_the_same_file(uploads: Uploads) -> None:
-    """With different offsets, and one that lies about the size at the same time."""
+    """Concurrently, with parts of different sizes."""
     content = random.Random(1).randbytes(1 << 20)
     name, faults = digest(content), []
 
     def client(step: int) -> None:
         try:
-            while (begun := uploads.begin([upload_file("f", content)]))[0] is None:
-                start = begun[1][0].offset
+            while (progress := uploads.begin([upload_file("f", content)]))[0] is None:
+                start = progress[1][0].offset
                 uploads.receive(name, start, content[start : start + step])
         except Exception as error:
             faults.append(error)
@@ -170,9 +170,9 @@ def test_paths_that_are_refused(uploads: Uploads, tmp_path: Path, paths: list[st
 
 
 def test_a_checksum_that_is_refused(uploads: Uploads, tmp_path: Path) -> None:
-    for wrong in ("", "../x", "0" * 63, "G" * 64):
+    for bad_checksum in ("", "../x", "0" * 63, "G" * 64):
         with pytest.raises(InvalidInput, match="no sha256"):
-            uploads.begin([UploadFile("a", 1, wrong)])
+            uploads.begin([UploadFile("a", 1, bad_checksum)])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -182,7 +182,7 @@ def test_files_that_do_not_fit_are_refused_before_they_are_sent(uploads: Uploads
 
 
 def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has arrived stays, and is not sent again."""
+    """Received data stays and is not sent again."""
     monkeypatch.setattr("distill_server.uploads._RESERVED_BYTES", 0)
     content = random.Random(2).randbytes(1 << 20)
     with small_disk(tmp_path / "disk", "4m") as disk:
@@ -196,39 +196,39 @@ def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(WrongState, match="took no more bytes"):
             uploads.receive(digest(content), 4096, content[4096:])
         ballast.unlink()
-        (lacking,) = uploads.begin([upload_file("f", content)])[1]
-        assert lacking.offset >= 4096
-        uploads.receive(digest(content), lacking.offset, content[lacking.offset :])
+        (missing_part,) = uploads.begin([upload_file("f", content)])[1]
+        assert missing_part.offset >= 4096
+        uploads.receive(digest(content), missing_part.offset, content[missing_part.offset :])
         path, _ = uploads.begin([upload_file("f", content)])
         assert path is not None
         assert path.read_bytes() == content
 
 
 def test_what_no_job_names_is_removed_after_a_day(uploads: Uploads, tmp_path: Path) -> None:
-    named = sent(uploads, ("a.jsonl", CONTENT))
-    unnamed = sent(uploads, ("m/a.jsonl", CONTENT), ("m/b", b"b"))
+    named_path = send_files(uploads, ("a.jsonl", CONTENT))
+    unnamed_path = send_files(uploads, ("m/a.jsonl", CONTENT), ("m/b", b"b"))
     uploads.begin([upload_file("c", b"c" * 10)])
     uploads.receive(digest(b"c" * 10), 0, b"c" * 5)
     uploads.begin([upload_file("d", b"d"), upload_file("e", b"e")][:1])
-    uploads.receive(digest(b"d"), 0, b"d")  # whole, and linked by nothing
-    keep = {named.parent.name}
-    uploads.collect(keep, cutoff=time.time() - 60)
-    assert unnamed.exists(), "somebody may be about to submit its job"
-    uploads.collect(keep, cutoff=time.time() + 60)
-    left = [path for path in (tmp_path / ".uploads").rglob("*") if path.is_file()]
-    assert {path.name for path in left} == {digest(CONTENT), "a.jsonl"}
+    uploads.receive(digest(b"d"), 0, b"d")  # complete, and linked by no upload
+    kept_uploads = {named_path.parent.name}
+    uploads.collect(kept_uploads, cutoff=time.time() - 60)
+    assert unnamed_path.exists(), "somebody may be about to submit its job"
+    uploads.collect(kept_uploads, cutoff=time.time() + 60)
+    remaining_files = [path for path in (tmp_path / ".uploads").rglob("*") if path.is_file()]
+    assert {path.name for path in remaining_files} == {digest(CONTENT), "a.jsonl"}
     uploads.collect(set(), cutoff=time.time() + 60)
     uploads.collect(set(), cutoff=time.time() + 60)
     assert not [path for path in (tmp_path / ".uploads").rglob("*") if path.is_file()]
-    assert sent(uploads, ("a.jsonl", CONTENT)) == named, "it is sent again"
+    assert send_files(uploads, ("a.jsonl", CONTENT)) == named_path, "it is sent again"
 
 
 def test_what_is_asked_for_again_stays_for_another_day(uploads: Uploads, tmp_path: Path) -> None:
-    path = sent(uploads, ("a", CONTENT))
+    path = send_files(uploads, ("a", CONTENT))
     uploads.begin([upload_file("b", b"b")])
     uploads.receive(digest(b"b"), 0, b"b")
-    for old in (path.parent, tmp_path / ".uploads" / "files" / digest(b"b")):
-        os.utime(old, (0, 0))
+    for old_path in (path.parent, tmp_path / ".uploads" / "files" / digest(b"b")):
+        os.utime(old_path, (0, 0))
     uploads.begin([upload_file("a")])
     pair = [upload_file("m/b", b"b"), upload_file("m/c", b"c")]
     uploads.begin(pair)
@@ -238,7 +238,7 @@ def test_what_is_asked_for_again_stays_for_another_day(uploads: Uploads, tmp_pat
 
 
 def test_a_job_holds_what_it_names(make_server: Callable[..., Server], tmp_path: Path) -> None:
-    """By the server's own database, also after the job has ended and the server was restarted."""
+    """According to the server's database, also after the job has ended and a restart."""
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     server = make_server()
     config = job_config().model_copy(

@@ -37,7 +37,7 @@ from clients.jobs.job import TERMINAL, JobState
 from clients.runs.directory import RunDirectory
 from protos.errors import DistillError
 from tests.end_to_end.processes import metrics_of, weights
-from tests.faults.installation import Installation, installed, until
+from tests.faults.installation import Installation, run_installation, until
 from tests.small_disk import why_not
 from tests.student_trainer.tiny import curve
 
@@ -52,35 +52,39 @@ END_SECONDS = 1200.0
 
 @dataclass
 class Chaos:
-    """The faults. Each function returns once the fault is over."""
+    """The faults. Each method returns when its fault is over."""
 
-    place: Installation
+    installation: Installation
     random: random.Random
     away_seconds: float
-    told: Callable[[str], None] = print
+    report: Callable[[str], None] = print
     counts: Counter[str] = field(default_factory=Counter)
-    _going: dict[str, threading.Thread] = field(default_factory=dict)
+    _active_faults: dict[str, threading.Thread] = field(default_factory=dict)
 
     def inject(self) -> None:
-        """Begin one fault that is not going on. Long ones go on in a thread, beside the next."""
+        """Start a random fault that is not active, in a thread; different faults may overlap."""
         faults = [
             *[self.kill_trainer, self.kill_service] * 3,
             *(self.teachers_away, self.disk_full, self.redis_frozen),
         ]
-        if self.place.hung is not None:
+        if self.installation.hung is not None:
             faults.append(self.directories_hung)
-        self._going = {name: thread for name, thread in self._going.items() if thread.is_alive()}
-        fault = self.random.choice([one for one in faults if one.__name__ not in self._going])
-        self._going[fault.__name__] = thread = threading.Thread(target=fault)
+        self._active_faults = {
+            name: thread for name, thread in self._active_faults.items() if thread.is_alive()
+        }
+        fault = self.random.choice(
+            [candidate for candidate in faults if candidate.__name__ not in self._active_faults]
+        )
+        self._active_faults[fault.__name__] = thread = threading.Thread(target=fault)
         thread.start()
 
     def finish(self) -> None:
-        """Wait for the end of the faults that have begun."""
-        for thread in self._going.values():
+        """Wait until all started faults are over."""
+        for thread in self._active_faults.values():
             thread.join()
 
     def kill_trainer(self) -> None:
-        if victims := self.place.trainers():
+        if victims := self.installation.trainers():
             victim, signum = self.random.choice(victims), self._signal()
             with suppress(psutil.Error):
                 shim = any("shim" in word for word in victim.cmdline())
@@ -88,22 +92,24 @@ class Chaos:
                 self._tell(f"{signum.name} to {'a shim' if shim else 'a trainer'}")
 
     def kill_service(self) -> None:
-        victim = self.random.choice([self.place.server, *self.place.teachers, self.place.redis])
+        victim = self.random.choice(
+            [self.installation.server, *self.installation.teachers, self.installation.redis]
+        )
         signum = self._signal()
         victim.process.send_signal(signum)
         self._tell(f"{signum.name} to {victim.name.rstrip('12')}")
 
     def teachers_away(self) -> None:
         self._tell("both teachers away")
-        first, second = self.place.teachers
-        thread = threading.Thread(target=first.away, args=[self.away_seconds])
+        first_teacher, second_teacher = self.installation.teachers
+        thread = threading.Thread(target=first_teacher.away, args=[self.away_seconds])
         thread.start()
-        second.away(self.away_seconds)
+        second_teacher.away(self.away_seconds)
         thread.join()
 
     def disk_full(self) -> None:
         self._tell("database disk full")
-        ballast = self.place.disk / "ballast"
+        ballast = self.installation.disk / "ballast"
         with suppress(OSError), ballast.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
@@ -112,12 +118,12 @@ class Chaos:
 
     def redis_frozen(self) -> None:
         self._tell("Redis frozen")
-        self._freeze(self.place.redis.process, FROZEN_SECONDS)
+        self._freeze(self.installation.redis.process, FROZEN_SECONDS)
 
     def directories_hung(self) -> None:
         self._tell("run directories hung")
-        assert self.place.hung is not None
-        self._freeze(self.place.hung, HUNG_SECONDS)
+        assert self.installation.hung is not None
+        self._freeze(self.installation.hung, HUNG_SECONDS)
 
     def _freeze(self, process: subprocess.Popen[bytes], seconds: float) -> None:
         process.send_signal(signal.SIGSTOP)
@@ -129,29 +135,29 @@ class Chaos:
 
     def _tell(self, fault: str) -> None:
         self.counts[fault] += 1
-        self.told(fault)
+        self.report(fault)
 
 
-def jobs_of(place: Path, material: Material, store: Path, teachers: list[str]) -> list[AnyJob]:
-    """One job of each method. A patience of seconds: a longer outage is for the server."""
+def jobs_of(root: Path, material: Material, store: Path, teachers: list[str]) -> list[AnyJob]:
+    """One job of each method. Their patience is seconds: the server handles longer outages."""
     from tests.student_trainer.tiny import job, offline_job, rl_job
 
-    every: dict[str, Any] = {"checkpoint__every": 20, "eval__every": 50}
+    intervals: dict[str, Any] = {"checkpoint__every": 20, "eval__every": 50}
     return [
         job(
             material,
             teachers,  # type: ignore[arg-type]
             max_steps=STEPS["on_policy"],
             teacher__patience_seconds=5,
-            **every,
+            **intervals,
         ),
         rl_job(material, max_steps=STEPS["rl"], checkpoint__every=5, eval__every=20),
-        offline_job(material, store, max_steps=STEPS["offline"], **every),
+        offline_job(material, store, max_steps=STEPS["offline"], **intervals),
     ]
 
 
-def captured(root: Path, material: Material) -> Path:
-    """A store of the teacher's rows for 200 prompts."""
+def capture_rows(root: Path, material: Material) -> Path:
+    """Capture the teacher's rows for 200 prompts into a store; return its path."""
     from clients.config.capture import CaptureJob
     from tests.teacher_service.capture.material import capture_here
 
@@ -169,8 +175,8 @@ def captured(root: Path, material: Material) -> Path:
     return root / "store"
 
 
-def persistently(call: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """Call until the server answers; it may be away."""
+def retry_until_answered(call: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """Repeat a call until the server answers it or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -185,28 +191,35 @@ def run(
     minutes: float,
     *,
     seed: int = 0,
-    every: float = 10.0,
+    fault_interval: float = 10.0,
     away_seconds: float = 90.0,
     jobs_at_once: int = 12,
 ) -> None:
-    """Raise AssertionError if a job suffers."""
+    """Inject faults into jobs. Raises AssertionError if one differs from undisturbed runs."""
     from tests.student_trainer.tiny import save_material
 
-    began = time.monotonic()
+    start_time = time.monotonic()
 
     def say(line: str) -> None:
-        print(f"{time.monotonic() - began:7.1f} s  {line}", flush=True)
+        print(f"{time.monotonic() - start_time:7.1f} s  {line}", flush=True)
 
     root = Path(tempfile.mkdtemp(prefix="chaos-"))
     material = save_material(root / "material")
-    store = captured(root, material)
-    with installed(root, material) as place, DistillClient(place.address, timeout=20) as client:
-        kinds = jobs_of(root, material, store, place.teacher_addresses)
+    store = capture_rows(root, material)
+    with (
+        run_installation(root, material) as installation,
+        DistillClient(installation.address, timeout=20) as client,
+    ):
+        kinds = jobs_of(root, material, store, installation.teacher_addresses)
         say("undisturbed runs, one of each method")
-        first = [persistently(lambda kind=kind: client.submit(kind)).id for kind in kinds]
-        undisturbed = [_ended(place, client, job_id) for job_id in first]
+        undisturbed_ids = [
+            retry_until_answered(lambda kind=kind: client.submit(kind)).id for kind in kinds
+        ]
+        undisturbed = [
+            _wait_for_success(installation, client, job_id) for job_id in undisturbed_ids
+        ]
         say("the faults begin")
-        chaos = Chaos(place, random.Random(seed), away_seconds, say)
+        chaos = Chaos(installation, random.Random(seed), away_seconds, say)
         jobs: dict[str, int] = {}
         deadline = time.monotonic() + 60 * minutes
         submitter = threading.Thread(
@@ -214,34 +227,41 @@ def run(
         )
         submitter.start()
         while time.monotonic() < deadline:
-            next_fault = time.monotonic() + every
+            next_fault = time.monotonic() + fault_interval
             chaos.inject()
             time.sleep(max(0.0, next_fault - time.monotonic()))
         chaos.finish()
         submitter.join()
         say(f"the faults are over: {dict(chaos.counts)}")
-        wrong = []
+        problems = []
         for job_id, kind in jobs.items():
-            wrong += _differences(place, client, job_id, undisturbed[kind])
-        attempts = [persistently(lambda one=one: client.get(one)).attempt for one in jobs]
+            problems += _differences(installation, client, job_id, undisturbed[kind])
+        attempts = [
+            retry_until_answered(lambda job_id=job_id: client.get(job_id)).attempt
+            for job_id in jobs
+        ]
         say(f"{len(jobs)} jobs, {sum(attempts)} attempts, {sum(chaos.counts.values())} faults")
-        until(lambda: not place.trainers(), 60)
-    assert not wrong, "\n".join([*wrong, f"see {root}"])
+        until(lambda: not installation.trainers(), 60)
+    assert not problems, "\n".join([*problems, f"see {root}"])
     shutil.rmtree(root)
     say("every job SUCCEEDED, each event once, all weights as undisturbed; nothing is left over")
 
 
 def _keep_busy(
-    client: DistillClient, kinds: Sequence[AnyJob], jobs: dict[str, int], most: int, deadline: float
+    client: DistillClient,
+    kinds: Sequence[AnyJob],
+    jobs: dict[str, int],
+    max_active: int,
+    deadline: float,
 ) -> None:
-    """Submit jobs until `deadline` so that `most` are queued or running; `jobs` gets their kinds.
+    """Keep `max_active` jobs queued or running until `deadline`; `jobs` gets their kinds.
 
     A submit that fails is repeated with the same key, so that no job is queued twice.
     """
     while time.monotonic() < deadline:
         with suppress(DistillError):
             states = {job.id: job.state for job in client.list()}
-            if sum(states.get(one) not in TERMINAL for one in jobs) < most:
+            if sum(states.get(job_id) not in TERMINAL for job_id in jobs) < max_active:
                 number = len(jobs)
                 job = client.submit(kinds[number % 3], idempotency_key=f"{number}")
                 jobs[job.id] = number % 3
@@ -249,40 +269,42 @@ def _keep_busy(
         time.sleep(0.5)
 
 
-def _ended(place: Installation, client: DistillClient, job_id: str) -> RunDirectory:
+def _wait_for_success(
+    installation: Installation, client: DistillClient, job_id: str
+) -> RunDirectory:
     deadline = time.monotonic() + END_SECONDS
-    while (job := persistently(lambda: client.get(job_id))).state not in TERMINAL:
+    while (job := retry_until_answered(lambda: client.get(job_id))).state not in TERMINAL:
         assert time.monotonic() < deadline, f"{job_id} is {job.state} ({job.phase}) for ever"
         time.sleep(0.5)
     assert job.state is JobState.SUCCEEDED, f"{job_id} is {job.state}: {job.reason}"
-    return RunDirectory(place.runs / job_id)
+    return RunDirectory(installation.runs / job_id)
 
 
 def _differences(
-    place: Installation, client: DistillClient, job_id: str, model: RunDirectory
+    installation: Installation, client: DistillClient, job_id: str, model: RunDirectory
 ) -> list[str]:
-    """What is wrong with a job, as sentences."""
+    """Compare a job with the undisturbed run `model`; return one sentence for each difference."""
     try:
-        found = _ended(place, client, job_id)
+        run_directory = _wait_for_success(installation, client, job_id)
     except AssertionError as error:
         return [str(error)]
-    events = persistently(lambda: list(client.watch(job_id)))
-    wrong = []
+    events = retry_until_answered(lambda: list(client.watch(job_id)))
+    problems = []
     if [event.seq for event in events] != list(range(1, len(events) + 1)):
-        wrong.append(f"{job_id}: events are lost or doubled")
-    # An attempt that was killed made steps after its checkpoint, which the next one makes again.
-    made = [(event.attempt, event.step) for event in events if event.metrics]
-    if made != sorted(set(made)):
-        wrong.append(f"{job_id}: steps of an attempt are doubled")
-    last = {event.step: event.metrics for event in events if event.metrics}
-    told = [{"step": step, **last[step]} for step in sorted(last)]
-    if curve(told) != curve(metrics_of(model)):
-        wrong.append(f"{job_id}: the events are not the steps of the undisturbed run")
-    if curve(metrics_of(found)) != curve(metrics_of(model)):
-        wrong.append(f"{job_id}: metrics differ from the undisturbed run's")
-    if weights(found) != weights(model):
-        wrong.append(f"{job_id}: weights differ from the undisturbed run's")
-    return wrong
+        problems.append(f"{job_id}: events are lost or doubled")
+    # The attempt after a killed one repeats the steps after the checkpoint.
+    attempt_steps = [(event.attempt, event.step) for event in events if event.metrics]
+    if attempt_steps != sorted(set(attempt_steps)):
+        problems.append(f"{job_id}: steps of an attempt are doubled")
+    last_metrics = {event.step: event.metrics for event in events if event.metrics}
+    reported_metrics = [{"step": step, **last_metrics[step]} for step in sorted(last_metrics)]
+    if curve(reported_metrics) != curve(metrics_of(model)):
+        problems.append(f"{job_id}: the events are not the steps of the undisturbed run")
+    if curve(metrics_of(run_directory)) != curve(metrics_of(model)):
+        problems.append(f"{job_id}: metrics differ from the undisturbed run's")
+    if weights(run_directory) != weights(model):
+        problems.append(f"{job_id}: weights differ from the undisturbed run's")
+    return problems
 
 
 def main() -> None:
@@ -293,16 +315,16 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between faults")
     parser.add_argument("--away", type=float, default=90.0, help="seconds without a teacher")
     parser.add_argument("--jobs", type=int, default=12, help="jobs at the same time")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if reason := why_not():
         print(f"skipped: no file system can be mounted here ({reason}); run it as root")
         return
     run(
-        given.minutes,
-        seed=given.seed,
-        every=given.every,
-        away_seconds=given.away,
-        jobs_at_once=given.jobs,
+        arguments.minutes,
+        seed=arguments.seed,
+        fault_interval=arguments.every,
+        away_seconds=arguments.away,
+        jobs_at_once=arguments.jobs,
     )
 
 

@@ -17,5 +17,5 @@ REPEATS = int(os.environ.get("DISTILL_REPEATS", "3"))
 
 @pytest.fixture
 def history(monkeypatch: pytest.MonkeyPatch) -> History:
-    """Of every teacher client in the test."""
+    """The requests and answers of every teacher client in the test."""
     return record(monkeypatch)

@@ -1,7 +1,7 @@
 """Children that die at failpoints: python -m tests.faults.dying KIND ROOT NAME:ACTION ...
 
-For each, a process forked after the imports does KIND's work under ROOT/NAME:ACTION; prints how
-they ended, as JSON.
+For each, a process forked after the imports does KIND's work under ROOT/NAME:ACTION. Prints the
+exit statuses as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OLD, NEW = bytes(32), b"n" * 32
 
 
 def store_work() -> Work:
-    """An old shard is there; a new one is written, then the old one is dropped."""
+    """Writes a new shard to a store that has an old one, then drops the old one."""
     from clients.store.store import LogitStore, StoredRows
 
     def work(root: Path) -> None:
@@ -31,7 +31,7 @@ def store_work() -> Work:
 
 
 def checkpoint_work() -> Work:
-    """Step 2 is saved again and step 3 saved, on top of 1 and 2; the oldest is deleted."""
+    """Saves step 2 again and step 3, where 1 and 2 are saved; deletes the oldest checkpoint."""
     from student_trainer.checkpoints import checkpoint
     from tests.faults.tiny_checkpoint import save
 
@@ -44,7 +44,7 @@ def checkpoint_work() -> Work:
 
 
 def run_forked(work: Work, root: Path, spec: str) -> int:
-    """The exit status of a child: 0, or minus the signal."""
+    """Run `work` in a forked child; return its exit status: 0, or minus the signal."""
     child = os.fork()
     if child == 0:
         failpoints.arm(spec)
@@ -60,8 +60,8 @@ def run_forked(work: Work, root: Path, spec: str) -> int:
 def main() -> None:
     kind, root, *specs = sys.argv[1:]
     work = {"store": store_work, "checkpoint": checkpoint_work}[kind]()
-    ended = {spec: run_forked(work, Path(root) / spec, spec) for spec in specs}
-    print(json.dumps(ended))
+    exit_statuses = {spec: run_forked(work, Path(root) / spec, spec) for spec in specs}
+    print(json.dumps(exit_statuses))
 
 
 if __name__ == "__main__":

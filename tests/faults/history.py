@@ -1,4 +1,4 @@
-"""What crossed the wire of a client, and the rule that it keeps: each position once, in order."""
+"""The requests and answers of a client; `check` requires each position once and in order."""
 
 from __future__ import annotations
 
@@ -13,84 +13,91 @@ from clients.teacher.pending_requests import RequestStream
 from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2
 
-Asked = tuple[bytes, int, bytes]
+RequestKey = tuple[bytes, int, bytes]
 
 
 @dataclass(frozen=True)
-class Sent:
-    """One request on the wire, and the answers to it, each with the time it came."""
+class SentRequest:
+    """One request on the wire and its answers, each with its arrival time."""
 
-    asked: Asked
+    key: RequestKey
     next_position: int
     chunks: list[tuple[float, teacher_pb2.ScoreChunk]] = field(default_factory=list)
 
     def positions(self) -> list[tuple[int, int]]:
-        """Half-open spans of the rows that came."""
+        """Return the half-open spans of the received rows."""
         rows = (chunk for _, chunk in self.chunks if not chunk.HasField("error"))
         return [(c.first_position, c.first_position + c.count) for c in rows]
 
 
 class History:
-    """Recorded where messages enter and leave a client; payloads are left out."""
+    """A record of the messages that clients send and receive, without payloads."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, Sent] = {}
+        self._requests: dict[str, SentRequest] = {}
         self._lock = threading.Lock()
 
-    def requested(self, request: teacher_pb2.ScoreRequest) -> None:
+    def record_request(self, request: teacher_pb2.ScoreRequest) -> None:
         with self._lock:
-            self._sent[request.request_id] = Sent(asked_by(request), request.next_position)
+            self._requests[request.request_id] = SentRequest(
+                request_key(request), request.next_position
+            )
 
-    def received(self, chunk: teacher_pb2.ScoreChunk) -> None:
-        kept = teacher_pb2.ScoreChunk()
-        kept.CopyFrom(chunk)
-        kept.payload = b""
+    def record_chunk(self, chunk: teacher_pb2.ScoreChunk) -> None:
+        bare_chunk = teacher_pb2.ScoreChunk()
+        bare_chunk.CopyFrom(chunk)
+        bare_chunk.payload = b""
         with self._lock:
-            self._sent[chunk.request_id].chunks.append((time.monotonic(), kept))
+            self._requests[chunk.request_id].chunks.append((time.monotonic(), bare_chunk))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Clear the record."""
         with self._lock:
-            self._sent.clear()
+            self._requests.clear()
 
     def wait_for_row(self, after: float) -> float:
-        """When the first row came after a moment of the monotonic clock."""
+        """Return the arrival time of the first row after `after`; both are monotonic times."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with self._lock:
-                came = [at for sent in self._sent.values() for at, _ in sent.chunks if at > after]
-            if came:
-                return min(came)
+                arrival_times = [
+                    arrival_time
+                    for request in self._requests.values()
+                    for arrival_time, _ in request.chunks
+                    if arrival_time > after
+                ]
+            if arrival_times:
+                return min(arrival_times)
             time.sleep(0.005)
         raise AssertionError("no row came for a minute")
 
     def messages(self) -> int:
-        return sum(len(sent.chunks) for sent in self._sent.values())
+        return sum(len(request.chunks) for request in self._requests.values())
 
-    def resumed(self) -> int:
-        """Requests that asked for the rest of a sequence."""
-        return sum(sent.next_position > 0 for sent in self._sent.values())
+    def count_resumed(self) -> int:
+        """Return the number of requests for the remaining rows of a sequence."""
+        return sum(request.next_position > 0 for request in self._requests.values())
 
-    def amplification(self, asked: Sequence[ScoreQuery]) -> float:
-        """Rows that were asked for on the wire, over the rows that were wanted."""
-        lengths = {asked_by(request_of(query, "")): len(query.token_ids) for query in asked}
-        wanted = sum(query.rows for query in asked)
+    def amplification(self, queries: Sequence[ScoreQuery]) -> float:
+        """Return the number of rows requested on the wire, divided by the rows of the queries."""
+        lengths = {request_key(request_of(query, "")): len(query.token_ids) for query in queries}
+        wanted_rows = sum(query.rows for query in queries)
         on_wire = sum(
-            lengths[sent.asked] - (sent.next_position or sent.asked[1])
-            for sent in self._sent.values()
+            lengths[request.key] - (request.next_position or request.key[1])
+            for request in self._requests.values()
         )
-        return on_wire / wanted
+        return on_wire / wanted_rows
 
-    def check(self, asked: Sequence[ScoreQuery]) -> int:
-        """Every position of every query once and in order, whatever broke in between; returns how
-        many. The queries must differ.
+    def check(self, queries: Sequence[ScoreQuery]) -> int:
+        """Assert that every position of every query arrived once and in order; return the number of
+        positions. The queries must differ.
         """
-        by_query: dict[Asked, list[Sent]] = {}
-        for sent in self._sent.values():  # in the order of sending
-            by_query.setdefault(sent.asked, []).append(sent)
+        by_query: dict[RequestKey, list[SentRequest]] = {}
+        for request in self._requests.values():  # in sending order
+            by_query.setdefault(request.key, []).append(request)
         total = 0
-        for query in asked:
-            attempts = by_query.pop(asked_by(request_of(query, "")))
+        for query in queries:
+            attempts = by_query.pop(request_key(request_of(query, "")))
             position = query.start
             digest = None
             for attempt in attempts:
@@ -110,12 +117,12 @@ class History:
         return total
 
 
-def asked_by(request: teacher_pb2.ScoreRequest) -> Asked:
+def request_key(request: teacher_pb2.ScoreRequest) -> RequestKey:
     return request.token_ids, request.start, request.head_ids
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> History:
-    """Of every client of this process, from now on."""
+    """Record the messages of every client of this process from now on."""
     history = History()
     next_request, receive = RequestStream._next_request, RequestStream.receive
 
@@ -124,12 +131,12 @@ def record(monkeypatch: pytest.MonkeyPatch) -> History:
         if messages is None:
             return None
         (request,) = messages  # a query of these tests fits into one message
-        history.requested(request)
+        history.record_request(request)
         return iter([request])
 
     def recorded_chunk(stream: RequestStream, chunk: teacher_pb2.ScoreChunk) -> None:
-        if chunk.request_id in stream.in_flight:  # the client ignores the rest, so does its history
-            history.received(chunk)
+        if chunk.request_id in stream.in_flight:  # the client ignores other chunks
+            history.record_chunk(chunk)
         receive(stream, chunk)
 
     monkeypatch.setattr(RequestStream, "_next_request", recorded_request)

@@ -1,4 +1,4 @@
-"""`distill-teacher` that pings its clients ten times as often as it would."""
+"""`distill-teacher` that pings its clients ten times as often as by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The installation that `chaos.py` disturbs: a server, two teachers and a Redis, supervised."""
+"""The installation for `chaos.py`: a server, two teachers and a Redis, all supervised."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 SLOTS = 3
-# A trainer dies here every half minute, so some die several times without a new step.
+# A trainer is killed every half minute, so some are killed several times without a new step.
 RETRIES = 20
 DISK_SIZE = "32m"
 
 
 class Service:
-    """A process that is started again one second after it has ended, unless it is held back."""
+    """A process that is restarted one second after it has ended, except during `away`."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name, self._command, self._log = name, list(command), log
-        self._held, self._closed = threading.Event(), False
+        self._hold, self._closed = threading.Event(), False
         self.starts = 0
         self.process = self._start()
         self._thread = threading.Thread(target=self._supervise, daemon=True)
         self._thread.start()
 
     def away(self, seconds: float) -> None:
-        """End the process, and start no other before some seconds have passed."""
-        self._held.set()
+        """Kill the process and restart it only after `seconds`."""
+        self._hold.set()
         self.process.kill()
         time.sleep(seconds)
-        self._held.clear()
+        self._hold.clear()
 
     def close(self) -> None:
         self._closed = True
@@ -65,7 +65,7 @@ class Service:
 
     def _supervise(self) -> None:
         while not self._closed:
-            if self.process.poll() is not None and not self._held.is_set():
+            if self.process.poll() is not None and not self._hold.is_set():
                 time.sleep(1.0)
                 self.process = self._start()
             time.sleep(0.1)
@@ -73,7 +73,7 @@ class Service:
 
 @dataclass
 class Installation:
-    """Where everything is, and the services by name."""
+    """The directories, addresses and services of the installation."""
 
     root: Path
     runs: Path
@@ -86,38 +86,40 @@ class Installation:
     hung: subprocess.Popen[bytes] | None
 
     def trainers(self) -> list[psutil.Process]:
-        """Every process of every attempt, and their shims."""
-        found = []
+        """Return every process of every attempt, including the shims."""
+        processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 line = process.cmdline()
-                ours = any(str(self.runs) in word for word in line)
-                if ours and (MARK in process.environ() or any("shim" in word for word in line)):
-                    found.append(process)
-        return found
+                is_in_runs = any(str(self.runs) in word for word in line)
+                if is_in_runs and (
+                    MARK in process.environ() or any("shim" in word for word in line)
+                ):
+                    processes.append(process)
+        return processes
 
 
 @contextmanager
-def installed(root: Path, material: Material) -> Iterator[Installation]:
-    """All services, running; at the end all are killed."""
+def run_installation(root: Path, material: Material) -> Iterator[Installation]:
+    """Run all services within the block and kill them at its end."""
     with ExitStack() as stack:
-        disk, runs, behind = root / "disk", root / "runs", root / "behind"
-        for directory in (disk, runs, behind):
+        disk, runs, backing_directory = root / "disk", root / "runs", root / "behind"
+        for directory in (disk, runs, backing_directory):
             directory.mkdir()
         mount(disk, DISK_SIZE)
         stack.callback(unmount, disk)
         hung = None
         if shutil.which("bindfs"):
-            hung = subprocess.Popen(["bindfs", "-f", str(behind), str(runs)])
+            hung = subprocess.Popen(["bindfs", "-f", str(backing_directory), str(runs)])
             stack.callback(_unmount_hung, hung, runs)
             until(lambda: os.path.ismount(runs) or hung.poll() is not None)
             hung = hung if os.path.ismount(runs) else None
         server_port, redis_port, *teacher_ports = free_ports(4)
 
         def service(name: str, *command: str) -> Service:
-            made = Service(name, command, root / f"{name}.log")
-            stack.callback(made.close)
-            return made
+            new_service = Service(name, command, root / f"{name}.log")
+            stack.callback(new_service.close)
+            return new_service
 
         python = [sys.executable, "-m"]
         redis = service(
@@ -145,10 +147,10 @@ def installed(root: Path, material: Material) -> Iterator[Installation]:
         )
 
 
-def _unmount_hung(process: subprocess.Popen[bytes], place: Path) -> None:
+def _unmount_hung(process: subprocess.Popen[bytes], directory: Path) -> None:
     process.send_signal(signal.SIGCONT)
-    with suppress(subprocess.CalledProcessError):  # it was never mounted
-        unmount(place)
+    with suppress(subprocess.CalledProcessError):  # never mounted
+        unmount(directory)
     process.terminate()
     process.wait()
 

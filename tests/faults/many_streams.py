@@ -23,9 +23,9 @@ from protos import teacher_pb2, teacher_pb2_grpc
 from protos.rpc.transport import CHANNEL_OPTIONS
 from tests.faults.sequences import VOCAB
 
-_IN_FLIGHT, _ASKED = 8, 5
+_IN_FLIGHT, _REQUESTS_PER_STREAM = 8, 5
 _PAUSE_SECONDS = 5.0
-# Of one connection; gRPC shares connections between channels with the same options.
+# gRPC shares a connection between channels with the same options.
 _STREAMS_PER_CONNECTION = 100
 
 
@@ -35,7 +35,7 @@ def request(number: int, rows: int, k: int) -> teacher_pb2.ScoreRequest:
 
 
 class Streams:
-    """Stubs, each on a connection of its own."""
+    """Stubs on separate connections."""
 
     def __init__(self, address: str, streams: int) -> None:
         count = -(-streams // _STREAMS_PER_CONNECTION)
@@ -77,32 +77,32 @@ async def deaf(streams: Streams, number: int) -> None:
 
 async def burst(streams: Streams, number: int) -> Counter[str]:
     async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
-        for count in range(_ASKED):
-            yield request(number * _ASKED + count, 32, 4)
+        for count in range(_REQUESTS_PER_STREAM):
+            yield request(number * _REQUESTS_PER_STREAM + count, 32, 4)
 
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     try:
         async for chunk in streams.stub(number).Score(requests()):
             error = chunk.error if chunk.HasField("error") else None
-            found[f"{error.code}, again in {error.retry_after_ms > 0}" if error else "rows"] += 1
+            outcomes[f"{error.code}, again in {error.retry_after_ms > 0}" if error else "rows"] += 1
     except grpc.aio.AioRpcError as error:
-        found[f"stream: {error.code().name}"] += 1
-    return found
+        outcomes[f"stream: {error.code().name}"] += 1
+    return outcomes
 
 
 async def main(address: str, kind: str, count: int) -> None:
     streams = Streams(address, count)
     if kind in ("slow", "deaf"):
-        kept = slow if kind == "slow" else deaf
-        tasks = [asyncio.create_task(kept(streams, number)) for number in range(count)]
+        run_stream = slow if kind == "slow" else deaf
+        tasks = [asyncio.create_task(run_stream(streams, number)) for number in range(count)]
         print("the readers are at work", flush=True)
         await asyncio.to_thread(sys.stdin.read)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     else:
-        ended = await asyncio.gather(*(burst(streams, number) for number in range(count)))
-        print(json.dumps(sum(ended, Counter())), flush=True)
+        outcomes = await asyncio.gather(*(burst(streams, number) for number in range(count)))
+        print(json.dumps(sum(outcomes, Counter())), flush=True)
 
 
 if __name__ == "__main__":

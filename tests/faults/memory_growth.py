@@ -1,4 +1,4 @@
-"""How a teacher's memory grows while it is used.
+"""Measures how a teacher's memory grows under load.
 
     python -m tests.faults.memory_growth [--minutes 120] [--rate 20]
 
@@ -38,26 +38,30 @@ def slope(counts: Sequence[float], sizes: Sequence[float]) -> float:
 def new_queries(
     count: int, rng: np.random.Generator, *, length: int = 50, top_k: int = 8
 ) -> list[ScoreQuery]:
-    """Never asked before: no cache has them."""
+    """Return random queries that no cache has."""
     return [
         ScoreQuery(rng.integers(0, VOCAB, length).astype(np.int32), 1, top_k=top_k)
         for _ in range(count)
     ]
 
 
-def bytes_a_query(
-    teacher: TeacherProcess, ask: Callable[[int], list[ScoreQuery]], *, rounds: int, each: int
+def bytes_per_query(
+    teacher: TeacherProcess,
+    ask: Callable[[int], list[ScoreQuery]],
+    *,
+    rounds: int,
+    queries_per_round: int,
 ) -> float:
-    """By which the memory of the teacher grows, once a third of the rounds warmed it up."""
+    """Return the growth of the teacher's memory per query; a third of the rounds is warm-up."""
     server = psutil.Process(teacher.process.pid)
-    asked, sizes = [], []
+    query_counts, sizes = [], []
     with TeacherClient(teacher.address) as client:
         for number in range(rounds):
-            for answer in [client.submit(query) for query in ask(each)]:
+            for answer in [client.submit(query) for query in ask(queries_per_round)]:
                 answer.result(WAIT)
-            asked.append(float(number * each))
+            query_counts.append(float(number * queries_per_round))
             sizes.append(float(server.memory_info().rss))
-    return slope(asked[rounds // 3 :], sizes[rounds // 3 :])
+    return slope(query_counts[rounds // 3 :], sizes[rounds // 3 :])
 
 
 def main() -> None:
@@ -78,24 +82,26 @@ def main() -> None:
 
 def _watch(teacher: TeacherProcess, cache: Path, minutes: float, rate: int) -> None:
     server, rng = psutil.Process(teacher.process.pid), np.random.default_rng()
-    began = said = time.monotonic()
+    start_time = last_report = time.monotonic()
     hours, sizes = [], []
     with TeacherClient(teacher.address) as client:
-        while (now := time.monotonic()) < began + 60 * minutes:
-            asked = new_queries(rate, rng, length=300, top_k=40)
-            for answer in [client.submit(query) for query in asked]:
+        while (now := time.monotonic()) < start_time + 60 * minutes:
+            queries = new_queries(rate, rng, length=300, top_k=40)
+            for answer in [client.submit(query) for query in queries]:
                 answer.result(WAIT)
-            hours.append((now - began) / 3600)
+            hours.append((now - start_time) / 3600)
             sizes.append(server.memory_info().rss / MIB)
-            if now - said >= 60:
-                said = now
-                kept = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
-                told = f"{hours[-1] * 60:6.1f} min  {sizes[-1]:8.2f} MiB, {kept / MIB:8.2f} on disk"
-                print(told, flush=True)
+            if now - last_report >= 60:
+                last_report = now
+                cache_bytes = sum(
+                    file.stat().st_size for file in cache.rglob("*") if file.is_file()
+                )
+                line = f"{hours[-1] * 60:6.1f} min  {sizes[-1]:8.2f} MiB"
+                print(f"{line}, {cache_bytes / MIB:8.2f} on disk", flush=True)
             time.sleep(max(0.0, now + 1 - time.monotonic()))
     warm = len(hours) // 3
-    every = max(1, len(hours) // 500)  # the number of pairs is the square of that
-    grown = slope(hours[warm::every], sizes[warm::every])
+    stride = max(1, len(hours) // 500)  # the number of pairs is the square of that
+    grown = slope(hours[warm::stride], sizes[warm::stride])
     print(f"{len(hours) * rate:,} sequences: {grown:+.2f} MiB an hour after {hours[warm]:.2f} h")
 
 

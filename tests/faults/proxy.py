@@ -1,4 +1,4 @@
-"""A TCP proxy that does to connections what networks do, in a thread of its own."""
+"""A TCP proxy that injects network faults into connections, in its own thread."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _READ_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Toxics:
-    """What is wrong, in both directions; nothing by default.
+    """The faults, in both directions; none by default.
 
-    latency_seconds and jitter_seconds: each piece comes later by one plus or minus the other.
+    latency_seconds and jitter_seconds: each piece is delayed by latency plus or minus jitter.
     bytes_per_second: of one direction of one connection.
     slice_bytes: pieces are cut to at most so many bytes.
-    reset_after_bytes: a connection is reset (RST) once it carried so many.
-    timeout_seconds: a connection is closed when it is so old.
-    blackhole: nothing arrives any more, and nobody is told.
+    reset_after_bytes: a connection is reset (RST) after so many bytes.
+    timeout_seconds: a connection is closed after this time.
+    blackhole: data is dropped silently.
     """
 
     latency_seconds: float = 0.0
@@ -38,7 +38,7 @@ class Toxics:
 class FaultProxy:
     """Listens on a free port of loopback and forwards to `target` (HOST:PORT).
 
-    `toxics` may be changed at any time and applies at once, also to open connections.
+    `toxics` may be replaced at any time and applies at once, also to open connections.
     """
 
     def __init__(self, target: str, toxics: Toxics = Toxics()) -> None:
@@ -46,7 +46,7 @@ class FaultProxy:
         self._target = (host, int(port))
         self.toxics = toxics
         self.connections = 0
-        self.carried = 0  # bytes, both ways
+        self.carried_bytes = 0  # in both directions
         self.resets = 0
         self.random = random.Random(0)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,7 +92,7 @@ class FaultProxy:
 
 
 class _Connection:
-    """One connection of a client, and ours to the target."""
+    """One connection of a client, and the proxy's connection to the target."""
 
     def __init__(
         self, proxy: FaultProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -100,33 +100,33 @@ class _Connection:
         self._proxy = proxy
         self._client = (reader, writer)
         self._writers = [writer]
-        self._carried = 0
+        self._carried_bytes = 0
 
     async def carry(self, host: str, port: int) -> None:
         reader, writer = await asyncio.open_connection(host, port)
         self._writers.append(writer)
         async with asyncio.timeout(self._proxy.toxics.timeout_seconds):
-            both = [
+            pumps = [
                 asyncio.create_task(self._pump(self._client[0], writer)),
                 asyncio.create_task(self._pump(reader, self._client[1])),
             ]
             try:
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in both:
+                for task in pumps:
                     task.cancel()
-                await asyncio.gather(*both, return_exceptions=True)
+                await asyncio.gather(*pumps, return_exceptions=True)
 
     def abort(self) -> None:
         for writer in self._writers:
-            linger = struct.pack("ii", 1, 0)  # a reset, not an end in good order
+            linger = struct.pack("ii", 1, 0)  # sends RST instead of FIN
             with suppress(OSError):
                 sock = writer.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction, until an end or a reset. Latency delays, bandwidth holds up."""
+        """Forward one direction until its end or a reset, with latency and limited bandwidth."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while data := await reader.read(min(_READ_BYTES, self._proxy.toxics.slice_bytes)):
@@ -136,13 +136,13 @@ class _Connection:
             if toxics.bytes_per_second:
                 await asyncio.sleep(len(data) / toxics.bytes_per_second)
             jitter = self._proxy.random.uniform(-1, 1) * toxics.jitter_seconds
-            # Never before what came earlier.
+            # Pieces keep their order.
             due = max(due + 1e-6, loop.time() + toxics.latency_seconds + jitter)
             loop.call_at(due, self._write, writer, data)
             await writer.drain()
-            self._carried += len(data)
-            self._proxy.carried += len(data)
-            if toxics.reset_after_bytes and self._carried >= toxics.reset_after_bytes:
+            self._carried_bytes += len(data)
+            self._proxy.carried_bytes += len(data)
+            if toxics.reset_after_bytes and self._carried_bytes >= toxics.reset_after_bytes:
                 self._proxy.resets += 1
                 return
 

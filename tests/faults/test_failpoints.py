@@ -1,6 +1,6 @@
-"""Every named crash point is reached by a test, and what it leaves behind is good.
+"""Every failpoint is reached by a test, and the files after the crash are valid.
 
-The server's are in test_server_failpoints.py, the trainer's in test_trainer_failpoints.py.
+test_server_failpoints.py has those of the server, test_trainer_failpoints.py the trainer's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.faults.history import History
 from tests.faults.sequences import WAIT, assert_equal, expected, fake, sequences
 from tests.teacher_service.conftest import StartTeacher
 
-# In the order in which they are reached; the second time, the file is the manifest.
+# In the order in which they are reached; on the second hit, the file is the manifest.
 STORE = [
     "file-written:kill",
     "file-synced:kill",
@@ -56,24 +56,24 @@ PUSHES = ["weights-received:raise", "weights-applied:raise"]
 
 
 def test_every_failpoint_is_tested() -> None:
-    """Each name once in the source, and armed somewhere in the tests."""
-    found: Counter[str] = Counter()
+    """Each name is in the source once and is armed in a test."""
+    counts: Counter[str] = Counter()
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("failpoint"):
                 (name,) = node.args
                 assert isinstance(name, ast.Constant)
-                found[name.value] += 1
-    assert max(found.values()) == 1, "a name in two places"
-    assert len(found) >= 25
-    # As a test arms it, "name:kill", or the name alone.
+                counts[name.value] += 1
+    assert max(counts.values()) == 1, "a name in two places"
+    assert len(counts) >= 25
+    # Tests arm a failpoint as "name:kill" or by its name alone.
     armed = {
         node.value.partition(":")[0]
         for path in python_files("tests")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    assert set(found) <= armed
+    assert set(counts) <= armed
 
 
 def test_actions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,37 +88,37 @@ def test_actions(monkeypatch: pytest.MonkeyPatch) -> None:
         failpoints.failpoint("here")
 
 
-def die(kind: str, root: Path, specs: list[str]) -> None:
-    done = subprocess.run(
+def run_dying_children(kind: str, root: Path, specs: list[str]) -> None:
+    process = subprocess.run(
         [sys.executable, "-m", "tests.faults.dying", kind, str(root), *specs],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == dict.fromkeys(specs, -signal.SIGKILL)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == dict.fromkeys(specs, -signal.SIGKILL)
 
 
 def test_stores(tmp_path: Path) -> None:
-    """What was written is there, what was not named never was, and the next write is good."""
+    """Shards in the manifest are readable, others are removed, and the next write succeeds."""
     old = StoredRows(OLD, b"\1\0\0\0", 1, b"rows")
     for spec in STORE:
         with LogitStore(tmp_path / spec, write=True) as store:
             store.append([old])
-    die("store", tmp_path, STORE)
+    run_dying_children("store", tmp_path, STORE)
     for spec in STORE:
-        named = STORE.index(spec) >= STORE.index("file-renamed:kill:2")
-        dropped = spec == "shard-unnamed:kill"
+        is_named = STORE.index(spec) >= STORE.index("file-renamed:kill:2")
+        is_dropped = spec == "shard-unnamed:kill"
         with LogitStore(tmp_path / spec, write=True) as store:
-            assert (OLD in store, NEW in store) == (not dropped, named), spec
+            assert (OLD in store, NEW in store) == (not is_dropped, is_named), spec
             store.verify()
             store.append([StoredRows(b"later".ljust(32), b"\1\0\0\0", 1, b"rows")])
         assert not list((tmp_path / spec).glob("*.tmp")), spec
-        assert len(list((tmp_path / spec).glob("*.arrow"))) == 2 + named - dropped, spec
+        assert len(list((tmp_path / spec).glob("*.arrow"))) == 2 + is_named - is_dropped, spec
 
 
 def test_saves(tmp_path: Path) -> None:
-    """There is always a checkpoint that verifies, and the next save cleans up."""
+    """There is always an intact checkpoint, and the next save removes leftovers."""
     from student_trainer.checkpoints import checkpoint
     from tests.faults.tiny_checkpoint import save
 
@@ -126,40 +126,40 @@ def test_saves(tmp_path: Path) -> None:
         save(tmp_path / "before", step)
     for spec in SAVES:
         shutil.copytree(tmp_path / "before", tmp_path / spec)
-    die("checkpoint", tmp_path, SAVES)
-    newest = {}
+    run_dying_children("checkpoint", tmp_path, SAVES)
+    newest_steps = {}
     for spec in SAVES:
-        found = checkpoint.newest_checkpoint(tmp_path / spec)
-        assert found is not None, spec
-        newest[spec] = found[0]
+        newest_checkpoint = checkpoint.newest_checkpoint(tmp_path / spec)
+        assert newest_checkpoint is not None, spec
+        newest_steps[spec] = newest_checkpoint[0]
         save(tmp_path / spec, 4)
         checkpoint.delete_old(tmp_path / spec, 2)
         steps = sorted(path.name for path in (tmp_path / spec).iterdir())
         assert steps[1:] == ["step-000004"], spec
         assert len(steps) == 2, spec
-    # Between the removal of a step and its second coming there is only the one before.
-    assert newest == {
+    # While step 2 is replaced, only step 1 is visible.
+    assert newest_steps == {
         spec: 1 if "replaced" in spec else 3 if spec in SAVES[-2:] else 2 for spec in SAVES
     }
 
 
 @pytest.mark.parametrize("spec", TEACHER)
 def test_teachers(start_teacher: StartTeacher, history: History, spec: str) -> None:
-    asked = sequences(60, 200, top_k=4)
+    queries = sequences(60, 200, top_k=4)
     arguments = [*fake(), "--max-batch-tokens", "4000"]
     teacher = start_teacher(*arguments, failpoint=spec)
     with TeacherClient(teacher.address) as client:
-        answers = [client.submit(query) for query in asked]
+        answers = [client.submit(query) for query in queries]
         assert teacher.process.wait(WAIT) == -signal.SIGKILL
         assert not all(answer.done() for answer in answers)
         start_teacher(*arguments, port=teacher.port)
-        assert_equal(answers, expected(asked))
-    history.check(asked)
+        assert_equal(answers, expected(queries))
+    history.check(queries)
 
 
 @pytest.mark.parametrize("spec", PUSHES)
 def test_pushes(start_teacher: StartTeacher, tmp_path: Path, spec: str) -> None:
-    """A fault before the update changes nothing; after it only the reply is lost."""
+    """A fault before the update changes nothing; after the update, only the reply is lost."""
     from teacher_service.engines.hf import HfEngine
     from tests.teacher_service.serving.pushing import arrays
     from tests.teacher_service.tiny_model import save_tiny_model
@@ -169,14 +169,14 @@ def test_pushes(start_teacher: StartTeacher, tmp_path: Path, spec: str) -> None:
     teacher = start_teacher("--model", str(paths[0]), "--batch-invariant", failpoint=spec)
     query = sequences(1, 30, top_k=8)[0]
     with TeacherClient(teacher.address) as client:
-        before = client.info()
+        info_before = client.info()
         with pytest.raises(Exception, match="internal error"):
             client.push_weights(arrays(engines[1]))
-    applied = spec.startswith("weights-applied")
+    is_applied = spec.startswith("weights-applied")
     with TeacherClient(teacher.address) as client:
         info = client.info()
-        assert info.version == applied
-        assert (info.fingerprint == before.fingerprint) is not applied
+        assert info.version == is_applied
+        assert (info.fingerprint == info_before.fingerprint) is not is_applied
         rows = client.submit(query).result(WAIT)
-    (block,) = engines[applied].score([query])
+    (block,) = engines[is_applied].score([query])
     assert rows.head_logprobs.tobytes() == block.head_logprobs.tobytes()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Many clients, slow ones and frozen ones: nobody else notices, and nothing of them stays."""
+"""Many, slow and frozen clients: other clients are unaffected, and all resources are freed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.teacher_service.conftest import StartTeacher
 from tests.teacher_service.processes import TeacherProcess
 
 MIB = 1 << 20
-ASKED = 5
+REQUESTS_PER_STREAM = 5
 LOOKS = 5
 
 
@@ -46,49 +46,49 @@ def client_process(
             process.kill()
 
 
-def load(teacher: TeacherProcess) -> teacher_pb2.TeacherLoad:
+def get_load(teacher: TeacherProcess) -> teacher_pb2.TeacherLoad:
     with grpc.insecure_channel(teacher.address, options=CHANNEL_OPTIONS) as channel:
         stub = teacher_pb2_grpc.TeacherStub(channel)
         return stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=10).load
 
 
 def open_streams(teacher: TeacherProcess) -> int:
-    return int(load(teacher).active_streams)
+    return int(get_load(teacher).active_streams)
 
 
 def health_seconds(teacher: TeacherProcess) -> float:
-    """Of a health check on a connection of its own."""
-    own = [("test.number", time.monotonic_ns() % 2**31)]
-    with grpc.insecure_channel(teacher.address, options=own) as channel:
-        began = time.monotonic()
+    """Return the seconds of a health check on a separate connection."""
+    options = [("test.number", time.monotonic_ns() % 2**31)]
+    with grpc.insecure_channel(teacher.address, options=options) as channel:
+        start_time = time.monotonic()
         stub = health_pb2_grpc.HealthStub(channel)
         stub.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
-        return time.monotonic() - began
+        return time.monotonic() - start_time
 
 
-_never_asked = itertools.count(1)  # seeds, so that no answer comes from a cache
+_new_seeds = itertools.count(1)  # new seeds, so that no answer comes from a cache
 
 
 def p99(*teachers: TeacherProcess) -> list[float]:
-    """Seconds of a small query, one after the other, by each teacher in turn; the second worst of
-    180.
+    """Return the p99 in seconds of 180 small queries, one at a time, to each teacher in turn: the
+    second slowest.
     """
-    found: list[list[float]] = [[] for _ in teachers]
+    times_by_teacher: list[list[float]] = [[] for _ in teachers]
     with ExitStack() as stack:
         clients = [stack.enter_context(TeacherClient(teacher.address)) for teacher in teachers]
-        for query in sequences(200, 100, top_k=4, seed=next(_never_asked)):
-            for client, times in zip(clients, found, strict=True):
-                began = time.monotonic()
+        for query in sequences(200, 100, top_k=4, seed=next(_new_seeds)):
+            for client, times in zip(clients, times_by_teacher, strict=True):
+                start_time = time.monotonic()
                 client.submit(query).result(WAIT)
-                times.append(time.monotonic() - began)
-    return [sorted(times[20:])[-2] for times in found]
+                times.append(time.monotonic() - start_time)
+    return [sorted(times[20:])[-2] for times in times_by_teacher]
 
 
 @pytest.mark.slow
 def test_a_hundred_slow_readers(start_teacher: StartTeacher) -> None:
-    """One answer every 5 s each: others are served as ever, and they cost half a MiB each.
+    """100 clients take an answer every 5 s: other clients stay fast, and each costs half a MiB.
 
-    "As ever" is as by a teacher without readers on the same machine, which is asked in turn with
+    The bound is the p99 of a teacher without readers on the same machine, queried in turn with
     the other.
     """
     teacher, idle = (start_teacher(*fake(), launched=True) for _ in range(2))
@@ -100,48 +100,47 @@ def test_a_hundred_slow_readers(start_teacher: StartTeacher) -> None:
         assert readers.stdout.readline()
         eventually(lambda: open_streams(teacher) == 100, 60)
         time.sleep(5)
-        eventually(
-            lambda: load(teacher).queued_tokens == 0, 60
-        )  # the answers that nobody takes yet
-        # What the readers cost, each look has; what else the machine does, not every look.
+        # All queries are scored; their answers wait for the readers.
+        eventually(lambda: get_load(teacher).queued_tokens == 0, 60)
+        # The readers slow down every measurement, other load on the machine only some.
         for _ in range(LOOKS):
-            during, without = p99(teacher, idle)
-            # The answers to the readers take turns on the same cores: some milliseconds are theirs.
-            bound = max(1.5 * without, without + 0.02)
-            if during <= bound:
+            busy_p99, idle_p99 = p99(teacher, idle)
+            # Answers to the readers use the same cores: allow some milliseconds for them.
+            bound = max(1.5 * idle_p99, idle_p99 + 0.02)
+            if busy_p99 <= bound:
                 break
         health = min(health_seconds(teacher) for _ in range(3))
-        each = (server.memory_info().rss - resident) / 100 / MIB
+        mib_per_reader = (server.memory_info().rss - resident) / 100 / MIB
         assert open_streams(teacher) == 100
     print(
-        f"p99 {without * 1e3:.1f} -> {during * 1e3:.1f} ms, health {health * 1e3:.0f} ms,"
-        f" {each:.2f} MiB each"
+        f"p99 {idle_p99 * 1e3:.1f} -> {busy_p99 * 1e3:.1f} ms, health {health * 1e3:.0f} ms,"
+        f" {mib_per_reader:.2f} MiB each"
     )
-    assert during <= bound
+    assert busy_p99 <= bound
     assert health <= 0.1
-    assert each <= 0.5
+    assert mib_per_reader <= 0.5
     eventually(lambda: open_streams(teacher) == 0, 10)
 
 
 def settled_bytes(server: psutil.Process) -> int:
-    """What is resident once it no longer grows."""
-    found = -1
-    while found < (found := server.memory_info().rss) - MIB or found < 0:
+    """Return the resident bytes once they no longer grow."""
+    resident = -1
+    while resident < (resident := server.memory_info().rss) - MIB or resident < 0:
         time.sleep(2)
-    return found
+    return resident
 
 
 @pytest.mark.slow
 def test_streams_that_read_nothing_share_one_budget(
     start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1, 10 or 100 of them: the answers that wait for them are those of one budget.
+    """The unread answers of 1, 10 or 100 streams share one budget.
 
-    Each stream may hold one answer beside the budget, here of 0.24 MiB, and half a MiB of unread
+    Each stream may hold one answer above the budget, here 0.24 MiB, and half a MiB of unread
     requests. The allocator and gRPC may keep as much as the budget again.
     """
     budget = 32
-    # What is freed is given back, so that what is resident is what is held.
+    # Freed memory returns to the system, so that resident memory is held memory.
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     teacher = start_teacher(*fake(), module="tests.faults.thrifty_teacher")
@@ -162,85 +161,87 @@ def test_streams_that_read_nothing_share_one_budget(
 
 
 def test_a_light_client_beside_a_deep_one(start_teacher: StartTeacher) -> None:
-    """Its slowest answer takes at most three times as long as without the other client."""
+    """The light client's slowest answer takes at most three times as long as without the other."""
     teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "400")
 
     def slowest(client: TeacherClient) -> float:
-        took = []
-        for query in sequences(10, 100, top_k=4, seed=next(_never_asked)):
-            began = time.monotonic()
+        durations = []
+        for query in sequences(10, 100, top_k=4, seed=next(_new_seeds)):
+            start_time = time.monotonic()
             client.submit(query).result(WAIT)
-            took.append(time.monotonic() - began)
-        return max(took)
+            durations.append(time.monotonic() - start_time)
+        return max(durations)
 
     with TeacherClient(teacher.address) as light, TeacherClient(teacher.address) as heavy:
         light.submit(sequences(1, 100, top_k=4)[0]).result(WAIT)
         for _ in range(LOOKS):
-            alone = slowest(light)
+            slowest_alone = slowest(light)
             deep = [
-                heavy.submit(query)
-                for query in sequences(400, 100, top_k=4, seed=next(_never_asked))
+                heavy.submit(query) for query in sequences(400, 100, top_k=4, seed=next(_new_seeds))
             ]
-            beside = slowest(light)
+            slowest_beside = slowest(light)
             assert not all(answer.done() for answer in deep)
             for answer in deep:
                 answer.cancel()
-            if beside <= 3 * alone:
+            if slowest_beside <= 3 * slowest_alone:
                 break
-    print(f"{alone * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside a client 128 deep")
-    assert beside <= 3 * alone
+    print(
+        f"{slowest_alone * 1e3:.0f} ms alone,"
+        f" {slowest_beside * 1e3:.0f} ms beside a client 128 deep"
+    )
+    assert slowest_beside <= 3 * slowest_alone
 
 
 @pytest.mark.slow
 def test_a_thousand_streams(start_teacher: StartTeacher) -> None:
-    """Every one ends with its rows or is told to come again, and leaves no descriptor behind."""
+    """Each request gets its rows or RESOURCE_EXHAUSTED, and no file descriptor leaks."""
     teacher = start_teacher(*fake(), launched=True)
     server = psutil.Process(teacher.process.pid)
-    with client_process(teacher, "burst", 10) as few:  # what is opened once, is
-        few.communicate(timeout=60)
+    with client_process(teacher, "burst", 10) as warm_up:  # what is opened once, is
+        warm_up.communicate(timeout=60)
     eventually(lambda: open_streams(teacher) == 0, 10)
     descriptors, resident = server.num_fds(), server.memory_info().rss
-    began = time.monotonic()
-    with client_process(teacher, "burst", 1000) as many:
-        out, _ = many.communicate(timeout=120)
-    took = time.monotonic() - began
-    ended = json.loads(out)
+    start_time = time.monotonic()
+    with client_process(teacher, "burst", 1000) as client:
+        output, _ = client.communicate(timeout=120)
+    seconds = time.monotonic() - start_time
+    outcomes = json.loads(output)
     grown = (server.memory_info().rss - resident) / MIB
-    assert set(ended) <= {"rows", "RESOURCE_EXHAUSTED, again in True"}
-    assert sum(ended.values()) == 1000 * ASKED
-    assert ended["rows"] > 0
+    assert set(outcomes) <= {"rows", "RESOURCE_EXHAUSTED, again in True"}
+    assert sum(outcomes.values()) == 1000 * REQUESTS_PER_STREAM
+    assert outcomes["rows"] > 0
     assert grown < 512
     eventually(lambda: abs(server.num_fds() - descriptors) <= 5, 10)
     assert open_streams(teacher) == 0
-    print(f"1,000 streams: {ended} in {took:.1f} s, {grown:.0f} MiB more")
+    print(f"1,000 streams: {outcomes} in {seconds:.1f} s, {grown:.0f} MiB more")
 
 
 def test_a_frozen_client_is_let_go(start_teacher: StartTeacher) -> None:
-    """Nothing tells of a stopped process but its silence; all limits are a tenth here."""
+    """Only missing pings reveal a stopped process; all limits are a tenth of the defaults."""
     teacher = start_teacher(*fake(), module="tests.faults.impatient_teacher")
     with client_process(teacher, "slow", 3) as client:
         assert client.stdout
         assert client.stdout.readline()
         eventually(lambda: open_streams(teacher) == 3, 30)
         client.send_signal(signal.SIGSTOP)
-        stopped = time.monotonic()
+        stop_time = time.monotonic()
         eventually(lambda: open_streams(teacher) == 0, 60)
-        took = time.monotonic() - stopped
-    print(f"let go after {took:.1f} s, where it is 45 s in earnest")
-    assert took <= 10 * 4.5
+        seconds = time.monotonic() - stop_time
+    print(f"let go after {seconds:.1f} s, where it is 45 s in earnest")
+    assert seconds <= 10 * 4.5
 
 
 def test_untaken_rows_are_bounded(start_teacher: StartTeacher) -> None:
-    """A caller that takes nothing makes the client hold what it was told to, and no more."""
+    """If the caller takes no answer, the client holds at most `max_prefetch_bytes`."""
     limit = 32 * MIB
     teacher = start_teacher(*fake())
     command = [sys.executable, "-m", "tests.faults.untaken", teacher.address, str(limit)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT)
-    found = json.loads(done.stdout)
+    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT)
+    report = json.loads(process.stdout)
     print(
-        f"limit {limit / MIB:.0f} MiB: {found['answers']} answers,"
-        f" {found['rows'] / MIB:.1f} MiB of rows, resident {found['grown'] / MIB:.1f} MiB more"
+        f"limit {limit / MIB:.0f} MiB: {report['answers']} answers,"
+        f" {report['rows'] / MIB:.1f} MiB of rows, resident {report['grown'] / MIB:.1f} MiB more"
     )
-    assert 0.9 * limit <= found["rows"] <= found["held"] <= limit
-    assert found["grown"] <= 1.1 * limit + 4 * MIB  # gRPC's own buffers of one stream
-    assert found["left"] == 0
+    assert 0.9 * limit <= report["rows"] <= report["held"] <= limit
+    assert report["grown"] <= 1.1 * limit + 4 * MIB  # gRPC's own buffers of one stream
+    assert report["left"] == 0

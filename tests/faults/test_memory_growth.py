@@ -1,4 +1,4 @@
-"""A teacher that is used does not grow, and one that would is found out."""
+"""A teacher under load does not grow, and the test detects one that leaks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from clients.teacher.query import ScoreQuery
 from tests.faults.leaking_teacher import LEAK
-from tests.faults.memory_growth import bytes_a_query, new_queries, slope
+from tests.faults.memory_growth import bytes_per_query, new_queries, slope
 from tests.faults.sequences import fake
 from tests.teacher_service.conftest import StartTeacher
 
 pytestmark = pytest.mark.slow
 
 Ask = Callable[[int], list[ScoreQuery]]
-# A quarter of what the planted leak is: between the two no allocator's habits lie.
+# A quarter of the planted leak: allocator noise is well below it.
 BOUND = LEAK / 4
 
 
@@ -27,21 +27,21 @@ def always_new() -> Ask:
 
 
 def always_the_same() -> Ask:
-    few = itertools.cycle(new_queries(200, np.random.default_rng(0)))
-    return lambda count: list(itertools.islice(few, count))
+    queries = itertools.cycle(new_queries(200, np.random.default_rng(0)))
+    return lambda count: list(itertools.islice(queries, count))
 
 
 def growth(start: StartTeacher, ask: Ask, *cache: str, module: str = "teacher_service") -> float:
     teacher = start(*fake(), *cache, module=module, launched=True)
-    found = bytes_a_query(teacher, ask, rounds=24, each=500)
-    print(f"{found:+.0f} bytes a query")
-    return found
+    bytes_grown = bytes_per_query(teacher, ask, rounds=24, queries_per_round=500)
+    print(f"{bytes_grown:+.0f} bytes a query")
+    return bytes_grown
 
 
 def test_a_planted_leak_is_found(start_teacher: StartTeacher) -> None:
     leaking = "tests.faults.leaking_teacher"
-    found = growth(start_teacher, always_new(), "--no-cache", module=leaking)
-    assert LEAK * 0.75 <= found <= LEAK * 2
+    bytes_grown = growth(start_teacher, always_new(), "--no-cache", module=leaking)
+    assert LEAK * 0.75 <= bytes_grown <= LEAK * 2
 
 
 def test_what_is_scored_leaves_nothing(start_teacher: StartTeacher) -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens to Redis, the rows are the same, and the wait for it is short and rare."""
+"""With any fault of Redis the rows are the same, and waits for Redis are short and rare."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENGINE = FakeEngine(FakeSettings(vocab=64))
 QUERIES = [ScoreQuery(np.arange(i, i + 40, dtype=np.int32), 2, top_k=4) for i in range(24)]
 FAULT_AT = 12
 MAX_ADDED_SECONDS = 0.25
-ATTEMPTS = 3  # of a time that a busy machine may spoil
+ATTEMPTS = 3  # a busy machine may spoil a timing
 
 
 @pytest.fixture
@@ -46,22 +46,22 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @dataclass(frozen=True)
 class Life:
-    """What one teacher answered, how long each answer took, and what its cache counted."""
+    """The answers of one teacher, the time of each, and the counters of its cache."""
 
     rows: list[bytes]
     seconds: list[float]
     counters: dict[str, int]
 
     @property
-    def added(self) -> float:
-        """Of the slowest answer, against a usual one."""
+    def added_seconds(self) -> float:
+        """The slowest answer's time minus the median."""
         return max(self.seconds) - statistics.median(self.seconds)
 
 
 def life(
     address: str | None, fault: Callable[[], object] = lambda: None, at: int = FAULT_AT
 ) -> Life:
-    """A teacher that is asked everything in turn; the fault comes before question `at`."""
+    """Ask a new teacher all queries in turn; inject the fault before query number `at`."""
 
     async def main() -> Life:
         tier = RedisTier(RedisAddress(f"redis://{address}/0"), ttl_seconds=60) if address else None
@@ -72,9 +72,9 @@ def life(
             for number, query in enumerate(QUERIES):
                 if number == at:
                     await asyncio.to_thread(fault)
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 rows.append((await scorer.score(query)).rows.encoded)
-                seconds.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - start_time)
         return Life(rows, seconds, dict(cache.counters()))
 
     return asyncio.run(main())
@@ -85,8 +85,8 @@ def undisturbed() -> Life:
     return life(None)
 
 
-def revived(server: RedisServer, proxy: FaultProxy) -> None:
-    """As before any fault, and full of rows."""
+def revive(server: RedisServer, proxy: FaultProxy) -> None:
+    """Undo all faults and fill the cache with rows."""
     proxy.toxics = Toxics()
     if server.process.poll() is not None:
         server.start()
@@ -100,19 +100,19 @@ def revived(server: RedisServer, proxy: FaultProxy) -> None:
     assert server.do("DBSIZE") == len(QUERIES)
 
 
-def toxic(toxics: Toxics) -> Callable[[RedisServer, FaultProxy], None]:
+def set_toxics(toxics: Toxics) -> Callable[[RedisServer, FaultProxy], None]:
     def fault(server: RedisServer, proxy: FaultProxy) -> None:
         proxy.toxics = toxics
 
     return fault
 
 
-def full(server: RedisServer) -> None:
+def fill(server: RedisServer) -> None:
     server.do("FLUSHALL")
     server.do("CONFIG", "SET", "maxmemory", "1")
 
 
-def evicting(server: RedisServer) -> None:
+def evict(server: RedisServer) -> None:
     server.do("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     server.do("CONFIG", "SET", "maxmemory", server.do("INFO", "memory")["used_memory"])
 
@@ -126,79 +126,86 @@ def new_password(server: RedisServer) -> None:
 FAULTS: dict[str, Callable[[RedisServer, FaultProxy], object]] = {
     "killed": lambda server, _: server.kill(),
     "frozen": lambda server, _: server.send(signal.SIGSTOP),
-    "500 ms late": toxic(Toxics(latency_seconds=0.5)),
-    "blackhole": toxic(Toxics(blackhole=True)),
-    "reset in a reply": toxic(Toxics(reset_after_bytes=500, slice_bytes=100)),
+    "500 ms late": set_toxics(Toxics(latency_seconds=0.5)),
+    "blackhole": set_toxics(Toxics(blackhole=True)),
+    "reset in a reply": set_toxics(Toxics(reset_after_bytes=500, slice_bytes=100)),
     "emptied": lambda server, _: server.do("FLUSHALL"),
-    "full": lambda server, _: full(server),
-    "evicting": lambda server, _: evicting(server),
+    "full": lambda server, _: fill(server),
+    "evicting": lambda server, _: evict(server),
     "new password": lambda server, _: new_password(server),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_redis_fails_in_the_middle(server: RedisServer, undisturbed: Life, name: str) -> None:
-    """C1. The same rows; one answer waits, 250 ms at most, and then Redis is left alone."""
+    """C1. The same rows; one answer waits, at most 250 ms, and then Redis is not used."""
     with FaultProxy(server.address) as proxy:
         for _ in range(ATTEMPTS):
-            revived(server, proxy)
-            found = life(proxy.address, lambda: FAULTS[name](server, proxy))
+            revive(server, proxy)
+            faulty_life = life(proxy.address, lambda: FAULTS[name](server, proxy))
             server.send(signal.SIGCONT)
-            assert found.rows == undisturbed.rows
-            assert found.counters["redis_corrupt"] == 0
-            if not (problems := wrong(name, found)):
+            assert faulty_life.rows == undisturbed.rows
+            assert faulty_life.counters["redis_corrupt"] == 0
+            if not (problems := find_problems(name, faulty_life)):
                 break
-    print(f"redis {name}: the slowest answer took {1e3 * found.added:.0f} ms more")
+    print(f"redis {name}: the slowest answer took {1e3 * faulty_life.added_seconds:.0f} ms more")
     assert problems == []
 
 
-def wrong(name: str, found: Life) -> list[str]:
-    hits, misses, errors = (found.counters[f"redis_{n}"] for n in ("hits", "misses", "errors"))
-    # The breaker stays open for longer than the rest takes: the lookup and its round trip may each
+def find_problems(name: str, faulty_life: Life) -> list[str]:
+    hits, misses, errors = (
+        faulty_life.counters[f"redis_{n}"] for n in ("hits", "misses", "errors")
+    )
+    # The breaker stays open until the last query: the lookup and its round trip may each
     # count the one fault.
     allowed = (0,) if name in ("emptied", "evicting") else (1, 2)
-    asked_after = len(QUERIES) - FAULT_AT
+    queries_after = len(QUERIES) - FAULT_AT
+    added_seconds = faulty_life.added_seconds
     problems = {
-        f"an answer took {found.added:.2f} s more": found.added > MAX_ADDED_SECONDS,
+        f"an answer took {added_seconds:.2f} s more": added_seconds > MAX_ADDED_SECONDS,
         f"{hits} hits before the fault": hits < FAULT_AT,
         f"{errors} errors": errors not in allowed,
-        f"{misses} misses": misses > asked_after or (name != "evicting" and misses < asked_after),
+        f"{misses} misses": misses > queries_after
+        or (name != "evicting" and misses < queries_after),
     }
-    return [problem for problem, there in problems.items() if there]
+    return [problem for problem, applies in problems.items() if applies]
 
 
 def test_redis_is_killed_at_any_moment(server: RedisServer, undisturbed: Life) -> None:
-    """C1, killed: while rows are read, and while they are written."""
+    """C1, killed: while rows are read and while they are written."""
     random_ = random.Random(0)
-    added = []
+    added_seconds = []
     for repeat in range(REPEATS):
         if server.process.poll() is not None:
             server.start()
         if repeat % 2:
             life(server.address)
         at = random_.randrange(1, len(QUERIES))
-        found = life(server.address, server.kill, at)
-        assert found.rows == undisturbed.rows
-        assert found.counters["redis_hits"] == (at if repeat % 2 else 0)
-        assert found.counters["redis_corrupt"] == 0
-        added.append(found.added)
-    assert statistics.median(added) < MAX_ADDED_SECONDS
-    print(f"redis killed {REPEATS} times: the slowest answer took {1e3 * max(added):.0f} ms more")
+        faulty_life = life(server.address, server.kill, at)
+        assert faulty_life.rows == undisturbed.rows
+        assert faulty_life.counters["redis_hits"] == (at if repeat % 2 else 0)
+        assert faulty_life.counters["redis_corrupt"] == 0
+        added_seconds.append(faulty_life.added_seconds)
+    assert statistics.median(added_seconds) < MAX_ADDED_SECONDS
+    print(
+        f"redis killed {REPEATS} times:"
+        f" the slowest answer took {1e3 * max(added_seconds):.0f} ms more"
+    )
 
 
 def test_redis_was_never_there(tmp_path: Path, undisturbed: Life) -> None:
-    """C1, absent and refused: the start is not refused, and no answer waits."""
+    """C1, connection refused: the teacher starts, and no answer waits."""
     with RedisServer(tmp_path) as server:
-        gone = server.address
-    found = life(gone)
-    assert found.rows == undisturbed.rows
-    assert found.added < MAX_ADDED_SECONDS
-    assert found.counters["redis_errors"] == 1
+        address = server.address
+    faulty_life = life(address)
+    assert faulty_life.rows == undisturbed.rows
+    assert faulty_life.added_seconds < MAX_ADDED_SECONDS
+    assert faulty_life.counters["redis_errors"] == 1
 
 
 @pytest.mark.parametrize("reply", [b"\x00garbage\r\n", b":5\r\n", b"*1\r\n$1\r\na\r\n"])
 def test_what_answers_is_not_redis(undisturbed: Life, reply: bytes) -> None:
-    """C1: bytes that are no reply at all, and replies to another question."""
+    """C1: bytes that are not a reply, and replies to another command."""
 
     async def main() -> None:
         async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -210,9 +217,9 @@ def test_what_answers_is_not_redis(undisturbed: Life, reply: bytes) -> None:
         liar = await asyncio.start_server(babble, "127.0.0.1", 0)
         port = liar.sockets[0].getsockname()[1]
         async with liar:
-            found = await asyncio.to_thread(life, f"127.0.0.1:{port}")
-        assert found.rows == undisturbed.rows
-        assert found.counters["redis_errors"] == 1
+            faulty_life = await asyncio.to_thread(life, f"127.0.0.1:{port}")
+        assert faulty_life.rows == undisturbed.rows
+        assert faulty_life.counters["redis_errors"] == 1
 
     asyncio.run(main())
 
@@ -220,28 +227,28 @@ def test_what_answers_is_not_redis(undisturbed: Life, reply: bytes) -> None:
 def test_it_comes_back(
     server: RedisServer, undisturbed: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of half a second, a pause of 50 ms: what follows is found again."""
+    """After a fault of half a second and a pause of 50 ms, the cache is used again."""
     monkeypatch.setattr("teacher_service.cache.redis_tier.PAUSE_SECONDS", 0.05)
     life(server.address)
 
-    def restarted() -> None:
+    def restart() -> None:
         server.kill()
         server.start()
 
-    found = life(server.address, restarted)
-    assert found.rows == undisturbed.rows
-    # It came back empty: the rest was written again.
+    faulty_life = life(server.address, restart)
+    assert faulty_life.rows == undisturbed.rows
+    # Redis came back empty: later rows were written again.
     assert server.do("DBSIZE") >= 1
-    again = life(server.address, lambda: time.sleep(0.1))
-    assert again.counters["redis_errors"] == 0
-    assert again.counters["redis_hits"] >= 1
+    later_life = life(server.address, lambda: time.sleep(0.1))
+    assert later_life.counters["redis_errors"] == 0
+    assert later_life.counters["redis_hits"] >= 1
 
 
 MUTATIONS = 10_000
 
 
-def mutated(value: bytes, other: bytes, random_: random.Random) -> bytes:
-    """A value that is not the one of its key."""
+def mutate(value: bytes, other: bytes, random_: random.Random) -> bytes:
+    """Return a value that is wrong for its key."""
     kind = random_.randrange(7)
     changed = bytearray(value)
     at = random_.randrange(len(value))
@@ -260,7 +267,7 @@ def mutated(value: bytes, other: bytes, random_: random.Random) -> bytes:
 
 
 def test_ten_thousand_damaged_values(server: RedisServer, patient: None) -> None:
-    """C2. Every one is seen, counted and deleted; none is used."""
+    """C2. Every damaged value is detected, counted and deleted; none is used."""
     query = QUERIES[0]
     answer = ENGINE.score([query])[0]
     assert not isinstance(answer, Exception)
@@ -277,14 +284,14 @@ def test_ten_thousand_damaged_values(server: RedisServer, patient: None) -> None
                     keys = [random_.randbytes(32) for _ in range(min(250, MUTATIONS - damaged))]
                     values = {}
                     for key in keys:
-                        value = mutated(seal(key, rows), seal(keys[0][::-1], rows), random_)
+                        value = mutate(seal(key, rows), seal(keys[0][::-1], rows), random_)
                         if value == seal(key, rows):
-                            unchanged += 1  # zeros over zeros
+                            unchanged += 1  # zeros overwrote zeros
                         else:
                             values[key] = value
                     admin.mset({name_of(key): value for key, value in values.items()})
-                    found = await asyncio.gather(*(cache.get(key, query) for key in values))
-                    assert found == [None] * len(values)
+                    cached_rows = await asyncio.gather(*(cache.get(key, query) for key in values))
+                    assert cached_rows == [None] * len(values)
                     damaged += len(values)
                     await tier.wait_until_written()
         assert unchanged < MUTATIONS / 100
@@ -298,7 +305,7 @@ def test_ten_thousand_damaged_values(server: RedisServer, patient: None) -> None
 
 
 def test_the_oracle_of_damage_can_tell(server: RedisServer, patient: None) -> None:
-    """The same path finds what is not damaged."""
+    """An undamaged value is found the same way."""
     query = QUERIES[0]
     rows = life(None).rows[0]
     key = row_key("f", 0, query)
@@ -308,9 +315,9 @@ def test_the_oracle_of_damage_can_tell(server: RedisServer, patient: None) -> No
         async with RowCache(
             memory_bytes=0, redis=RedisTier(RedisAddress(server.url), ttl_seconds=60)
         ) as cache:
-            found = await cache.get(key, query)
-            assert found
-            assert found.encoded == rows
-            assert len(found.block) == len(decode_rows(rows))
+            cached_rows = await cache.get(key, query)
+            assert cached_rows
+            assert cached_rows.encoded == rows
+            assert len(cached_rows.block) == len(decode_rows(rows))
 
     asyncio.run(main())

@@ -28,9 +28,9 @@ KEEP = 2
 LONGEST = 0.4  # seconds after the first save; some saves are complete by then, some are not
 
 
-def train(root: Path, published: Path, begun: Path) -> None:
-    """Steps that nobody counts, from the newest checkpoint; a save every second step."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a killed neighbour makes gloo complain
+def train(root: Path, published: Path, begun_mark: Path) -> None:
+    """Train without end from the newest checkpoint; save every second step."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo logs errors when the other rank is killed
     student = spread_student(tiny.model(layers=2), "fsdp2")
     model = student.trained.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -43,10 +43,10 @@ def train(root: Path, published: Path, begun: Path) -> None:
             file.write(f"{newest}\n")
 
     saver = saver_of(root, model, tiny.tokenizer(), after_publication=note)
-    found = checkpoint.newest_checkpoint(root)
-    step = 0 if found is None else found[0]
-    if found is not None:
-        checkpoint.load_optimizer(found[1], model, optimizer)
+    latest = checkpoint.newest_checkpoint(root)
+    step = 0 if latest is None else latest[0]
+    if latest is not None:
+        checkpoint.load_optimizer(latest[1], model, optimizer)
     while True:
         step += 1
         saver.poll()
@@ -58,7 +58,7 @@ def train(root: Path, published: Path, begun: Path) -> None:
         if step % 2 == 0:
             saver.save(step, checkpoint.collect_contents(model, optimizer))
             if main:
-                begun.touch()
+                begun_mark.touch()
 
 
 def steps_of(published: Path) -> list[int]:
@@ -68,11 +68,11 @@ def steps_of(published: Path) -> list[int]:
     return [int(line) for line in lines if line.endswith("\n")]
 
 
-def assert_whole(root: Path, published: Path) -> int:
-    """All that is visible is intact, and nothing that was published is lost; the newest step."""
+def assert_intact(root: Path, published: Path) -> int:
+    """Assert that all visible checkpoints are intact and none is lost; return the newest step."""
     assert all(is_intact(path) for path in root.glob("step-*"))
-    found = checkpoint.newest_checkpoint(root)
-    step, path = (0, None) if found is None else found
+    latest = checkpoint.newest_checkpoint(root)
+    step, path = (0, None) if latest is None else latest
     assert step >= max(steps_of(published), default=0)
     if path is not None:
         stored = load_file(path / "model" / "model.safetensors")
@@ -89,21 +89,21 @@ def test_saves_that_are_killed(tmp_path: Path) -> None:
     numbers = random.Random(0)
     root, published = tmp_path / "checkpoints", tmp_path / "published"
     root.mkdir()
-    torn, steps = 0, [0]
+    torn_saves, steps = 0, [0]
     for repeat in range(REPEATS):
-        begun, group = tmp_path / f"begun-{repeat}", tmp_path / f"group-{repeat}"
+        begun_mark, group = tmp_path / f"begun-{repeat}", tmp_path / f"group-{repeat}"
         world = numbers.choice((1, 2))
-        forks = Forks(world, group, train, root, published, begun)
-        while not begun.exists():
+        forks = Forks(world, group, train, root, published, begun_mark)
+        while not begun_mark.exists():
             assert forks.poll() is None
             time.sleep(0.002)
         time.sleep(numbers.uniform(0, LONGEST))
         forks.processes[numbers.randrange(world)].kill()
         forks.wait()
-        torn += any(root.glob(".step-*.tmp"))
-        steps.append(assert_whole(root, published))
+        torn_saves += any(root.glob(".step-*.tmp"))
+        steps.append(assert_intact(root, published))
         assert steps[-1] >= steps[-2]
     saves = len(steps_of(published))
-    print(f"{REPEATS} kills, {torn} of them in a save; {saves} checkpoints published, 0 lost")
-    assert torn > 0 or REPEATS < 20, "no kill hit a save"
+    print(f"{REPEATS} kills, {torn_saves} of them in a save; {saves} checkpoints published, 0 lost")
+    assert torn_saves > 0 or REPEATS < 20, "no kill hit a save"
     assert saves > 0

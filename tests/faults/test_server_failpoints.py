@@ -1,4 +1,4 @@
-"""The distill server dies at its commit points: what it said holds, and nothing runs twice."""
+"""The server dies at its commit points: acknowledged state holds, and nothing runs twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distill_server.jobs.history import History
 from tests.forked_python import ForkedPython
 
 KEY = "the same key"
-# Reached by a job that is submitted and runs to its end.
+# Reached by a job that runs to its end.
 RUNS = [
     "run-made:kill",
     "job-stored:kill",
@@ -37,7 +37,7 @@ SPECS = [*RUNS, *RETRIES, *CANCELS, *RESUMES]
 
 
 class ArmedServer(Server):
-    """The first one dies, those after it do not."""
+    """Only the first process has the failpoint armed."""
 
     def __init__(self, runs: Path, spec: str) -> None:
         super().__init__(runs)
@@ -46,13 +46,15 @@ class ArmedServer(Server):
         self.history = History()
 
     def launch(self) -> subprocess.Popen[str]:
-        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        arguments = [str(self.runs), self.host, str(self.port), str(self.slots)]
         environment = {**os.environ, "DISTILL_FAILPOINT": self.spec}
         self.spec = ""
-        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True, env=environment)
+        return ForkedPython(
+            [*SCRIPTED, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def rise_again(self) -> None:
-        """Wait for its death, and start the next."""
+        """Wait until the process is dead and start the next one."""
         assert self.process is not None
         assert self.process.stdout is not None
         assert self.process.wait(30) == -signal.SIGKILL
@@ -63,12 +65,12 @@ class ArmedServer(Server):
     def clean_up(self) -> None:
         if self.process is not None:
             self.kill()
-        # An attempt with a later one was disposed of: perhaps by a server, before its shim came.
+        # The server has disposed of all but the last attempt, perhaps before the shim started.
         for logs in self.runs.glob("*/logs"):
             end_attempt(max(logs.glob("attempt-*")))
 
     def starts(self, job_id: str) -> list[str]:
-        """What each attempt's trainer said when it began."""
+        """Return the "starts after" lines in the logs of all attempts."""
         logs = sorted((self.runs / job_id / "logs").glob("attempt-*/rank-0.log"))
         lines = [line for log in logs for line in log.read_text().splitlines()]
         return [line for line in lines if "starts after" in line]
@@ -83,13 +85,13 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArmedServ
     server.clean_up()
 
 
-def ended(client: DistillClient, job_id: str) -> JobState:
+def wait_for_end(client: DistillClient, job_id: str) -> JobState:
     eventually(lambda: client.get(job_id).state in TERMINAL, 60)
     return client.get(job_id).state
 
 
-def submitted(server: ArmedServer, client: DistillClient, name: str, steps: int) -> str:
-    """As a client does it: again under the same key, when it got no answer."""
+def submit_job(server: ArmedServer, client: DistillClient, name: str, steps: int) -> str:
+    """Submit a job; after no answer, submit it again with the same key."""
     config = job_config(name, steps)
     try:
         job = client.submit(config, idempotency_key=KEY)
@@ -107,10 +109,10 @@ def armed_with(specs: list[str]) -> pytest.MarkDecorator:
 @armed_with(RUNS)
 def test_a_job_that_runs(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
-        job_id = submitted(server, client, "pause=0.02", 20)
+        job_id = submit_job(server, client, "pause=0.02", 20)
         if not server.deaths:
             server.rise_again()
-        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert wait_for_end(client, job_id) is JobState.SUCCEEDED
         assert [job.id for job in client.list()] == [job_id]
     assert len(server.starts(job_id)) == 1
     assert server.deaths == 1
@@ -119,9 +121,9 @@ def test_a_job_that_runs(server: ArmedServer) -> None:
 @armed_with(RETRIES)
 def test_a_job_that_is_tried_again(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
-        job_id = submitted(server, client, "crash_at=3 crashes=1", 5)
+        job_id = submit_job(server, client, "crash_at=3 crashes=1", 5)
         server.rise_again()
-        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert wait_for_end(client, job_id) is JobState.SUCCEEDED
         assert client.get(job_id).attempt == 2
     assert [line.split()[1] for line in server.starts(job_id)] == ["1", "2"]
 
@@ -129,26 +131,26 @@ def test_a_job_that_is_tried_again(server: ArmedServer) -> None:
 @armed_with(CANCELS)
 def test_a_job_that_is_cancelled(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
-        job_id = submitted(server, client, "pause=0.05", 1000)
+        job_id = submit_job(server, client, "pause=0.05", 1000)
         eventually(lambda: client.get(job_id).step >= 1)
         with pytest.raises(Unavailable):
             client.cancel(job_id)
         server.rise_again()
         client.cancel(job_id)
-        assert ended(client, job_id) is JobState.CANCELLED
+        assert wait_for_end(client, job_id) is JobState.CANCELLED
     assert len(server.starts(job_id)) == 1
 
 
 @armed_with(RESUMES)
 def test_a_job_that_is_resumed(server: ArmedServer) -> None:
     with DistillClient(server.address) as client:
-        job_id = submitted(server, client, "short", 5)
-        assert ended(client, job_id) is JobState.SUCCEEDED
+        job_id = submit_job(server, client, "short", 5)
+        assert wait_for_end(client, job_id) is JobState.SUCCEEDED
         with pytest.raises(Unavailable):
             client.resume(job_id, max_steps=8)
         server.history.resumed(job_id)
         server.rise_again()
         eventually(lambda: client.get(job_id).attempt == 2)
-        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert wait_for_end(client, job_id) is JobState.SUCCEEDED
         assert client.get(job_id).step == 8
     assert [line.split()[1] for line in server.starts(job_id)] == ["1", "2"]

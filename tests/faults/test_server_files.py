@@ -1,4 +1,4 @@
-"""Files and disks of one job that fail or hang: nothing is lost, and no other job waits."""
+"""Files and disks of one job fail or hang: nothing is lost, and no other job waits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_full_database_loses_no_step_and_doubles_none(
 
 @pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "control.json"])
 def test_a_pipe_in_place_of_a_file(make_server: Callable[..., Server], name: str) -> None:
-    """It is not opened; the job, its cancel and all other jobs go on."""
+    """The pipe is not opened; the job, its cancel and all other jobs continue."""
     server = make_server(slots=2)
     with DistillClient(server.address, timeout=20) as client:
         job = client.submit(job_config("hang_at=3", max_steps=10))
@@ -71,8 +71,8 @@ def test_a_pipe_in_place_of_a_file(make_server: Callable[..., Server], name: str
         pipe = server.runs / job.id / "pipe"
         os.mkfifo(pipe)
         pipe.replace(server.runs / job.id / name)
-        other = client.submit(job_config("other", max_steps=3))
-        assert client.wait(other.id, timeout=60).state is JobState.SUCCEEDED
+        other_job = client.submit(job_config("other", max_steps=3))
+        assert client.wait(other_job.id, timeout=60).state is JobState.SUCCEEDED
         client.cancel(job.id, now=True)
         assert client.wait(job.id, timeout=60).state is JobState.CANCELLED
 
@@ -95,41 +95,41 @@ def test_a_directory_that_hangs_holds_up_its_own_job_only(tmp_path: Path) -> Non
     runner = SilentRunner()
     server = SmallServer(tmp_path, runner, Policy(Machine(slots=2)), files=RunFiles(0.2))
     try:
-        stuck, other = submit(server), submit(server)
+        stuck_id, other_id = submit(server), submit(server)
         server.look()
-        # Otherwise a look waits a minute for its threads, one of which does not end.
+        # With the default, `look` would wait a minute for the thread that hangs.
         server.scheduler._policy = replace(server.policy, poll_every=3.0)
-        runner.silent = stuck
+        runner.silent = stuck_id
         server.look()
-        phase = server.store.job(stuck).phase
+        phase = server.store.job(stuck_id).phase
         assert phase.startswith("WAITING run directory: no answer since ")
-        runner.say(tmp_path, other, "succeeded")
-        runner.end(other, Exited(0))
+        runner.say(tmp_path, other_id, "succeeded")
+        runner.end(other_id, Exited(0))
         for _ in range(3):
             server.look()
-        assert server.store.job(other).state is JobState.SUCCEEDED
+        assert server.store.job(other_id).state is JobState.SUCCEEDED
         assert runner.blocked == 1, "one thread for the job, however often it is looked at"
-        write_steps(server, stuck, 1, 2)
+        write_steps(server, stuck_id, 1, 2)
         runner.silent = ""
         runner.answers.set()
-        eventually(lambda: server.look() and steps_of(server, stuck) == [1, 2])
-        runner.say(tmp_path, stuck, "running")
+        eventually(lambda: server.look() and steps_of(server, stuck_id) == [1, 2])
+        runner.say(tmp_path, stuck_id, "running")
         server.look()
-        assert server.store.job(stuck).phase == "training"
+        assert server.store.job(stuck_id).phase == "training"
     finally:
         runner.answers.set()
         server.close()
 
 
 def test_a_call_that_never_returns_is_given_up() -> None:
-    files, free = RunFiles(0.05), threading.Event()
+    files, release = RunFiles(0.05), threading.Event()
 
     async def ask() -> None:
         for _ in range(256):
-            files.start(lambda: free.wait(60))
+            files.start(lambda: release.wait(60))
         with pytest.raises(Unavailable, match="run directory has not answered"):
             await files.call(lambda: None)
-        free.set()
+        release.set()
         while files._running_calls:
             await asyncio.sleep(0.01)
         with pytest.raises(ZeroDivisionError):
@@ -142,14 +142,14 @@ def test_a_call_that_never_returns_is_given_up() -> None:
 def test_a_cancel_on_a_full_disk_is_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with small_server(tmp_path, Policy()) as server:
         job_id = submit(server)
         server.look()
         server.store.change(job_id, Change(phase="training"))
-        monkeypatch.setattr(RunDirectory, "write_control", full)
+        monkeypatch.setattr(RunDirectory, "write_control", raise_disk_full)
         assert server.cancel(job_id, now=False).state is JobState.CANCELLING
         assert server.runner.alive == {}, "it got the signal"
         server.look()

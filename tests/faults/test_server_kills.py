@@ -1,4 +1,4 @@
-"""Servers of eight jobs are killed again and again, ranks and launchers too; clocks jump."""
+"""Servers of eight jobs are killed repeatedly; so are ranks and launchers; clocks jump."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.distill_server.jobs.history import History
 
 KILLS = int(os.environ.get("DISTILL_REPEATS", "3"))
 JOBS = 8
-# What is promised; it takes about one.
+# The documented limit; it takes about one second.
 ORPHAN_SECONDS = 10.0
 
 
 class Watcher(threading.Thread):
-    """From a job's first event to its last, through every death of the server."""
+    """Watches a job from its first event to its last, through every restart of the server."""
 
     def __init__(self, address: str, job_id: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_eight_jobs_outlive_their_servers(make_server: Callable[..., Server]) ->
     with DistillClient(server.address) as client:
         jobs = []
         for number in range(JOBS):
-            # One ends while no server is there, with a code that the next one must find.
+            # The first job ends while no server runs; the next server must find its exit code.
             ends = "fail_at=3 pause=0.4" if number == 0 else "pause=0.05"
             key = f"key {number}"
             job = client.submit(job_config(f"{ends} n={number}", 1_000_000), idempotency_key=key)
@@ -63,18 +63,21 @@ def test_eight_jobs_outlive_their_servers(make_server: Callable[..., Server]) ->
             steps = [client.get(job_id).step for job_id in jobs[1:]]
             server.kill()
             server.start()
-            assert all(identity_of(who.pid) == who for who in trainers[1:])
+            assert all(identity_of(identity.pid) == identity for identity in trainers[1:])
             for job_id, step in zip(jobs[1:], steps, strict=True):
                 eventually(lambda j=job_id, s=step: client.get(j).step > s)
-        again = client.submit(
+        repeated_job = client.submit(
             job_config(f"pause=0.05 n={JOBS - 1}", 1_000_000), idempotency_key=f"key {JOBS - 1}"
         )
-        history.submitted(f"key {JOBS - 1}", again.id)
+        history.submitted(f"key {JOBS - 1}", repeated_job.id)
         for job_id in jobs[1:]:
             client.cancel(job_id)
-        ended = [client.wait(job_id, timeout=60) for job_id in jobs]
-        assert [job.state for job in ended] == [JobState.FAILED, *[JobState.CANCELLED] * (JOBS - 1)]
-        assert {job.attempt for job in ended} == {1}
+        ended_jobs = [client.wait(job_id, timeout=60) for job_id in jobs]
+        assert [job.state for job in ended_jobs] == [
+            JobState.FAILED,
+            *[JobState.CANCELLED] * (JOBS - 1),
+        ]
+        assert {job.attempt for job in ended_jobs} == {1}
         assert {job.id for job in client.list()} == set(jobs)
     for job_id, watcher in zip(jobs, watchers, strict=True):
         history.watched(job_id, watcher.result())
@@ -89,7 +92,7 @@ time.sleep(0.5 if int(sys.argv[1]) > 1 else 1000)
 
 
 def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., Server]) -> None:
-    """With torch's own launcher, whose ranks are in sessions of their own; none is left over."""
+    """With torch's launcher, whose ranks are in their own sessions; no process is left."""
     server, history = make_server(slots=3, ranks=RANKS), History()
     with DistillClient(server.address) as client:
         jobs = [client.submit(job_config(name)).id for name in ("rank", "launcher", "group")]
@@ -99,8 +102,10 @@ def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., S
         logs = [server.runs / job_id / "logs/attempt-1/rank-0.log" for job_id in jobs]
         for log in logs:
             eventually(lambda log=log: log.read_text().count(" is ") == 2, 120)
-        said = [line.split() for line in logs[0].read_text().splitlines() if "rank 1 is" in line]
-        rank = identity_of(int(said[0][-1]))
+        rank_lines = [
+            line.split() for line in logs[0].read_text().splitlines() if "rank 1 is" in line
+        ]
+        rank = identity_of(int(rank_lines[0][-1]))
         launchers = [trainer_of(server, job_id) for job_id in jobs]
         families = [set(family(mark)) for mark in marks]
         assert rank in families[0]
@@ -108,12 +113,12 @@ def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., S
         assert rank is not None
         send_signal(rank, signal.SIGKILL)
         send_signal(launchers[1], signal.SIGKILL)
-        for who in families[2]:
-            send_signal(who, signal.SIGKILL)
-        killed = time.monotonic()
-        # The launcher sees the death of a rank by itself, and ends the other.
+        for identity in families[2]:
+            send_signal(identity, signal.SIGKILL)
+        kill_time = time.monotonic()
+        # The launcher notices the death of a rank and ends the other rank.
         eventually(lambda: not any(map(family, marks)), ORPHAN_SECONDS)
-        print(f"nothing was left after {time.monotonic() - killed:.1f} s")
+        print(f"nothing was left after {time.monotonic() - kill_time:.1f} s")
         for job_id in jobs:
             eventually((server.runs / job_id / "logs/attempt-2/shim.json").exists)
             client.cancel(job_id, now=True)
@@ -126,22 +131,25 @@ def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., S
 
 @pytest.mark.parametrize("clock", ["jumps", "fast"])
 def test_clocks_that_run_wild(make_server: Callable[..., Server], clock: str) -> None:
-    """An hour forth and back at every look, or sixty times as fast: nothing runs out of time."""
+    """The wall clock jumps by an hour at every read, or runs 60 times as fast: no timeout fires."""
     server, history = make_server(slots=2, clock=clock), History()
-    began = time.monotonic()
+    start_time = time.monotonic()
     with DistillClient(server.address) as client:
         job = client.submit(job_config("pause=0.05 crash_at=5 crashes=1", 20))
-        queued = client.submit(job_config("pause=0.05 deaf=1", 1_000_000))
-        for one in (job, queued):
-            history.submitted("", one.id)
-        done = client.wait(job.id, timeout=60)
-        assert (done.state, done.attempt) == (JobState.SUCCEEDED, 2)
-        eventually(lambda: client.get(queued.id).step >= 3)
-        client.cancel(queued.id)
-        # A grace of seconds that an hour did not end: it wrote its checkpoint.
-        stopped = client.wait(queued.id, timeout=60)
-        assert (stopped.state, stopped.reason) == (JobState.CANCELLED, "cancelled on request")
-        for one in (done, stopped):
-            assert 0 < one.ended_at - one.started_at < time.monotonic() - began
-            history.watched(one.id, list(client.watch(one.id)))
+        second_job = client.submit(job_config("pause=0.05 deaf=1", 1_000_000))
+        for watched_job in (job, second_job):
+            history.submitted("", watched_job.id)
+        retried_job = client.wait(job.id, timeout=60)
+        assert (retried_job.state, retried_job.attempt) == (JobState.SUCCEEDED, 2)
+        eventually(lambda: client.get(second_job.id).step >= 3)
+        client.cancel(second_job.id)
+        # The jump of an hour did not end the grace period: the trainer wrote its checkpoint.
+        cancelled_job = client.wait(second_job.id, timeout=60)
+        assert (cancelled_job.state, cancelled_job.reason) == (
+            JobState.CANCELLED,
+            "cancelled on request",
+        )
+        for watched_job in (retried_job, cancelled_job):
+            assert 0 < watched_job.ended_at - watched_job.started_at < time.monotonic() - start_time
+            history.watched(watched_job.id, list(client.watch(watched_job.id)))
     history.check(server.runs, 2)

@@ -1,4 +1,4 @@
-"""Stored rows and everything a disk, a kill or another process can do to them."""
+"""Stored rows after disk errors, kills and concurrent processes."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ MUTATIONS = 500 * REPEATS
 ENTRIES = [entry(number) for number in range(6)]
 
 
-def verified(store: LogitStore) -> list[StoredRows]:
-    """What a reader may train on. Raises Corrupt."""
+def read_verified(store: LogitStore) -> list[StoredRows]:
+    """Read and decode all entries. Raises Corrupt."""
     entries = list(store)
-    for one in entries:
-        decode_rows(one.rows)
+    for stored in entries:
+        decode_rows(stored.rows)
     return entries
 
 
-def usable(path: Path) -> tuple[list[StoredRows], bool]:
-    """What a reader takes of a store, entry by entry, and whether it noticed any damage."""
-    found = []
+def read_usable(path: Path) -> tuple[list[StoredRows], bool]:
+    """Return the entries that a reader can read, and whether it noticed any damage."""
+    readable = []
     with LogitStore(path) as store:
-        noticed = bool(store.unreadable)
-        for wanted in ENTRIES:
+        is_damaged = bool(store.unreadable)
+        for expected in ENTRIES:
             try:
-                rows = store.get(wanted.key)
+                rows = store.get(expected.key)
                 if rows is not None:
                     decode_rows(rows)
-                    found.append(replace(wanted, rows=rows))
+                    readable.append(replace(expected, rows=rows))
             except Corrupt:
-                noticed = True
-    return found, noticed
+                is_damaged = True
+    return readable, is_damaged
 
 
-def flipped(data: bytes, random_: random.Random) -> bytes:
+def flip_bit(data: bytes, random_: random.Random) -> bytes:
     at = random_.randrange(len(data))
     return data[:at] + bytes([data[at] ^ 1 << random_.randrange(8)]) + data[at + 1 :]
 
@@ -64,37 +64,37 @@ def zero_tail(data: bytes, random_: random.Random) -> bytes:
     return data[:at] + bytes(len(data) - at)
 
 
-def cut(data: bytes, random_: random.Random) -> bytes:
+def truncate(data: bytes, random_: random.Random) -> bytes:
     return data[: random_.randrange(len(data))]
 
 
-def without_footer(data: bytes, random_: random.Random) -> bytes:
-    """The stream format's end: Arrow itself reads such a file without complaint."""
+def damage_footer(data: bytes, random_: random.Random) -> bytes:
+    """Replace the footer by random bytes: Arrow reads such a file without an error."""
     footer = int.from_bytes(data[-10:-6], "little") + 10
     return data[:-footer] + random_.randbytes(random_.randrange(footer))
 
 
 def test_damaged_shards(tmp_path: Path) -> None:
-    """C4. No entry is used that is not what was written. What a reader does not notice is in bytes
-    that hold nothing, and only `verify` looks at those.
+    """C4. No damaged entry is used. Damage that a reader does not notice is in bytes without
+    meaning, which only `verify` checks.
     """
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append(ENTRIES)
     shard = tmp_path / "00000000.arrow"
     data = shard.read_bytes()
     random_ = random.Random(0)
-    damages = [flipped] * 7 + [zero_tail, cut, without_footer]
+    damages = [flip_bit] * 7 + [zero_tail, truncate, damage_footer]
     by_reading = by_verify = 0
     for number in range(MUTATIONS):
         shard.write_bytes(damages[number % len(damages)](data, random_))
-        found, noticed = usable(tmp_path)
-        assert [one for one in found if one not in ENTRIES] == []
-        if noticed:
+        readable, is_damaged = read_usable(tmp_path)
+        assert [stored for stored in readable if stored not in ENTRIES] == []
+        if is_damaged:
             by_reading += 1
             continue
-        assert found == ENTRIES
+        assert readable == ENTRIES
         with LogitStore(tmp_path) as store:
-            assert verified(store) == ENTRIES
+            assert read_verified(store) == ENTRIES
             with pytest.raises(Corrupt):
                 store.verify()
         by_verify += 1
@@ -113,24 +113,24 @@ def test_a_damaged_shard_is_set_aside_and_its_rows_written_again(tmp_path: Path)
     shard.write_bytes(shard.read_bytes()[:-20])
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         assert store.unreadable == ["00000000.arrow"]
-        assert verified(store) == ENTRIES[3:]
+        assert read_verified(store) == ENTRIES[3:]
         store.append(ENTRIES[:3])
     with LogitStore(tmp_path) as store:
         assert store.unreadable == []
-        assert verified(store) == ENTRIES[3:] + ENTRIES[:3]
+        assert read_verified(store) == ENTRIES[3:] + ENTRIES[:3]
     assert (tmp_path / "00000000.arrow.damaged").exists()
 
 
 def grow(tier: DiskTier, numbers: range) -> list[bytes]:
     entries = [entry(number, rows=200) for number in numbers]
-    for one in entries:
-        tier.put(one)
-    return [one.key for one in entries]
+    for stored in entries:
+        tier.put(stored)
+    return [stored.key for stored in entries]
 
 
-def wait_until(done: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
-    while not done():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -143,7 +143,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C5, ENOSPC. No partial shard is ever named; with space again the tier goes on by itself."""
+    """C5, ENOSPC. No partial shard is listed; with free space the tier continues by itself."""
     monkeypatch.setattr("teacher_service.cache.disk_tier.FLUSH_BYTES", 1)
     ballast = tiny_disk / "ballast"
     ballast.write_bytes(bytes(200 << 10))
@@ -153,9 +153,9 @@ def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(lambda: tier.counts.errors >= 5 and not tier._waiting_bytes)
     with LogitStore(path) as store:
         store.verify()
-        kept = len(verified(store))
-    assert 0 < kept < 40
-    # The last one is removed after its error is counted.
+        stored_count = len(read_verified(store))
+    assert 0 < stored_count < 40
+    # The last temporary file is removed after its error is counted.
     wait_until(lambda: not list(path.glob("*.tmp")))
     ballast.unlink()
     keys = grow(tier, range(40, 45))
@@ -163,28 +163,28 @@ def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(tier.close())
     with LogitStore(path) as store:
         store.verify()
-        assert len(verified(store)) == kept + 5
-    assert len(list(path.glob("*.arrow"))) == kept + 5
-    print(f"ENOSPC: {tier.counts.errors} shards refused, {kept + 5} whole, 0 partial")
+        assert len(read_verified(store)) == stored_count + 5
+    assert len(list(path.glob("*.arrow"))) == stored_count + 5
+    print(f"ENOSPC: {tier.counts.errors} shards refused, {stored_count + 5} whole, 0 partial")
 
 
 def test_a_file_may_not_grow(tmp_path: Path) -> None:
     """C5, EFBIG."""
     limit = 4096
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append([entry(1)])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old_limits[1]))
         try:
             with pytest.raises(OSError, match="File too large"):
                 store.append([entry(2, rows=200)])
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert verified(store) == [entry(1)]
+            resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
+        assert read_verified(store) == [entry(1)]
         store.append([entry(3)])
     with LogitStore(tmp_path) as store:
         store.verify()
-        assert verified(store) == [entry(1), entry(3)]
+        assert read_verified(store) == [entry(1), entry(3)]
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -192,19 +192,19 @@ OPERATIONS = ("open", "fsync", "rename")
 
 
 def test_an_error_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C5, EIO at the n-th open, fsync or rename of the writer, n = 1..30: each append happens or
-    not, and what a reader sees is whole at any time.
+    """C5, EIO at the n-th open, fsync or rename of the writer, n = 1..30: each append succeeds or
+    fails completely, and a reader sees only intact shards.
     """
-    failed = 0
+    failure_count = 0
     for n in range(1, 31):
         path = tmp_path / str(n)
-        left = n
+        remaining = n
 
-        def failing(real: Callable[..., object]) -> Callable[..., object]:
+        def make_failing(real: Callable[..., object]) -> Callable[..., object]:
             def call(*args: object, **options: object) -> object:
-                nonlocal left
-                left -= 1
-                if left == 0:
+                nonlocal remaining
+                remaining -= 1
+                if remaining == 0:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 return real(*args, **options)
 
@@ -215,26 +215,26 @@ def test_an_error_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyP
             with monkeypatch.context() as patch:
                 for name in OPERATIONS:
                     target = os if name == "fsync" else Path
-                    patch.setattr(target, name, failing(getattr(target, name)))
+                    patch.setattr(target, name, make_failing(getattr(target, name)))
                 for number in range(5):
                     try:
                         store.append([entry(number)])
                         acknowledged.append(entry(number))
                     except OSError:
-                        failed += 1
-            assert verified(store) == acknowledged
+                        failure_count += 1
+            assert read_verified(store) == acknowledged
             with LogitStore(path) as reader:
                 reader.verify()
                 assert reader.unreadable == []
-                assert set(acknowledged) <= set(verified(reader))
+                assert set(acknowledged) <= set(read_verified(reader))
             store.append([entry(9)])
         with LogitStore(path, write=True, metadata=META) as store:
-            assert {*acknowledged, entry(9)} <= set(verified(store))
+            assert {*acknowledged, entry(9)} <= set(read_verified(store))
         assert list(path.glob("*.tmp")) == []
-        named = {file.name for file in path.glob("*.arrow")}
-        assert len(named) in (len(acknowledged) + 1, len(acknowledged) + 2)
-    assert failed >= 25
-    print(f"EIO: {failed} of 30 appends refused, 0 partial shards")
+        shard_names = {file.name for file in path.glob("*.arrow")}
+        assert len(shard_names) in (len(acknowledged) + 1, len(acknowledged) + 2)
+    assert failure_count >= 25
+    print(f"EIO: {failure_count} of 30 appends refused, 0 partial shards")
 
 
 WRITERS = """
@@ -258,11 +258,11 @@ for path in sys.stdin:
 
 
 def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """C6. SIGKILL a random moment after a random shard: what was finished is there, whole; what
-    was not is gone with the next writer.
+    """C6. SIGKILL at a random time after a random shard: finished shards are intact; unfinished
+    ones are removed by the next writer.
     """
     random_ = random.Random(0)
-    orphans = lost = 0
+    orphans = max_unreported = 0
     command = [sys.executable, "-c", WRITERS]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -282,10 +282,10 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
             with LogitStore(path) as store:
                 store.verify()
                 assert store.unreadable == []
-                found = verified(store)
-            assert found == [entry(number, rows=50) for number in range(len(found))]
-            assert len(found) >= lines[-1]
-            lost = max(lost, len(found) - lines[-1])
+                stored = read_verified(store)
+            assert stored == [entry(number, rows=50) for number in range(len(stored))]
+            assert len(stored) >= lines[-1]
+            max_unreported = max(max_unreported, len(stored) - lines[-1])
             manifest = (path / "manifest.json").read_text()
             files = {file.name for file in path.iterdir()} - {"manifest.json", "lock"}
             orphans += bool([name for name in files if name not in manifest])
@@ -294,19 +294,19 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
                 name for name in files if name in manifest
             }
         forks.stdin.close()
-    assert lost <= 5, "at most the shard that was just written and not yet told"
+    assert max_unreported <= 5, "at most the shard that was just written and not yet told"
     assert orphans or REPEATS < 20, "no kill hit a write"
     print(f"{REPEATS} kills: {orphans} left half-written files, all removed; every shard whole")
 
 
 def test_eight_writers_of_the_same_keys(tmp_path: Path) -> None:
-    """C7. One process has the directory, the others are told; its threads may all hand over."""
+    """C7. Only one process opens the directory, others get WrongState; its threads may all put."""
     tier = DiskTier(tmp_path, fingerprint="a" * 64, max_bytes=1 << 30)
     entries = [entry(number) for number in range(50)]
 
     def put_all() -> None:
-        for one in entries:
-            tier.put(one)
+        for stored in entries:
+            tier.put(stored)
 
     threads = [threading.Thread(target=put_all) for _ in range(8)]
     for thread in threads:
@@ -318,13 +318,13 @@ def test_eight_writers_of_the_same_keys(tmp_path: Path) -> None:
         thread.join()
     asyncio.run(tier.close())
     with LogitStore(tmp_path / ("a" * 32)) as store:
-        assert sorted(verified(store), key=lambda one: one.key) == entries
+        assert sorted(read_verified(store), key=lambda stored: stored.key) == entries
         assert [file.count for file in store._facts] == [50]
 
 
 def test_rows_are_read_while_the_oldest_go(tmp_path: Path) -> None:
-    """C10. A reader that has opened a store can read all of it, however much is removed; one that
-    opens it just then sees a store that is whole.
+    """C10. A reader with an open store can read all of it, however many shards are removed; a
+    reader that opens it meanwhile sees an intact store.
     """
     with LogitStore(tmp_path, write=True, metadata=META) as writer:
         for number in range(20):
@@ -340,16 +340,16 @@ def test_rows_are_read_while_the_oldest_go(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=collect_garbage)
         thread.start()
-        opened = 0
+        reader_count = 0
         while not stop.is_set():
-            assert verified(reader) == [entry(number) for number in range(20)]
-            with LogitStore(tmp_path) as late:
-                assert late.unreadable == []
-                assert len(verified(late)) in (19, 20, 21)
-            opened += 1
+            assert read_verified(reader) == [entry(number) for number in range(20)]
+            with LogitStore(tmp_path) as late_reader:
+                assert late_reader.unreadable == []
+                assert len(read_verified(late_reader)) in (19, 20, 21)
+            reader_count += 1
         thread.join()
-    assert opened > 5
-    print(f"{10 * REPEATS} shards removed, {opened} readers: 0 errors")
+    assert reader_count > 5
+    print(f"{10 * REPEATS} shards removed, {reader_count} readers: 0 errors")
 
 
 def store_of(root: Path, name: str, size: int, *, age: float) -> Path:
@@ -361,28 +361,28 @@ def store_of(root: Path, name: str, size: int, *, age: float) -> Path:
 
 
 def test_rows_of_other_teachers_make_room(tmp_path: Path) -> None:
-    """The one that was in use longest ago goes first; one in use, and what is no store, stays."""
+    """The least recently used store goes first; stores in use and other directories stay."""
     oldest = store_of(tmp_path, "1", 50_000, age=300)
-    used = store_of(tmp_path, "2", 50_000, age=200)
+    used_store = store_of(tmp_path, "2", 50_000, age=200)
     newer = store_of(tmp_path, "3", 50_000, age=100)
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "lock").write_bytes(bytes(50_000))
     reader = LogitStore(oldest)
-    with LogitStore(used, write=True):
-        os.utime(used / "lock", times=(0, 0))
+    with LogitStore(used_store, write=True):
+        os.utime(used_store / "lock", times=(0, 0))
         tier = DiskTier(tmp_path, fingerprint="a" * 64, max_bytes=120_000)
         tier.put(StoredRows(bytes(32), b"", 1, bytes(50_000)))
         asyncio.run(tier.close())
     assert not oldest.exists()
-    assert used.exists()
+    assert used_store.exists()
     assert newer.exists()
     assert photos.exists()
     assert tier.counts.removed == 1
     assert reader.get(bytes(32)) == bytes(50_000)
     tier = DiskTier(tmp_path, fingerprint="a" * 64, max_bytes=60_000)
     asyncio.run(tier.close())
-    assert not used.exists()
+    assert not used_store.exists()
     assert not newer.exists()
     assert tier.counts.removed == 2
     with LogitStore(tmp_path / ("a" * 32)) as store:

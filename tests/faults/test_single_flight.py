@@ -1,4 +1,4 @@
-"""Many clients, one cold sequence: the model runs once, whoever of them goes away."""
+"""Many clients ask one uncached sequence: the model runs once, whichever client cancels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ QUERY = ScoreQuery(np.arange(1, 200, dtype=np.int32) % 64, 1, top_k=4)
 
 
 def test_a_hundred_clients_and_one_forward(start_teacher: StartTeacher, tmp_path: Path) -> None:
-    """C3. The first to come is the first to go, while the model still works on it."""
+    """C3. The first client cancels while the model still computes its sequence."""
     teacher = start_teacher(*fake(latency_ms=2000), "--cache-dir", str(tmp_path / "rows"))
 
     async def ask(address: str) -> bytes:
-        # A connection of its own, as a client of its own would have.
+        # A separate connection, as a separate client would have.
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(address, options) as channel:
 
@@ -36,11 +36,11 @@ def test_a_hundred_clients_and_one_forward(start_teacher: StartTeacher, tmp_path
     async def main() -> tuple[list[bytes], teacher_pb2.TeacherInfo]:
         async with grpc.aio.insecure_channel(teacher.address) as channel:
             stub = teacher_pb2_grpc.TeacherStub(channel)
-            before = (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load.forwards
+            forwards_before = (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load.forwards
             leader = asyncio.create_task(ask(teacher.address))
             while not (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load.active_streams:
                 await asyncio.sleep(0.01)
-            others = [asyncio.create_task(ask(teacher.address)) for _ in range(CLIENTS - 1)]
+            followers = [asyncio.create_task(ask(teacher.address)) for _ in range(CLIENTS - 1)]
             while not leader.done():
                 load = (await stub.GetInfo(teacher_pb2.GetInfoRequest())).load
                 if load.active_streams == CLIENTS:
@@ -48,9 +48,9 @@ def test_a_hundred_clients_and_one_forward(start_teacher: StartTeacher, tmp_path
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)  # the query of the last stream follows
             leader.cancel()
-            answers = await asyncio.gather(*others)
+            answers = await asyncio.gather(*followers)
             info = await stub.GetInfo(teacher_pb2.GetInfoRequest())
-            info.load.forwards -= before
+            info.load.forwards -= forwards_before
             return answers, info
 
     answers, info = asyncio.run(main())

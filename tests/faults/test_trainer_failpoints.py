@@ -1,4 +1,4 @@
-"""The trainer dies at named moments of a step: the run comes to the same bits."""
+"""The trainer dies at failpoints within a step: the resumed run is bit-identical."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads that break: the network ten times, and the server ten times. Nothing is sent twice."""
+"""The network or the server fails ten times during an upload; no data is sent twice."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from tests.faults.proxy import FaultProxy, Toxics
 from tests.forked_python import ForkedPython
 
 SIZE, BREAKS = 32 << 20, 10
-# What a break may cost: the part that it cuts, and what the server had not read (transport.py).
-LOST = 1 << 20
+# Sent again per break: the interrupted part, and what the server had not read (transport.py).
+MAX_LOST_BYTES = 1 << 20
 
 
 class BreakingServer(Server):
-    """Its first ten processes die at a failpoint, each after as many parts."""
+    """Its first processes die at a failpoint each, as listed in `specs`."""
 
     def __init__(self, runs: Path, specs: Sequence[str]) -> None:
         super().__init__(runs)
         self._specs = list(specs)
 
     def launch(self) -> subprocess.Popen[str]:
-        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        arguments = [str(self.runs), self.host, str(self.port), str(self.slots)]
         spec = self._specs.pop(0) if self._specs else ""
         environment = {**os.environ, "DISTILL_FAILPOINT": spec}
-        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True, env=environment)
+        return ForkedPython(
+            [*SCRIPTED, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def rise_again(self) -> None:
         assert self.process is not None
@@ -50,7 +52,7 @@ class BreakingServer(Server):
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A file of the size of a small model; nobody reads its records here."""
+    """A file of the size of a small model; these tests do not read its records."""
     path = tmp_path / "train.jsonl"
     path.write_bytes(random.Random(0).randbytes(SIZE))
     return path
@@ -70,20 +72,20 @@ def digest(path: Path) -> str:
 
 
 @pytest.fixture
-def breaking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BreakingServer]:
+def breaking_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BreakingServer]:
     server = BreakingServer(tmp_path / "runs", request.param)
     server.start()
     yield server
     server.clean_up()
 
 
-@pytest.mark.parametrize("breaking", [[]], indirect=True)
-def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -> None:
-    told: list[UploadProgress] = []
-    with FaultProxy(breaking.address, Toxics(reset_after_bytes=3 << 20)) as proxy:
+@pytest.mark.parametrize("breaking_server", [[]], indirect=True)
+def test_a_network_that_breaks_ten_times(breaking_server: BreakingServer, data: Path) -> None:
+    reports: list[UploadProgress] = []
+    with FaultProxy(breaking_server.address, Toxics(reset_after_bytes=3 << 20)) as proxy:
 
         def report(progress: UploadProgress) -> None:
-            told.append(progress)
+            reports.append(progress)
             if proxy.resets >= BREAKS:
                 proxy.toxics = Toxics()
 
@@ -91,47 +93,53 @@ def test_a_network_that_breaks_ten_times(breaking: BreakingServer, data: Path) -
             (ready,) = client.upload([job_of(data)], report)
         assert proxy.resets >= BREAKS
         assert digest(path_of(ready)) == digest(data)
-        print(f"sent {proxy.carried / SIZE:.3f} times its size")
-        assert proxy.carried < SIZE + proxy.resets * LOST
+        print(f"sent {proxy.carried_bytes / SIZE:.3f} times its size")
+        assert proxy.carried_bytes < SIZE + proxy.resets * MAX_LOST_BYTES
         with DistillClient(proxy.address) as client:
-            before = proxy.carried
+            carried_before = proxy.carried_bytes
             assert client.upload([job_of(data)]) == [ready]
-            assert proxy.carried - before < 10_000, "the server has it"
-    assert told[0] == UploadProgress("data.path", 0, SIZE, begins=True)
-    assert told[-1].sent_bytes == SIZE
+            assert proxy.carried_bytes - carried_before < 10_000, "the server has it"
+    assert reports[0] == UploadProgress("data.path", 0, SIZE, begins=True)
+    assert reports[-1].sent_bytes == SIZE
 
 
-@pytest.mark.parametrize("breaking", [["upload-part-written:kill:12"] * BREAKS], indirect=True)
-def test_a_server_that_is_killed_ten_times(breaking: BreakingServer, data: Path) -> None:
-    found: list[OnPolicyJob | Exception] = []
-    with FaultProxy(breaking.address) as proxy, DistillClient(proxy.address) as client:
+@pytest.mark.parametrize(
+    "breaking_server", [["upload-part-written:kill:12"] * BREAKS], indirect=True
+)
+def test_a_server_that_is_killed_ten_times(breaking_server: BreakingServer, data: Path) -> None:
+    outcomes: list[OnPolicyJob | Exception] = []
+    with FaultProxy(breaking_server.address) as proxy, DistillClient(proxy.address) as client:
 
         def upload() -> None:
             try:
-                found.extend(client.upload([job_of(data)]))
+                outcomes.extend(client.upload([job_of(data)]))
             except Exception as error:
-                found.append(error)
+                outcomes.append(error)
 
         sender = threading.Thread(target=upload)
         sender.start()
         for _ in range(BREAKS):
-            breaking.rise_again()
+            breaking_server.rise_again()
         sender.join(60)
-        (ready,) = found
+        (ready,) = outcomes
         assert isinstance(ready, OnPolicyJob), ready
         assert digest(path_of(ready)) == digest(data)
-        print(f"sent {proxy.carried / SIZE:.3f} times its size")
-        assert proxy.carried < SIZE + BREAKS * LOST
+        print(f"sent {proxy.carried_bytes / SIZE:.3f} times its size")
+        assert proxy.carried_bytes < SIZE + BREAKS * MAX_LOST_BYTES
 
 
 @pytest.mark.parametrize(
-    "breaking", [["upload-verified:kill", "upload-linked:kill"]], indirect=True
+    "breaking_server", [["upload-verified:kill", "upload-linked:kill"]], indirect=True
 )
-def test_a_server_that_is_killed_at_the_end(breaking: BreakingServer, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_at_the_end(
+    breaking_server: BreakingServer, tmp_path: Path
+) -> None:
     data = tmp_path / "train.jsonl"
     data.write_bytes(b"x" * 1000)
-    with DistillClient(breaking.address) as client:
-        rising = threading.Thread(target=lambda: [breaking.rise_again(), breaking.rise_again()])
+    with DistillClient(breaking_server.address) as client:
+        rising = threading.Thread(
+            target=lambda: [breaking_server.rise_again(), breaking_server.rise_again()]
+        )
         rising.start()
         (ready,) = client.upload([job_of(data)])
         rising.join(60)
@@ -139,7 +147,7 @@ def test_a_server_that_is_killed_at_the_end(breaking: BreakingServer, tmp_path: 
 
 
 def test_a_server_that_is_away(data: Path) -> None:
-    """At once, as any other command says it; not after the patience of a stream."""
+    """Fails at once, as other commands do, not after the patience of a stream."""
     with (
         DistillClient("localhost:1", patience_seconds=1000) as client,
         pytest.raises(Unavailable, match="cannot reach the distill server"),

@@ -1,9 +1,9 @@
-"""A caller that takes no answer, in a process of its own: what is resident here is the client's.
+"""A caller that takes no answer, in its own process, so that resident memory is the client's.
 
     python -m tests.faults.untaken HOST:PORT LIMIT_BYTES
 
-prints one JSON object: answers that were there, bytes of their rows, bytes the client says it holds
-then and once all are taken, and how much more was resident.
+prints one JSON object: number of answers, bytes of their rows, bytes that the client says it holds
+before and after all are taken, and the growth of resident memory.
 """
 
 from __future__ import annotations
@@ -21,24 +21,33 @@ from tests.faults.sequences import WAIT, sequences
 
 
 def main(address: str, limit: int) -> dict[str, int]:
-    asked = sequences(150, 1000, seed=3)  # 520 KB of rows each
+    queries = sequences(150, 1000, seed=3)  # 520 KB of rows each
     with TeacherClient(address, max_prefetch_bytes=limit) as client:
-        client.submit(asked[0]).result(WAIT)
+        client.submit(queries[0]).result(WAIT)
         resident = resident_bytes()
-        answers = [client.submit(query) for query in asked]
-        done = -1
-        while done != (done := sum(answer.done() for answer in answers)) or not done:
+        answers = [client.submit(query) for query in queries]
+        answer_count = -1
+        while (
+            answer_count != (answer_count := sum(answer.done() for answer in answers))
+            or not answer_count
+        ):
             time.sleep(1)
         grown = resident_bytes() - resident
-        held = client.held_bytes
+        held_before = client.held_bytes
         assert all(len(answer.result(WAIT)) == 999 for answer in answers)
-        rows = done * nbytes(answers[0].result())
-        left = client.held_bytes
-    return {"answers": done, "rows": rows, "held": held, "left": left, "grown": grown}
+        rows = answer_count * nbytes(answers[0].result())
+        held_after = client.held_bytes
+    return {
+        "answers": answer_count,
+        "rows": rows,
+        "held": held_before,
+        "left": held_after,
+        "grown": grown,
+    }
 
 
 def resident_bytes() -> int:
-    """Without what was freed and not yet given back."""
+    """Return resident bytes after returning freed memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)
 

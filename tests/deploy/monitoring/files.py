@@ -1,4 +1,4 @@
-"""The files of deploy/monitoring, and the metrics that they name."""
+"""The files of deploy/monitoring, and the metrics they name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _METRIC = re.compile(r"\b(?:distill|process)_\w+\b|\bup\b(?=\{)")
 
 
 def rules() -> Iterator[tuple[str, str]]:
-    """Name and expression of each alert."""
+    """Yield the name and expression of each alert."""
     for group in yaml.safe_load((FILES / "rules.yml").read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
 
 
 def panels() -> Iterator[tuple[str, str]]:
-    """Title and expression of each curve of the board."""
+    """Yield the panel title and expression of each curve of the dashboard."""
     board: Any = json.loads((FILES / "dashboard.json").read_text())
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
@@ -31,5 +31,5 @@ def panels() -> Iterator[tuple[str, str]]:
 
 
 def metrics() -> set[str]:
-    """Every metric that an alert or a panel names."""
+    """Return every metric that an alert or a panel names."""
     return {name for _, expr in (*rules(), *panels()) for name in _METRIC.findall(expr)}

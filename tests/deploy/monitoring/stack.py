@@ -1,6 +1,6 @@
 """Prometheus and Alertmanager on free ports, installed as docs/operations.md says.
 
-Of the copies of deploy/monitoring that they read, only addresses and durations differ.
+They read copies of deploy/monitoring in which only addresses and durations differ.
 """
 
 from __future__ import annotations
@@ -30,79 +30,83 @@ class Prometheus:
         self._url = f"http://127.0.0.1:{port}/api/v1"
 
     def query(self, expr: str) -> Sequence[Mapping[str, Any]]:
-        """The samples of an expression now."""
-        question = urllib.parse.urlencode({"query": expr})
-        found: Any = _read(f"{self._url}/query?{question}")
-        assert found["status"] == "success", found
-        samples: Sequence[Mapping[str, Any]] = found["data"]["result"]
+        """Return the current samples of an expression."""
+        query_string = urllib.parse.urlencode({"query": expr})
+        response: Any = _read(f"{self._url}/query?{query_string}")
+        assert response["status"] == "success", response
+        samples: Sequence[Mapping[str, Any]] = response["data"]["result"]
         return samples
 
     def value(self, expr: str) -> float | None:
-        """The only sample of an expression; None if it has none."""
+        """Return the only sample of an expression; None if there is none."""
         samples = self.query(expr)
         assert len(samples) < 2, samples
         return float(samples[0]["value"][1]) if samples else None
 
-    def firing(self) -> set[str]:
-        """Names of the alerts that fire."""
-        found = self.query('ALERTS{alertstate="firing"}')
-        return {sample["metric"]["alertname"] for sample in found}
+    def firing_alerts(self) -> set[str]:
+        """Return the names of the firing alerts."""
+        samples = self.query('ALERTS{alertstate="firing"}')
+        return {sample["metric"]["alertname"] for sample in samples}
 
 
 class Messages:
-    """What Alertmanager has sent: (name, status) of each alert."""
+    """The notifications from Alertmanager: (name, status) of each alert."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple[str, str]] = set()
+        self.alerts: set[tuple[str, str]] = set()
 
     def read(self, body: bytes) -> None:
         for alert in json.loads(body)["alerts"]:
             assert alert["annotations"]["summary"]
-            self.seen.add((alert["labels"]["alertname"], alert["status"]))
+            self.alerts.add((alert["labels"]["alertname"], alert["status"]))
 
 
 @contextlib.contextmanager
 def monitoring(home: Path, targets: Mapping[str, str]) -> Iterator[tuple[Prometheus, Messages]]:
-    """Both programs within the block. `targets`: HOST:PORT by the name of the scrape job."""
+    """Run both programs within the block. `targets`: HOST:PORT by the name of the scrape job."""
     messages = Messages()
     with _receiver(messages) as port, contextlib.ExitStack() as stack:
-        here, alerts = free_ports(2)
+        prometheus_port, alertmanager_port = free_ports(2)
         options = _install(home)
         files = home / "etc" / "prometheus"
         _edit(files / "alertmanager.yml", r"(group_wait|group_interval): \w+", r"\1: 1s")
         _edit(files / "alertmanager.yml", ":9095/", f":{port}/")
         _edit(files / "rules.yml", r"for: \d+m", "for: 1s")
         _edit(files / "prometheus.yml", r"(\w+_interval): 15s", r"\1: 1s")
-        _edit(files / "prometheus.yml", ":9093", f":{alerts}")
+        _edit(files / "prometheus.yml", ":9093", f":{alertmanager_port}")
         for job, target in targets.items():
-            place = rf'(job_name: {job}\n.*\n.*targets: \[)"[^"]+"'
-            _edit(files / "prometheus.yml", place, rf'\1"{target}"')
+            target_pattern = rf'(job_name: {job}\n.*\n.*targets: \[)"[^"]+"'
+            _edit(files / "prometheus.yml", target_pattern, rf'\1"{target}"')
         for program, storage in (
             ("prometheus-alertmanager", f"--storage.path={home}/alerts"),
             ("prometheus", f"--storage.tsdb.path={home}/series"),
         ):
-            name = program.removeprefix("prometheus-")
-            given = options[program].replace(":9090", f":{here}").replace(":9093", f":{alerts}")
-            words = [program, *shlex.split(given), storage, "--log.level=warn"]
-            words += [f"--config.file={files}/{name}.yml"]
-            stack.enter_context(_process(words, home / f"{name}.log"))
-        eventually(lambda: _answers(here) and _answers(alerts))
-        yield Prometheus(here), messages
+            config_name = program.removeprefix("prometheus-")
+            arguments = (
+                options[program]
+                .replace(":9090", f":{prometheus_port}")
+                .replace(":9093", f":{alertmanager_port}")
+            )
+            words = [program, *shlex.split(arguments), storage, "--log.level=warn"]
+            words += [f"--config.file={files}/{config_name}.yml"]
+            stack.enter_context(_process(words, home / f"{config_name}.log"))
+        eventually(lambda: _answers(prometheus_port) and _answers(alertmanager_port))
+        yield Prometheus(prometheus_port), messages
 
 
 def _install(home: Path) -> Mapping[str, str]:
-    """Run the commands of the document, with `home` as the root; the options of each service."""
+    """Run the document's commands with `home` as the root; return the options of each service."""
     for folder in ("default", "prometheus"):
         (home / "etc" / folder).mkdir(parents=True)
     (block,) = blocks("docs/operations.md", "monitoring")
     commands = block.body.replace("/etc/", f"{shlex.quote(str(home))}/etc/")
-    silent = "apt-get() { :; }; systemctl() { :; }"
-    subprocess.run(["bash", "-euc", f"{silent}\n{commands}"], cwd=ROOT, check=True)
+    stubs = "apt-get() { :; }; systemctl() { :; }"
+    subprocess.run(["bash", "-euc", f"{stubs}\n{commands}"], cwd=ROOT, check=True)
     options = {}
     for path in (home / "etc" / "default").iterdir():
-        found = re.fullmatch(r'ARGS="(.*)"\n', path.read_text())
-        assert found, path
-        options[path.name] = found[1]
+        match = re.fullmatch(r'ARGS="(.*)"\n', path.read_text())
+        assert match, path
+        options[path.name] = match[1]
     return options
 
 

@@ -1,4 +1,4 @@
-"""Alerts, board and documents name metrics that the services expose. Needs no Prometheus."""
+"""Alerts, dashboard and documents name metrics that the services expose; without Prometheus."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from tests.deploy.monitoring.files import FILES, ROOT, metrics, panels, rules
 
 
-def explained() -> set[str]:
-    """The metrics in the tables of the documents; other tests compare them with real services."""
+def documented_metrics() -> set[str]:
+    """Return the metrics in the documents' tables; other tests compare them with real services."""
     pages = ("docs/operations.md", "docs/teacher.md")
     text = "\n".join((ROOT / page).read_text() for page in pages)
     return set(re.findall(r"^\| `(distill_\w+)` \|", text, re.MULTILINE))
 
 
-def of_processes() -> set[str]:
+def process_metrics() -> set[str]:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return {sample.name for family in registry.collect() for sample in family.samples}
 
 
 def test_every_metric_that_rules_and_board_name_is_exposed() -> None:
-    named = {re.sub(r"_(bucket|count|sum)$", "", name) for name in metrics()}
-    assert named
-    assert named <= explained() | of_processes() | {"up"}
+    metric_names = {re.sub(r"_(bucket|count|sum)$", "", name) for name in metrics()}
+    assert metric_names
+    assert metric_names <= documented_metrics() | process_metrics() | {"up"}
 
 
 def test_the_document_has_every_alert() -> None:
@@ -57,8 +57,12 @@ def test_the_board_has_no_panel_without_an_expression() -> None:
 @pytest.mark.parametrize(("program", "job"), [("server", "server"), ("teacher", "teacher")])
 def test_the_ports_are_those_of_the_document(program: str, job: str) -> None:
     config = yaml.safe_load((FILES / "prometheus.yml").read_text())
-    [found] = [one for one in config["scrape_configs"] if one["job_name"] == f"distill-{job}"]
-    port = found["static_configs"][0]["targets"][0].rpartition(":")[2]
+    [scrape_config] = [
+        candidate
+        for candidate in config["scrape_configs"]
+        if candidate["job_name"] == f"distill-{job}"
+    ]
+    port = scrape_config["static_configs"][0]["targets"][0].rpartition(":")[2]
     page = (ROOT / "docs/operations.md").read_text()
     assert f"`--metrics-port {port}` of the {program}" in page
     unit = ROOT / "deploy" / "systemd" / f"distill-{program}.service"

@@ -33,7 +33,7 @@ ABSENT = [program for program in PROGRAMS if shutil.which(program) is None]
 if ABSENT:
     pytest.skip(f"needs {', '.join(ABSENT)}: make test-monitoring", allow_module_level=True)
 
-OF_MACHINE = {"DistillDiskNearlyFull"}  # if it is so
+OF_MACHINE = {"DistillDiskNearlyFull"}  # fires if this machine's disk is nearly full
 SECONDS = 180.0  # only for machines that are very busy
 
 
@@ -48,23 +48,23 @@ SECONDS = 180.0  # only for machines that are very busy
     ids=" ".join,
 )
 def test_their_tools_take_the_files(words: list[str]) -> None:
-    done = subprocess.run(words, cwd=FILES, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(words, cwd=FILES, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 class LoggedServer(RealServer):
-    """A server with its log in a file."""
+    """A server that writes its log to a file."""
 
     @property
     def log(self) -> Path:
         return self.runs.with_suffix(".log")
 
     def launch(self) -> subprocess.Popen[str]:
-        where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
+        address_options = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
         options = ["--slots", "1", "--threads-per-job", "1", "--retries", "0"]
         with self.log.open("ab") as stderr:
             return ForkedPython(
-                [sys.executable, "-m", "distill_server", *where, *options],
+                [sys.executable, "-m", "distill_server", *address_options, *options],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
@@ -81,7 +81,7 @@ def server(tmp_path: Path) -> Iterator[LoggedServer]:
 
 
 class Teacher:
-    """A real teacher that can be killed, and started again on its two ports."""
+    """A real teacher that can be killed and started again on the same two ports."""
 
     def __init__(self, model: Path, home: Path) -> None:
         self._log = home / "teacher.log"
@@ -94,7 +94,7 @@ class Teacher:
         self._process.close()
 
     def start(self) -> None:
-        port, page = (int(one.rpartition(":")[2]) for one in (self.address, self.metrics))
+        port, page = (int(address.rpartition(":")[2]) for address in (self.address, self.metrics))
         words = [*self._words, "--metrics-port", str(page)]
         self._process = ForkedTeacher(words, log=self._log, port=port)
 
@@ -117,7 +117,7 @@ def teacher(material: Material, tmp_path: Path) -> Iterator[Teacher]:
 def test_alerts_fire_and_every_panel_has_data(
     server: LoggedServer, teacher: Teacher, material: Material, tmp_path: Path
 ) -> None:
-    """A job fails, the teacher dies, a job waits for it; then all is well again."""
+    """A job fails, the teacher dies, a job waits for it; then the teacher comes back."""
     from tests.student_trainer.tiny import job
 
     data = shutil.copy(material.prompts, tmp_path / "prompts.jsonl")
@@ -129,36 +129,36 @@ def test_alerts_fire_and_every_panel_has_data(
     ):
         eventually(lambda: prometheus.value("sum(up)") == 2, SECONDS, 0.5)
         assert prometheus.value('distill_server_ended_jobs_total{state="FAILED"}') == 0
-        first = client.submit(job(material, teacher.address, **endless))
-        second = client.submit(job(material, teacher.address, data__path=str(data)))
-        eventually(lambda: client.get(first.id).step > 0, SECONDS, 0.2)
+        endless_job = client.submit(job(material, teacher.address, **endless))
+        failing_job = client.submit(job(material, teacher.address, data__path=str(data)))
+        eventually(lambda: client.get(endless_job.id).step > 0, SECONDS, 0.2)
 
         def empty_panels() -> list[str]:
             return [title for title, expr in panels() if not has_data(prometheus, expr)]
 
         eventually(lambda: not empty_panels(), SECONDS, 0.5)
         assert {name for name in metrics() if not prometheus.query(name)} == set()
-        assert prometheus.firing() <= OF_MACHINE
+        assert prometheus.firing_alerts() <= OF_MACHINE
 
         Path(data).unlink()
-        client.cancel(first.id, now=True)
-        eventually(lambda: client.get(second.id).state is JobState.FAILED, SECONDS, 0.2)
-        third = client.submit(job(material, teacher.address, **endless))
-        eventually(lambda: client.get(third.id).step > 0, SECONDS, 0.2)
+        client.cancel(endless_job.id, now=True)
+        eventually(lambda: client.get(failing_job.id).state is JobState.FAILED, SECONDS, 0.2)
+        waiting_job = client.submit(job(material, teacher.address, **endless))
+        eventually(lambda: client.get(waiting_job.id).step > 0, SECONDS, 0.2)
         teacher.kill()
         expected = {"DistillJobFailed", "DistillTeacherDown", "DistillJobsWait"}
-        eventually(lambda: expected <= prometheus.firing(), SECONDS, 0.5)
-        eventually(lambda: {(name, "firing") for name in expected} <= messages.seen, SECONDS, 0.5)
+        eventually(lambda: expected <= prometheus.firing_alerts(), SECONDS, 0.5)
+        eventually(lambda: {(name, "firing") for name in expected} <= messages.alerts, SECONDS, 0.5)
 
         teacher.start()
-        ended = {("DistillTeacherDown", "resolved"), ("DistillJobsWait", "resolved")}
-        eventually(lambda: ended <= messages.seen, SECONDS, 0.5)
-        assert client.get(third.id).state in (JobState.PREPARING, JobState.RUNNING)
-        client.cancel(third.id, now=True)
-        eventually(lambda: client.get(third.id).state is JobState.CANCELLED, SECONDS, 0.2)
-        assert prometheus.firing() - OF_MACHINE == {"DistillJobFailed"}
+        resolved = {("DistillTeacherDown", "resolved"), ("DistillJobsWait", "resolved")}
+        eventually(lambda: resolved <= messages.alerts, SECONDS, 0.5)
+        assert client.get(waiting_job.id).state in (JobState.PREPARING, JobState.RUNNING)
+        client.cancel(waiting_job.id, now=True)
+        eventually(lambda: client.get(waiting_job.id).state is JobState.CANCELLED, SECONDS, 0.2)
+        assert prometheus.firing_alerts() - OF_MACHINE == {"DistillJobFailed"}
 
 
 def has_data(prometheus: Prometheus, expr: str) -> bool:
     """Whether an expression has a sample that is a number."""
-    return any(not math.isnan(float(found["value"][1])) for found in prometheus.query(expr))
+    return any(not math.isnan(float(sample["value"][1])) for sample in prometheus.query(expr))

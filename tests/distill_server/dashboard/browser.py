@@ -1,4 +1,4 @@
-"""Chromium, as far as the tests need it. Selenium is imported when a browser is wanted."""
+"""A wrapper of Chromium for the tests. Selenium is imported when a browser is created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.distill_server.conftest import eventually as patient
 
-# Each look asks the browser, which costs more than the wait.
+# Each check calls the browser, which costs more than the pause.
 eventually = partial(patient, pause=0.1)
 IN_BROWSER = [
     pytest.mark.skipif(
@@ -23,7 +23,7 @@ IN_BROWSER = [
     pytest.mark.usefixtures("nothing_went_wrong"),
 ]
 
-# Headless, and silent: a test's browser has nobody to call.
+# Headless, and without background network requests.
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -31,7 +31,7 @@ FLAGS = (
 
 
 class Browser:
-    """One window. `profile`: an empty directory."""
+    """A browser with one window. `profile`: an empty directory."""
 
     def __init__(self, profile: Path, *, dark: bool = False) -> None:
         from selenium import webdriver
@@ -58,7 +58,7 @@ class Browser:
         self._driver.quit()
 
     def open(self, url: str) -> None:
-        """As typed by a person who was not there before: a hash alone would load nothing."""
+        """Load the page anew; a change of the hash alone would not load it."""
         self._driver.get("about:blank")
         self._driver.get(url)
 
@@ -70,23 +70,25 @@ class Browser:
         return self._driver.execute_script(script, *arguments)
 
     def count(self, selector: str) -> int:
-        found: int = self.run("return document.querySelectorAll(arguments[0]).length", selector)
-        return found
+        count: int = self.run("return document.querySelectorAll(arguments[0]).length", selector)
+        return count
 
     def text(self, selector: str) -> str:
-        """Of the first match; empty where there is none."""
-        found = self.run("return document.querySelector(arguments[0])?.textContent", selector)
-        return str(found or "")
+        """Return the text of the first match; "" if there is none."""
+        text = self.run("return document.querySelector(arguments[0])?.textContent", selector)
+        return str(text or "")
 
     def texts(self, selector: str) -> list[str]:
-        """Of all matches, in the order of the page."""
+        """Return the texts of all matches, in page order."""
         script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
-        found: list[str] = self.run(script, selector)
-        return found
+        texts: list[str] = self.run(script, selector)
+        return texts
 
     def elements(self, selector: str) -> list[Any]:
-        found: list[Any] = self.run("return [...document.querySelectorAll(arguments[0])]", selector)
-        return found
+        elements: list[Any] = self.run(
+            "return [...document.querySelectorAll(arguments[0])]", selector
+        )
+        return elements
 
     def attribute(self, selector: str, name: str) -> str:
         script = "return document.querySelector(arguments[0])?.getAttribute(arguments[1])"
@@ -103,16 +105,16 @@ class Browser:
         self.run("document.querySelector(arguments[0]).dispatchEvent(new Event('input'))", selector)
 
     def drag(self, selector: str, begin: float, end: float) -> None:
-        """With the pointer pressed, across an element; in shares of its width."""
+        """Drag across an element; `begin` and `end` are fractions of its width."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         element = self._driver.find_element("css selector", selector)
         width = element.rect["width"]
-        at = [round((share - 0.5) * width) for share in (begin, end)]
+        offsets = [round((share - 0.5) * width) for share in (begin, end)]
         actions = ActionChains(self._driver, duration=20).move_to_element_with_offset(
-            element, at[0], 0
+            element, offsets[0], 0
         )
-        actions.click_and_hold().move_by_offset(at[1] - at[0], 0).release().perform()
+        actions.click_and_hold().move_by_offset(offsets[1] - offsets[0], 0).release().perform()
 
     def double_click(self, selector: str) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
@@ -132,7 +134,7 @@ class Browser:
         ActionChains(self._driver).send_keys(Keys.TAB).perform()
 
     def press(self, selector: str, key: str) -> None:
-        """A key by its name: `HOME`."""
+        """Press a key, named as in selenium's Keys: `HOME`."""
         from selenium.webdriver.common.keys import Keys
 
         self.type(selector, getattr(Keys, key))
@@ -142,16 +144,16 @@ class Browser:
         self.click("#token .strong")
 
     def complaints(self) -> list[str]:
-        """What the console said since the last look."""
+        """Return the console messages since the last call."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
 
-    def picture(self, path: Path, most: int = 100_000) -> None:
-        """The whole page, up to `most` pixels from its top."""
+    def picture(self, path: Path, max_height: int = 100_000) -> None:
+        """Save a screenshot of the page, up to `max_height` pixels from its top."""
         width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": width, "height": min(most, height), "scale": 1}
-        wanted = {"captureBeyondViewport": True, "clip": clip}
-        found = self._command("Page.captureScreenshot", wanted)
-        path.write_bytes(base64.b64decode(found["data"]))
+        clip = {"x": 0, "y": 0, "width": width, "height": min(max_height, height), "scale": 1}
+        parameters = {"captureBeyondViewport": True, "clip": clip}
+        screenshot = self._command("Page.captureScreenshot", parameters)
+        path.write_bytes(base64.b64decode(screenshot["data"]))
 
     def _command(self, name: str, parameters: dict[str, Any]) -> Any:
         return self._driver.execute_cdp_cmd(name, parameters)

@@ -24,14 +24,14 @@ def make_site(tmp_path: Path) -> Iterator[Callable[..., Site]]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Without tokens: a person's own machine."""
+    """A server without tokens, as on a person's own machine."""
     site = Site(tmp_path_factory.mktemp("open") / "runs")
     yield site
     site.clean_up()
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def guarded_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site = Site(tmp_path_factory.mktemp("guarded") / "runs", tokens=True)
     yield site
     site.clean_up()
@@ -45,9 +45,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def nothing_went_wrong(browser: Browser) -> Iterator[None]:
-    """No script failed and nothing was blocked. What the server refuses is told here too."""
+    """The console has no script errors or blocked requests, only responses with 400 and 401."""
     browser.resize(1280)
     browser.complaints()
     yield
-    refused = ("(Unauthorized)", "(Bad Request)")
-    assert [said for said in browser.complaints() if not said.endswith(refused)] == []
+    refusals = ("(Unauthorized)", "(Bad Request)")
+    assert [message for message in browser.complaints() if not message.endswith(refusals)] == []

@@ -1,4 +1,4 @@
-"""The pictures of docs/dashboard.md, taken of a running server: URL TOKEN JOB OTHER_JOB [FOLDER].
+"""Takes the pictures of docs/dashboard.md from a server: URL TOKEN JOB OTHER_JOB [FOLDER].
 
 JOB is shown on its page, and compared with OTHER_JOB. Without tokens, TOKEN is "".
 """
@@ -16,20 +16,20 @@ from PIL import Image
 from tests.distill_server.dashboard.browser import Browser
 
 FOLDER = Path(__file__).parents[3] / "docs" / "dashboard"
-# A second look at the teachers, and at a trainer's processes, gives their speed.
+# The pages of teachers and jobs compute speeds from two measurements.
 LOOKS = {
     "jobs": ("#/", 2.0),
     "job": ("#/jobs/{0}", 8.0),
     "compare": ("#/compare/{0},{1}", 4.0),
     "teachers": ("#/teachers", 6.0),
 }
-# Keeps small spots of another colour, which the default merges with their surroundings.
+# Keeps small spots of another colour, which the default quantizer merges.
 FEW_COLOURS = Image.Quantize.FASTOCTREE
-# In pixels; what follows is more of the same.
+# Maximum heights in pixels; the rest of the page repeats itself.
 TALLEST = {"compare": 1560}
-# Width in pixels, and whether the system's mode is dark.
+# Width in pixels, and whether the system is in dark mode.
 KINDS = {"light": (1100, False), "dark": (1100, True), "narrow": (390, False)}
-# Some sections of a job's page are open, so that one picture shows them.
+# Opens some sections of a job's page, so that one picture shows them.
 OPEN = "document.querySelectorAll('details:has(.checkpoints-list, .log, .commands)')"
 
 
@@ -53,16 +53,16 @@ def take(path: Path, url: str, token: str, jobs: Sequence[str]) -> None:
                 ".forEach(f => f.dispatchEvent(new Event('input')))"
             )
             time.sleep(1.0)
-        browser.picture(path, most=TALLEST.get(name, 10_000))
-    # A screen of flat colours needs no more of them.
+        browser.picture(path, max_height=TALLEST.get(name, 10_000))
+    # A page of flat colours needs only a palette.
     Image.open(path).convert("RGB").quantize(method=FEW_COLOURS).save(path, optimize=True)
 
 
-def main(url: str, token: str, job: str, other: str, folder: str = str(FOLDER)) -> None:
+def main(url: str, token: str, job: str, other_job: str, folder: str = str(FOLDER)) -> None:
     Path(folder).mkdir(exist_ok=True)
     for name in LOOKS:
         for kind in KINDS if name != "teachers" else ("light",):
-            take(Path(folder) / f"{name}-{kind}.png", url, token, (job, other))
+            take(Path(folder) / f"{name}-{kind}.png", url, token, (job, other_job))
 
 
 if __name__ == "__main__":

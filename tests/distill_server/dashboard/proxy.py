@@ -1,4 +1,4 @@
-"""A reverse proxy that serves a dashboard under a prefix, as nginx does. Standard library only."""
+"""A reverse proxy that serves a dashboard under a prefix, as nginx does; standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PREFIX = "/distill"
-# Of one connection, not of the message.
+# Headers of the connection, not of the message (hop-by-hop).
 _HOP = {"connection", "transfer-encoding", "keep-alive", "server", "date"}
 
 
@@ -28,9 +28,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
-        # Either side may hang up, the server in the middle of a stream.
-        gone = contextlib.suppress(ConnectionError, http.client.HTTPException)
-        with contextlib.closing(connection), gone:
+        # Either side may disconnect, the server also in the middle of a stream.
+        ignore_disconnects = contextlib.suppress(ConnectionError, http.client.HTTPException)
+        with contextlib.closing(connection), ignore_disconnects:
             # The name that the browser used, as with `proxy_set_header Host $host`.
             connection.request(
                 self.command, self.path.removeprefix(PREFIX), body, dict(self.headers)
@@ -41,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if name.lower() not in _HOP:
                     self.send_header(name, value)
             self.end_headers()
-            # An event stream has no end: each piece is passed on as it comes.
+            # An event stream has no end: forward each piece as it arrives.
             while piece := answer.read1(1 << 16):
                 self.wfile.write(piece)
                 self.wfile.flush()
@@ -52,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def proxy(upstream: int) -> Iterator[int]:
-    """The port of a proxy in front of the dashboard at port `upstream`."""
+    """Run a proxy for the dashboard at port `upstream`; yield the proxy's port."""
     handler = type("Handler", (_Handler,), {"upstream": upstream})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True

@@ -1,6 +1,6 @@
 """The real server, its dashboard and the scripted trainer: RUNS PATIENCE_SECONDS PORT SLOTS [URL].
 
-Tokens come as for any server, in $DISTILL_TOKENS. URL is that of a proxy.
+Tokens are read from $DISTILL_TOKENS, as for any server. URL is the address of a proxy.
 """
 
 from __future__ import annotations

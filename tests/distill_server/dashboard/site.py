@@ -1,4 +1,4 @@
-"""A server with a dashboard, and a reader that is no part of it: the standard library's."""
+"""A server with a dashboard, and an independent HTTP client from the standard library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Site:
-    """`tokens`: whether the server asks for them. `external`: the URL of a proxy, with `port`."""
+    """`tokens`: whether the server requires them. `external`: the URL of a proxy; needs `port`."""
 
     def __init__(
         self,
@@ -80,31 +80,31 @@ class Site:
     ) -> Answer:
         connection = self.connect()
         try:
-            sent = dict(headers or {})
+            request_headers = dict(headers or {})
             if role:
-                sent["Authorization"] = f"Bearer {TOKENS[role]}"
+                request_headers["Authorization"] = f"Bearer {TOKENS[role]}"
             data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, sent)
-            found = connection.getresponse()
-            return Answer(found.status, dict(found.getheaders()), found.read())
+            connection.request(method, path, data, request_headers)
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.getheaders()), response.read())
         finally:
             connection.close()
 
     def messages(
         self, path: str, *, after: str = "", role: str = ""
     ) -> Iterator[tuple[str, str, Any]]:
-        """(event, id, data) of a feed; closing the iterator hangs up."""
+        """Yield (event, id, data) from a feed; closing the iterator disconnects."""
         connection = self.connect()
         try:
-            sent = {"Last-Event-ID": after} if after else {}
+            request_headers = {"Last-Event-ID": after} if after else {}
             if role:
-                sent["Authorization"] = f"Bearer {TOKENS[role]}"
-            connection.request("GET", path, headers=sent)
-            found = connection.getresponse()
-            assert found.status == 200, found.read()
-            assert found.getheader("Content-Type", "").startswith("text/event-stream")
+                request_headers["Authorization"] = f"Bearer {TOKENS[role]}"
+            connection.request("GET", path, headers=request_headers)
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            assert response.getheader("Content-Type", "").startswith("text/event-stream")
             fields: dict[str, str] = {}
-            for line in found:
+            for line in response:
                 name, colon, value = line.decode().rstrip("\n").partition(": ")
                 if colon:
                     fields[name] = value
@@ -115,7 +115,7 @@ class Site:
             connection.close()
 
     def submit(self, config: OnPolicyJob | None = None, **values: Any) -> str:
-        """A job's id."""
+        """Submit a job and return its id."""
         os.environ["DISTILL_TOKEN"] = TOKENS["submit"] if self.asks_tokens else ""
         try:
             with DistillClient(self.address) as client:

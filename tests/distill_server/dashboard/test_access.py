@@ -1,4 +1,4 @@
-"""Who may read the dashboard, who may change anything through it, and what a browser is told."""
+"""Who may read the dashboard, who may change jobs through it, and its security headers."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ CHANGING = ["/api/jobs/x/cancel", "/api/jobs/x/resume", "/api/jobs", "/", "/metr
 
 
 @pytest.mark.parametrize("path", READING)
-def test_reading_needs_a_token_where_there_are_any(guarded: Site, path: str) -> None:
-    answer = guarded.ask(path)
+def test_reading_needs_a_token_where_there_are_any(guarded_site: Site, path: str) -> None:
+    answer = guarded_site.ask(path)
     assert answer.status == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.json()["error"]["code"] == "UNAUTHENTICATED"
-    assert guarded.ask(path, role="read").status in (200, 404)
+    assert guarded_site.ask(path, role="read").status in (200, 404)
 
 
 @pytest.mark.parametrize("path", CHANGING)
-def test_changing_needs_the_submit_role(guarded: Site, path: str) -> None:
+def test_changing_needs_the_submit_role(guarded_site: Site, path: str) -> None:
     def status(role: str) -> int:
-        return guarded.ask(path, method="POST", body={}, role=role).status
+        return guarded_site.ask(path, method="POST", body={}, role=role).status
 
     assert (status(""), status("read")) == (401, 403)
     assert status("submit") in (404, 405)
@@ -57,8 +57,10 @@ def test_changing_needs_the_submit_role(guarded: Site, path: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
-def test_other_methods_are_refused_before_anybody_looks_at_them(guarded: Site, method: str) -> None:
-    assert guarded.ask("/api/jobs", method=method, role="read").status == 403
+def test_other_methods_are_refused_before_anybody_looks_at_them(
+    guarded_site: Site, method: str
+) -> None:
+    assert guarded_site.ask("/api/jobs", method=method, role="read").status == 403
 
 
 @pytest.mark.parametrize(
@@ -73,16 +75,16 @@ def test_other_methods_are_refused_before_anybody_looks_at_them(guarded: Site, m
         {},
     ],
 )
-def test_a_token_counts_only_in_its_header(guarded: Site, headers: dict[str, str]) -> None:
+def test_a_token_counts_only_in_its_header(guarded_site: Site, headers: dict[str, str]) -> None:
     token = TOKENS["admin"]
     path = f"/api/jobs?token={token}&access_token={token}"
-    assert guarded.ask(path, headers=headers).status == 401
+    assert guarded_site.ask(path, headers=headers).status == 401
 
 
-def test_the_page_is_open_and_holds_nothing(guarded: Site) -> None:
-    guarded.submit(name="a-name-to-hide", max_steps=1)
+def test_the_page_is_open_and_holds_nothing(guarded_site: Site) -> None:
+    guarded_site.submit(name="a-name-to-hide", max_steps=1)
     for path in ("/", "/main.js", "/style.css"):
-        answer = guarded.ask(path)
+        answer = guarded_site.ask(path)
         assert answer.status == 200
         assert b"a-name-to-hide" not in answer.body
 
@@ -96,26 +98,28 @@ def test_a_server_without_tokens_is_read_only(site: Site) -> None:
         "server": site.address,
     }
     for wish in ("cancel", "resume"):
-        # As from a page of a stranger that this browser shows: the simplest request there is.
+        # A simple cross-site request, as another site's page could send.
         answer = site.ask(f"/api/jobs/{job}/{wish}", method="POST", role="admin")
         assert answer.status == 403
         assert "--token-file" in answer.json()["error"]["hint"]
     assert site.job(job)["state"] in ("QUEUED", "PREPARING", "RUNNING")
 
 
-def test_cancel_and_resume_with_a_token(guarded: Site) -> None:
-    job = guarded.submit(name="pause=0.05", max_steps=400)
+def test_cancel_and_resume_with_a_token(guarded_site: Site) -> None:
+    job = guarded_site.submit(name="pause=0.05", max_steps=400)
     path = f"/api/jobs/{job}"
-    eventually(lambda: guarded.job(job, "read")["step"] >= 1)
-    assert guarded.ask(f"{path}/cancel", method="POST", body={}, role="read").status == 403
-    answer = guarded.ask(f"{path}/cancel", method="POST", body={"now": False}, role="submit")
+    eventually(lambda: guarded_site.job(job, "read")["step"] >= 1)
+    assert guarded_site.ask(f"{path}/cancel", method="POST", body={}, role="read").status == 403
+    answer = guarded_site.ask(f"{path}/cancel", method="POST", body={"now": False}, role="submit")
     assert (answer.status, answer.json()["state"]) == (200, "CANCELLING")
-    eventually(lambda: guarded.job(job, "read")["state"] == "CANCELLED")
-    steps = guarded.job(job, "read")["step"] + 3
-    answer = guarded.ask(f"{path}/resume", method="POST", body={"max_steps": steps}, role="submit")
+    eventually(lambda: guarded_site.job(job, "read")["state"] == "CANCELLED")
+    steps = guarded_site.job(job, "read")["step"] + 3
+    answer = guarded_site.ask(
+        f"{path}/resume", method="POST", body={"max_steps": steps}, role="submit"
+    )
     assert answer.json()["attempt"] == 2
-    eventually(lambda: guarded.job(job, "read")["state"] == "SUCCEEDED")
-    answer = guarded.ask(f"{path}/cancel", method="POST", body={}, role="submit")
+    eventually(lambda: guarded_site.job(job, "read")["state"] == "SUCCEEDED")
+    answer = guarded_site.ask(f"{path}/cancel", method="POST", body={}, role="submit")
     assert answer.status == 409
 
 
@@ -128,8 +132,8 @@ def test_cancel_and_resume_with_a_token(guarded: Site) -> None:
         ({"now": True, "x": "y" * 5000}, "body"),
     ],
 )
-def test_wishes_are_checked(guarded: Site, body: object, field: str) -> None:
-    answer = guarded.ask("/api/jobs/x/cancel", method="POST", body=body, role="submit")
+def test_wishes_are_checked(guarded_site: Site, body: object, field: str) -> None:
+    answer = guarded_site.ask("/api/jobs/x/cancel", method="POST", body=body, role="submit")
     assert answer.status == 400
     assert answer.json()["error"]["field"] == field
 
@@ -183,19 +187,19 @@ def test_names_that_others_lead_here_are_refused(site: Site, host: str, status: 
     ],
 )
 def test_the_name_of_a_proxy_is_served(external: str, host: str, status: int) -> None:
-    served = PlainTextResponse("ok")
-    gate = DashboardGate(served, tokens=Tokens(), host="127.0.0.1", external=external)
+    application = PlainTextResponse("ok")
+    gate = DashboardGate(application, tokens=Tokens(), host="127.0.0.1", external=external)
     scope = {
         **{"type": "http", "method": "GET", "path": "/api/jobs", "query_string": b""},
         "headers": [(b"host", host.encode())],
     }
-    told: list[int] = []
+    statuses: list[int] = []
 
     async def send(message: Message) -> None:
-        told.append(message.get("status", 0))
+        statuses.append(message.get("status", 0))
 
     asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
-    assert told[0] == status
+    assert statuses[0] == status
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,7 @@ async def serve_once(runs: Path, endpoint: ServerEndpoint, port: int) -> None:
 
 
 def test_the_dashboard_has_the_tls_of_the_server(tmp_path: Path) -> None:
-    """By the program, as people start it."""
+    """With the real program, as people start it."""
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 9 -subj /CN=x"
@@ -260,16 +264,16 @@ def test_the_dashboard_has_the_tls_of_the_server(tmp_path: Path) -> None:
         variables={"DISTILL_TOKENS": f"read {TOKENS['read']}"},
     )
     try:
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"dashboard at https://127.0.0.1:(\d+)", program.output.readline().strip()
         )
-        assert found
+        assert match
         bearer = {"Authorization": f"Bearer {TOKENS['read']}"}
         trusted = ssl.create_default_context(cafile=cert)
-        with closing(HTTPSConnection("127.0.0.1", int(found[1]), context=trusted)) as connection:
+        with closing(HTTPSConnection("127.0.0.1", int(match[1]), context=trusted)) as connection:
             connection.request("GET", "/api/jobs", headers=bearer)
             assert json.load(connection.getresponse())["jobs"] == []
-        with closing(HTTPConnection("127.0.0.1", int(found[1]))) as plain:
+        with closing(HTTPConnection("127.0.0.1", int(match[1]))) as plain:
             plain.request("GET", "/api/jobs", headers=bearer)
             with pytest.raises((HTTPException, OSError)):
                 plain.getresponse()

@@ -1,4 +1,4 @@
-"""The time line of attempts is what a reader of all events would draw."""
+"""The timeline of attempts equals one computed from all events."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ def run(store: JobStore, job_id: str, steps: range) -> None:
     store.change(job.id, *(Change(step=step, metrics={"loss": 1.0}) for step in steps))
 
 
-def again(store: JobStore, job_id: str, reason: str, phase: str = "") -> None:
+def requeue(store: JobStore, job_id: str, reason: str, phase: str = "") -> None:
     number = store.job(job_id).attempt + 1
     change = Change(JobState.QUEUED, reason=reason, phase=phase)
     store.queue_again(job_id, Attempt(number), change, at_end=False)
 
 
-def scanned(store: JobStore, job: Job) -> list[dict[str, Any]]:
-    """By a scan of all events."""
+def scan_attempts(store: JobStore, job: Job) -> list[dict[str, Any]]:
+    """Compute the attempts from all events."""
     events = store.events(job.id, 0, -1)
     records = []
     for number in range(1, job.attempt + 1):
-        mine = [event for event in events if event.attempt == number]
-        later = [event for event in events if event.attempt > number]
-        last = mine[-1]
+        attempt_events = [event for event in events if event.attempt == number]
+        later_events = [event for event in events if event.attempt > number]
+        last_event = attempt_events[-1]
         end = ("", 0.0, "")
-        if last.state in TERMINAL:
-            end = (last.state.value, last.time, last.reason)
-        elif later:
-            end = ("INTERRUPTED", later[0].time, later[0].reason)
-        starts = [event.time for event in mine if event.state is JobState.PREPARING]
+        if last_event.state in TERMINAL:
+            end = (last_event.state.value, last_event.time, last_event.reason)
+        elif later_events:
+            end = ("INTERRUPTED", later_events[0].time, later_events[0].reason)
+        starts = [event.time for event in attempt_events if event.state is JobState.PREPARING]
         records.append(
             {
                 "attempt": number,
-                "queued_at": mine[0].time,
+                "queued_at": attempt_events[0].time,
                 "started_at": starts[0] if starts else 0.0,
                 "ended_at": end[1],
                 "end": end[0],
                 "reason": end[2],
-                "step": last.step,
+                "step": last_event.step,
             }
         )
     return records
@@ -68,45 +68,45 @@ def scanned(store: JobStore, job: Job) -> list[dict[str, Any]]:
 
 def test_every_way_to_end(store: JobStore) -> None:
     job = store.add("job", job_config(max_steps=100), "")
-    assert attempts_of(store, job) == scanned(store, job)
+    assert attempts_of(store, job) == scan_attempts(store, job)
     run(store, "job", range(1, 7))
-    assert attempts_of(store, store.job("job")) == scanned(store, store.job("job"))
-    again(store, "job", "the trainer was killed by signal 9 at step 6", "retrying in 10 s")
+    assert attempts_of(store, store.job("job")) == scan_attempts(store, store.job("job"))
+    requeue(store, "job", "the trainer was killed by signal 9 at step 6", "retrying in 10 s")
     run(store, "job", range(5, 9))
     store.change("job", Change(JobState.CANCELLING))
     store.change("job", Change(JobState.CANCELLED, reason="cancelled on request"))
-    again(store, "job", "")
+    requeue(store, "job", "")
     store.change("job", Change(JobState.CANCELLED, reason="cancelled while queued"))
-    again(store, "job", "")
+    requeue(store, "job", "")
     run(store, "job", range(9, 101))
     store.change("job", Change(JobState.SUCCEEDED))
     job = store.job("job")
-    found = attempts_of(store, job)
-    assert found == scanned(store, job)
-    ends = [(one["end"], bool(one["started_at"]), one["step"]) for one in found]
+    attempts = attempts_of(store, job)
+    assert attempts == scan_attempts(store, job)
+    ends = [(attempt["end"], bool(attempt["started_at"]), attempt["step"]) for attempt in attempts]
     assert ends == [
         ("INTERRUPTED", True, 6),
         ("CANCELLED", True, 8),
         ("CANCELLED", False, 8),
         ("SUCCEEDED", True, 100),
     ]
-    assert "signal 9" in found[0]["reason"]
+    assert "signal 9" in attempts[0]["reason"]
 
 
 def test_the_newest_fifty_of_a_long_job_cost_few_reads(store: JobStore) -> None:
     store.add("job", job_config(max_steps=9000), "")
     for number in range(60):
         run(store, "job", range(1 + 50 * number, 51 + 50 * number))
-        again(store, "job", "the machine was restarted")
-    job, expected = store.job("job"), scanned(store, store.job("job"))
+        requeue(store, "job", "the machine was restarted")
+    job, expected = store.job("job"), scan_attempts(store, store.job("job"))
     reads: list[int] = []
     events = store.events
 
-    def counted(job_id: str, after_seq: int, limit: int) -> Any:
+    def count_reads(job_id: str, after_seq: int, limit: int) -> Any:
         reads.append(limit)
         return events(job_id, after_seq, limit)
 
-    store.events = counted  # type: ignore[method-assign]
+    store.events = count_reads  # type: ignore[method-assign]
     assert attempts_of(store, job) == expected[-50:]
     assert set(reads) == {1}
     assert len(reads) <= 50 * 45

@@ -16,7 +16,7 @@ from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventual
 from tests.distill_server.dashboard.site import TOKENS, Site
 
 pytestmark = IN_BROWSER
-# An alert that came up would end any test.
+# An open alert fails any test.
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> pause=0.1"
 
 
@@ -29,10 +29,10 @@ def test_a_curve_grows_while_its_job_runs(site: Site, browser: Browser) -> None:
         label = browser.attribute(".curve:not([hidden]) svg", "aria-label")
         return int(label.split(" at step ")[1].partition(":")[0])
 
-    first = last_step()
-    drawn = browser.attribute(".line path", "d")
-    eventually(lambda: last_step() >= first + 5)
-    assert browser.attribute(".line path", "d") != drawn
+    first_step = last_step()
+    path_before = browser.attribute(".line path", "d")
+    eventually(lambda: last_step() >= first_step + 5)
+    assert browser.attribute(".line path", "d") != path_before
     assert "running" in browser.text(".title")
     assert f"of {1000}" in browser.text(".progress")
 
@@ -45,10 +45,10 @@ def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
     eventually(lambda: browser.count(row) == 1)
     browser.type("[type=search]", "WANTED running")
     eventually(lambda: browser.count(".jobs tbody tr") == 1 == browser.count(row))
-    earlier = browser.text(f"{row} td:nth-child(3)")
-    eventually(lambda: browser.text(f"{row} td:nth-child(3)") != earlier)
-    left = f"{row} td:nth-child(8)"
-    eventually(lambda: browser.text(left).endswith("s"))
+    step_text = browser.text(f"{row} td:nth-child(3)")
+    eventually(lambda: browser.text(f"{row} td:nth-child(3)") != step_text)
+    remaining_cell = f"{row} td:nth-child(8)"
+    eventually(lambda: browser.text(remaining_cell).endswith("s"))
     assert browser.run("return document.activeElement.type") == "search", "typing goes on"
     browser.type("[type=search]", " nothing")
     eventually(lambda: "No job has all of these words" in browser.text(".notice"))
@@ -58,12 +58,12 @@ def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
 
 @pytest.mark.parametrize("page", ["#/", "#/jobs/{job}", "#/compare/{job}"])
 def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> None:
-    """Everything that the tab key comes to, once around."""
+    """Every element that the tab key reaches has a visible focus outline."""
     job = site.submit(name="pause=0", max_steps=5)
     eventually(lambda: site.job(job)["state"] == "SUCCEEDED")
     browser.open(f"{site.url}/{page.format(job=job)}")
     eventually(lambda: browser.count("main *") > 3)
-    seen = set()
+    focused = set()
     for _ in range(12):
         browser.tab()
         name, style, width = browser.run(
@@ -72,9 +72,9 @@ def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> N
         )
         if name.startswith("<body"):
             break
-        seen.add(name)
+        focused.add(name)
         assert (style, width >= 2) == ("solid", True), name
-    assert len(seen) >= 3
+    assert len(focused) >= 3
 
 
 def test_the_keys_read_a_curve(site: Site, browser: Browser) -> None:
@@ -108,16 +108,16 @@ def test_a_hostile_name_is_text(site: Site, browser: Browser) -> None:
     eventually(lambda: "window.hit=1</script>\n" in browser.text(".log"))
     assert HOSTILE in browser.text(".config")
     assert browser.run("return [window.hit ?? null, document.scripts.length]") == [None, 1]
-    # Even a script of ours that tried could not: the browser is told to refuse.
+    # Trusted Types: the browser refuses innerHTML even from our own scripts.
     assert browser.run(
         "try { document.body.innerHTML = '<b>x</b>'; return 'done'; } catch (e) { return e.name; }"
     ) == ("TypeError")
     browser.complaints()
 
 
-def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) -> None:
-    job = guarded.submit(name="pause=0.1", max_steps=1000)
-    browser.open(f"{guarded.url}/#/jobs/{job}")
+def test_cancel_and_resume_with_a_token_only(guarded_site: Site, browser: Browser) -> None:
+    job = guarded_site.submit(name="pause=0.1", max_steps=1000)
+    browser.open(f"{guarded_site.url}/#/jobs/{job}")
     eventually(lambda: browser.run("return document.querySelector('#token').open"))
     assert job not in browser.text("body")
     browser.give_token(TOKENS["read"])
@@ -126,11 +126,13 @@ def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) ->
     assert browser.count(".actions") == 0
     browser.click("#access")
     browser.give_token(TOKENS["submit"])
-    eventually(lambda: browser.count(".actions .danger") > 0 and guarded.job(job, "read")["step"])
+    eventually(
+        lambda: browser.count(".actions .danger") > 0 and guarded_site.job(job, "read")["step"]
+    )
     browser.click(".actions .buttons button")
     browser.click(".actions dialog .strong")
     eventually(lambda: browser.text(".title .badge") == "cancelled")
-    assert guarded.job(job, "read")["state"] == "CANCELLED"
+    assert guarded_site.job(job, "read")["state"] == "CANCELLED"
     browser.click(".actions .buttons button")
     browser.type("#resume-steps", "1")
     browser.click(".actions dialog .strong")
@@ -138,7 +140,7 @@ def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) ->
     browser.click(".actions .buttons button")
     browser.click(".actions dialog .strong")
     eventually(lambda: browser.text(".title .badge") == "running")
-    assert guarded.job(job, "read")["attempt"] == 2
+    assert guarded_site.job(job, "read")["attempt"] == 2
     assert browser.run("return [document.cookie, location.search]") == ["", ""]
 
 
@@ -178,10 +180,10 @@ def test_ticks_are_told_apart(site: Site, browser: Browser) -> None:
         ([123400, 123410, 123420], ["123.40k", "123.41k", "123.42k"]),
         ([0, 0.5, 1], ["0", "0.5", "1"]),
     ):
-        found = browser.run(
+        tick_labels = browser.run(
             f"return import('/figures.js').then(({{tickLabels}}) => tickLabels({ticks}))"
         )
-        assert [label.rstrip("k") for label in found] == [
+        assert [label.rstrip("k") for label in tick_labels] == [
             str(float(label.rstrip("k"))).removesuffix(".0") for label in labels
         ]
 
@@ -195,19 +197,19 @@ def test_an_axis_fits_its_values(site: Site, browser: Browser) -> None:
         ([0.5, 1], {"percent": True}, 0.47, 1),
         ([1, 3], {"zero": True}, 0, 3.18),
     ):
-        found = browser.run(
+        domain = browser.run(
             "return import('/axes.js').then(({domain}) => domain("
             f"{json.dumps(values)}, {json.dumps(spec)}))"
         )
-        assert found["low"] == pytest.approx(low, abs=1e-6)
-        assert found["high"] == pytest.approx(high, abs=1e-6)
+        assert domain["low"] == pytest.approx(low, abs=1e-6)
+        assert domain["high"] == pytest.approx(high, abs=1e-6)
 
 
 def test_long_ticks_are_not_cut_off(site: Site, browser: Browser) -> None:
-    """Importance weights of a sampler that is hardly behind, and a tiny KL."""
+    """Importance weights near 1, and a tiny KL."""
     browser.open(f"{site.url}/#/")
     for values in ([0.9999989, 1, 1.0000011], [1.1e-13, 1.5e-13], [0.5, 1]):
-        outside, left = browser.run(
+        cut_labels, left_margin = browser.run(
             "return Promise.all([import('/curve.js'), import('/chart_view.js')])"
             ".then(([{Curve}, {ChartView}]) => {"
             "  const curve = new Curve({title: 'x', unit: ''}, new ChartView(() => {}));"
@@ -220,8 +222,8 @@ def test_long_ticks_are_not_cut_off(site: Site, browser: Browser) -> None:
             "  const cut = ticks.filter((tick) => tick.getBoundingClientRect().left < edge);"
             "  return [cut.map((tick) => tick.textContent), curve.left]; })"
         )
-        assert outside == []
-        assert (left > 46) is (max(values) != 1), values
+        assert cut_labels == []
+        assert (left_margin > 46) is (max(values) != 1), values
 
 
 @pytest.mark.slow
@@ -267,5 +269,5 @@ def test_states_and_a_server_that_comes_back(
     make_site(port=site.port)
     eventually(lambda: browser.text("#link") == "connected")
     browser.open("about:blank")
-    # While the server was gone: what could not be fetched is told by the browser too.
+    # Discard the console's messages about requests while the server was stopped.
     browser.complaints()

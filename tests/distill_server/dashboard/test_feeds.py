@@ -1,4 +1,4 @@
-"""The history of a long job is thinned, and nothing of it is lost that a curve shows."""
+"""The history of a long job is thinned without losing what a curve shows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ def events(count: int, attempt: int = 1) -> list[JobEvent]:
 
 
 def test_groups_are_their_last_event_with_means() -> None:
-    kept = thin_for_chart(events(10), 4)
-    assert [(event.seq, event.metrics["loss"]) for event in kept] == [(4, 2.5), (8, 6.5), (10, 9.5)]
+    thinned = thin_for_chart(events(10), 4)
+    assert [(event.seq, event.metrics["loss"]) for event in thinned] == [
+        (4, 2.5),
+        (8, 6.5),
+        (10, 9.5),
+    ]
 
 
 def test_a_rare_metric_survives() -> None:
@@ -42,15 +46,15 @@ def test_a_rare_metric_survives() -> None:
 
 
 def test_attempts_are_never_mixed() -> None:
-    kept = thin_for_chart([*events(3), *events(3, attempt=2)], 4)
-    assert [(event.attempt, event.metrics["loss"]) for event in kept] == [(1, 2.0), (2, 2.0)]
+    thinned = thin_for_chart([*events(3), *events(3, attempt=2)], 4)
+    assert [(event.attempt, event.metrics["loss"]) for event in thinned] == [(1, 2.0), (2, 2.0)]
 
 
 def test_the_list_is_told_when_it_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often its jobs change, there is one look a moment; a look that sees no news is not
-    told.
+    """However often jobs change, queries are rate-limited; a query with no news sends no
+    message.
     """
     monkeypatch.setattr(feeds, "_SECONDS_BETWEEN_QUERIES", 0.01)
     looks = []
@@ -61,19 +65,19 @@ def test_the_list_is_told_when_it_is_another_one(
             return [f"{job.id} {job.step}" for job in store.page(limit=2)]
 
         messages = list_messages(notifier, Turns(), look)
-        assert told(await anext(messages)) == []
+        assert read_page(await anext(messages)) == []
         store.add("one", job_config(), "")
-        assert told(await anext(messages)) == ["one 0"]
+        assert read_page(await anext(messages)) == ["one 0"]
         for step in range(1, 101):
             store.change("one", Change(step=step, metrics={"loss": 1.0}))
-        assert told(await anext(messages)) == ["one 100"]
+        assert read_page(await anext(messages)) == ["one 100"]
         for name in ("two", "three"):
             store.add(name, job_config(), "")
-        assert told(await anext(messages)) == ["three 0", "two 0"]
+        assert read_page(await anext(messages)) == ["three 0", "two 0"]
         pending = asyncio.ensure_future(anext(messages))
-        before = len(looks)
+        looks_before = len(looks)
         store.change("one", Change(step=101, metrics={"loss": 1.0}))  # on another page
-        while len(looks) == before:
+        while len(looks) == looks_before:
             await asyncio.sleep(0.01)
         assert not pending.done()
         notifier.close()
@@ -87,14 +91,14 @@ def test_the_list_is_told_when_it_is_another_one(
 
 
 def test_many_readers_leave_half_of_the_time_to_everybody_else() -> None:
-    """However slow a look is: a pause is never shorter than it was asked for."""
+    """However slow a query is, the pause after it is at least as long as the query."""
     looks: list[tuple[float, float]] = []
 
     def look() -> list[str]:
-        began = time.monotonic()
-        while time.monotonic() < began + 0.003:
+        start_time = time.monotonic()
+        while time.monotonic() < start_time + 0.003:
             pass
-        looks.append((began, time.monotonic()))
+        looks.append((start_time, time.monotonic()))
         return []
 
     async def read() -> None:
@@ -103,14 +107,14 @@ def test_many_readers_leave_half_of_the_time_to_everybody_else() -> None:
 
     asyncio.run(read())
     assert len(looks) == 20
-    for (began, ended), (next_began, _) in pairwise(looks):
-        assert next_began - ended >= 0.9 * (ended - began)
+    for (start_time, end_time), (next_start, _) in pairwise(looks):
+        assert next_start - end_time >= 0.9 * (end_time - start_time)
 
 
-def told(message: str) -> list[str]:
+def read_page(message: str) -> list[str]:
     assert message.startswith("event: page\n")
-    found: list[str] = json.loads(message.split("data: ")[1])
-    return found
+    lines: list[str] = json.loads(message.split("data: ")[1])
+    return lines
 
 
 def test_groups_of_one_change_nothing() -> None:
@@ -125,17 +129,17 @@ def test_a_long_past_is_thinned_and_the_present_is_not(
     monkeypatch.setattr(feeds, "_PAGE_EVENTS", 40)
 
     async def follow(store: JobStore, notifier: ChangeNotifier) -> list[dict[str, float]]:
-        found: list[dict[str, float]] = []
+        points: list[dict[str, float]] = []
         messages = job_messages(store, notifier, "job", 0)
-        while not found or found[-1]["seq"] < store.job("job").last_seq:
-            found += json.loads((await anext(messages)).split("data: ")[1])
-        past = len(found)
-        assert past <= 50 + 500 / 40
+        while not points or points[-1]["seq"] < store.job("job").last_seq:
+            points += json.loads((await anext(messages)).split("data: ")[1])
+        past_count = len(points)
+        assert past_count <= 50 + 500 / 40
         for step in (501, 502, 503):
             store.change("job", Change(step=step, metrics={"loss": float(step)}))
-        found += json.loads((await anext(messages)).split("data: ")[1])
-        assert [event["step"] for event in found[past:]] == [501, 502, 503]
-        return found
+        points += json.loads((await anext(messages)).split("data: ")[1])
+        assert [event["step"] for event in points[past_count:]] == [501, 502, 503]
+        return points
 
     with open_database(tmp_path / "jobs.sqlite") as connection:
         connection.execute("PRAGMA synchronous = OFF")
@@ -144,7 +148,7 @@ def test_a_long_past_is_thinned_and_the_present_is_not(
         store.add("job", job_config(), "")
         for step in range(1, 501):
             store.change("job", Change(step=step, metrics={"loss": float(step)}))
-        found = asyncio.run(follow(store, notifier))
-    steps = [event["step"] for event in found]
+        points = asyncio.run(follow(store, notifier))
+    steps = [event["step"] for event in points]
     assert steps == sorted(steps)
     assert {500, 503} <= set(steps)

@@ -1,4 +1,4 @@
-"""Who says nothing, or does not read, is hung up on; and the server ends in spite of all."""
+"""Clients that send or read nothing are disconnected; the server shuts down despite them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site.clean_up()
 
 
-def hung_up(connection: socket.socket) -> bool:
-    """Whether the server ends the connection, after whatever it answers."""
+def is_hung_up(connection: socket.socket) -> bool:
+    """Whether the server closes the connection, after any answer."""
     connection.settimeout(20)
     try:
         while connection.recv(1 << 16):
@@ -40,7 +40,7 @@ def hung_up(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "request_bytes",
     [
         b"",
         REQUEST[:20],
@@ -50,11 +50,11 @@ def hung_up(connection: socket.socket) -> bool:
     ],
     ids=["silence", "half a line", "half a request", "half a body", "an endless head"],
 )
-def test_half_a_request_is_not_waited_for(site: Site, sent: bytes) -> None:
+def test_half_a_request_is_not_waited_for(site: Site, request_bytes: bytes) -> None:
     with socket.create_connection(("127.0.0.1", site.port)) as connection:
         with contextlib.suppress(ConnectionError):
-            connection.sendall(sent)
-        assert hung_up(connection)
+            connection.sendall(request_bytes)
+        assert is_hung_up(connection)
 
 
 def test_half_of_a_second_request_is_not_waited_for_either(site: Site) -> None:
@@ -62,7 +62,7 @@ def test_half_of_a_second_request_is_not_waited_for_either(site: Site) -> None:
         connection.sendall(REQUEST + b"\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
         connection.sendall(REQUEST)
-        assert hung_up(connection)
+        assert is_hung_up(connection)
 
 
 def test_a_request_that_trickles_in_is_cut(site: Site) -> None:
@@ -70,14 +70,14 @@ def test_a_request_that_trickles_in_is_cut(site: Site) -> None:
         socket.create_connection(("127.0.0.1", site.port)) as connection,
         trickling(connection, REQUEST * 100, PATIENCE / 10),
     ):
-        assert hung_up(connection)
+        assert is_hung_up(connection)
 
 
 def test_a_reader_that_does_not_read_is_dropped(site: Site) -> None:
     job = site.submit(name="pause=0.2", max_steps=2000)
     path = site.runs / job / "logs" / "attempt-1" / "rank-0.log"
     eventually(lambda: path.exists() and site.job(job)["step"] >= 1)
-    # Few lines, but far more than any buffer between the two holds.
+    # Few lines, but far more bytes than any buffer between server and client holds.
     with path.open("a") as log:
         log.write(("x" * 100_000 + "\n") * 400)
     with socket.socket() as connection:
@@ -89,11 +89,11 @@ def test_a_reader_that_does_not_read_is_dropped(site: Site) -> None:
 
 
 def is_open(site: Site, port: int) -> bool:
-    """Whether the server's end is there, by the kernel's table."""
-    wanted = (f":{site.port:04X}", f":{port:04X}")
+    """Whether the server's end of the connection is open, according to the kernel's table."""
+    ports = (f":{site.port:04X}", f":{port:04X}")
     for line in Path(f"/proc/{site.process.pid}/net/tcp").read_text().splitlines()[1:]:
         local, remote, state = line.split()[1:4]
-        if local.endswith(wanted[0]) and remote.endswith(wanted[1]) and state == "01":
+        if local.endswith(ports[0]) and remote.endswith(ports[1]) and state == "01":
             return True
     return False
 
@@ -102,18 +102,18 @@ def test_there_are_never_too_many_connections(make_site: Callable[..., Site]) ->
     site = make_site(patience=60.0)
     idle = [socket.create_connection(("127.0.0.1", site.port)) for _ in range(MAX_CONNECTIONS + 20)]
     try:
-        # Those over the limit are closed at once, long before their patience is over.
-        assert all(hung_up(connection) for connection in idle[-20:])
+        # Connections over the limit are closed at once, long before the patience is over.
+        assert all(is_hung_up(connection) for connection in idle[-20:])
         for connection in idle[:5]:
             connection.close()
 
-        def answered() -> bool:
+        def is_answered() -> bool:
             try:
                 return site.ask("/api/jobs").status == 200
             except OSError:
                 return False
 
-        eventually(answered)
+        eventually(is_answered)
     finally:
         for connection in idle:
             connection.close()
@@ -126,9 +126,9 @@ def test_readers_do_not_hold_up_the_end(make_site: Callable[..., Site]) -> None:
     for feed in feeds:
         assert next(feed)[0] in ("steps", "text")
     assert site.stop() == 0
-    # Each ended as a whole answer: a broken one would raise here.
+    # Each feed ended as a complete answer: a broken one would raise here.
     for feed in feeds:
         assert {kind for kind, _, _ in feed} <= {"steps", "text", "fault"}
-    said = site.log.read_text()
-    assert "Traceback" not in said
-    assert "Cancel" not in said
+    log_text = site.log.read_text()
+    assert "Traceback" not in log_text
+    assert "Cancel" not in log_text

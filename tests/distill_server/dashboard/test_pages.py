@@ -1,4 +1,4 @@
-"""What the pages offer beside their curves, in a real browser: compare, zoom, queue, search."""
+"""Features of the pages besides curves, in a real browser: compare, zoom, queue, search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = IN_BROWSER
 CHART = ".curve:not([hidden]) .drawing"
 
 
-def succeeded(site: Site, *jobs: str) -> None:
+def wait_until_succeeded(site: Site, *jobs: str) -> None:
     eventually(lambda: all(site.job(job)["state"] == "SUCCEEDED" for job in jobs))
 
 
@@ -29,34 +29,34 @@ def test_smoothing_is_that_of_the_reports(site: Site, browser: Browser) -> None:
     values = [noise.gauss(1.0, 0.5) for _ in range(333)]
     browser.open(f"{site.url}/#/")
 
-    def drawn(call: str) -> list[float]:
+    def smooth_in_page(call: str) -> list[float]:
         script = f"return import('/smoothing.js').then((smoothing) => smoothing.{call})"
-        found: list[float] = browser.run(script.replace("VALUES", json.dumps(values)))
-        return found
+        curve: list[float] = browser.run(script.replace("VALUES", json.dumps(values)))
+        return curve
 
     report = [y for _, y in smooth_curve(list(enumerate(values)))]
-    assert drawn("movingAverage(VALUES)") == pytest.approx(report, rel=1e-12)
-    assert drawn("movingAverage(VALUES.slice(0, 59))") == values[:59]
+    assert smooth_in_page("movingAverage(VALUES)") == pytest.approx(report, rel=1e-12)
+    assert smooth_in_page("movingAverage(VALUES.slice(0, 59))") == values[:59]
     weighted = [
         sum(0.9 ** (n - i) * values[i] for i in range(n + 1)) / sum(0.9**i for i in range(n + 1))
         for n in range(len(values))
     ]
-    assert drawn("exponential(VALUES, 0.9)") == pytest.approx(weighted, rel=1e-12)
+    assert smooth_in_page("exponential(VALUES, 0.9)") == pytest.approx(weighted, rel=1e-12)
 
 
 def test_jobs_are_compared(site: Site, browser: Browser) -> None:
-    one = site.submit(name="one", max_steps=20)
-    other = site.submit(name="other tokens=7", max_steps=30)
-    succeeded(site, one, other)
+    first_job = site.submit(name="one", max_steps=20)
+    second_job = site.submit(name="other tokens=7", max_steps=30)
+    wait_until_succeeded(site, first_job, second_job)
     browser.open(f"{site.url}/#/")
-    for job in (one, other):
+    for job in (first_job, second_job):
         eventually(lambda job=job: browser.count(f"[data-job='{job}'] [type=checkbox]") == 1)
         browser.click(f"[data-job='{job}'] [type=checkbox]")
     assert browser.text(".title button") == "Compare 2 jobs"
     browser.click(".title button")
     eventually(lambda: browser.count(".curve:not([hidden]) .line path") == 2)
-    assert browser.run("return location.hash") == f"#/compare/{one},{other}"
-    # A chart of `loss`, in which each job has its colour, and one of `tokens`, which one job has.
+    assert browser.run("return location.hash") == f"#/compare/{first_job},{second_job}"
+    # A chart of `loss` with a line of each job, and one of `tokens`, which only one job has.
     assert browser.text(".curve h3") == "Loss"
     assert browser.texts(".curve:not([hidden]) .legend li") == [
         f"one {1 / 20:.4g}",
@@ -73,7 +73,7 @@ def test_jobs_are_compared(site: Site, browser: Browser) -> None:
         browser.run("return [...arguments[0].children].map(c => c.textContent)", row)
         for row in browser.elements(".differences tbody tr")
     ]
-    assert rows == differences(site.job(one)["config"], site.job(other)["config"])
+    assert rows == differences(site.job(first_job)["config"], site.job(second_job)["config"])
     assert browser.run(
         "return import('/compare_page.js').then(({flattened}) =>"
         " flattened({train: {rate: 1e-5, on: null}, list: [1, {a: 2}], deep: {a: {b: 'x'}}}))"
@@ -89,16 +89,16 @@ def test_the_held_out_loss_is_the_metric_that_chooses_the_best_step(
     site: Site, browser: Browser
 ) -> None:
     browser.open(f"{site.url}/#/")
-    found = {"eval/cross_entropy": 3, "eval/kl_bound": 2, "eval/kl": 1}
-    for metric, value in found.copy().items():
-        known = {name: number for name, number in found.items() if number >= value}
+    metrics = {"eval/cross_entropy": 3, "eval/kl_bound": 2, "eval/kl": 1}
+    for metric, value in metrics.copy().items():
+        available = {name: number for name, number in metrics.items() if number >= value}
         script = "return import('/figures.js').then(({heldOutOf}) => heldOutOf(arguments[0]))"
-        script = script.replace("arguments[0]", json.dumps(known))
+        script = script.replace("arguments[0]", json.dumps(available))
         assert browser.run(script) == value, metric
 
 
 def test_a_list_says_which_kl_a_job_has(site: Site, browser: Browser) -> None:
-    """And of a fine-tuning job, which has none, the cross-entropy."""
+    """A fine-tuning job has no KL; its list entry shows the cross-entropy."""
     browser.open(f"{site.url}/#/")
     kinds = {
         "cross_entropy": "cross-entropy",
@@ -106,50 +106,50 @@ def test_a_list_says_which_kl_a_job_has(site: Site, browser: Browser) -> None:
         "kl/teacher_bound": "lower bound",
         "kl/teacher": "",
     }
-    known: dict[str, int] = {}
+    metrics: dict[str, int] = {}
     for number, (metric, kind) in enumerate(kinds.items()):
-        known[metric] = number
+        metrics[metric] = number
         script = "return import('/figures.js').then((figures) => figures.klWithKind(METRICS))"
-        assert browser.run(script.replace("METRICS", json.dumps(known))) == [number, kind]
+        assert browser.run(script.replace("METRICS", json.dumps(metrics))) == [number, kind]
     script = "return import('/figures.js').then(({klOf}) => [klOf({cross_entropy: 1}) ?? null])"
     assert browser.run(script) == [None]
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[list[str]]:
-    """Of two jobs that differ at the top of their configurations only."""
-    keys = sorted(key for key in one if one[key] != other[key])
-    assert all(not isinstance(one[key], dict) for key in keys)
-    return [[key, json.dumps(one[key]), json.dumps(other[key])] for key in keys]
+def differences(first_config: dict[str, Any], second_config: dict[str, Any]) -> list[list[str]]:
+    """Return the rows for two jobs whose configurations differ only at the top level."""
+    keys = sorted(key for key in first_config if first_config[key] != second_config[key])
+    assert all(not isinstance(first_config[key], dict) for key in keys)
+    return [[key, json.dumps(first_config[key]), json.dumps(second_config[key])] for key in keys]
 
 
 def test_the_x_axis_is_chosen_and_zoomed(site: Site, browser: Browser) -> None:
     job = site.submit(name="crash_at=14 crashes=1 every=10 tokens=7 pause=0.05", max_steps=40)
-    succeeded(site, job)
+    wait_until_succeeded(site, job)
     browser.open(f"{site.url}/#/jobs/{job}")
     eventually(lambda: "step 40:" in browser.attribute(CHART, "aria-label"))
     browser.choose("[aria-label='Horizontal axis']", "tokens")
-    # The second attempt repeats the steps after its checkpoint: they count once.
+    # The second attempt repeats the steps after its checkpoint; they count once.
     assert browser.attribute(CHART, "aria-label").startswith(f"Loss at {7 * 40} tokens:")
     browser.press(CHART, "HOME")
     assert browser.text(".mark text") == "7 tokens"
     browser.choose("[aria-label='Horizontal axis']", "times")
-    ended, started = site.job(job)["ended_at"], site.job(job)["started_at"]
+    ended_at, started_at = site.job(job)["ended_at"], site.job(job)["started_at"]
     seconds = int(re.findall(r"Loss at (\d+)s:", browser.attribute(CHART, "aria-label"))[0])
-    assert 1.5 < ended - started - 1 <= seconds <= ended - started + 1
+    assert 1.5 < ended_at - started_at - 1 <= seconds <= ended_at - started_at + 1
     browser.choose("[aria-label='Horizontal axis']", "steps")
-    whole = path_ends(browser)
+    full_path = path_ends(browser)
     browser.drag(CHART, 0.5, 0.9)
     eventually(lambda: browser.count(".chart-view button:not([hidden])") == 1)
-    shown = [int(text) for text in browser.texts(f"{CHART} .grid text[y='175']")]
-    assert all(15 < step < 40 for step in shown), shown
-    assert path_ends(browser) != whole
+    shown_steps = [int(text) for text in browser.texts(f"{CHART} .grid text[y='175']")]
+    assert all(15 < step < 40 for step in shown_steps), shown_steps
+    assert path_ends(browser) != full_path
     browser.double_click(CHART)
-    eventually(lambda: path_ends(browser) == whole)
+    eventually(lambda: path_ends(browser) == full_path)
     browser.press(CHART, "END")
     browser.type(CHART, "+")
-    assert path_ends(browser) != whole
+    assert path_ends(browser) != full_path
     browser.click(".chart-view button")
-    assert path_ends(browser) == whole
+    assert path_ends(browser) == full_path
     assert browser.run("return document.activeElement.tagName") == "SELECT"
 
 
@@ -205,8 +205,8 @@ def find_in_the_log(browser: Browser) -> None:
     browser.click(".find button:nth-of-type(2)")
     assert browser.text(".find [role=status]") == "2 of 10"
     browser.click(".find button")
-    found = browser.run("return [...CSS.highlights.get('found-here')][0].startOffset")
-    assert browser.text(".log").index("step 10\n") == found
+    offset = browser.run("return [...CSS.highlights.get('found-here')][0].startOffset")
+    assert browser.text(".log").index("step 10\n") == offset
     browser.type(".find input", "(x")
     eventually(lambda: browser.text(".find [role=status]") == "no match in the lines shown")
 
@@ -214,9 +214,9 @@ def find_in_the_log(browser: Browser) -> None:
 def test_behind_a_proxy(make_site: Callable[..., Site], browser: Browser) -> None:
     """Under a prefix and another name: list, event stream and an action, from the browser."""
     (port,) = free_ports(1)
-    with proxy(port) as outside:
-        # Chromium leads every name below `localhost` here; the server knows none of them.
-        url = f"http://distill.localhost:{outside}{PREFIX}"
+    with proxy(port) as proxy_port:
+        # Chromium resolves every name below `localhost` to this machine.
+        url = f"http://distill.localhost:{proxy_port}{PREFIX}"
         site = make_site(tokens=True, port=port, external=url)
         assert site.url == url
         job = site.submit(name="pause=0.1", max_steps=1000)
@@ -226,8 +226,8 @@ def test_behind_a_proxy(make_site: Callable[..., Site], browser: Browser) -> Non
         eventually(lambda: browser.count(f"[data-job='{job}']") == 1)
         browser.click(f"[data-job='{job}'] a")
         eventually(lambda: browser.count(CHART) == 1)
-        drawn = path_ends(browser)
-        eventually(lambda: path_ends(browser) != drawn)
+        path_before = path_ends(browser)
+        eventually(lambda: path_ends(browser) != path_before)
         browser.click(".actions .buttons button")
         browser.click(".actions dialog .strong")
         eventually(lambda: browser.text(".title .badge") == "cancelled")
@@ -238,7 +238,7 @@ def test_behind_a_proxy(make_site: Callable[..., Site], browser: Browser) -> Non
 
 def test_how_far_an_engine_is_ahead(site: Site, browser: Browser) -> None:
     job = site.submit(name="ahead lag=2", max_steps=8)
-    succeeded(site, job)
+    wait_until_succeeded(site, job)
     browser.open(f"{site.url}/#/jobs/{job}")
     titles = ["Loss", "Importance weights", "Sampler", "Staleness"]
     eventually(lambda: browser.texts(".curve:not([hidden]) h3") == titles)

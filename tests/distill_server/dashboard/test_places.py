@@ -1,4 +1,4 @@
-"""The queue as the dashboard tells it: slots, places, and why each job waits."""
+"""The queue as the dashboard shows it: slots, places, and why each job waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protos.errors import Unavailable
 from tests.distill_server.conftest import job_config
 from tests.distill_server.scripted_runner import SmallServer, small_server
 
-EIGHT = Machine(slots=8, cpus_per_job=2, cpus=16, gpus=tuple("01234567"))
+EIGHT_GPUS = Machine(slots=8, cpus_per_job=2, cpus=16, gpus=tuple("01234567"))
 
 
 def submit(server: SmallServer, **changes: Any) -> str:
@@ -23,11 +23,11 @@ def submit(server: SmallServer, **changes: Any) -> str:
     return server.control.submit(json.dumps(config), "", "").id
 
 
-def told(server: SmallServer, *jobs: str) -> list[tuple[int, str]]:
+def describe_places(server: SmallServer, *jobs: str) -> list[tuple[int, str]]:
     places = Places(server.store, server.scheduler, server.policy.machine)
-    found = [places.describe(server.store.job(job)) for job in jobs]
-    assert all(not one["retry_at"] for one in found)
-    return [(one["place"], one["why"]) for one in found]
+    descriptions = [places.describe(server.store.job(job)) for job in jobs]
+    assert all(not description["retry_at"] for description in descriptions)
+    return [(description["place"], description["why"]) for description in descriptions]
 
 
 def capacity(server: SmallServer) -> dict[str, Any]:
@@ -36,27 +36,27 @@ def capacity(server: SmallServer) -> dict[str, Any]:
 
 def test_slots_and_priorities(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy()) as server:
-        first = submit(server)
-        assert told(server, first) == [(1, "it starts next")]
+        first_id = submit(server)
+        assert describe_places(server, first_id) == [(1, "it starts next")]
         assert capacity(server) == {"slots": [0, 1], "cpus": [0, 1], "gpus": None, "queued": 1}
         server.look()
-        later, sooner = submit(server), submit(server, priority=5)
+        later_id, sooner_id = submit(server), submit(server, priority=5)
         why = "the only slot is in use"
-        assert told(server, later, sooner) == [(2, why), (1, why)]
+        assert describe_places(server, later_id, sooner_id) == [(2, why), (1, why)]
         assert capacity(server) == {"slots": [1, 1], "cpus": [1, 1], "gpus": None, "queued": 2}
         places = Places(server.store, server.scheduler, server.policy.machine)
-        assert places.describe(server.store.job(first)) == {}
+        assert places.describe(server.store.job(first_id)) == {}
 
 
 def test_what_a_job_needs_and_who_is_before_it(tmp_path: Path) -> None:
-    with small_server(tmp_path, Policy(EIGHT)) as server:
+    with small_server(tmp_path, Policy(EIGHT_GPUS)) as server:
         submit(server)
         server.look()
         large = submit(server, resources={"gpus": 8})
         wide = submit(server, resources={"gpus": 0, "cpus": 16})
         small = submit(server)
         server.look()
-        assert told(server, large, wide, small) == [
+        assert describe_places(server, large, wide, small) == [
             (1, "it needs 8 GPUs; 7 of 8 are free"),
             (2, "it needs 16 CPU threads; 14 of 16 are free"),
             (3, f"{large} is before it"),
@@ -65,30 +65,34 @@ def test_what_a_job_needs_and_who_is_before_it(tmp_path: Path) -> None:
 
 
 def test_jobs_that_are_passed_over_hold_up_nobody(tmp_path: Path) -> None:
-    """One is larger than the server that was restarted, one waits for its teacher, one rests."""
+    """One job is too large for the restarted server, one waits for its teacher, one rests."""
 
-    async def away(config: object, run: Path) -> None:
+    async def fail_preflight(config: object, run: Path) -> None:
         raise Unavailable("no teacher answers", field="teacher.address")
 
-    with small_server(tmp_path, Policy(Machine(slots=3, cpus=8), backoff=60), away) as server:
-        waits, rests = submit(server), submit(server)
+    with small_server(
+        tmp_path, Policy(Machine(slots=3, cpus=8), backoff=60), fail_preflight
+    ) as server:
+        waiting_id, resting_id = submit(server), submit(server)
         server.look()
-        server.runner.say(tmp_path, waits, "failed", error="Unavailable")
-        for job in (waits, rests):
+        server.runner.say(tmp_path, waiting_id, "failed", error="Unavailable")
+        for job in (waiting_id, resting_id):
             server.runner.end(job, Exited(1))
         server.look()
-        large, last = submit(server, resources={"cpus": 8}), submit(server)
+        large, last_id = submit(server, resources={"cpus": 8}), submit(server)
         server.close()
         server.policy = Policy(Machine(slots=1, cpus=4), backoff=60, poll_every=60)
         server.start()
-        server.scheduler.rest_seconds = lambda job: 50.0 if job.id == rests else 0.0  # type: ignore[method-assign]
+        server.scheduler.rest_seconds = lambda job: 50.0 if job.id == resting_id else 0.0  # type: ignore[method-assign]
         places = Places(server.store, server.scheduler, server.policy.machine)
-        before = time.time()
-        resting = places.describe(server.store.job(rests))
-        assert resting["why"] == "it rests after a failure"
-        assert before + 49 <= resting["retry_at"] <= time.time() + 51
-        (place, why), (_, too_large), (behind, next_why) = told(server, waits, large, last)
-        assert (place, behind, next_why) == (1, 4, "it starts next")
+        time_before = time.time()
+        description = places.describe(server.store.job(resting_id))
+        assert description["why"] == "it rests after a failure"
+        assert time_before + 49 <= description["retry_at"] <= time.time() + 51
+        (place, why), (_, too_large), (last_place, next_why) = describe_places(
+            server, waiting_id, large, last_id
+        )
+        assert (place, last_place, next_why) == (1, 4, "it starts next")
         assert why.startswith("WAITING ")
         assert "the server has 4 for all jobs" in too_large
 
@@ -99,17 +103,19 @@ def test_a_cluster_counts_its_own_threads(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_queued_jobs_are_not_read(tmp_path: Path) -> None:
-    with small_server(tmp_path, Policy(EIGHT)) as server:
+    with small_server(tmp_path, Policy(EIGHT_GPUS)) as server:
         submit(server)
         server.look()
-        first = submit(server, resources={"gpus": 8})
-        row = dict(server.store._db.execute("SELECT * FROM jobs WHERE id = ?", (first,)).fetchone())
+        first_id = submit(server, resources={"gpus": 8})
+        row = dict(
+            server.store._db.execute("SELECT * FROM jobs WHERE id = ?", (first_id,)).fetchone()
+        )
         rows = [{**row, "id": f"job-{n}", "number": n, "place": n} for n in range(3, 10_003)]
         names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
         server.store._db.executemany(f"INSERT INTO jobs ({names}) VALUES ({marks})", rows)
-        read: list[str] = []
+        read_ids: list[str] = []
         job = server.store.job
-        server.store.job = lambda job_id: read.append(job_id) or job(job_id)  # type: ignore
+        server.store.job = lambda job_id: read_ids.append(job_id) or job(job_id)  # type: ignore
         places = Places(server.store, server.scheduler, server.policy.machine)
         assert places.describe(job("job-10002"))["place"] == 10_001
-        assert len(read) <= 100
+        assert len(read_ids) <= 100

@@ -1,4 +1,4 @@
-"""What the dashboard's port answers: jobs by the page, events and logs that go on, teachers."""
+"""Responses of the dashboard's port: pages of jobs, streams of events and logs, teachers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MANY = 10_000
 
 
 def test_the_command_of_the_document(tmp_path: Path) -> None:
-    """At other ports."""
+    """Run with other ports."""
     (block,) = blocks("docs/dashboard.md", "dashboard")
     (command,) = block.commands
     assert command.endswith(" --dashboard 8080")
@@ -77,21 +77,21 @@ def test_the_command_behind_a_proxy(tmp_path: Path) -> None:
 
 
 def test_a_search_is_for_every_word_of_id_name_and_state(site: Site) -> None:
-    """In either case; what is special to a database is not special here."""
+    """Case-insensitive; SQL wildcards match only themselves."""
     ids = [site.submit(name=f"fail_at=1 {name}", max_steps=1) for name in ("Al%pha", "be_ta")]
     eventually(lambda: all(site.job(job)["state"] == "FAILED" for job in ids))
 
-    def found(search: str, state: str = "") -> set[str]:
-        asked = urllib.parse.urlencode({"search": search, "state": state})
-        answer = site.ask(f"/api/jobs?{asked}").json()
+    def search_ids(search: str, state: str = "") -> set[str]:
+        query = urllib.parse.urlencode({"search": search, "state": state})
+        answer = site.ask(f"/api/jobs?{query}").json()
         assert sum(answer["counts"].values()) >= len(answer["jobs"])
         return {job["id"] for job in answer["jobs"]} & set(ids)
 
-    assert found("") == found("fail") == found("on-policy FAILED") == set(ids)
-    assert found("al%PHA") == found(f"{ids[0]} alpha".replace("alpha", "l%p")) == {ids[0]}
-    assert found("e_t") == found("be_ta", "FAILED") == {ids[1]}
-    assert found("al_pha") == found("%") - {ids[0]} == found("' OR 1 --") == set()
-    assert found("be_ta", "RUNNING") == found("be_ta al%pha") == set()
+    assert search_ids("") == search_ids("fail") == search_ids("on-policy FAILED") == set(ids)
+    assert search_ids("al%PHA") == search_ids(f"{ids[0]} alpha".replace("alpha", "l%p")) == {ids[0]}
+    assert search_ids("e_t") == search_ids("be_ta", "FAILED") == {ids[1]}
+    assert search_ids("al_pha") == search_ids("%") - {ids[0]} == search_ids("' OR 1 --") == set()
+    assert search_ids("be_ta", "RUNNING") == search_ids("be_ta al%pha") == set()
     answer = site.ask(f"/api/jobs?search={'x' * 101}")
     assert (answer.status, answer.json()["error"]["field"]) == (400, "search")
 
@@ -121,22 +121,22 @@ def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Si
     with open_database(runs / "server.sqlite") as connection:
         fill(connection, ids)
     site = make_site()
-    seen: list[str] = []
+    listed_ids: list[str] = []
     for _ in range(MANY):
-        answer = site.ask(f"/api/jobs?before={seen[-1] if seen else ''}")
+        answer = site.ask(f"/api/jobs?before={listed_ids[-1] if listed_ids else ''}")
         assert len(answer.body) < 100_000
-        found = answer.json()
-        assert found["counts"]["SUCCEEDED"] == MANY
-        if not found["jobs"]:
+        page = answer.json()
+        assert page["counts"]["SUCCEEDED"] == MANY
+        if not page["jobs"]:
             break
-        seen += [job["id"] for job in found["jobs"]]
-    assert seen == ids[::-1]
+        listed_ids += [job["id"] for job in page["jobs"]]
+    assert listed_ids == ids[::-1]
     assert site.ask("/api/jobs?state=FAILED").json()["jobs"] == []
     assert site.ask("/api/jobs?state=NOSUCH").status == 400
 
 
 def fill(connection: sqlite3.Connection, ids: list[str]) -> None:
-    """Jobs that are over, by copies of a first one: ten thousand commits would take long."""
+    """Insert ended jobs as copies of the first one: ten thousand commits would take long."""
     JobStore(connection, on_change=lambda _: None).add(ids[0], job_config(), "")
     connection.execute("UPDATE jobs SET state = 'SUCCEEDED'")
     row = dict(connection.execute("SELECT * FROM jobs").fetchone())
@@ -151,14 +151,14 @@ def fill(connection: sqlite3.Connection, ids: list[str]) -> None:
 def test_a_reader_that_comes_back_gets_each_event_once(site: Site) -> None:
     job = site.submit(name="pause=0.02", max_steps=40)
     path = f"/api/jobs/{job}/events"
-    seen: list[int] = []
-    last = ""
-    while site.job(job)["state"] != "SUCCEEDED" or seen[-1] < site.job(job)["last_seq"]:
-        kind, last, events = next(site.messages(path, after=last))
+    seqs: list[int] = []
+    last_id = ""
+    while site.job(job)["state"] != "SUCCEEDED" or seqs[-1] < site.job(job)["last_seq"]:
+        kind, last_id, events = next(site.messages(path, after=last_id))
         assert kind == "steps"
-        seen += [event["seq"] for event in events]
-    assert seen == list(range(1, len(seen) + 1))
-    assert site.ask(path, headers={"Last-Event-ID": str(len(seen) + 1)}).status == 400
+        seqs += [event["seq"] for event in events]
+    assert seqs == list(range(1, len(seqs) + 1))
+    assert site.ask(path, headers={"Last-Event-ID": str(len(seqs) + 1)}).status == 400
     assert site.ask(path, headers={"Last-Event-ID": "x"}).status == 400
 
 
@@ -166,12 +166,14 @@ def test_a_log_goes_on_where_its_reader_was(site: Site) -> None:
     job = site.submit(name="pause=0.02", max_steps=30)
     path = f"/api/jobs/{job}/log?attempt=1"
     eventually(lambda: site.job(job)["step"] > 1)
-    first = next(site.messages(path))
-    assert first[0] == "text"
-    rest = list(site.messages(path, after=first[1]))
-    assert rest[-1][0] == "over"
-    whole = first[2] + "".join(data for kind, _, data in rest if kind == "text")
-    assert whole == (site.runs / job / "logs" / "attempt-1" / "rank-0.log").read_text()
+    first_message = next(site.messages(path))
+    assert first_message[0] == "text"
+    later_messages = list(site.messages(path, after=first_message[1]))
+    assert later_messages[-1][0] == "over"
+    log_text = first_message[2] + "".join(
+        data for kind, _, data in later_messages if kind == "text"
+    )
+    assert log_text == (site.runs / job / "logs" / "attempt-1" / "rank-0.log").read_text()
     kind, _, fault = next(site.messages(f"/api/jobs/{job}/log?attempt=7"))
     assert (kind, fault["code"]) == ("fault", "NOT_FOUND")
 
@@ -187,8 +189,8 @@ def test_samples_are_read_as_far_as_they_are_whole(site: Site) -> None:
     (samples / "step-000100.jsonl").symlink_to("/etc/passwd")
     (samples / "notes.txt").write_text("x")
     assert site.ask(path).json() == {"steps": [100, 50]}
-    found = site.ask(f"{path}/50").json()["samples"]
-    assert found == [json.loads(line) for line in lines]
+    returned_samples = site.ask(f"{path}/50").json()["samples"]
+    assert returned_samples == [json.loads(line) for line in lines]
     assert site.ask(f"{path}/100").status == 404
     assert site.ask(f"{path}/7").status == 404
 
@@ -200,8 +202,8 @@ def test_names_lead_to_jobs_and_nowhere_else(site: Site, name: str) -> None:
 
 
 def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) -> None:
-    with teacher(tmp_path / "teacher.log") as alive:
-        for address in (alive.address, "127.0.0.1:1"):
+    with teacher(tmp_path / "teacher.log") as live_teacher:
+        for address in (live_teacher.address, "127.0.0.1:1"):
             config = OnPolicyJob(
                 student=StudentConfig(model="tiny"),
                 data=DataConfig(path="prompts.jsonl"),
@@ -213,15 +215,15 @@ def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) 
         records: dict[str, dict[str, object]] = {}
 
         def has_both() -> bool:
-            # Jobs of other tests may have teachers too.
-            listed = site.ask("/api/teachers").json()["teachers"]
-            records.update({record["address"]: record for record in listed})
-            return "load" in records.get(alive.address, {}) and "127.0.0.1:1" in records
+            # Jobs of other tests may have teachers, too.
+            teacher_records = site.ask("/api/teachers").json()["teachers"]
+            records.update({record["address"]: record for record in teacher_records})
+            return "load" in records.get(live_teacher.address, {}) and "127.0.0.1:1" in records
 
         eventually(has_both)
-    assert set(records[alive.address]) == {"address", "jobs", "info", "load", "at"}
+    assert set(records[live_teacher.address]) == {"address", "jobs", "info", "load", "at"}
     assert "cannot reach" in str(records["127.0.0.1:1"]["fault"])
-    # The pages of jobs do not wait for any teacher.
+    # The pages of jobs do not wait for teachers.
     assert site.ask("/api/jobs").status == 200
 
 
@@ -236,22 +238,22 @@ def test_a_teacher_that_the_server_runs_is_told(make_site: Callable[..., Site]) 
             max_steps=1000,
         )
     )
-    seen: list[dict[str, object]] = []
+    teachers: list[dict[str, object]] = []
 
-    def reached() -> bool:
-        seen[:] = site.ask("/api/teachers").json()["teachers"]
-        return len(seen) == 1 and "load" in seen[0]
+    def is_reached() -> bool:
+        teachers[:] = site.ask("/api/teachers").json()["teachers"]
+        return len(teachers) == 1 and "load" in teachers[0]
 
-    eventually(reached)
-    eventually(lambda: reached() and seen[0]["jobs"] == [job_id])
+    eventually(is_reached)
+    eventually(lambda: is_reached() and teachers[0]["jobs"] == [job_id])
 
 
 def test_prometheus_reads_what_the_server_did(make_site: Callable[..., Site]) -> None:
     site = make_site()
-    done = site.submit(max_steps=1)
-    failed = site.submit(name="crash_at=2 every=100", max_steps=3)
-    eventually(lambda: site.job(done)["state"] == "SUCCEEDED")
-    eventually(lambda: site.job(failed)["state"] == "FAILED")
+    succeeded_id = site.submit(max_steps=1)
+    failed_id = site.submit(name="crash_at=2 every=100", max_steps=3)
+    eventually(lambda: site.job(succeeded_id)["state"] == "SUCCEEDED")
+    eventually(lambda: site.job(failed_id)["state"] == "FAILED")
     site.ask("/metrics")  # the disk is measured for the next scrape
     families = {
         family.name: {tuple(s.labels.values()): s.value for s in family.samples}
@@ -267,16 +269,18 @@ def test_prometheus_reads_what_the_server_did(make_site: Callable[..., Site]) ->
     assert families["distill_server_retries"] == {(): 1}
     assert families["distill_server_slots"] == {(): 4}
     assert families["distill_server_queue_seconds"] == {(): 0}
-    ended = families["distill_server_ended_jobs"]
-    assert ended == {("CANCELLED",): 0, ("FAILED",): 1, ("SUCCEEDED",): 1}
+    ended_jobs = families["distill_server_ended_jobs"]
+    assert ended_jobs == {("CANCELLED",): 0, ("FAILED",): 1, ("SUCCEEDED",): 1}
     assert families["distill_server_waiting_jobs"] == {(): 0}
     assert families["distill_server_silent_seconds"] == {(): 0}
     assert set(families["distill_server_teachers"].values()) == {0}
     usage = shutil.disk_usage(site.runs)
     assert families["distill_server_disk_bytes"] == {(): usage.total}
     assert 0 < families["distill_server_disk_free_bytes"][()] <= usage.total
-    explained = re.findall(r"^\| `(distill_server_\w+?)(?:_total)?` \|", DOCUMENT.read_text(), re.M)
-    assert set(explained) == set(families)
+    documented = re.findall(
+        r"^\| `(distill_server_\w+?)(?:_total)?` \|", DOCUMENT.read_text(), re.M
+    )
+    assert set(documented) == set(families)
 
 
 def test_what_is_not_found_says_so(site: Site) -> None:

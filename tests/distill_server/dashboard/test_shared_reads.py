@@ -1,4 +1,4 @@
-"""What is read of a run directory for the dashboard: shared, bounded, and never waited for long."""
+"""Reads of run directories for the dashboard are shared, bounded and time out."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from tests.distill_server.dashboard.site import Site
 def test_many_viewers_are_one_read() -> None:
     async def read_twice() -> None:
         shared_reads, reads = SharedReads(RunFiles()), []
-        both = [shared_reads.read(("a",), lambda: reads.append(1) or len(reads)) for _ in range(9)]
-        assert await asyncio.gather(*both) == [1] * 9
+        pending_reads = [
+            shared_reads.read(("a",), lambda: reads.append(1) or len(reads)) for _ in range(9)
+        ]
+        assert await asyncio.gather(*pending_reads) == [1] * 9
         assert await shared_reads.read(("b",), lambda: "other") == "other"
         assert reads == [1]
 
@@ -32,10 +34,10 @@ def test_many_viewers_are_one_read() -> None:
 
 
 def test_a_read_that_hangs_keeps_one_thread() -> None:
-    answers, begun = threading.Event(), []
+    answers, calls = threading.Event(), []
 
     def read() -> int:
-        begun.append(1)
+        calls.append(1)
         answers.wait(60)
         return 7
 
@@ -46,7 +48,7 @@ def test_a_read_that_hangs_keeps_one_thread() -> None:
                 await shared_reads.read(("a",), read)
         answers.set()
         assert await shared_reads.read(("a",), read) == 7
-        assert begun == [1]
+        assert calls == [1]
 
     asyncio.run(read_twice())
 
@@ -62,10 +64,10 @@ def test_checkpoints_are_sized_and_bounded(tmp_path: Path, monkeypatch: pytest.M
     (run.checkpoints / "latest").symlink_to("step-000500")
     (run.checkpoint(500) / "link").symlink_to("/proc/kcore")
     link = (run.checkpoint(500) / "link").lstat().st_size
-    found = {one["step"]: one["bytes"] for one in checkpoints_of(run)}
-    assert found == {step: step + 3 for step in range(5, 500, 5)} | {500: 503 + link}
+    sizes = {checkpoint["step"]: checkpoint["bytes"] for checkpoint in checkpoints_of(run)}
+    assert sizes == {step: step + 3 for step in range(5, 500, 5)} | {500: 503 + link}
     run.checkpoint(505).mkdir()
-    assert [one["step"] for one in checkpoints_of(run)] == [*range(505, 5, -5)]
+    assert [checkpoint["step"] for checkpoint in checkpoints_of(run)] == [*range(505, 5, -5)]
     monkeypatch.setattr(checkpoints, "_MAX_FILES", 1)
     assert checkpoints_of(run)[-1]["bytes"] in (3, 10)
 
@@ -81,21 +83,23 @@ def test_a_running_job_tells_its_processes_and_checkpoints(site: Site) -> None:
     ]
     assert len(trainers) == 1
     usage = site.ask(f"{path}/usage").json()["usage"]
-    assert usage["processes"] == 2  # and the one in a session of its own
-    rss = sum(one.memory_info().rss for one in [*trainers, *trainers[0].children()])
+    assert usage["processes"] == 2  # the trainer and its orphan in another session
+    rss = sum(process.memory_info().rss for process in [*trainers, *trainers[0].children()])
     assert usage["memory_bytes"] == pytest.approx(rss, rel=0.1)
     assert usage["cpus"] == psutil.cpu_count()
     assert usage["machine_memory"] == pytest.approx(psutil.virtual_memory().total, rel=0.01)
-    first = usage["cpu_seconds"]
+    cpu_seconds = usage["cpu_seconds"]
     times = trainers[0].cpu_times()
-    assert 0 < first <= sum(times[:4]) + 0.5
-    saved = site.ask(f"{path}/checkpoints").json()["checkpoints"]
-    assert [(one["step"], one["bytes"]) for one in saved[-3:]] == [(6, 1000), (4, 1000), (2, 1000)]
+    assert 0 < cpu_seconds <= sum(times[:4]) + 0.5
+    checkpoint_records = site.ask(f"{path}/checkpoints").json()["checkpoints"]
+    assert [
+        (checkpoint["step"], checkpoint["bytes"]) for checkpoint in checkpoint_records[-3:]
+    ] == [(6, 1000), (4, 1000), (2, 1000)]
     (attempt,) = site.ask(f"{path}/attempts").json()["attempts"]
     assert (attempt["attempt"], attempt["end"], attempt["ended_at"]) == (1, "", 0)
-    ended = site.submit(max_steps=1)
-    eventually(lambda: site.job(ended)["state"] == "SUCCEEDED")
-    assert site.ask(f"/api/jobs/{ended}/usage").json() == {"usage": None}
+    ended_id = site.submit(max_steps=1)
+    eventually(lambda: site.job(ended_id)["state"] == "SUCCEEDED")
+    assert site.ask(f"/api/jobs/{ended_id}/usage").json() == {"usage": None}
 
 
 def test_a_run_directory_that_is_gone_is_no_error(make_site: Callable[..., Site]) -> None:

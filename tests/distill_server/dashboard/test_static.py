@@ -1,4 +1,4 @@
-"""Rules of the pages' own files, which no linter of ours reads."""
+"""Rules for the static files of the pages, which no linter checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distill_server.dashboard.gate import STATIC
 
 FILES = sorted(STATIC.iterdir())
 MAX_LINES = 250
-# The name of a kind of element, not an address.
+# An XML namespace, not an address.
 SVG = "http://www.w3.org/2000/svg"
 PARSES_MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment"
@@ -29,7 +29,7 @@ def test_files(path: Path) -> None:
     assert all(len(line) <= 120 for line in text.splitlines()) or path.suffix == ".svg"
     assert not PARSES_MARKUP.search(text)
     assert not LEAKS_A_TOKEN.search(text)
-    # Works offline: nothing comes from anywhere else.
+    # Works offline: no resource from another site.
     assert not re.search(r"https?:|url\(|@import|[\"'`]//", text.replace(SVG, ""))
 
 
@@ -49,8 +49,8 @@ def test_every_module_that_is_imported_is_there() -> None:
 
 def test_the_stages_of_a_step_are_those_of_the_report() -> None:
     text = (STATIC / "stages_view.js").read_text()
-    shown = re.findall(r'{label: "(.+)", metric: (?:"(.+)"|null), colour: (\d)}', text)
-    assert [(one.label, one.metric, str(one.color)) for one in STAGES] == shown
+    stage_labels = re.findall(r'{label: "(.+)", metric: (?:"(.+)"|null), colour: (\d)}', text)
+    assert [(stage.label, stage.metric, str(stage.color)) for stage in STAGES] == stage_labels
     assert f'const WITHOUT_ANSWERS = "{WITHOUT_ANSWERS}";' in text
     report = files("clients.cli.plots").joinpath("report.css").read_text()
     page = (STATIC / "style.css").read_text()

@@ -1,4 +1,4 @@
-"""A server that looks before it queues, a teacher that it asks, and the files of a job."""
+"""A server with the preflight check, a teacher for it, and the files of a job."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 
 class Teacher(teacher_pb2_grpc.TeacherServicer):
-    """It says what it is, and counts how often it was asked. Its rows are not needed here."""
+    """A teacher that answers GetInfo and GetVocabulary and counts the calls; it scores no rows."""
 
     def __init__(self) -> None:
-        self.asked = 0
-        self.vocabularies = 0
+        self.info_requests = 0
+        self.vocabulary_requests = 0
         self.refuses = False
         self.max_tail_draws = 256
         self.vocab_size, self.takes_vocab_size = VOCABULARY, True
 
     def GetInfo(self, request: teacher_pb2.GetInfoRequest, context: Any) -> teacher_pb2.TeacherInfo:
-        self.asked += 1
+        self.info_requests += 1
         if self.refuses:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token that it knows")
         return teacher_pb2.TeacherInfo(
@@ -57,12 +57,12 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
     def GetVocabulary(
         self, request: teacher_pb2.GetVocabularyRequest, context: Any
     ) -> Iterator[teacher_pb2.VocabularyChunk]:
-        self.vocabularies += 1
+        self.vocabulary_requests += 1
         yield teacher_pb2.VocabularyChunk(first_id=0, tokens=TOKENS)
 
 
 @contextmanager
-def listening(teacher: Teacher, port: int = 0) -> Iterator[str]:
+def serve_teacher(teacher: Teacher, port: int = 0) -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(4), options=CHANNEL_OPTIONS)
     teacher_pb2_grpc.add_TeacherServicer_to_server(teacher, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -81,7 +81,7 @@ def write_student(
     tokens: Sequence[str] = TOKENS,
     unigram: bool = False,
 ) -> Path:
-    """A directory that looks like one; its weights are a header."""
+    """Write a directory that looks like a model; its weights file has only a header."""
     path.mkdir()
     write_tokens(path, tokens, unigram=unigram)
     (path / "config.json").write_text(json.dumps({"vocab_size": width}))
@@ -92,7 +92,7 @@ def write_student(
 
 
 def write_tokens(path: Path, tokens: Sequence[str], *, unigram: bool = False) -> None:
-    """The first one among what was added, as the end of a text often is."""
+    """Write tokenizer.json; the first token is an added one, as end-of-text often is."""
     ids = {token: number for number, token in enumerate(tokens) if number and token}
     scores = [[token, 0.0] for token in ("<unk>", *tokens[1:])]
     added = [{"id": 0, "content": tokens[0], "special": True}]
@@ -101,7 +101,7 @@ def write_tokens(path: Path, tokens: Sequence[str], *, unigram: bool = False) ->
 
 
 def job(root: Path, address: object, **changes: Any) -> dict[str, Any]:
-    """A job that passes, with `a__b=value` for a.b."""
+    """Return a valid job configuration, changed by `a__b=value` for a.b."""
     if not (root / "student").is_dir():
         write_student(root / "student")
         prompt = '{"prompt": "1+1=", "answer": "2", "teacher": "math"}\n'
@@ -119,7 +119,7 @@ def job(root: Path, address: object, **changes: Any) -> dict[str, Any]:
 
 
 class Site:
-    """A server that looks before it queues; nothing is ever started."""
+    """A server with the preflight check; it starts no job."""
 
     def __init__(self, server: SmallServer, loop: asyncio.Runner) -> None:
         self.store, self.runs = server.store, server.runs
@@ -129,14 +129,14 @@ class Site:
         )
         self._loop = loop
 
-    def run(self, asked: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run(asked)
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(coroutine)
 
-    def submit(self, asked: Mapping[str, Any], key: str = "") -> JobState:
-        return self.run(self.control.submit_checked(json.dumps(asked), "", key)).state
+    def submit(self, config: Mapping[str, Any], key: str = "") -> JobState:
+        return self.run(self.control.submit_checked(json.dumps(config), "", key)).state
 
 
 @contextmanager
-def checking(root: Path) -> Iterator[Site]:
+def checking_site(root: Path) -> Iterator[Site]:
     with small_server(root / "runs", Policy()) as server, asyncio.Runner() as loop:
         yield Site(server, loop)

@@ -1,4 +1,4 @@
-"""Wishes at the level of the store: what the disk refuses, and what strangers send."""
+"""Submit, cancel and resume on the store: full disks, missing files and invalid input."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def test_id_that_is_taken_is_not_given_again(
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "\x00", "{}" * 2, "9" * 5000])
 def test_nonsense_is_invalid_input(control: JobControl, text: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
+    with pytest.raises(InvalidInput) as exc_info:
         control.submit(text, "", "")
-    assert caught.value.field
+    assert exc_info.value.field
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_nonsense_is_invalid_input(control: JobControl, text: str) -> None:
 def test_values_that_would_not_fit(
     control: JobControl, change: dict[str, object], field: str
 ) -> None:
-    with pytest.raises(InvalidInput) as caught:
+    with pytest.raises(InvalidInput) as exc_info:
         submit(control, **change)
-    assert caught.value.field == field
+    assert exc_info.value.field == field
 
 
 def test_all_problems_are_told(control: JobControl) -> None:
@@ -130,9 +130,9 @@ def test_resume_checks_max_steps(control: JobControl, connection: sqlite3.Connec
     asyncio.run(control.cancel(job_id, now=False))
     connection.execute("UPDATE jobs SET step = 20")
     for steps in (20, 2**31, 2**63):
-        with pytest.raises(InvalidInput) as caught:
+        with pytest.raises(InvalidInput) as exc_info:
             control.resume(job_id, max_steps=steps, from_step=0)
-        assert caught.value.field == "max_steps"
+        assert exc_info.value.field == "max_steps"
     job = control.resume(job_id, max_steps=21, from_step=0)
     assert (job.state, job.max_steps, job.attempt) == (JobState.QUEUED, 21, 2)
     assert json.loads(job.config_json)["max_steps"] == 21
@@ -159,10 +159,12 @@ def test_files_that_are_gone(
     shutil.rmtree(tmp_path / "runs" / job_id)
     assert asyncio.run(control.cancel(job_id, now=False)).state is JobState.CANCELLING
     connection.execute("UPDATE jobs SET state = 'FAILED'")
-    with pytest.raises(NotFound, match=f"the run directory of job {job_id} was removed") as caught:
+    with pytest.raises(
+        NotFound, match=f"the run directory of job {job_id} was removed"
+    ) as exc_info:
         control.resume(job_id, max_steps=0, from_step=0)
-    assert str(tmp_path) not in str(caught.value)
-    assert caught.value.hint
+    assert str(tmp_path) not in str(exc_info.value)
+    assert exc_info.value.hint
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a plot and a report ask of a server: the events up to now, and the notes of a job."""
+"""The calls of plots and reports: the events up to now, and the notes of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever people and trainers do, and however often the server dies, jobs are as a model says."""
+"""Random actions of people and trainers and deaths of the server: jobs match a model."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from tests.distill_server.conftest import job_config
 from tests.distill_server.jobs.history import ACTIVE, History
 from tests.distill_server.scripted_runner import ScriptedRunner, SmallServer
 
-MOST_QUEUED, RETRIES, SLOTS = 4, 1, 2
-POLICY = Policy(Machine(slots=SLOTS), MOST_QUEUED, RETRIES, backoff=0.0, wait=0.0, longest_wait=0.0)
+MAX_QUEUED, RETRIES, SLOTS = 4, 1, 2
+POLICY = Policy(Machine(slots=SLOTS), MAX_QUEUED, RETRIES, backoff=0.0, wait=0.0, longest_wait=0.0)
 KEYS = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 WHICH = st.integers(0, 5)
 
 
 @dataclass
 class Model:
-    """A job, as a person would describe it."""
+    """The expected state of a job."""
 
     place: int
     priority: int
     state: JobState = JobState.QUEUED
     attempt: int = 1
     retries: int = 0
-    # Its teacher was away, and has not been seen again.
+    # Its teacher was away and has not come back yet.
     waits: bool = False
 
 
 class Jobs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        # No machine dies here, and a disk that is asked for each job takes most of the time.
+        # No machine dies in this test, and fsync for each job would take most of the time.
         self._no_disk = patch("os.fsync")
         self._no_disk.start()
         self._directory = tempfile.TemporaryDirectory()
@@ -89,7 +89,7 @@ class Jobs(RuleBasedStateMachine):
         return {job_id: job for job_id, job in self.models.items() if job.state in states}
 
     def queue_is_full(self) -> bool:
-        return len(self.in_state({JobState.QUEUED})) >= MOST_QUEUED
+        return len(self.in_state({JobState.QUEUED})) >= MAX_QUEUED
 
     @initialize(priorities=st.tuples(*[st.sampled_from([0, 5])] * 3))
     def submit_three(self, priorities: tuple[int, int, int]) -> None:
@@ -99,19 +99,19 @@ class Jobs(RuleBasedStateMachine):
     @rule(key=KEYS, priority=st.sampled_from([0, 0, 5]))
     def submit(self, key: str, priority: int) -> None:
         config = json.dumps(job_config().model_dump() | {"priority": priority})
-        known = self.by_key.get(key)
-        if known is not None and known[1] != priority:
+        earlier_submit = self.by_key.get(key)
+        if earlier_submit is not None and earlier_submit[1] != priority:
             with pytest.raises(InvalidInput, match="another job"):
                 self.server.control.submit(config, "", key)
             return
-        if known is None and self.queue_is_full():
+        if earlier_submit is None and self.queue_is_full():
             with pytest.raises(Overloaded):
                 self.server.control.submit(config, "", key)
             return
         job_id = self.server.control.submit(config, "", key).id
-        assert known is None or job_id == known[0]
+        assert earlier_submit is None or job_id == earlier_submit[0]
         self.history.submitted(key, job_id)
-        if known is None:
+        if earlier_submit is None:
             self.by_key[key] = (job_id, priority)
             self.models[job_id] = Model(next(self.places), priority)
 
@@ -186,7 +186,7 @@ class Jobs(RuleBasedStateMachine):
     def trainer_ends(
         self, which: int, verdict: Verdict | Literal["away"], outcome: Exited | Lost
     ) -> None:
-        """With its last word, and its end; "away": it failed because its teacher was."""
+        """The trainer writes `verdict` and ends; "away": it failed because its teacher was away."""
         job_id, job = self.pick_active(which)
         error = "Unavailable" if verdict == "away" else ""
         self.runner.say(self.runs, job_id, "failed" if verdict == "away" else verdict, error=error)
@@ -210,7 +210,7 @@ class Jobs(RuleBasedStateMachine):
     @precondition(lambda self: self.in_state(ACTIVE))
     @rule(times=st.integers(1, 4))
     def trainer_dies_again_and_again(self, times: int) -> None:
-        """Of the job that started first."""
+        """The trainer of the job that started first."""
         for _ in range(times):
             if self.in_state(ACTIVE):
                 self.trainer_ends(0, "running", Exited(-9))
@@ -223,11 +223,15 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_as_the_model_says(self) -> None:
-        found = {job.id: (job.state, job.attempt) for job in self.server.store.page(limit=100)}
-        assert found == {job_id: (job.state, job.attempt) for job_id, job in self.models.items()}
+        stored_states = {
+            job.id: (job.state, job.attempt) for job in self.server.store.page(limit=100)
+        }
+        assert stored_states == {
+            job_id: (job.state, job.attempt) for job_id, job in self.models.items()
+        }
         assert {job_id for job_id, _ in self.runner.alive} == set(self.in_state(ACTIVE))
-        over = self.in_state(TERMINAL)
-        assert all((self.server.store.job(job_id).ended_at > 0) for job_id in over)
+        ended_jobs = self.in_state(TERMINAL)
+        assert all((self.server.store.job(job_id).ended_at > 0) for job_id in ended_jobs)
 
 
 TestJobs = Jobs.TestCase

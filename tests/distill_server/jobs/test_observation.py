@@ -1,4 +1,4 @@
-"""Requests to stop that come from several threads at once."""
+"""Concurrent requests to stop."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def test_now_is_not_changed_back_by_a_request_that_was_about_to_be_written(
     """The scheduler repeats a request for a checkpoint while a person cancels at once."""
     run = RunDirectory(tmp_path)
     run.write_control(Control())
-    looked, written = threading.Event(), threading.Event()
-    read = RunDirectory.read_control
+    has_read, has_written = threading.Event(), threading.Event()
+    read_control = RunDirectory.read_control
 
     def read_slowly(self: RunDirectory) -> Control:
-        found = read(self)
-        looked.set()
-        written.wait(1)  # not set before this request has ended
-        return found
+        control = read_control(self)
+        has_read.set()
+        has_written.wait(1)  # not set before this request has ended
+        return control
 
     monkeypatch.setattr(RunDirectory, "read_control", read_slowly)
     repeated = threading.Thread(target=request_stop, args=(run,), kwargs={"now": False})
     repeated.start()
-    assert looked.wait(10)
+    assert has_read.wait(10)
     request_stop(run, now=True)
-    written.set()
+    has_written.set()
     repeated.join()
-    assert read(run).stop == "now"
+    assert read_control(run).stop == "now"

@@ -1,4 +1,4 @@
-"""What cannot run is refused before it is queued: for a look at files, and one question."""
+"""Jobs that cannot run are refused before they are queued, by file checks and one GetInfo."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.distill_server.jobs.preflight_site import (
     TOKENS,
     VOCABULARY,
     Teacher,
-    checking,
+    checking_site,
     job,
-    listening,
+    serve_teacher,
     write_student,
     write_tokens,
 )
@@ -48,13 +48,13 @@ def teacher() -> Teacher:
 
 @pytest.fixture
 def address(teacher: Teacher) -> Iterator[str]:
-    with listening(teacher) as found:
-        yield found
+    with serve_teacher(teacher) as server_address:
+        yield server_address
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is changed in the job, {root} being a directory of the test; what is said of it."""
+    """Changes to a valid job ({root}: the test's directory), and the parts of the error message."""
 
     changes: Mapping[str, Any]
     says: tuple[str, ...]
@@ -144,129 +144,134 @@ def test_what_cannot_run_is_refused(
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    asked = job(tmp_path, address)
+    config = job(tmp_path, address)
     if case.student:
-        asked["student"]["model"] = str(write_student(tmp_path / "other", **case.student))
+        config["student"]["model"] = str(write_student(tmp_path / "other", **case.student))
     for name, value in case.changes.items():
         table, key = name.split("__")
-        told = value.format(root=tmp_path) if isinstance(value, str) else value
-        asked.setdefault(table, {})[key] = told
-    if asked["method"].get("type") == "offline":
-        del asked["teacher"]
-        del asked["method"]["max_prompt_tokens"], asked["method"]["max_new_tokens"]
-    with checking(tmp_path) as server:
-        with pytest.raises(case.category) as caught:
-            server.submit(asked)
+        formatted = value.format(root=tmp_path) if isinstance(value, str) else value
+        config.setdefault(table, {})[key] = formatted
+    if config["method"].get("type") == "offline":
+        del config["teacher"]
+        del config["method"]["max_prompt_tokens"], config["method"]["max_new_tokens"]
+    with checking_site(tmp_path) as server:
+        with pytest.raises(case.category) as exc_info:
+            server.submit(config)
         assert server.store.page(limit=1) == []
         assert [path.name for path in server.runs.iterdir() if path.is_dir()] == []
-    said = str(caught.value).replace(str(tmp_path), "{root}")
-    assert said.startswith(case.says[0])
-    assert all(word in said for word in case.says)
+    message = str(exc_info.value).replace(str(tmp_path), "{root}")
+    assert message.startswith(case.says[0])
+    assert all(word in message for word in case.says)
 
 
 def test_what_can_run_is_queued(address: str, tmp_path: Path) -> None:
-    """With one teacher, several of a name, none; from a directory, and from the hub."""
-    named = {"teacher": {"top_k": 4}}  # several teachers, and no teacher.address
-    two = {**named, "teachers": {"math": address, "prose": [address, address]}}
-    alone = {**job(tmp_path, address), "method": {"type": "rl", "beta": 0.1}}
-    del alone["teacher"]
-    with checking(tmp_path) as server:
-        for asked in (
+    """Jobs with one teacher, several, or none; files from a directory or from the hub."""
+    teacher_table = {"teacher": {"top_k": 4}}  # several teachers, and no teacher.address
+    several_teachers = {**teacher_table, "teachers": {"math": address, "prose": [address, address]}}
+    without_teacher = {**job(tmp_path, address), "method": {"type": "rl", "beta": 0.1}}
+    del without_teacher["teacher"]
+    with checking_site(tmp_path) as server:
+        for config in (
             job(tmp_path, address),
-            {**job(tmp_path, address), **two},
+            {**job(tmp_path, address), **several_teachers},
             job(tmp_path, address, student__model="Qwen/Qwen3-0.6B", data__path="openai/gsm8k"),
-            {**alone, "reward": {"type": "exact_match"}, "method": {"type": "rl"}},
+            {**without_teacher, "reward": {"type": "exact_match"}, "method": {"type": "rl"}},
         ):
-            assert server.submit(asked) is JobState.QUEUED
-        lost = {"teachers": {"a": address, "b": "[::1]:1"}}
-        with pytest.raises(Unavailable, match="no teacher answers") as caught:
-            server.submit({**job(tmp_path, address), **named, **lost})
-    assert caught.value.field == "teachers.b"
+            assert server.submit(config) is JobState.QUEUED
+        unreachable = {"teachers": {"a": address, "b": "[::1]:1"}}
+        with pytest.raises(Unavailable, match="no teacher answers") as exc_info:
+            server.submit({**job(tmp_path, address), **teacher_table, **unreachable})
+    assert exc_info.value.field == "teachers.b"
 
 
 def test_widths_that_differ_by_padding(
     teacher: Teacher, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On either side; but a teacher that is older than that cannot leave out its own."""
+    """Padding of the student or the teacher; an old teacher cannot leave out its padding."""
     monkeypatch.setattr(preflight, "_FRESH_SECONDS", 0.0)
-    wide = write_student(tmp_path / "wide", width=16)
-    with checking(tmp_path) as server:
-        asked = job(tmp_path, address)
-        assert server.submit(job(tmp_path, address, student__model=str(wide))) is JobState.QUEUED
+    wide_student = write_student(tmp_path / "wide", width=16)
+    with checking_site(tmp_path) as server:
+        config = job(tmp_path, address)
+        assert (
+            server.submit(job(tmp_path, address, student__model=str(wide_student)))
+            is JobState.QUEUED
+        )
         teacher.vocab_size = 16
-        assert server.submit(asked) is JobState.QUEUED
+        assert server.submit(config) is JobState.QUEUED
         teacher.takes_vocab_size = False
-        with pytest.raises(WrongState, match="cannot leave out those from 13 on") as caught:
-            server.submit(asked)
-    assert caught.value.field == "student.model"
-    assert "use a teacher of this version" in caught.value.hint
+        with pytest.raises(WrongState, match="cannot leave out those from 13 on") as exc_info:
+            server.submit(config)
+    assert exc_info.value.field == "student.model"
+    assert "use a teacher of this version" in exc_info.value.hint
 
 
 def test_any_tokenizer_will_do_if_the_job_says_so(address: str, tmp_path: Path) -> None:
-    other = write_student(tmp_path / "other", tokens=["<end>", *"*0123456789+="], width=14)
-    asked = job(tmp_path, address, student__model=str(other), teacher__tokenizer="auto")
-    with checking(tmp_path) as server:
-        assert server.submit(asked) is JobState.QUEUED
+    other_student = write_student(tmp_path / "other", tokens=["<end>", *"*0123456789+="], width=14)
+    config = job(tmp_path, address, student__model=str(other_student), teacher__tokenizer="auto")
+    with checking_site(tmp_path) as server:
+        assert server.submit(config) is JobState.QUEUED
 
 
 def test_many_submits_ask_a_teacher_once(
     teacher: Teacher, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "_FRESH_SECONDS", 600.0)
-    asked = job(tmp_path, address)
-    with checking(tmp_path) as server:
+    config = job(tmp_path, address)
+    with checking_site(tmp_path) as server:
 
-        async def all_at_once() -> None:
-            text = json.dumps(asked)
+        async def submit_concurrently() -> None:
+            text = json.dumps(config)
             control = server.control
             await asyncio.gather(*(control.submit_checked(text, "", "") for _ in range(100)))
 
-        server.run(all_at_once())
+        server.run(submit_concurrently())
         for _ in range(10):
-            server.submit(asked)
+            server.submit(config)
         assert server.store.queue_length() == 110
-    assert teacher.asked == 1
+    assert teacher.info_requests == 1
 
 
 def test_tokens_that_other_files_name_are_no_difference(
     teacher: Teacher, address: str, tmp_path: Path
 ) -> None:
-    """A library may add some behind those of the file; and a student is looked at once, until it
-    changes.
+    """A library may add tokens after those of the file; a student's files are read once until they
+    change.
     """
-    with checking(tmp_path) as server:
-        asked = job(tmp_path, address)
+    with checking_site(tmp_path) as server:
+        config = job(tmp_path, address)
         for tokens in (TOKENS[:-1], [*TOKENS[:5], "", *TOKENS[6:]]):
             write_tokens(tmp_path / "student", tokens)
-            before = teacher.vocabularies
+            requests_before = teacher.vocabulary_requests
             for _ in range(3):
-                assert server.submit(asked) is JobState.QUEUED
-            assert teacher.vocabularies == before + 1
+                assert server.submit(config) is JobState.QUEUED
+            assert teacher.vocabulary_requests == requests_before + 1
         (tmp_path / "student" / "tokenizer.json").write_text("{")
-        assert server.submit(asked) is JobState.QUEUED
+        assert server.submit(config) is JobState.QUEUED
         write_tokens(tmp_path / "student", ["<end>", *"9876543210+="])
         with pytest.raises(WrongState, match="id 1 is '9' to the student"):
-            server.submit(asked)
+            server.submit(config)
 
 
 def test_a_teacher_that_takes_its_time_holds_up_nobody_else(tmp_path: Path) -> None:
     write_tokens(tmp_path, TOKENS)
-    seen = StudentTokens()
+    student_tokens = StudentTokens()
 
     def info(fingerprint: str) -> Any:
         return SimpleNamespace(tokenizer_fingerprint=fingerprint, vocab_size=VOCABULARY)
 
-    def slowly() -> list[str]:
-        same = info(tokenizer_fingerprint(TOKENS))
-        other = threading.Thread(
-            target=seen.check, args=(tmp_path, same, "other", TOKENS.copy), daemon=True
+    def read_slowly() -> list[str]:
+        student_info = info(tokenizer_fingerprint(TOKENS))
+        other_check = threading.Thread(
+            target=student_tokens.check,
+            args=(tmp_path, student_info, "other", TOKENS.copy),
+            daemon=True,
         )
-        other.start()
-        other.join(10)
-        assert not other.is_alive()
+        other_check.start()
+        other_check.join(10)
+        assert not other_check.is_alive()
         return TOKENS
 
-    seen.check(tmp_path, info("another"), "teacher", slowly)
+    student_tokens.check(tmp_path, info("another"), "teacher", read_slowly)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +291,7 @@ def test_a_tokenizer_file_that_is_none(document: str, tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_real_tokenizer(tmp_path: Path) -> None:
-    """As the library reads it."""
+    """The same tokens as the library reads."""
     from tests.student_trainer import tiny
 
     words = tiny.tokenizer()
@@ -298,19 +303,19 @@ def test_a_teacher_that_was_started_meanwhile_is_found_at_once(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "_FRESH_SECONDS", 600.0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    asked = job(tmp_path, f"127.0.0.1:{port}")
-    with checking(tmp_path) as server:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    config = job(tmp_path, f"127.0.0.1:{port}")
+    with checking_site(tmp_path) as server:
         with pytest.raises(Unavailable):
-            server.submit(asked)
-        with listening(teacher, port):
-            assert server.submit(asked) is JobState.QUEUED
+            server.submit(config)
+        with serve_teacher(teacher, port):
+            assert server.submit(config) is JobState.QUEUED
 
 
 def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -> None:
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         check = server.control.check
         server.run(check(json.dumps(job(tmp_path, address))))
         with pytest.raises(InvalidInput, match="14 is more than the teacher returns"):
@@ -322,49 +327,51 @@ def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -
 
 
 def test_a_known_key_needs_no_preflight(teacher: Teacher, tmp_path: Path) -> None:
-    """A submit that is sent again is the same job, also when its teacher is gone by now."""
-    with checking(tmp_path) as server:
-        with listening(teacher) as address:
-            asked = job(tmp_path, address)
-            server.submit(asked, "key")
+    """A repeated submit returns the same job, even if its teacher is gone."""
+    with checking_site(tmp_path) as server:
+        with serve_teacher(teacher) as address:
+            config = job(tmp_path, address)
+            server.submit(config, "key")
         (tmp_path / "prompts.jsonl").unlink()
-        server.submit(asked, "key")
+        server.submit(config, "key")
         assert len(server.store.page(limit=9)) == 1
 
 
 def test_one_key_at_the_same_time_is_one_job(address: str, tmp_path: Path) -> None:
     text = json.dumps(job(tmp_path, address))
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
 
-        async def all_at_once() -> set[str]:
+        async def submit_concurrently() -> set[str]:
             control = server.control
-            made = (control.submit_checked(text, "", "key") for _ in range(20))
-            return {job.id for job in await asyncio.gather(*made)}
+            submissions = (control.submit_checked(text, "", "key") for _ in range(20))
+            return {job.id for job in await asyncio.gather(*submissions)}
 
-        assert len(server.run(all_at_once())) == 1
+        assert len(server.run(submit_concurrently())) == 1
         assert len(server.store.page(limit=9)) == 1
 
 
 def test_a_token_that_the_teacher_does_not_take(
     teacher: Teacher, address: str, tmp_path: Path
 ) -> None:
-    """The fault is the server's, and must not read as if the caller's own token were wrong."""
+    """The error blames the server's token, not the caller's."""
     teacher.refuses = True
     with (
-        checking(tmp_path) as server,
-        pytest.raises(WrongState, match="does not take the token of the distill server") as caught,
+        checking_site(tmp_path) as server,
+        pytest.raises(
+            WrongState, match="does not take the token of the distill server"
+        ) as exc_info,
     ):
         server.submit(job(tmp_path, address))
-    assert caught.value.field == "teacher.address"
+    assert exc_info.value.field == "teacher.address"
 
 
 def test_what_does_not_answer_in_time_is_left_to_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(preflight, "_MAX_SECONDS", 0.1)
-    with checking(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as silent:
-        asked = job(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}")
-        assert server.submit(asked) is JobState.QUEUED
+    with checking_site(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as listener:
+        config = job(tmp_path, f"127.0.0.1:{listener.getsockname()[1]}")
+        assert server.submit(config) is JobState.QUEUED
     assert "a job was not checked within" in caplog.text
 
 
@@ -372,30 +379,33 @@ def test_a_resume_is_looked_at_too(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "_FRESH_SECONDS", 0.0)
-    with checking(tmp_path) as server:
-        with listening(teacher) as address:
+    with checking_site(tmp_path) as server:
+        with serve_teacher(teacher) as address:
             server.submit(job(tmp_path, address))
-        (made,) = server.store.page(limit=1)
-        server.run(server.control.cancel(made.id, now=False))
+        (cancelled_job,) = server.store.page(limit=1)
+        server.run(server.control.cancel(cancelled_job.id, now=False))
         resume = server.control.resume_checked
         with pytest.raises(Unavailable, match="no teacher answers"):
-            server.run(resume(made.id, max_steps=0, from_step=0))
-        assert server.store.job(made.id).state is JobState.CANCELLED
-        with listening(teacher, int(address.rpartition(":")[2])):
-            assert server.run(resume(made.id, max_steps=0, from_step=0)).state is JobState.QUEUED
+            server.run(resume(cancelled_job.id, max_steps=0, from_step=0))
+        assert server.store.job(cancelled_job.id).state is JobState.CANCELLED
+        with serve_teacher(teacher, int(address.rpartition(":")[2])):
+            assert (
+                server.run(resume(cancelled_job.id, max_steps=0, from_step=0)).state
+                is JobState.QUEUED
+            )
         with pytest.raises(WrongState, match="only a job that ended can be resumed"):
-            server.run(resume(made.id, max_steps=0, from_step=0))
+            server.run(resume(cancelled_job.id, max_steps=0, from_step=0))
 
 
 def test_disk_of_a_resume(address: str, tmp_path: Path) -> None:
-    """What earlier attempts wrote needs no room any more."""
-    big = write_student(tmp_path / "big", rows=10**8)
-    asked = OnPolicyJob.model_validate(job(tmp_path, address, student__model=str(big)))
+    """Files that earlier attempts wrote need no more space."""
+    large_student = write_student(tmp_path / "big", rows=10**8)
+    config = OnPolicyJob.model_validate(job(tmp_path, address, student__model=str(large_student)))
     run_directory = tmp_path / "run"
     with pytest.raises(WrongState, match=r"3 checkpoints of 1\.2e\+03 GB .* export of 400 GB"):
-        check_space(asked, run_directory)
-    kept = run_directory / "checkpoints" / "step-000050"
-    kept.mkdir(parents=True)
-    with (kept / "model.safetensors").open("wb") as sparse:
-        sparse.truncate(4 * 10**12)
-    check_space(asked, run_directory)
+        check_space(config, run_directory)
+    checkpoint_directory = run_directory / "checkpoints" / "step-000050"
+    checkpoint_directory.mkdir(parents=True)
+    with (checkpoint_directory / "model.safetensors").open("wb") as sparse_file:
+        sparse_file.truncate(4 * 10**12)
+    check_space(config, run_directory)

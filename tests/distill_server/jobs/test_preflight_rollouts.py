@@ -1,4 +1,4 @@
-"""A job with `rollouts.address`: its services are asked before it is queued."""
+"""A job with `rollouts.address`: the server checks its services before it queues the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clients.runs import placed_services
 from distill_server.jobs.preflight import JobPreflight
 from protos.auth.access import MIN_TOKEN_CHARS
 from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
-from tests.distill_server.jobs.preflight_site import Teacher, checking, job, listening
+from tests.distill_server.jobs.preflight_site import Teacher, checking_site, job, serve_teacher
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.material import student
 from tests.student_trainer.rollout_service.processes import ServiceProcess
@@ -28,32 +28,32 @@ NOBODY = "127.0.0.1:1"
 
 @pytest.fixture
 def teacher() -> Iterator[str]:
-    with listening(Teacher()) as found:
-        yield found
+    with serve_teacher(Teacher()) as address:
+        yield address
 
 
 @pytest.fixture
 def service() -> Iterator[str]:
     from student_trainer.rollout_service.service import RolloutServicer
 
-    with serve_on_thread(RolloutServicer(ScriptedEngine())) as found:
-        yield found
+    with serve_on_thread(RolloutServicer(ScriptedEngine())) as address:
+        yield address
 
 
 def test_services_that_fit(service: str, teacher: str, tmp_path: Path) -> None:
-    with checking(tmp_path) as server:
+    with checking_site(tmp_path) as server:
         for address in (service, [service, service]):
-            asked = job(tmp_path, teacher, rollouts__address=address)
-            assert server.submit(asked) is JobState.QUEUED
+            config = job(tmp_path, teacher, rollouts__address=address)
+            assert server.submit(config) is JobState.QUEUED
 
 
 def test_one_of_two_services_is_away(
     service: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollouts, "_SECONDS", 3.0)
-    with checking(tmp_path) as server:
-        asked = job(tmp_path, teacher, rollouts__address=[NOBODY, service])
-        assert server.submit(asked) is JobState.QUEUED
+    with checking_site(tmp_path) as server:
+        config = job(tmp_path, teacher, rollouts__address=[NOBODY, service])
+        assert server.submit(config) is JobState.QUEUED
 
 
 def test_services_that_do_not_fit(
@@ -69,66 +69,68 @@ def test_services_that_do_not_fit(
             "has the engine hf, the job asks for vllm",
         ),
     ]
-    with checking(tmp_path) as server:
-        for changes, category, said in cases:
-            with pytest.raises(category, match=said) as caught:
+    with checking_site(tmp_path) as server:
+        for changes, category, message in cases:
+            with pytest.raises(category, match=message) as exc_info:
                 server.submit(job(tmp_path, teacher, **changes))
-            assert caught.value.field.startswith("rollouts.")
-            assert caught.value.hint
+            assert exc_info.value.field.startswith("rollouts.")
+            assert exc_info.value.hint
 
 
 def test_a_service_of_other_code(
     service: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that says nothing of its protocol is older than the field."""
+    """A service without a protocol version is older than the field."""
     monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", 0)
-    with checking(tmp_path) as server, pytest.raises(WrongState) as caught:
+    with checking_site(tmp_path) as server, pytest.raises(WrongState) as exc_info:
         server.submit(job(tmp_path, teacher, rollouts__address=service))
-    assert caught.value.field == "rollouts.address"
-    assert f"{service} is of another version of distill-service" in caught.value.message
-    assert "start the service with the version of distill-service" in caught.value.hint
+    assert exc_info.value.field == "rollouts.address"
+    assert f"{service} is of another version of distill-service" in exc_info.value.message
+    assert "start the service with the version of distill-service" in exc_info.value.hint
 
 
 def test_gpus_that_the_machine_does_not_have(
     teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two for the engine and one for the trainer. On a cluster, this machine needs none."""
-    asked = job(tmp_path, teacher, rollouts__lag=1, rollouts__gpus=2)
-    with checking(tmp_path) as server:
-        for seen, found in (("", 0), ("4,7", 2)):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-            with pytest.raises(InvalidInput, match=f"there are {found} GPUs; .* 2 more") as caught:
-                server.submit(asked)
-            assert caught.value.field == "rollouts.gpus"
+    """Two GPUs for the engine and one for the trainer. On a cluster, this machine needs none."""
+    config = job(tmp_path, teacher, rollouts__lag=1, rollouts__gpus=2)
+    with checking_site(tmp_path) as server:
+        for visible_devices, gpu_count in (("", 0), ("4,7", 2)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
+            with pytest.raises(
+                InvalidInput, match=f"there are {gpu_count} GPUs; .* 2 more"
+            ) as exc_info:
+                server.submit(config)
+            assert exc_info.value.field == "rollouts.gpus"
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,5")
-        assert server.submit(asked) is JobState.QUEUED
+        assert server.submit(config) is JobState.QUEUED
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setenv(placed_services.VARIABLE, "services.json")
-        check_gpus(OnPolicyJob.model_validate(asked))  # the trainer there
+        check_gpus(OnPolicyJob.model_validate(config))  # as the trainer on the cluster checks
         check = JobPreflight(trainers_are_local=False)
-        server.run(check(OnPolicyJob.model_validate(asked), tmp_path / "runs"))
+        server.run(check(OnPolicyJob.model_validate(config), tmp_path / "runs"))
 
 
 def test_the_token_of_the_server(
     teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An admin's is taken; the address gets one derived from it, which cannot sample."""
+    """The server needs an admin token; it sends a token derived from it, which cannot sample."""
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text(f"admin {ADMIN}\nread {READ}\n")
     model = tiny.save(student(0), tiny.tokenizer(), tmp_path / "model")
     log = tmp_path / "service.log"
     process = ServiceProcess("--model", str(model), "--token-file", str(file), log=log)
-    with closing(process), checking(tmp_path) as server:
-        asked = job(tmp_path, teacher, rollouts__address=process.address)
+    with closing(process), checking_site(tmp_path) as server:
+        config = job(tmp_path, teacher, rollouts__address=process.address)
         for token in ("", READ, "x" * MIN_TOKEN_CHARS):
             monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", token)
             with pytest.raises(WrongState, match="does not take the token of the distill server"):
-                server.submit(asked)
+                server.submit(config)
         monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", ADMIN)
-        assert server.submit(asked) is JobState.QUEUED
+        assert server.submit(config) is JobState.QUEUED
         assert "called by a job method=GetRolloutInfo job=preflight attempt=0" in log.read_text()
-        plain = job(tmp_path, teacher, rollouts__address="gpu-node:50053")
-        with pytest.raises(InvalidInput, match="would be sent unencrypted") as caught:
-            server.submit(plain)
-        assert caught.value.field == "rollouts.address"
+        unencrypted = job(tmp_path, teacher, rollouts__address="gpu-node:50053")
+        with pytest.raises(InvalidInput, match="would be sent unencrypted") as exc_info:
+            server.submit(unencrypted)
+        assert exc_info.value.field == "rollouts.address"

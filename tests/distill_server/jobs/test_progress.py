@@ -128,10 +128,10 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
     ("state", "verdict", "outcome", "expected"),
     [
         (RUNNING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED)),
-        # Its word counts, not what happened while the interpreter shut down.
+        # The verdict counts, not the exit code of the interpreter's shutdown.
         (RUNNING, "succeeded", Exited(-11), JobEnded(JobState.SUCCEEDED)),
         (RUNNING, "failed", Exited(1), JobEnded(JobState.FAILED, "said so")),
-        # Nobody asked for it: a preemption, or a machine that is drained.
+        # Not requested: a preemption, or a machine that is drained.
         (RUNNING, "cancelled", Exited(0), AttemptDied("said so", blameless=True)),
         (
             RUNNING,
@@ -195,9 +195,9 @@ def test_what_the_job_runs_on_is_not_its_fault(error: str) -> None:
 
 def test_a_shutdown_of_the_machine_costs_no_retry_and_cancels_nothing() -> None:
     rebooted = Lost(blameless=True)
-    died = verdict_of(RUNNING, 37, Status(1, "cancelled"), rebooted)
-    assert isinstance(died, AttemptDied)
-    assert died.blameless
+    verdict = verdict_of(RUNNING, 37, Status(1, "cancelled"), rebooted)
+    assert isinstance(verdict, AttemptDied)
+    assert verdict.blameless
     assert verdict_of(CANCELLING, 37, Status(1, "cancelled"), rebooted) == JobEnded(
         JobState.CANCELLED, "cancelled on request"
     )

@@ -1,4 +1,4 @@
-"""All 49 pairs of states, at the one function that changes them."""
+"""All 49 pairs of states through `JobStore.change`."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ def test_second_process_is_refused_at_once(tmp_path: Path) -> None:
     )
     path = tmp_path / "server.sqlite"
     with open_database(path):
-        started = time.monotonic()
+        start_time = time.monotonic()
         with pytest.raises(WrongState, match="another server runs on"), open_database(path):
             pass
-        assert time.monotonic() - started < 10
-        other = subprocess.run(
+        assert time.monotonic() - start_time < 10
+        second_server = subprocess.run(
             [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
         )
-        assert "another server runs on" in other.stderr
+        assert "another server runs on" in second_server.stderr
     with open_database(path):
         pass
 
@@ -98,7 +98,7 @@ def test_full_disk_is_unavailable_and_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_phase_that_is_told_again_is_no_event(store: JobStore) -> None:
-    """However long it is: what waits says so several times a second."""
+    """Also a long phase: a waiting job repeats its phase several times a second."""
     store.add("a", job_config(), "")
     for _ in range(3):
         assert store.change("a", Change(phase="x" * 1000)).last_seq == 2
@@ -116,9 +116,9 @@ def test_resolve(store: JobStore) -> None:
     assert store.resolve("@last").id == "other-1"
     with pytest.raises(InvalidInput, match="run-a, run-a1, run-a2"):
         store.resolve("run")
-    for nothing in ("", "x", "run-a1x", "%", "RUN"):
+    for unknown_name in ("", "x", "run-a1x", "%", "RUN"):
         with pytest.raises(NotFound):
-            store.resolve(nothing)
+            store.resolve(unknown_name)
 
 
 def test_pages_cover_everything_once(store: JobStore) -> None:
@@ -126,12 +126,12 @@ def test_pages_cover_everything_once(store: JobStore) -> None:
     for job_id in ids:
         store.add(job_id, job_config(), "")
     store.change("job-3", Change(JobState.CANCELLED))
-    seen: list[str] = []
-    while page := store.page(limit=3, before_id=seen[-1] if seen else ""):
-        seen += [job.id for job in page]
-    assert seen == ids[::-1]
-    stopped = JobFilter(state=JobState.CANCELLED)
-    assert [job.id for job in store.page(limit=9, job_filter=stopped)] == ["job-3"]
+    listed_ids: list[str] = []
+    while page := store.page(limit=3, before_id=listed_ids[-1] if listed_ids else ""):
+        listed_ids += [job.id for job in page]
+    assert listed_ids == ids[::-1]
+    cancelled_only = JobFilter(state=JobState.CANCELLED)
+    assert [job.id for job in store.page(limit=9, job_filter=cancelled_only)] == ["job-3"]
 
 
 def test_queue_order(store: JobStore) -> None:
@@ -149,9 +149,11 @@ def test_queue_order(store: JobStore) -> None:
 
 def test_illegal_requeue_leaves_no_trace(store: JobStore) -> None:
     store.add("a", job_config(), "")
-    more = job_config(max_steps=99)
+    longer_config = job_config(max_steps=99)
     with pytest.raises(WrongState):
-        store.queue_again("a", Attempt(2), Change(JobState.QUEUED), at_end=True, config=more)
+        store.queue_again(
+            "a", Attempt(2), Change(JobState.QUEUED), at_end=True, config=longer_config
+        )
     job = store.job("a")
     assert (job.attempt, job.max_steps) == (1, 5)
     assert store.attempt(job) == Attempt(1)
@@ -161,9 +163,9 @@ def test_key_of_another_job(store: JobStore) -> None:
     job = store.add("a", job_config(), "key")
     assert store.find_submitted("key", job_config()) == job
     assert store.find_submitted("other", job_config()) is None
-    with pytest.raises(InvalidInput) as caught:
+    with pytest.raises(InvalidInput) as exc_info:
         store.find_submitted("key", job_config("another"))
-    assert caught.value.field == "idempotency_key"
+    assert exc_info.value.field == "idempotency_key"
 
 
 def test_metrics_survive_and_count_as_seen(store: JobStore) -> None:

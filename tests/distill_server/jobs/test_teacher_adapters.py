@@ -8,20 +8,20 @@ import pytest
 
 from clients.jobs.job import JobState
 from protos.errors import WrongState
-from tests.distill_server.jobs.preflight_site import Teacher, checking, job, listening
+from tests.distill_server.jobs.preflight_site import Teacher, checking_site, job, serve_teacher
 
 
 def test_an_adapter_that_the_teacher_has(tmp_path: Path) -> None:
-    with listening(Teacher()) as address, checking(tmp_path) as server:
+    with serve_teacher(Teacher()) as address, checking_site(tmp_path) as server:
         assert server.submit(job(tmp_path, address, teacher__adapter="math")) is JobState.QUEUED
 
 
 def test_an_adapter_that_it_does_not_have(tmp_path: Path) -> None:
-    """Also right after a job that named one that it has: each is asked for."""
-    with listening(Teacher()) as address, checking(tmp_path) as server:
+    """Also after a job with an existing adapter: the check is made for each adapter."""
+    with serve_teacher(Teacher()) as address, checking_site(tmp_path) as server:
         server.submit(job(tmp_path, address, teacher__adapter="math"))
-        with pytest.raises(WrongState) as caught:
+        with pytest.raises(WrongState) as exc_info:
             server.submit(job(tmp_path, address, teacher__adapter="code"))
-    assert caught.value.field == "teacher.adapter"
-    assert caught.value.message.endswith("has no adapter 'code'; it has math")
-    assert caught.value.hint == "start it with --adapter code=DIR, or name one that it has"
+    assert exc_info.value.field == "teacher.adapter"
+    assert exc_info.value.message.endswith("has no adapter 'code'; it has math")
+    assert exc_info.value.hint == "start it with --adapter code=DIR, or name one that it has"

@@ -1,4 +1,4 @@
-"""What is no fault of a job costs it no retry: it waits, says so, and goes on by itself."""
+"""Failures that are not the job's fault cost no retry: the job waits and continues by itself."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ HOUR = 3600.0
 
 
 class Teacher:
-    """As a preflight sees it."""
+    """A scripted preflight check of a teacher."""
 
     def __init__(self) -> None:
-        self.away = self.wrong = False
-        self.asked = 0
+        self.is_away = self.is_wrong = False
+        self.checks = 0
 
     async def __call__(self, config: AnyJob, run: Path) -> None:
-        self.asked += 1
-        if self.away:
+        self.checks += 1
+        if self.is_away:
             raise Unavailable("no teacher answers at here:1", field="teacher.address")
-        if self.wrong:
+        if self.is_wrong:
             raise WrongState("another tokenizer", field="student.model")
 
 
 class Site:
-    """A server with a clock of its own and one teacher."""
+    """A server with a scripted clock and one teacher."""
 
     def __init__(self, server: SmallServer, teacher: Teacher, now: list[float]) -> None:
         self.server, self.teacher, self.now = server, teacher, now
@@ -51,7 +51,7 @@ class Site:
     def job(self, job_id: str) -> Job:
         return self.server.store.job(job_id)
 
-    def later(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now[0] += seconds
         self.server.look()
 
@@ -62,7 +62,9 @@ class Site:
             for step in steps:
                 file.write(json.dumps({"attempt": attempt, "step": step, "loss": 1.0}) + "\n")
 
-    def ends(self, job_id: str, outcome: Exited | Lost, error: str = "", step: int = 1) -> Job:
+    def end_attempt(
+        self, job_id: str, outcome: Exited | Lost, error: str = "", step: int = 1
+    ) -> Job:
         attempt = self.job(job_id).attempt
         if error:
             status = Status(attempt, "failed", "training", step, 5, REASON, error)
@@ -82,11 +84,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def test_a_teacher_that_is_away_fails_no_job_and_holds_no_slot(site: Site) -> None:
-    first, second = site.submit(), site.submit()
+    first_id, second_id = site.submit(), site.submit()
     site.server.look()
-    site.teacher.away = True
-    for job_id in (first, second):  # the slot goes to the second at once
-        job = site.ends(job_id, Exited(4), "Unavailable")
+    site.teacher.is_away = True
+    for job_id in (first_id, second_id):  # the slot goes to the second at once
+        job = site.end_attempt(job_id, Exited(4), "Unavailable")
         assert (job.state, job.attempt, job.reason) == (JobState.QUEUED, 2, REASON)
         assert re.fullmatch(
             r"WAITING teacher\.address: no answer since \d\d:\d\d UTC; next try in 5 s", job.phase
@@ -94,49 +96,49 @@ def test_a_teacher_that_is_away_fails_no_job_and_holds_no_slot(site: Site) -> No
     assert site.server.runner.alive == {}
     tries = []
     for _ in range(100):
-        asked = site.teacher.asked
-        site.later(1)
-        if site.teacher.asked > asked:
-            tries.append(site.job(first).phase.rsplit("; ")[1])
+        checks_before = site.teacher.checks
+        site.advance(1)
+        if site.teacher.checks > checks_before:
+            tries.append(site.job(first_id).phase.rsplit("; ")[1])
     assert tries == [f"next try in {n} s" for n in (10, 20, 30, 30, 30)]
     assert re.fullmatch(
         r"WAITING teacher\.address: no teacher answers at here:1 since \d\d:\d\d UTC; next try in"
         r" 30 s",
-        site.job(first).phase,
+        site.job(first_id).phase,
     )
-    site.teacher.away = False
-    site.later(30)
-    assert [key[0] for key in site.server.runner.alive] == [first]  # its old place
-    assert site.server.store.attempt(site.job(first)).retries == 0
+    site.teacher.is_away = False
+    site.advance(30)
+    assert [key[0] for key in site.server.runner.alive] == [first_id]  # it kept its place
+    assert site.server.store.attempt(site.job(first_id)).retries == 0
 
 
 def test_the_wait_outlives_the_server(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
-    site.teacher.away = True
-    site.ends(job_id, Exited(4), "TimedOut")
+    site.teacher.is_away = True
+    site.end_attempt(job_id, Exited(4), "TimedOut")
     since = site.server.store.attempt(site.job(job_id)).waiting_since
     assert since == site.now[0]
     site.server.close()
     site.server.start()
     site.server.store._now = lambda: site.now[0]
     for _ in range(20):
-        site.later(1)
+        site.advance(1)
     assert site.server.runner.alive == {}
     assert site.server.store.attempt(site.job(job_id)).waiting_since == since
-    site.teacher.away = False
-    site.later(30)
+    site.teacher.is_away = False
+    site.advance(30)
     assert list(site.server.runner.alive) == [(job_id, 2)]
 
 
 def test_a_wait_ends_after_the_bound(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
-    site.teacher.away = True
-    site.ends(job_id, Exited(4), "Unavailable")
-    site.later(HOUR - 1)
+    site.teacher.is_away = True
+    site.end_attempt(job_id, Exited(4), "Unavailable")
+    site.advance(HOUR - 1)
     assert site.job(job_id).state is JobState.QUEUED
-    site.later(31)
+    site.advance(31)
     job = site.job(job_id)
     assert job.state is JobState.FAILED
     assert job.reason.startswith("teacher.address: no teacher answers at here:1; given up")
@@ -144,16 +146,16 @@ def test_a_wait_ends_after_the_bound(site: Site) -> None:
 
 
 def test_the_bound_holds_over_attempts_without_progress(site: Site) -> None:
-    """Each preflight passes, and each trainer fails: the pauses grow, and the end comes."""
+    """Each preflight passes and each trainer fails: the pauses grow until the job fails."""
     job_id = site.submit()
     site.server.look()
     site.make_steps(job_id, 1, 2)
-    job = site.ends(job_id, Exited(4), "Overloaded")
+    job = site.end_attempt(job_id, Exited(4), "Overloaded")
     while job.state is JobState.QUEUED:
         while not site.server.runner.alive:
-            site.later(5)
-        site.later(HOUR / 4)
-        job = site.ends(job_id, Exited(4), "Overloaded")
+            site.advance(5)
+        site.advance(HOUR / 4)
+        job = site.end_attempt(job_id, Exited(4), "Overloaded")
     assert (job.state, job.attempt) == (JobState.FAILED, 5)
 
 
@@ -162,30 +164,30 @@ def test_progress_begins_a_new_wait(site: Site) -> None:
     site.server.look()
     for step in range(1, 8):
         site.make_steps(job_id, step)
-        site.later(HOUR / 2)
-        job = site.ends(job_id, Exited(4), "Unavailable", step)
+        site.advance(HOUR / 2)
+        job = site.end_attempt(job_id, Exited(4), "Unavailable", step)
         assert "next try in 5 s" in job.phase
-        site.later(5)
+        site.advance(5)
     assert list(site.server.runner.alive) == [(job_id, 8)]
 
 
 def test_what_is_wrong_with_the_job_is_told_by_its_trainer(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
-    site.teacher.wrong = True
-    site.ends(job_id, Exited(4), "Unavailable")
-    site.later(5)
+    site.teacher.is_wrong = True
+    site.end_attempt(job_id, Exited(4), "Unavailable")
+    site.advance(5)
     assert list(site.server.runner.alive) == [(job_id, 2)]
-    assert site.ends(job_id, Exited(6), "WrongState").state is JobState.FAILED
+    assert site.end_attempt(job_id, Exited(6), "WrongState").state is JobState.FAILED
 
 
 def test_a_waiting_job_is_cancelled_and_resumed_without_a_wait(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
-    site.teacher.away = True
-    site.ends(job_id, Exited(4), "Unavailable")
+    site.teacher.is_away = True
+    site.end_attempt(job_id, Exited(4), "Unavailable")
     site.server.cancel(job_id, now=False)
-    site.later(60)
+    site.advance(60)
     assert site.job(job_id).state is JobState.CANCELLED
     site.server.control.resume(job_id, max_steps=0, from_step=0)
     site.server.look()
@@ -197,22 +199,22 @@ def test_progress_resets_the_retries_and_a_crash_at_one_step_does_not(site: Site
     site.server.look()
     for steps in ([1, 2], [2, 3], [3, 4], [4, 5]):
         site.make_steps(job_id, *steps)
-        assert site.ends(job_id, Exited(-9)).state is JobState.QUEUED
-        site.later(400)
-    site.make_steps(job_id, 4, 5)  # nothing that is new
-    assert site.ends(job_id, Exited(-9)).state is JobState.FAILED
+        assert site.end_attempt(job_id, Exited(-9)).state is JobState.QUEUED
+        site.advance(400)
+    site.make_steps(job_id, 4, 5)  # no new step
+    assert site.end_attempt(job_id, Exited(-9)).state is JobState.FAILED
 
 
 def test_lost_attempts_of_earlier_servers_cost_nothing_but_have_a_bound(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
     for _ in range(3):
-        assert site.ends(job_id, Lost(blameless=True)).state is JobState.QUEUED
-        site.later(HOUR / 3)
-    job = site.ends(job_id, Lost(blameless=True))
+        assert site.end_attempt(job_id, Lost(blameless=True)).state is JobState.QUEUED
+        site.advance(HOUR / 3)
+    job = site.end_attempt(job_id, Lost(blameless=True))
     while job.state is JobState.QUEUED:
-        site.later(HOUR / 3)
-        job = site.ends(job_id, Lost(blameless=True))
+        site.advance(HOUR / 3)
+        job = site.end_attempt(job_id, Lost(blameless=True))
     assert job.state is JobState.FAILED
     assert "given up: no progress since" in job.reason
 

@@ -1,4 +1,4 @@
-"""Owners, labels, quotas and the audit log of a real server, by its commands."""
+"""Owners, labels, quotas and the audit log of a real server, through the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MakeServer = Callable[..., Server]
 
 
 @pytest.fixture
-def as_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def use_token(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda token: monkeypatch.setenv("DISTILL_TOKEN", token)
 
 
@@ -36,59 +36,63 @@ def lines_of(server: Server) -> list[dict[str, object]]:
 
 
 def test_owners_labels_and_the_audit_log(
-    make_server: MakeServer, as_one: Callable[[str], None], capsys: Capture
+    make_server: MakeServer, use_token: Callable[[str], None], capsys: Capture
 ) -> None:
     server = make_server(slots=3, tokens=TOKENS)
 
     def distill(*arguments: str) -> str:
         capsys.readouterr()
         code = main(["--server", server.address, "--json", *arguments])
-        shown = capsys.readouterr()
-        return shown.out if code == 0 else f"{code} {shown.err}"
+        output = capsys.readouterr()
+        return output.out if code == 0 else f"{code} {output.err}"
 
-    as_one(ANN)
+    use_token(ANN)
     with DistillClient(server.address) as client:
-        long = job_config("long", max_steps=10_000).model_copy(update={"labels": {"for": "paper"}})
-        first = client.submit(long)
-        second = client.submit(job_config("second", max_steps=2))
-        assert (first.owner, first.labels) == ("ann", {"for": "paper"})
-        waits = "WAITING quota: ann may run 1 job at once"
-        eventually(lambda: second.refresh().phase == waits)
-    as_one(BOB)
+        long_config = job_config("long", max_steps=10_000).model_copy(
+            update={"labels": {"for": "paper"}}
+        )
+        first_job = client.submit(long_config)
+        second_job = client.submit(job_config("second", max_steps=2))
+        assert (first_job.owner, first_job.labels) == ("ann", {"for": "paper"})
+        waiting_phase = "WAITING quota: ann may run 1 job at once"
+        eventually(lambda: second_job.refresh().phase == waiting_phase)
+    use_token(BOB)
     with DistillClient(server.address) as client:
-        third = client.submit(job_config("third", max_steps=2))
-        assert third.wait(60).state is JobState.SUCCEEDED, "it passed the job of ann"
+        third_job = client.submit(job_config("third", max_steps=2))
+        assert third_job.wait(60).state is JobState.SUCCEEDED, "it passed the job of ann"
         with pytest.raises(WrongState):
-            client.cancel(third.id)
+            client.cancel(third_job.id)
 
-    def listed(*arguments: str) -> list[str]:
+    def list_names(*arguments: str) -> list[str]:
         return [job["name"] for job in json.loads(distill("ls", *arguments))["jobs"]]
 
-    assert listed("--mine") == ["third"]
-    assert listed("--owner", "ann") == ["second", "long"]
-    assert listed("--label", "for=paper") == ["long"]
-    assert listed("--label", "for=thesis") == []
+    assert list_names("--mine") == ["third"]
+    assert list_names("--owner", "ann") == ["second", "long"]
+    assert list_names("--label", "for=paper") == ["long"]
+    assert list_names("--label", "for=thesis") == []
     assert "is not NAME=VALUE" in distill("ls", "--label", "paper")
-    as_one(READ)
-    assert listed("--mine") == ["second", "long"], "every token of an owner"
+    use_token(READ)
+    assert list_names("--mine") == ["second", "long"], "every token of an owner"
     assert distill("cancel", "--mine").startswith(f"{ExitCode.REFUSED.value} ")
-    as_one(BOT)
+    use_token(BOT)
     with DistillClient(server.address) as client, pytest.raises(InvalidInput, match="owner=NAME"):
         client.list(mine=True)
-    as_one(ANN)
+    use_token(ANN)
     cancelled = json.loads(distill("cancel", "--mine", "--now"))["jobs"]
-    assert {job["id"] for job in cancelled} == {first.id, second.id}
+    assert {job["id"] for job in cancelled} == {first_job.id, second_job.id}
 
-    found = [(one["by"], one["action"], one["about"], one["outcome"]) for one in lines_of(server)]
-    assert found == [
-        ("ann", "SubmitJob", [first.id], "OK"),
-        ("ann", "SubmitJob", [second.id], "OK"),
-        ("bob@lab", "SubmitJob", [third.id], "OK"),
-        ("bob@lab", "CancelJob", [third.id], "FAILED_PRECONDITION"),
-        ("ann", "CancelJob", [first.id], "OK"),
-        ("ann", "CancelJob", [second.id], "OK"),
+    audit_lines = [
+        (line["by"], line["action"], line["about"], line["outcome"]) for line in lines_of(server)
     ]
-    assert {one["role"] for one in lines_of(server)} == {"submit", "admin"}
+    assert audit_lines == [
+        ("ann", "SubmitJob", [first_job.id], "OK"),
+        ("ann", "SubmitJob", [second_job.id], "OK"),
+        ("bob@lab", "SubmitJob", [third_job.id], "OK"),
+        ("bob@lab", "CancelJob", [third_job.id], "FAILED_PRECONDITION"),
+        ("ann", "CancelJob", [first_job.id], "OK"),
+        ("ann", "CancelJob", [second_job.id], "OK"),
+    ]
+    assert {line["role"] for line in lines_of(server)} == {"submit", "admin"}
     assert (server.runs / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
@@ -104,7 +108,7 @@ def test_a_removal_leaves_its_line_and_the_file_may_be_moved(
         client.pin(job.id, pinned=False)
         client.remove(job.id)
         client.check(job_config())
-    actions = [(one["action"], one["about"]) for one in lines_of(server)]
+    actions = [(line["action"], line["about"]) for line in lines_of(server)]
     assert actions == [("PinJob", [job.id])] * 2 + [("RemoveJob", [job.id])]
     assert lines_of(server)[0]["by"] == "", "a server without tokens knows nobody"
 
@@ -130,7 +134,7 @@ def test_every_method_that_changes_something_is_audited() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("owner=-x", "has a wrong owner"),
         ("owner=a b=1", "is not ROLE TOKEN"),
@@ -140,13 +144,13 @@ def test_every_method_that_changes_something_is_audited() -> None:
         ("owner=ann jobs=2", "the tokens of owner ann have different quotas"),
     ],
 )
-def test_wrong_terms_of_a_token(word: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_terms_of_a_token(word: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from protos.auth.access import read_tokens
 
     monkeypatch.setenv("DISTILL_TOKENS", f"{TOKENS}\nread {'e' * 43} {word}")
-    with pytest.raises(InvalidInput, match=said) as caught:
+    with pytest.raises(InvalidInput, match=message) as exc_info:
         read_tokens(None)
-    assert "eee" not in str(caught.value)
+    assert "eee" not in str(exc_info.value)
 
 
 def test_distill_token_writes_the_terms(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

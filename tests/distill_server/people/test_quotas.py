@@ -1,4 +1,4 @@
-"""Quotas of owners: who waits, what the wait says, and that others pass."""
+"""Quotas of owners: which jobs wait, with which phase, and which pass them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from distill_server.policy import Policy
 from distill_server.runners.machine import Machine
 from protos.auth.owners import Quota
 from protos.errors import InvalidInput
-from tests.distill_server.pipelines.test_after import end, made, now
+from tests.distill_server.pipelines.test_after import end_job, make_job, stored_job
 from tests.distill_server.scripted_runner import SmallServer, small_server
 
 
 def submit(server: SmallServer, owner: str, name: str, gpus: int = 0, **change: object) -> Job:
-    config = made(name, resources={"gpus": gpus}, **change).model_dump_json()
+    config = make_job(name, resources={"gpus": gpus}, **change).model_dump_json()
     return asyncio.run(server.control.submit_checked(config, "", "", owner))
 
 
-def running(server: SmallServer) -> set[str]:
+def list_running(server: SmallServer) -> set[str]:
     return {job.name for job in server.store.in_state(*ACTIVE)}
 
 
@@ -36,38 +36,43 @@ def test_jobs_above_the_quota_wait_and_others_pass(tmp_path: Path) -> None:
         jobs |= {"b1": submit(server, "bob", "b1"), "c1": submit(server, "", "c1")}
         server.look()
         server.look()
-        assert running(server) == {"a1", "a2", "b1", "c1"}
-        waits = "WAITING quota: ann may run 2 jobs at once"
-        assert [now(server, jobs[name]).phase for name in ("a3", "a4")] == [waits, waits]
+        assert list_running(server) == {"a1", "a2", "b1", "c1"}
+        waiting_phase = "WAITING quota: ann may run 2 jobs at once"
+        assert [stored_job(server, jobs[name]).phase for name in ("a3", "a4")] == [
+            waiting_phase,
+            waiting_phase,
+        ]
         server.close()
         server.start()
-        end(server, jobs["a1"])
-        assert running(server) == {"a2", "a3", "b1", "c1"}, "the quota holds over a restart"
-        assert now(server, jobs["a3"]).phase == "starting the trainer"
-        assert now(server, jobs["a4"]).phase == waits
+        end_job(server, jobs["a1"])
+        assert list_running(server) == {"a2", "a3", "b1", "c1"}, "the quota holds over a restart"
+        assert stored_job(server, jobs["a3"]).phase == "starting the trainer"
+        assert stored_job(server, jobs["a4"]).phase == waiting_phase
         server.cancel(jobs["a4"].id, now=False)
-        assert now(server, jobs["a4"]).state is JobState.CANCELLED
+        assert stored_job(server, jobs["a4"]).state is JobState.CANCELLED
 
 
 def test_gpus_count_and_the_order_of_an_owner_is_kept(tmp_path: Path) -> None:
     policy = Policy(Machine(slots=9, gpus=tuple("01234567")))
     with small_server(tmp_path / "runs", policy, quotas={"ann": Quota(gpus=4)}) as server:
-        first = submit(server, "ann", "first", gpus=3)
-        large = submit(server, "ann", "large", gpus=2)
-        small = submit(server, "ann", "small", gpus=1)
+        first_job = submit(server, "ann", "first", gpus=3)
+        large_job = submit(server, "ann", "large", gpus=2)
+        small_job = submit(server, "ann", "small", gpus=1)
         submit(server, "bob", "other", gpus=4)
         for _ in range(3):
             server.look()
-        assert running(server) == {"first", "other"}, "small is behind large"
-        waits = "WAITING quota: ann may hold 4 GPUs at once"
-        assert {now(server, job).phase for job in (large, small)} == {waits}
-        server.cancel(large.id, now=False)
+        assert list_running(server) == {"first", "other"}, "small is behind large"
+        waiting_phase = "WAITING quota: ann may hold 4 GPUs at once"
+        assert {stored_job(server, job).phase for job in (large_job, small_job)} == {waiting_phase}
+        server.cancel(large_job.id, now=False)
         server.look()
-        assert running(server) == {"first", "other", "small"}
-        end(server, first)
-        never = submit(server, "ann", "never", gpus=5)
+        assert list_running(server) == {"first", "other", "small"}
+        end_job(server, first_job)
+        oversized_job = submit(server, "ann", "never", gpus=5)
         server.look()
-        assert now(server, never).phase == waits, "not refused: the quota may be raised"
+        assert stored_job(server, oversized_job).phase == waiting_phase, (
+            "not refused: the quota may be raised"
+        )
 
 
 def test_a_job_above_the_quota_does_not_block_a_full_queue(tmp_path: Path) -> None:
@@ -75,38 +80,38 @@ def test_a_job_above_the_quota_does_not_block_a_full_queue(tmp_path: Path) -> No
     with small_server(tmp_path / "runs", policy, quotas={"ann": Quota(jobs=0)}) as server:
         for number in range(60):
             submit(server, "ann", f"a{number}", priority=9)
-        bob = submit(server, "bob", "b")
+        bob_job = submit(server, "bob", "b")
         server.look()
-        assert running(server) == {"b"}
+        assert list_running(server) == {"b"}
         server.look()
-        phases = [now(server, job).phase for job in server.store.page(limit=100)]
+        phases = [stored_job(server, job).phase for job in server.store.page(limit=100)]
         assert sum(phase.startswith("WAITING quota: ann may run 0") for phase in phases) == 60
-        end(server, bob)
+        end_job(server, bob_job)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_quota_is_ever_exceeded_and_none_is_wasted(tmp_path: Path, seed: int) -> None:
-    """Random jobs of three owners. An owner waits only at the quota, or behind a larger job."""
-    draw = random.Random(seed)
+    """Random jobs of three owners. A job waits only at the quota or behind a larger job."""
+    rng = random.Random(seed)
     quotas: Mapping[str, Quota] = {"ann": Quota(2, 3), "bob": Quota(gpus=2)}
     policy = Policy(Machine(slots=6, gpus=tuple("012345")))
     with small_server(tmp_path / "runs", policy, quotas=quotas) as server:
         gpus_of: dict[str, int] = {}
         for number in range(60):
-            owner, gpus = draw.choice(["ann", "bob", "eve"]), draw.randint(0, 2)
+            owner, gpus = rng.choice(["ann", "bob", "eve"]), rng.randint(0, 2)
             gpus_of[submit(server, owner, f"j{number}", gpus=gpus).id] = gpus
             active = server.store.in_state(*ACTIVE)
-            if active and draw.random() < 0.7:
-                end(server, draw.choice(active))
+            if active and rng.random() < 0.7:
+                end_job(server, rng.choice(active))
             server.look()
             active = server.store.in_state(*ACTIVE)
             for name, quota in quotas.items():
-                held = [gpus_of[job.id] for job in active if job.owner == name]
-                assert quota.jobs is None or len(held) <= quota.jobs
-                assert quota.gpus is None or sum(held) <= quota.gpus
+                held_gpus = [gpus_of[job.id] for job in active if job.owner == name]
+                assert quota.jobs is None or len(held_gpus) <= quota.jobs
+                assert quota.gpus is None or sum(held_gpus) <= quota.gpus
         for _ in range(200):
             for job in server.store.in_state(*ACTIVE):
-                end(server, job)
+                end_job(server, job)
             server.look()
         assert not server.store.queue_length(), "every job had its turn"
 

@@ -45,14 +45,14 @@ def test_a_pipeline_runs_in_order(
     warm, student = (client.get(job["id"]) for job in jobs)
     assert warm.state is student.state is JobState.SUCCEEDED
     assert warm.ended_at <= student.started_at
-    read = RunDirectory(server.runs / student.id)
-    config = read.config()
+    run_directory = RunDirectory(server.runs / student.id)
+    config = run_directory.config()
     assert config.student is not None
     assert config.student.model == str(server.runs / warm.id / "export")
-    assert (read.path / "job.toml").read_text() == path.read_text()
+    assert (run_directory.path / "job.toml").read_text() == path.read_text()
     assert run(server, "submit", str(path), "--key", "k") == 0
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])["jobs"]
-    assert [job["id"] for job in again] == [warm.id, student.id]
+    repeated_jobs = json.loads(capsys.readouterr().out.splitlines()[-1])["jobs"]
+    assert [job["id"] for job in repeated_jobs] == [warm.id, student.id]
 
 
 def test_several_are_cancelled_and_resumed(

@@ -1,4 +1,4 @@
-"""However jobs come and end, none starts before those that it comes after."""
+"""With random submits and ends, no job starts before its predecessors have succeeded."""
 
 from __future__ import annotations
 
@@ -12,53 +12,66 @@ from clients.runs.directory import Verdict
 from distill_server.policy import Policy
 from distill_server.runners.interface import Exited
 from distill_server.runners.machine import Machine
-from tests.distill_server.pipelines.test_after import made, submit
+from tests.distill_server.pipelines.test_after import make_job, submit
 from tests.distill_server.scripted_runner import SmallServer, small_server
 
 JOBS = 12
 
 
-def end_one(server: SmallServer, chance: random.Random) -> None:
-    """One of the attempts that run ends, in a way that is drawn."""
-    job_id, _ = chance.choice(sorted(server.runner.alive))
-    verdict: Verdict = chance.choice(["succeeded", "succeeded", "succeeded", "failed"])
+def end_one(server: SmallServer, rng: random.Random) -> None:
+    """End a random running attempt with a random verdict."""
+    job_id, _ = rng.choice(sorted(server.runner.alive))
+    verdict: Verdict = rng.choice(["succeeded", "succeeded", "succeeded", "failed"])
     server.runner.say(server.runs, job_id, verdict, error="InvalidInput")
     server.runner.end(job_id, Exited(0))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_job_is_early_and_none_is_forgotten(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    before = {
-        n: sorted(chance.sample(range(n), k=min(n, chance.randint(0, 2)))) for n in range(JOBS)
+    rng = random.Random(seed)
+    predecessors = {
+        n: sorted(rng.sample(range(n), k=min(n, rng.randint(0, 2)))) for n in range(JOBS)
     }
     with small_server(tmp_path / "runs", Policy(Machine(slots=3), retries=0)) as server:
         jobs: list[Job] = []
         while len(jobs) < JOBS:
-            names = [str(n) for n in range(len(jobs), min(JOBS, len(jobs) + chance.randint(1, 5)))]
+            names = [str(n) for n in range(len(jobs), min(JOBS, len(jobs) + rng.randint(1, 5)))]
             jobs += submit(
-                server, *(made(n, after=[str(other) for other in before[int(n)]]) for n in names)
+                server,
+                *(
+                    make_job(n, after=[str(predecessor) for predecessor in predecessors[int(n)]])
+                    for n in names
+                ),
             )
 
-        def now(number: int) -> Job:
+        def get_job(number: int) -> Job:
             return server.store.job(jobs[number].id)
 
         for _ in range(10 * JOBS):
-            if chance.random() < 0.2:
+            if rng.random() < 0.2:
                 server.close()
                 server.start()
             server.look()
             for number in range(JOBS):
-                states = {now(other).state for other in before[number]}
-                if now(number).state in (JobState.PREPARING, JobState.RUNNING, JobState.SUCCEEDED):
+                states = {get_job(predecessor).state for predecessor in predecessors[number]}
+                if get_job(number).state in (
+                    JobState.PREPARING,
+                    JobState.RUNNING,
+                    JobState.SUCCEEDED,
+                ):
                     assert states <= {JobState.SUCCEEDED}
-                elif now(number).state is JobState.QUEUED and states - {JobState.SUCCEEDED}:
-                    assert now(number).phase.startswith("WAITING for ")
+                elif get_job(number).state is JobState.QUEUED and states - {JobState.SUCCEEDED}:
+                    assert get_job(number).phase.startswith("WAITING for ")
             if server.runner.alive:
-                end_one(server, chance)
+                end_one(server, rng)
         server.look()
         for number in range(JOBS):
-            good = all(now(other).state is JobState.SUCCEEDED for other in before[number])
-            ends = (JobState.SUCCEEDED, JobState.FAILED) if good else (JobState.CANCELLED,)
-            assert now(number).state in TERMINAL
-            assert now(number).state in ends
+            all_succeeded = all(
+                get_job(predecessor).state is JobState.SUCCEEDED
+                for predecessor in predecessors[number]
+            )
+            end_states = (
+                (JobState.SUCCEEDED, JobState.FAILED) if all_succeeded else (JobState.CANCELLED,)
+            )
+            assert get_job(number).state in TERMINAL
+            assert get_job(number).state in end_states

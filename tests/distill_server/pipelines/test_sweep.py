@@ -33,9 +33,9 @@ def test_points_run_and_are_compared(
     path = tmp_path / "sweep.toml"
     path.write_text(FILE)
     assert run(server, "submit", str(path), "--key", "k") == 0
-    told = capsys.readouterr()
-    ids = [line.split()[0] for line in told.out.splitlines()]
-    assert told.err.strip().startswith("distill table --label 'sweep=best=12 points'")
+    output = capsys.readouterr()
+    ids = [line.split()[0] for line in output.out.splitlines()]
+    assert output.err.strip().startswith("distill table --label 'sweep=best=12 points'")
     assert {client.wait(job_id, timeout=60).state for job_id in ids} == {JobState.SUCCEEDED}
     jobs = [client.get(job_id) for job_id in ids]
     assert [(job.max_steps, json.loads(job.config_json)["seed"]) for job in jobs] == [
@@ -44,18 +44,18 @@ def test_points_run_and_are_compared(
         (22, 1),
         (22, 2),
     ]
-    choice = ("table", "--label", "sweep=best=12 points")
-    assert run(server, "--json", *choice) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["metric"] == "eval/kl"
-    assert [(one["id"], one["last"]["step"], one["last"]["value"]) for one in found["jobs"]] == [
+    table_command = ("table", "--label", "sweep=best=12 points")
+    assert run(server, "--json", *table_command) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["metric"] == "eval/kl"
+    assert [(job["id"], job["last"]["step"], job["last"]["value"]) for job in table["jobs"]] == [
         (ids[0], 10, 2.0),
         (ids[1], 10, 2.0),
         (ids[2], 20, 8.0),
         (ids[3], 20, 8.0),
     ]
-    assert {(one["best"]["step"], one["best"]["value"]) for one in found["jobs"]} == {(10, 2.0)}
-    assert run(server, *choice) == 0
+    assert {(job["best"]["step"], job["best"]["value"]) for job in table["jobs"]} == {(10, 2.0)}
+    assert run(server, *table_command) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["ID", "MAX_STEPS", "SEED", "STATE", "STEPS", "EVAL/KL", "BEST"]
     assert lines[3] == [ids[2], "22", "1", "SUCCEEDED", "22/22", "8", "@20", "2", "@10"]

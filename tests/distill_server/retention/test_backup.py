@@ -1,4 +1,4 @@
-"""A backup under load: what the server acknowledged before it is in it, and it can be restored."""
+"""A backup under load has all jobs acknowledged before it, and can be restored."""
 
 from __future__ import annotations
 
@@ -18,60 +18,60 @@ from distill_server.retention.backup import back_up
 from protos.errors import InvalidInput, NotFound
 from tests.distill_server.conftest import Server, eventually, job_config
 
-BEFORE = 40  # jobs
+MIN_JOBS = 40
 
 
 def test_restored_under_load(make_server: Callable[..., Server], tmp_path: Path) -> None:
     server = make_server(slots=2)
     acknowledged: list[str] = []
-    over = threading.Event()
+    stop = threading.Event()
 
     def load() -> None:
         with DistillClient(server.address) as client:
-            while not over.is_set():
+            while not stop.is_set():
                 acknowledged.append(client.submit(job_config(max_steps=3)).id)
 
     thread = threading.Thread(target=load)
     thread.start()
-    copy = tmp_path / "copy" / "server.sqlite"
-    copy.parent.mkdir()
+    database_copy = tmp_path / "copy" / "server.sqlite"
+    database_copy.parent.mkdir()
     try:
-        eventually(lambda: len(acknowledged) >= BEFORE)
+        eventually(lambda: len(acknowledged) >= MIN_JOBS)
         with DistillClient(server.address) as client:
-            known = {job_id: client.history(job_id) for job_id in acknowledged[:8]}
-        before = list(acknowledged)
+            histories = {job_id: client.history(job_id) for job_id in acknowledged[:8]}
+        acknowledged_before = list(acknowledged)
         command = [sys.executable, "-m", "distill_server", "--runs", str(server.runs)]
-        done = subprocess.run(
-            [*command, "--backup", str(copy)], capture_output=True, text=True, timeout=120
+        process = subprocess.run(
+            [*command, "--backup", str(database_copy)], capture_output=True, text=True, timeout=120
         )
-        assert done.returncode == 0, done.stderr
+        assert process.returncode == 0, process.stderr
     finally:
-        over.set()
+        stop.set()
         thread.join()
     server.kill()
-    # The database first, then the directories: each job in the copy has its own. No trainer may
-    # replace a file while it is copied, so the two that run end first.
+    # The database first, then the directories: each job in the copy has its directory. No trainer
+    # may replace a file during the copy, so wait until the running ones have ended.
     runs = [RunDirectory(path) for path in server.runs.glob("on-policy-*")]
     eventually(lambda: all(has_ended(run) for run in runs), 60)
     for run in runs:
-        shutil.copytree(run.path, copy.parent / run.path.name)
-    restored = Server(copy.parent, slots=2)
+        shutil.copytree(run.path, database_copy.parent / run.path.name)
+    restored_server = Server(database_copy.parent, slots=2)
     try:
-        restored.start()
-        with DistillClient(restored.address) as client:
-            found = {job.id: job for job in client.list(limit=10_000)}
-            assert set(before) <= found.keys()
-            for job_id, events in known.items():
-                again = client.history(job_id)
-                assert [*again[: len(events)]] == [*events], "no event from before is lost"
-            last = client.wait(before[0], 60)
-            assert last.state is JobState.SUCCEEDED
+        restored_server.start()
+        with DistillClient(restored_server.address) as client:
+            jobs = {job.id: job for job in client.list(limit=10_000)}
+            assert set(acknowledged_before) <= jobs.keys()
+            for job_id, events in histories.items():
+                history = client.history(job_id)
+                assert [*history[: len(events)]] == [*events], "no event from before is lost"
+            final_job = client.wait(acknowledged_before[0], 60)
+            assert final_job.state is JobState.SUCCEEDED
     finally:
-        restored.clean_up()
+        restored_server.clean_up()
 
 
 def has_ended(run: RunDirectory) -> bool:
-    """Whether no trainer has begun, or the one that did has told its end."""
+    """Whether no trainer has started, or the started one has succeeded."""
     status = run.read_status()
     if status is None:
         return not run.logs(1).exists()

@@ -24,45 +24,51 @@ def test_the_commands(server: Server, client: DistillClient, capsys: Capture) ->
         capsys.readouterr()
         return main(["--server", server.address, *arguments])
 
-    done = [client.submit(job_config(f"done-{n}", max_steps=2)) for n in range(3)]
-    for job in done:
+    finished_jobs = [client.submit(job_config(f"done-{n}", max_steps=2)) for n in range(3)]
+    for job in finished_jobs:
         assert job.wait(60).state is JobState.SUCCEEDED
-    long = client.submit(job_config("long", max_steps=10_000))
+    long_job = client.submit(job_config("long", max_steps=10_000))
     waiting = [client.submit(job_config(f"waiting-{n}")) for n in range(2)]
-    assert distill("rm", long.id, "--yes") == ExitCode.WRONG_STATE
+    assert distill("rm", long_job.id, "--yes") == ExitCode.WRONG_STATE
     assert "cannot be removed; cancel it" in capsys.readouterr().err
     assert distill("cancel", "--all", "--state", "QUEUED", "--older-than", "1d") == 0
     assert capsys.readouterr().err == "no jobs\n"
     assert distill("cancel", "--state", "QUEUED") == 0
     states = {job.id: job.state for job in client.list()}
     assert all(states[job.id] is JobState.CANCELLED for job in waiting)
-    assert states[long.id] in (JobState.PREPARING, JobState.RUNNING)
+    assert states[long_job.id] in (JobState.PREPARING, JobState.RUNNING)
 
-    assert distill("pin", done[0].id) == 0
-    assert capsys.readouterr().out == f"{done[0].id} pinned\n"
+    assert distill("pin", finished_jobs[0].id) == 0
+    assert capsys.readouterr().out == f"{finished_jobs[0].id} pinned\n"
     assert distill("rm", "--all") == ExitCode.USAGE
     assert "--yes: removes 5 jobs for good; give it to confirm" in capsys.readouterr().err
     assert distill("--json", "rm", "--all", "--yes") == ExitCode.WRONG_STATE
-    shown = capsys.readouterr()
-    removed = {job["id"] for job in json.loads(shown.out)["jobs"]}
-    assert removed == {job.id for job in (*done[1:], *waiting)}, "the rest, in spite of the error"
-    assert "is pinned" in shown.err
-    left = {path.name for path in server.runs.glob("on-policy-*")}
-    eventually(lambda: {p.name for p in server.runs.glob("on-policy-*")} == {long.id, done[0].id})
-    assert left >= {long.id, done[0].id}
+    output = capsys.readouterr()
+    removed_ids = {job["id"] for job in json.loads(output.out)["jobs"]}
+    assert removed_ids == {job.id for job in (*finished_jobs[1:], *waiting)}, (
+        "the rest, in spite of the error"
+    )
+    assert "is pinned" in output.err
+    remaining_names = {path.name for path in server.runs.glob("on-policy-*")}
+    eventually(
+        lambda: (
+            {p.name for p in server.runs.glob("on-policy-*")} == {long_job.id, finished_jobs[0].id}
+        )
+    )
+    assert remaining_names >= {long_job.id, finished_jobs[0].id}
     with pytest.raises(NotFound):
-        client.get(done[1].id)
-    assert distill("pin", "--off", done[0].id) == 0
-    assert distill("rm", done[0].id, "--yes") == 0
-    assert capsys.readouterr().out == f"{done[0].id} removed\n"
+        client.get(finished_jobs[1].id)
+    assert distill("pin", "--off", finished_jobs[0].id) == 0
+    assert distill("rm", finished_jobs[0].id, "--yes") == 0
+    assert capsys.readouterr().out == f"{finished_jobs[0].id} removed\n"
     assert distill("cancel", "--all", "--now") == 0
-    assert long.wait(60).state is JobState.CANCELLED
+    assert long_job.wait(60).state is JobState.CANCELLED
     assert distill("resume", "--all", "--older-than", "1d") == 0
     assert capsys.readouterr().err == "no jobs\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["rm"], "JOB: missing; give jobs, or --all"),
         (["rm", "x", "--all"], "JOB: cannot be combined with options"),
@@ -71,9 +77,9 @@ def test_the_commands(server: Server, client: DistillClient, capsys: Capture) ->
         (["cancel", "--older-than", "month"], "--older-than: 'month' is not a time"),
     ],
 )
-def test_arguments_that_are_refused(arguments: list[str], said: str, capsys: Capture) -> None:
+def test_arguments_that_are_refused(arguments: list[str], message: str, capsys: Capture) -> None:
     assert main(["--server", "localhost:1", *arguments]) == ExitCode.USAGE
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_server_that_was_killed_deletes_the_files_at_its_next_start(
@@ -82,7 +88,7 @@ def test_a_server_that_was_killed_deletes_the_files_at_its_next_start(
     job = client.submit(job_config(max_steps=2))
     assert job.wait(60).state is JobState.SUCCEEDED
     server.kill()
-    # As a server does that is killed between the removal and the deletion.
+    # As a server that is killed between the removal and the deletion.
     with open_database(server.runs / "server.sqlite") as connection:
         store = JobStore(connection, lambda job_id: None)
         Removals(connection, store, server.runs, RunFiles(), lambda job_id: None).remove(job.id)

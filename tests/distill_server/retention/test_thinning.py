@@ -1,4 +1,4 @@
-"""Old events of long jobs are thinned; what people look for is kept."""
+"""Old events of long jobs are thinned; evaluations and changes of state are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, EVERY = 20_000, 100
 
 @pytest.fixture(scope="module")
 def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JobEvent]]:
-    """Of a job with an evaluation every 100 steps and a phase around it, and a retry."""
+    """The events of a job with an evaluation and its phase every 100 steps, and a retry."""
     root = tmp_path_factory.mktemp("thinning")
     with open_database(root / "server.sqlite") as connection:
         connection.execute("PRAGMA synchronous = OFF")
@@ -36,8 +36,8 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JobEvent]]
             if step == STEPS // 3:
                 changes += [Change(JobState.QUEUED, reason="died"), Change(JobState.PREPARING)]
                 changes += [Change(JobState.RUNNING, reason="")]
-        for first in range(0, len(changes), 50):
-            store.change("long", *changes[first : first + 50])
+        for start in range(0, len(changes), 50):
+            store.change("long", *changes[start : start + 50])
         store.change("other", *[Change(step=n, metrics={"loss": n}) for n in range(1, 900)])
         assert len(store.events("other", 0, 9999)) == 902, "a short job keeps all of its events"
         yield list(store.events("long", 0, 99_999))
@@ -49,11 +49,13 @@ def test_their_number_has_a_bound(events: list[JobEvent]) -> None:
 
 
 def test_the_newest_the_evaluations_and_the_states_are_kept(events: list[JobEvent]) -> None:
-    last = events[-1].seq
-    assert [event.seq for event in events[-NEWEST:]] == list(range(last - NEWEST + 1, last + 1))
-    found = [event.step for event in events if "eval/kl" in event.metrics]
-    assert found == list(range(EVERY, STEPS + 1, EVERY))
-    # The last ones of these may have come since the last thinning.
+    last_seq = events[-1].seq
+    assert [event.seq for event in events[-NEWEST:]] == list(
+        range(last_seq - NEWEST + 1, last_seq + 1)
+    )
+    evaluation_steps = [event.step for event in events if "eval/kl" in event.metrics]
+    assert evaluation_steps == list(range(EVERY, STEPS + 1, EVERY))
+    # Newer events may not have been thinned yet.
     states = [event.state for event in events[: -2 * NEWEST] if not event.metrics]
     assert states == [
         *(JobState.QUEUED, JobState.PREPARING, JobState.RUNNING),
@@ -65,5 +67,5 @@ def test_the_steps_that_are_left_are_spread_evenly(events: list[JobEvent]) -> No
     steps = [point.step for point in points_of(events) if "eval/kl" not in point.metrics]
     old = [step for step in steps if step < STEPS - 2 * NEWEST]
     assert len(old) >= OLDER // 2
-    # Powers of two; the events since the last time are not thinned yet.
+    # Gaps are powers of two; events since the last thinning are not thinned yet.
     assert max(b - a for a, b in pairwise(old)) <= 128

@@ -1,4 +1,4 @@
-"""Logs, artifacts, and a server that is not there."""
+"""Logs, artifacts, and an unreachable server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_files_of_a_job_that_were_removed(server: Server, client: DistillClient)
     with pytest.raises(NotFound, match=r"run directory .* was removed"):
         list(client.logs(job.id))
     client.cancel(blocker.id, now=True)
-    # Nothing was in them yet that the server does not know.
+    # The directory had nothing that the database lacks.
     assert client.wait(job.id, timeout=20).state is JobState.SUCCEEDED
     shutil.rmtree(server.runs / job.id)
     with pytest.raises(NotFound, match=r"run directory .* was removed"):
@@ -63,20 +63,20 @@ def test_a_running_job_whose_files_were_removed_can_be_cancelled(
 
 
 def test_log_is_followed_through_a_restart(server: Server, client: DistillClient) -> None:
-    """From before the first attempt starts until it is over; no byte is lost or doubled."""
-    first = client.submit(job_config("pause=0.2", max_steps=2))
+    """Followed from before the first attempt starts until its end; no byte is lost or doubled."""
+    first_job = client.submit(job_config("pause=0.2", max_steps=2))
     job = client.submit(job_config("pause=0.03", max_steps=40))
-    got: list[bytes] = []
-    thread = threading.Thread(target=lambda: got.extend(client.logs(job.id, follow=True)))
+    chunks: list[bytes] = []
+    thread = threading.Thread(target=lambda: chunks.extend(client.logs(job.id, follow=True)))
     thread.start()
-    eventually(lambda: b"step 3" in b"".join(got))
+    eventually(lambda: b"step 3" in b"".join(chunks))
     server.kill()
     server.start()
     thread.join(30)
     assert not thread.is_alive()
     expected = "attempt 1 starts after step 0\n" + "".join(f"step {n}\n" for n in range(1, 41))
-    assert b"".join(got).decode() == expected
-    assert client.get(first.id).state is JobState.SUCCEEDED
+    assert b"".join(chunks).decode() == expected
+    assert client.get(first_job.id).state is JobState.SUCCEEDED
 
 
 def test_logs_of_attempts(client: DistillClient) -> None:
@@ -98,12 +98,12 @@ def test_tail_offset(tmp_path: Path, content: bytes, lines: int) -> None:
 
 
 def test_tail_of_a_log_that_is_one_line(tmp_path: Path) -> None:
-    """A progress bar's: a look at every byte took seconds, and held every other call up."""
+    """A progress bar writes one long line: reading every byte would block other calls."""
     path = tmp_path / "log"
     path.write_bytes(b"progress 5%\r" * 8_000_000)
-    began = time.process_time()
+    start_time = time.process_time()
     assert _tail_offset(path, 5) == 0
-    assert time.process_time() - began < 2
+    assert time.process_time() - start_time < 2
 
 
 def test_pull(server: Server, client: DistillClient, tmp_path: Path) -> None:
@@ -134,10 +134,10 @@ def test_a_handle_does_what_its_client_does(client: DistillClient, tmp_path: Pat
     assert job.state is JobState.QUEUED, "the values of a handle do not change"
     job.cancel(now=True)
     assert job.wait(60).state is JobState.CANCELLED
-    ended = job.resume(max_steps=14).wait(60)
-    assert (ended.state, ended.step, ended.attempt) == (JobState.SUCCEEDED, 14, 2)
-    assert ended == client.get(job.id)
-    assert len(job.history()) == ended.last_seq
+    resumed_job = job.resume(max_steps=14).wait(60)
+    assert (resumed_job.state, resumed_job.step, resumed_job.attempt) == (JobState.SUCCEEDED, 14, 2)
+    assert resumed_job == client.get(job.id)
+    assert len(job.history()) == resumed_job.last_seq
     assert b"".join(job.logs(attempt=2)).startswith(b"attempt 2 starts after step 5")
     assert (job.pull(tmp_path / "out") / "config.json").exists()
     assert (job.pull(tmp_path / "five", checkpoint=5) / "weights.bin").exists()
@@ -146,28 +146,28 @@ def test_a_handle_does_what_its_client_does(client: DistillClient, tmp_path: Pat
 def test_pull_of_a_checkpoint_by_its_evaluation(
     server: Server, client: DistillClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same from the server and from the run directory, by Python and on the command line."""
+    """The same from the server and the run directory, in Python and on the command line."""
     monkeypatch.chdir(tmp_path)
     job = client.submit(job_config("best=10", max_steps=20))
     assert client.wait(job.id, timeout=20).checkpoints == (5, 10, 15, 20)
     run = server.runs / job.id
     choices: tuple[tuple[Checkpoint, int], ...] = (("best", 10), ("last", 20))
-    for wanted, step in choices:
+    for choice, step in choices:
         weights = bytes([step]) * 1000
         paths = [
-            client.pull(job.id, f"client-{wanted}", checkpoint=wanted),
-            pull_run(run, f"run-{wanted}", checkpoint=wanted),
+            client.pull(job.id, f"client-{choice}", checkpoint=choice),
+            pull_run(run, f"run-{choice}", checkpoint=choice),
         ]
         for source in (job.id, str(run)):
-            out = f"{wanted}-{len(source)}"
-            options = ["pull", source, "--checkpoint", str(wanted), "-o", out]
+            out = f"{choice}-{len(source)}"
+            options = ["pull", source, "--checkpoint", str(choice), "-o", out]
             assert main(["-q", "--server", server.address, *options]) == 0
             paths.append(tmp_path / out)
         assert [(path / "weights.bin").read_bytes() for path in paths] == [weights] * 4
-    exported = pull_run(run, "export") / "nested" / "model.bin"
-    assert exported.read_bytes() == (run / "export" / "nested" / "model.bin").read_bytes()
+    exported_model = pull_run(run, "export") / "nested" / "model.bin"
+    assert exported_model.read_bytes() == (run / "export" / "nested" / "model.bin").read_bytes()
     shutil.rmtree(run / "checkpoints" / "step-000010")
-    client.pull(job.id, "next", checkpoint="best")  # of two that are as good, the later one
+    client.pull(job.id, "next", checkpoint="best")  # of two equally good ones, the later
     assert (tmp_path / "next" / "weights.bin").read_bytes() == bytes([15]) * 1000
     for step in (5, 15):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
@@ -178,7 +178,7 @@ def test_pull_of_a_checkpoint_by_its_evaluation(
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "best"),
+    ("evaluations", "best"),
     [
         ({5: {"eval/kl": 2.0}, 10: {"eval/kl": 3.0}, 7: {"eval/kl": 0.0}}, 5),
         ({5: {"eval/kl_bound": 2.0}, 10: {"eval/kl_bound": 1.0}}, 10),
@@ -188,12 +188,12 @@ def test_pull_of_a_checkpoint_by_its_evaluation(
     ],
 )
 def test_which_checkpoint_is_the_best(
-    evaluated: dict[int, dict[str, float]], best: int, tmp_path: Path
+    evaluations: dict[int, dict[str, float]], best: int, tmp_path: Path
 ) -> None:
     run = RunDirectory.create(tmp_path / "run", job_config())
     for step in (5, 10):
         run.checkpoint(step).mkdir(parents=True)
-    lines = ({"attempt": 1, "step": step, **found} for step, found in evaluated.items())
+    lines = ({"attempt": 1, "step": step, **metrics} for step, metrics in evaluations.items())
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     record = record_of_run(run.path)
     assert checkpoint_step(record.job, "best", lambda: record.points) == best
@@ -201,15 +201,15 @@ def test_which_checkpoint_is_the_best(
 
 def test_pull_of_what_is_not_there(client: DistillClient, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    failed = client.submit(job_config("fail_at=3"))
-    running = client.submit(job_config("pause=1", max_steps=99))
-    client.wait(failed.id, timeout=20)
+    failed_job = client.submit(job_config("fail_at=3"))
+    running_job = client.submit(job_config("pause=1", max_steps=99))
+    client.wait(failed_job.id, timeout=20)
     with pytest.raises(WrongState, match="failed: the loss is not finite"):
-        client.pull(failed.id, out)
+        client.pull(failed_job.id, out)
     with pytest.raises(WrongState, match="has no export"):
-        client.pull(running.id, out)
+        client.pull(running_job.id, out)
     with pytest.raises(NotFound, match="no checkpoint of step 3"):
-        client.pull(failed.id, out, checkpoint=3)
+        client.pull(failed_job.id, out, checkpoint=3)
     assert list(tmp_path.glob("*out*")) == []
 
 
@@ -224,31 +224,32 @@ def test_pull_follows_no_links(server: Server, client: DistillClient, tmp_path: 
 
 def test_two_watchers_and_late_ones_see_the_same(client: DistillClient) -> None:
     job = client.submit(job_config("pause=0.02", max_steps=20))
-    seen: list[list[object]] = [[], []]
+    watched_events: list[list[object]] = [[], []]
     threads = [
-        threading.Thread(target=lambda out=out: out.extend(client.watch(job.id))) for out in seen
+        threading.Thread(target=lambda out=out: out.extend(client.watch(job.id)))
+        for out in watched_events
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    late = list(client.watch(job.id))
-    assert seen == [late, late]
-    assert list(client.watch(job.id, after_seq=late[4].seq)) == late[5:]
-    assert list(client.watch(job.id, after_seq=late[-1].seq)) == []
-    with pytest.raises(InvalidInput) as caught:
-        list(client.watch(job.id, after_seq=late[-1].seq + 1))
-    assert caught.value.field == "after_seq"
+    late_events = list(client.watch(job.id))
+    assert watched_events == [late_events, late_events]
+    assert list(client.watch(job.id, after_seq=late_events[4].seq)) == late_events[5:]
+    assert list(client.watch(job.id, after_seq=late_events[-1].seq)) == []
+    with pytest.raises(InvalidInput) as exc_info:
+        list(client.watch(job.id, after_seq=late_events[-1].seq + 1))
+    assert exc_info.value.field == "after_seq"
 
 
 def test_slow_watcher_holds_nobody_up_and_misses_nothing(client: DistillClient) -> None:
     job = client.submit(job_config("pause=0 every=1000", max_steps=600))
-    slow = client.watch(job.id)
-    first = next(slow)
-    prompt = list(client.watch(job.id))
-    assert prompt[-1].state is JobState.SUCCEEDED
-    assert [first, *slow] == prompt
-    assert sum(bool(event.metrics) for event in prompt) == 600
+    slow_watch = client.watch(job.id)
+    first_event = next(slow_watch)
+    prompt_events = list(client.watch(job.id))
+    assert prompt_events[-1].state is JobState.SUCCEEDED
+    assert [first_event, *slow_watch] == prompt_events
+    assert sum(bool(event.metrics) for event in prompt_events) == 600
 
 
 def test_watch_of_a_resumed_job_goes_on_to_its_last_end(client: DistillClient) -> None:
@@ -260,9 +261,9 @@ def test_watch_of_a_resumed_job_goes_on_to_its_last_end(client: DistillClient) -
 
 
 def test_dead_server_is_told_within_the_timeout() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with socket.socket() as closed_socket:
+        closed_socket.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed_socket.getsockname()[1]}"
         with DistillClient(address, timeout=2, patience_seconds=0.5) as client:
             for call in (
                 lambda: client.get("x"),
@@ -271,23 +272,23 @@ def test_dead_server_is_told_within_the_timeout() -> None:
                 lambda: client.resume("x"),
                 lambda: list(client.watch("x")),
             ):
-                started = time.monotonic()
+                start_time = time.monotonic()
                 with pytest.raises(Unavailable, match=f"cannot reach the distill server {address}"):
                     call()
-                assert time.monotonic() - started < 20  # ten times its limit
+                assert time.monotonic() - start_time < 20  # ten times its limit
 
 
 def test_silent_server_is_told_within_the_timeout() -> None:
-    """It accepts connections and never says a word."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
+    """The server accepts connections and never answers."""
+    with socket.socket() as silent_socket:
+        silent_socket.bind(("127.0.0.1", 0))
+        silent_socket.listen()
+        address = f"127.0.0.1:{silent_socket.getsockname()[1]}"
         with DistillClient(address, timeout=0.5) as client:
-            started = time.monotonic()
+            start_time = time.monotonic()
             with pytest.raises((Unavailable, TimedOut)):
                 client.get("x")
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - start_time < 5
 
 
 def test_watch_gives_up_when_the_server_stays_away(server: Server) -> None:

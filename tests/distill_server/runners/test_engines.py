@@ -1,6 +1,6 @@
-"""Rollout services that a runner places on a cluster: real ones, on machines that are stood in for.
+"""Rollout services that a runner places on a cluster: real services on fake machines.
 
-In place of Ray, the test says where there is room. A second machine is a network namespace.
+The test replaces Ray and decides which node has room. A second machine is a network namespace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENCE = 300.0
 
 @dataclass
 class Node:
-    """A machine of the cluster: whether it has room, and what runs on it."""
+    """A machine of the cluster: whether it is up, and the actors on it."""
 
     name: str
     address: str
@@ -45,7 +45,7 @@ class Node:
     actors: list[FakeActor] = field(default_factory=list)
 
     def lose(self) -> None:
-        """As a machine that loses its power."""
+        """Fail as a machine that loses its power."""
         self.up = False
         for actor in self.actors:
             actor.lost = True
@@ -53,7 +53,7 @@ class Node:
 
 
 class FakeActor:
-    """What `Rank` does as an actor of Ray, without one."""
+    """The interface of the Ray actor `Rank`, without Ray."""
 
     def __init__(self, node: Node) -> None:
         self.node, self.lost = node, False
@@ -100,7 +100,7 @@ class FakeActor:
 
 
 class Trainer:
-    """The real trainer with placed services, in the place of the driver of an attempt."""
+    """Runs the real trainer with placed services, as the driver of an attempt does."""
 
     def __init__(self, run: RunDirectory, nodes: Sequence[Node]) -> None:
         config: Any = run.config()
@@ -125,13 +125,13 @@ class Trainer:
     def log(self) -> str:
         return self._log.read_text()
 
-    def until(self, true: Any) -> None:
-        """Follow the services, as the driver does, until something holds."""
+    def until(self, condition: Any) -> None:
+        """Update the services, as the driver does, until the condition is true."""
 
         def holds() -> bool:
             self.engines.update()
             assert self._process.poll() in (None, 0), self.log()
-            return bool(true())
+            return bool(condition())
 
         eventually(holds, PATIENCE, 0.05)
 
@@ -149,11 +149,11 @@ class Trainer:
 
 @contextmanager
 def trainer(run: RunDirectory, *nodes: Node) -> Iterator[Trainer]:
-    made = Trainer(run, nodes)
+    new_trainer = Trainer(run, nodes)
     try:
-        yield made
+        yield new_trainer
     finally:
-        made.close()
+        new_trainer.close()
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +166,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 
 @pytest.fixture
-def other() -> Iterator[Namespace]:
-    with namespace() as made:
-        yield made
+def other_machine() -> Iterator[Namespace]:
+    with namespace() as new_namespace:
+        yield new_namespace
 
 
 def job_of(material: Material) -> Any:
@@ -187,34 +187,44 @@ def curve_of(run: RunDirectory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_node_is_lost_and_comes_back(
-    material: Material, other: Namespace, tmp_path: Path
+    material: Material, other_machine: Namespace, tmp_path: Path
 ) -> None:
-    """Two processes and a service on one machine, a service on another, whose link is cut."""
+    """Two processes and a service on one machine; a service on another, which loses its link."""
     run, expected = (new_run(tmp_path / name, job_of(material)) for name in ("run", "expected"))
-    here = Node("here", other.here)
-    there = Node("there", other.there, other.command())
-    with trainer(run, here, there) as disturbed:
+    near_node = Node("here", other_machine.here)
+    far_node = Node("there", other_machine.there, other_machine.command())
+    with trainer(run, near_node, far_node) as disturbed:
         disturbed.until(lambda: disturbed.step() >= 2)
-        disturbed.until(lambda: all(one.address for one in read_placed(disturbed.file)[0]))
-        other.set_link("down")
-        there.lose()
+        disturbed.until(lambda: all(service.address for service in read_placed(disturbed.file)[0]))
+        other_machine.set_link("down")
+        far_node.lose()
         disturbed.until(lambda: not read_placed(disturbed.file)[0][1].address)
-        gone_at = disturbed.step()
-        disturbed.until(lambda: disturbed.step() >= gone_at + LAG + 1)  # sampled by the other one
-        here.lose()
-        disturbed.until(lambda: not any(one.address for one in read_placed(disturbed.file)[0]))
-        other.set_link("up")
-        there.up = True
-        back_at = disturbed.step()
-        assert back_at < STEPS - 2 * LAG
-        disturbed.until(lambda: disturbed.step() >= back_at + LAG + 1)  # by the one that is back
-        assert [bool(one.address) for one in read_placed(disturbed.file)[0]] == [False, True]
-        here.up = True
+        lost_step = disturbed.step()
+        # The other service samples.
+        disturbed.until(lambda: disturbed.step() >= lost_step + LAG + 1)
+        near_node.lose()
+        disturbed.until(
+            lambda: not any(service.address for service in read_placed(disturbed.file)[0])
+        )
+        other_machine.set_link("up")
+        far_node.up = True
+        return_step = disturbed.step()
+        assert return_step < STEPS - 2 * LAG
+        # The service that is back samples.
+        disturbed.until(lambda: disturbed.step() >= return_step + LAG + 1)
+        assert [bool(service.address) for service in read_placed(disturbed.file)[0]] == [
+            False,
+            True,
+        ]
+        near_node.up = True
         disturbed.finish()
         assert "the order is sent again" in disturbed.log()
         service_log = (run.logs(1) / "rollouts-1.log").read_text()
         assert "runner: this service is lost (the node died)" in service_log
-    nodes = Node("here", other.here), Node("there", other.there, other.command())
+    nodes = (
+        Node("here", other_machine.here),
+        Node("there", other_machine.there, other_machine.command()),
+    )
     with trainer(expected, *nodes) as undisturbed:
         undisturbed.finish()
         assert "the order is sent again" not in undisturbed.log()
@@ -224,21 +234,23 @@ def test_a_node_is_lost_and_comes_back(
     assert not (run.path / "weights").exists()
 
 
-def scripted(tmp_path: Path, node: Node, script: str) -> Engines:
+def start_scripted(tmp_path: Path, node: Node, script: str) -> Engines:
     process = EngineProcess(["-c", script], ENVIRONMENT, str(tmp_path), 1)
     return Engines(process, 1, tmp_path, lambda n: FakeActor(node))
 
 
 def test_a_service_that_never_starts_is_told_with_its_reason(tmp_path: Path) -> None:
     node = Node("here", "127.0.0.1")
-    engines = scripted(tmp_path, node, "import sys; sys.exit('error: --model: no such model')")
+    engines = start_scripted(
+        tmp_path, node, "import sys; sys.exit('error: --model: no such model')"
+    )
     file = tmp_path / "rollout-services.json"
     assert engines.start({"here"})
     eventually(lambda: engines.update() or read_placed(file)[0][0].problem)
     assert read_placed(file)[0][0].problem == "--model: no such model"
     assert len(node.actors) == 2, "a first failure may be that of a port"
-    told = "service number 0 of this job does not run: --model: no such model"
-    with pytest.raises(Unavailable, match=told):
+    message = "service number 0 of this job does not run: --model: no such model"
+    with pytest.raises(Unavailable, match=message):
         PlacedAddress(file, 0).locate()
     engines.stop()
 
@@ -246,37 +258,37 @@ def test_a_service_that_never_starts_is_told_with_its_reason(tmp_path: Path) -> 
 def test_a_service_that_always_dies_is_given_up(tmp_path: Path) -> None:
     node = Node("here", "127.0.0.1")
     script = "print('rollout service listening on 1', flush=True); import time; time.sleep(1000)"
-    engines = scripted(tmp_path, node, script)
+    engines = start_scripted(tmp_path, node, script)
     file = tmp_path / "rollout-services.json"
     assert engines.start({"here"})
 
-    def settled() -> bool:
+    def is_settled() -> bool:
         engines.update()
-        [one] = read_placed(file)[0]
-        return bool(one.address or one.problem)
+        [service] = read_placed(file)[0]
+        return bool(service.address or service.problem)
 
     for _ in range(4):
-        eventually(settled)
-        [one] = read_placed(file)[0]
-        assert one.address, one.problem
-        running = node.actors[-1].process
-        assert running is not None
-        running.kill()
-        running.wait()
-        eventually(lambda was=one: engines.update() or read_placed(file)[0][0] != was)
-    eventually(settled)
+        eventually(is_settled)
+        [service] = read_placed(file)[0]
+        assert service.address, service.problem
+        process = node.actors[-1].process
+        assert process is not None
+        process.kill()
+        process.wait()
+        eventually(lambda was=service: engines.update() or read_placed(file)[0][0] != was)
+    eventually(is_settled)
     assert read_placed(file)[0][0].problem == "it ended with exit code -9"
     assert len(node.actors) == 4
     engines.stop()
 
 
 def test_services_of_other_nodes_are_told_to_others(tmp_path: Path) -> None:
-    """Snapshots stay in memory only if all share a machine; on another one, no loopback."""
+    """Snapshots stay in memory only if all share a machine; else addresses are no loopback."""
     script = "print('rollout service listening on 1', flush=True); import time; time.sleep(1000)"
     for nodes, one_machine, host in (({"here"}, True, "127.0.0.1"), ({"x"}, False, "10.0.0.7")):
         root = tmp_path / host
         root.mkdir()
-        engines = scripted(root, Node("here", "10.0.0.7"), script)
+        engines = start_scripted(root, Node("here", "10.0.0.7"), script)
         try:
             assert engines.start(nodes)
             file = root / "rollout-services.json"

@@ -37,10 +37,14 @@ def test_submit_watch_succeeded(server: Server, client: DistillClient) -> None:
     states = [event.state for event in events]
     order = [JobState.QUEUED, JobState.PREPARING, JobState.RUNNING, JobState.SUCCEEDED]
     assert list(dict.fromkeys(states)) == order
-    done = client.get(job.id)
-    assert (done.state, done.step, done.metrics) == (JobState.SUCCEEDED, 7, {"loss": 1 / 7})
-    assert 0 < done.created_at <= done.started_at <= done.ended_at
-    assert done.config_json == config.model_dump_json()
+    final_job = client.get(job.id)
+    assert (final_job.state, final_job.step, final_job.metrics) == (
+        JobState.SUCCEEDED,
+        7,
+        {"loss": 1 / 7},
+    )
+    assert 0 < final_job.created_at <= final_job.started_at <= final_job.ended_at
+    assert final_job.config_json == config.model_dump_json()
     assert (server.runs / job.id / "job.toml").read_text() == "max_steps = 7\n"
     assert RunDirectory(server.runs / job.id).config() == config
 
@@ -74,15 +78,15 @@ def test_key_of_another_job_is_refused(client: DistillClient) -> None:
 def test_bad_config_names_its_field(
     client: DistillClient, change: dict[str, object], field: str
 ) -> None:
-    """A client of another version, or without our checks: what it sends is validated again."""
+    """The server validates what a client without validation sends."""
 
     class Unchecked:
         def model_dump_json(self) -> str:
             return json.dumps(job_config().model_dump() | change)
 
-    with pytest.raises(InvalidInput) as caught:
+    with pytest.raises(InvalidInput) as exc_info:
         client.submit(Unchecked())  # type: ignore[arg-type]
-    assert caught.value.field == field
+    assert exc_info.value.field == field
     assert client.list() == []
 
 
@@ -94,26 +98,26 @@ def test_slots_and_first_come_first_served(make_server: Callable[..., Server]) -
         for job_id in ids:
             for event in client.watch(job_id):
                 changes.append((event.time, event.state, job_id))
-        running: set[str] = set()
-        started: list[str] = []
+        running_ids: set[str] = set()
+        start_order: list[str] = []
         for _, state, job_id in sorted(changes, key=lambda change: change[0]):
             if state is JobState.SUCCEEDED:
-                running.remove(job_id)
-            elif state is not JobState.QUEUED and job_id not in running:
-                running.add(job_id)
-                started.append(job_id)
-            assert len(running) <= 2
-        assert started == ids
+                running_ids.remove(job_id)
+            elif state is not JobState.QUEUED and job_id not in running_ids:
+                running_ids.add(job_id)
+                start_order.append(job_id)
+            assert len(running_ids) <= 2
+        assert start_order == ids
 
 
 def test_cancel_queued(client: DistillClient) -> None:
-    first = client.submit(job_config("pause=1", max_steps=1000))
-    second = client.submit(job_config())
-    cancelled = client.cancel(second.id)
-    assert cancelled.state is JobState.CANCELLED
-    assert cancelled.reason == "cancelled while queued"
-    assert client.cancel(second.id) == cancelled
-    assert client.get(first.id).state is not JobState.CANCELLED
+    first_job = client.submit(job_config("pause=1", max_steps=1000))
+    second_job = client.submit(job_config())
+    cancelled_job = client.cancel(second_job.id)
+    assert cancelled_job.state is JobState.CANCELLED
+    assert cancelled_job.reason == "cancelled while queued"
+    assert client.cancel(second_job.id) == cancelled_job
+    assert client.get(first_job.id).state is not JobState.CANCELLED
 
 
 def test_cancel_running_writes_a_checkpoint(server: Server, client: DistillClient) -> None:
@@ -121,9 +125,9 @@ def test_cancel_running_writes_a_checkpoint(server: Server, client: DistillClien
     eventually(lambda: client.get(job.id).step >= 3)
     assert client.cancel(job.id).state is JobState.CANCELLING
     client.cancel(job.id)
-    done = client.wait(job.id, timeout=20)
-    assert (done.state, done.reason) == (JobState.CANCELLED, "cancelled on request")
-    assert (server.runs / job.id / "checkpoints" / f"step-{done.step:06d}").is_dir()
+    final_job = client.wait(job.id, timeout=20)
+    assert (final_job.state, final_job.reason) == (JobState.CANCELLED, "cancelled on request")
+    assert (server.runs / job.id / "checkpoints" / f"step-{final_job.step:06d}").is_dir()
     assert client.cancel(job.id).state is JobState.CANCELLED
 
 
@@ -131,12 +135,12 @@ def test_cancel_now_takes_no_checkpoint(server: Server, client: DistillClient) -
     job = client.submit(job_config("every=1000000", max_steps=100_000))
     eventually(lambda: client.get(job.id).step >= 1)
     client.cancel(job.id, now=True)
-    # Too late to ask for a checkpoint.
+    # This request for a checkpoint comes too late.
     client.cancel(job.id)
     assert RunDirectory(server.runs / job.id).read_control().stop == "now"
-    done = client.wait(job.id, timeout=20)
-    assert done.state is JobState.CANCELLED
-    assert not (server.runs / job.id / "checkpoints" / f"step-{done.step:06d}").exists()
+    final_job = client.wait(job.id, timeout=20)
+    assert final_job.state is JobState.CANCELLED
+    assert not (server.runs / job.id / "checkpoints" / f"step-{final_job.step:06d}").exists()
 
 
 @pytest.mark.parametrize("now", [True, False])
@@ -150,9 +154,9 @@ def test_cancel_of_a_trainer_that_ignores_everything(
     client.cancel(job.id)
     if now:
         client.cancel(job.id, now=True)
-    done = client.wait(job.id, timeout=30)
-    assert done.state is JobState.CANCELLED
-    assert done.reason == "cancelled; the trainer was killed by signal 9 at step 1"
+    final_job = client.wait(job.id, timeout=30)
+    assert final_job.state is JobState.CANCELLED
+    assert final_job.reason == "cancelled; the trainer was killed by signal 9 at step 1"
     assert family(mark) == []
 
 
@@ -166,7 +170,7 @@ def test_cancel_of_what_is_over_or_unknown(client: DistillClient) -> None:
 
 
 def test_cancel_and_resume_from_many_threads(client: DistillClient) -> None:
-    """Whatever the order, only legal states, one job, and it can still be ended."""
+    """In any order there are only legal states and one job, which can still be cancelled."""
     job = client.submit(job_config(max_steps=100_000))
 
     def press(number: int) -> None:
@@ -190,24 +194,32 @@ def test_resume_after_cancel_continues(client: DistillClient) -> None:
     job = client.submit(job_config(max_steps=100_000))
     eventually(lambda: client.get(job.id).step >= 3)
     client.cancel(job.id)
-    stopped = client.wait(job.id, timeout=20)
-    last = stopped.step + 5
-    resumed = client.resume(job.id, max_steps=last)
-    assert (resumed.state, resumed.attempt, resumed.ended_at) == (JobState.QUEUED, 2, 0.0)
-    done = client.wait(job.id, timeout=30)
-    assert (done.state, done.step, done.attempt) == (JobState.SUCCEEDED, last, 2)
+    cancelled_job = client.wait(job.id, timeout=20)
+    last_step = cancelled_job.step + 5
+    resumed_job = client.resume(job.id, max_steps=last_step)
+    assert (resumed_job.state, resumed_job.attempt, resumed_job.ended_at) == (
+        JobState.QUEUED,
+        2,
+        0.0,
+    )
+    final_job = client.wait(job.id, timeout=30)
+    assert (final_job.state, final_job.step, final_job.attempt) == (
+        JobState.SUCCEEDED,
+        last_step,
+        2,
+    )
     steps = steps_of(client, job.id)
-    assert steps == [(1 if n <= stopped.step else 2, n) for n in range(1, last + 1)]
+    assert steps == [(1 if n <= cancelled_job.step else 2, n) for n in range(1, last_step + 1)]
 
 
 def test_resume_after_failure_redoes_from_the_checkpoint(client: DistillClient) -> None:
     job = client.submit(job_config("fail_at=8", max_steps=10))
-    failed = client.wait(job.id, timeout=20)
-    assert (failed.state, failed.reason) == (JobState.FAILED, "the loss is not finite")
+    failed_job = client.wait(job.id, timeout=20)
+    assert (failed_job.state, failed_job.reason) == (JobState.FAILED, "the loss is not finite")
     client.resume(job.id, from_step=5)
     client.wait(job.id, timeout=20)
-    first = [(1, n) for n in range(1, 8)]
-    assert steps_of(client, job.id) == [*first, (2, 6), (2, 7)]
+    first_steps = [(1, n) for n in range(1, 8)]
+    assert steps_of(client, job.id) == [*first_steps, (2, 6), (2, 7)]
     with pytest.raises(NotFound, match="no checkpoint of step 6"):
         client.resume(job.id, from_step=6)
 
@@ -219,8 +231,8 @@ def test_resume_of_a_success_needs_more_steps(server: Server, client: DistillCli
         with pytest.raises(WrongState, match="succeeded with all of its 5 steps"):
             client.resume(job.id, max_steps=steps)
     assert client.resume(job.id, max_steps=8).max_steps == 8
-    done = client.wait(job.id, timeout=20)
-    assert (done.state, done.step) == (JobState.SUCCEEDED, 8)
+    final_job = client.wait(job.id, timeout=20)
+    assert (final_job.state, final_job.step) == (JobState.SUCCEEDED, 8)
     assert RunDirectory(server.runs / job.id).config().max_steps == 8
     assert steps_of(client, job.id)[-3:] == [(2, 6), (2, 7), (2, 8)]
 
@@ -233,26 +245,26 @@ def test_resume_of_a_running_job(client: DistillClient) -> None:
 
 def test_killed_trainer_is_retried_once(client: DistillClient) -> None:
     job = client.submit(job_config("crash_at=7 crashes=1", max_steps=9))
-    done = client.wait(job.id, timeout=20)
-    assert (done.state, done.attempt, done.reason) == (JobState.SUCCEEDED, 2, "")
+    final_job = client.wait(job.id, timeout=20)
+    assert (final_job.state, final_job.attempt, final_job.reason) == (JobState.SUCCEEDED, 2, "")
     events = list(client.watch(job.id))
-    again = [event for event in events if event.state is JobState.QUEUED][1]
-    assert again.reason == "the trainer was killed by signal 9 at step 6"
-    assert again.phase == "retrying in 0.1 s"
-    seen = [(event.attempt, event.step) for event in events if event.metrics]
-    assert seen == [(1, n) for n in range(1, 7)] + [(2, n) for n in range(6, 10)]
+    requeue_event = [event for event in events if event.state is JobState.QUEUED][1]
+    assert requeue_event.reason == "the trainer was killed by signal 9 at step 6"
+    assert requeue_event.phase == "retrying in 0.1 s"
+    steps = [(event.attempt, event.step) for event in events if event.metrics]
+    assert steps == [(1, n) for n in range(1, 7)] + [(2, n) for n in range(6, 10)]
 
 
 def test_trainer_that_dies_every_time_fails_with_its_last_words(client: DistillClient) -> None:
     job = client.submit(job_config("crash_at=3 crash_code=5", max_steps=9))
-    done = client.wait(job.id, timeout=20)
-    assert (done.state, done.attempt) == (JobState.FAILED, 2)
-    first, *log = done.reason.splitlines()
-    assert first == (
+    final_job = client.wait(job.id, timeout=20)
+    assert (final_job.state, final_job.attempt) == (JobState.FAILED, 2)
+    first_line, *log = final_job.reason.splitlines()
+    assert first_line == (
         "the trainer exited with code 5 without a verdict at step 2; its log ends with:"
     )
     assert log[-1] == "about to crash"
-    # A person may try again, and gets a retry again.
+    # A resumed job has its retry again.
     client.resume(job.id)
     assert client.wait(job.id, timeout=20).attempt == 4
 
@@ -261,34 +273,36 @@ def test_trainer_killed_from_outside(server: Server, client: DistillClient) -> N
     job = client.submit(job_config("hang_at=5 hangs=1", max_steps=10))
     eventually(lambda: client.get(job.id).step == 4)
     os.kill(int(server.card(job.id)["child_pid"]), signal.SIGKILL)
-    done = client.wait(job.id, timeout=30)
-    assert (done.state, done.attempt, done.step) == (JobState.SUCCEEDED, 2, 10)
+    final_job = client.wait(job.id, timeout=30)
+    assert (final_job.state, final_job.attempt, final_job.step) == (JobState.SUCCEEDED, 2, 10)
 
 
 def test_trainer_told_to_stop_from_outside_is_queued_again(
     server: Server, client: DistillClient
 ) -> None:
-    """A preemption, or a machine that is drained: nobody asked for a cancel."""
+    """A preemption or a drained machine: no cancel was requested."""
     job = client.submit(job_config("pause=0.05", max_steps=60))
     eventually(lambda: client.get(job.id).step >= 1)
     os.kill(int(server.card(job.id)["child_pid"]), signal.SIGTERM)
-    done = client.wait(job.id, timeout=60)
-    assert (done.state, done.attempt, done.step) == (JobState.SUCCEEDED, 2, 60)
-    again = [e for e in client.watch(job.id) if e.state is JobState.QUEUED and e.attempt == 2]
-    assert again[0].reason == "the trainer was stopped by SIGTERM"
+    final_job = client.wait(job.id, timeout=60)
+    assert (final_job.state, final_job.attempt, final_job.step) == (JobState.SUCCEEDED, 2, 60)
+    requeue_events = [
+        e for e in client.watch(job.id) if e.state is JobState.QUEUED and e.attempt == 2
+    ]
+    assert requeue_events[0].reason == "the trainer was stopped by SIGTERM"
 
 
 def test_names_of_jobs(client: DistillClient) -> None:
-    first = client.submit(job_config("same"))
-    second = client.submit(job_config("same"))
+    first_job = client.submit(job_config("same"))
+    second_job = client.submit(job_config("same"))
     client.submit(job_config("../../etc/passwd \u00e9"))
-    with pytest.raises(InvalidInput, match="is ambiguous: it matches") as caught:
+    with pytest.raises(InvalidInput, match="is ambiguous: it matches") as exc_info:
         client.get("on-policy-same-")
-    assert first.id in str(caught.value)
-    assert second.id in str(caught.value)
-    # The last digit alone may tell them apart.
-    beginning = first.id[:-1] if first.id[:-1] != second.id[:-1] else first.id
-    assert client.get(beginning).id == first.id
+    assert first_job.id in str(exc_info.value)
+    assert second_job.id in str(exc_info.value)
+    # The ids may differ only in the last digit.
+    prefix = first_job.id[:-1] if first_job.id[:-1] != second_job.id[:-1] else first_job.id
+    assert client.get(prefix).id == first_job.id
     assert client.get("@last").id.startswith("on-policy-etc-passwd-")
     with pytest.raises(NotFound, match="no job 'nope'"):
         client.get("nope")
@@ -297,15 +311,15 @@ def test_names_of_jobs(client: DistillClient) -> None:
 def test_list(client: DistillClient, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [client.submit(job_config(f"n{n}")).id for n in range(5)]
     client.wait(ids[-1], timeout=30)
-    newest = client.list(limit=2)
-    assert [job.id for job in newest] == [ids[4], ids[3]]
+    newest_jobs = client.list(limit=2)
+    assert [job.id for job in newest_jobs] == [ids[4], ids[3]]
     assert [job.id for job in client.list(before_id=ids[3])] == ids[2::-1]
     assert len(client.list(state=JobState.SUCCEEDED)) == 5
     monkeypatch.setattr("clients.jobs.client.MAX_PAGE_JOBS", 2)
     assert [job.id for job in client.list(limit=3)] == ids[:1:-1]
     assert [job.id for job in client.list()] == ids[::-1]
     assert client.list(state=JobState.RUNNING) == []
-    assert newest[0].config_json == ""
+    assert newest_jobs[0].config_json == ""
 
 
 def test_wait_times_out(client: DistillClient) -> None:

@@ -20,7 +20,7 @@ from protos.errors import InvalidInput, Overloaded
 from tests.distill_server.conftest import Server, job_config
 from tests.distill_server.scripted_runner import SmallServer, small_server
 
-EIGHT = Machine(slots=8, cpus_per_job=2, cpus=16, gpus=tuple("01234567"))
+EIGHT_GPUS = Machine(slots=8, cpus_per_job=2, cpus=16, gpus=tuple("01234567"))
 
 
 def submit(server: SmallServer, key: str = "", **changes: Any) -> Job:
@@ -28,96 +28,96 @@ def submit(server: SmallServer, key: str = "", **changes: Any) -> Job:
     return server.control.submit(json.dumps(config), "", key)
 
 
-def running(server: SmallServer) -> dict[str, Share]:
+def list_running(server: SmallServer) -> dict[str, Share]:
     server.look()
     shares = {job_id: share for (job_id, _), share in server.runner.alive.items()}
-    # In the order of submission: threads start them at the same time.
+    # In the order of submission: threads start the jobs at the same time.
     return {j.id: shares[j.id] for j in reversed(server.store.page(limit=99)) if j.id in shares}
 
 
 def test_gpus_are_divided_and_given_back(tmp_path: Path) -> None:
-    with small_server(tmp_path, Policy(EIGHT)) as server:
-        one = submit(server).id
-        four = submit(server, resources={"gpus": 4, "cpus": 8}).id
-        none = submit(server, resources={"gpus": 0}).id
-        two_ranks = submit(server, train={"processes": 2}).id
-        assert running(server) == {
-            one: Share(2, ("0",)),
-            four: Share(8, ("1", "2", "3", "4")),
-            none: Share(2, ()),
-            two_ranks: Share(2, ("5", "6")),
+    with small_server(tmp_path, Policy(EIGHT_GPUS)) as server:
+        one_gpu_id = submit(server).id
+        four_gpu_id = submit(server, resources={"gpus": 4, "cpus": 8}).id
+        no_gpu_id = submit(server, resources={"gpus": 0}).id
+        two_ranks_id = submit(server, train={"processes": 2}).id
+        assert list_running(server) == {
+            one_gpu_id: Share(2, ("0",)),
+            four_gpu_id: Share(8, ("1", "2", "3", "4")),
+            no_gpu_id: Share(2, ()),
+            two_ranks_id: Share(2, ("5", "6")),
         }
         server.close()
-        server.start()  # who holds what is stored
-        waits = submit(server, resources={"gpus": 2}).id
-        assert waits not in running(server)
-        server.runner.end(four, Exited(1))
-        server.runner.say(tmp_path, one, "succeeded")
-        server.runner.end(one, Exited(0))
-        assert running(server)[waits] == Share(2, ("0", "1"))
+        server.start()  # the shares are stored
+        waiting_id = submit(server, resources={"gpus": 2}).id
+        assert waiting_id not in list_running(server)
+        server.runner.end(four_gpu_id, Exited(1))
+        server.runner.say(tmp_path, one_gpu_id, "succeeded")
+        server.runner.end(one_gpu_id, Exited(0))
+        assert list_running(server)[waiting_id] == Share(2, ("0", "1"))
 
 
 def test_threads_bound_what_runs(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy(Machine(slots=9, cpus=8))) as server:
         jobs = [submit(server, resources={"cpus": n}).id for n in (3, 4, 2, 1)]
-        # The third does not fit, and nobody passes it.
-        assert list(running(server)) == jobs[:2]
+        # The third job does not fit, and no job passes it.
+        assert list(list_running(server)) == jobs[:2]
         server.runner.end(jobs[0], Exited(1))
-        assert list(running(server)) == [jobs[1], jobs[2], jobs[3]]
+        assert list(list_running(server)) == [jobs[1], jobs[2], jobs[3]]
 
 
 def test_each_process_has_a_thread(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy(Machine(slots=9, cpus=8))) as server:
         jobs = [submit(server, train={"processes": n}).id for n in (6, 2, 1)]
-        assert [share.cpus for share in running(server).values()] == [6, 2]
+        assert [share.cpus for share in list_running(server).values()] == [6, 2]
         server.runner.end(jobs[0], Exited(1))
-        assert jobs[2] in running(server)
+        assert jobs[2] in list_running(server)
 
 
 def test_what_is_never_there_is_refused(tmp_path: Path) -> None:
-    with small_server(tmp_path, Policy(EIGHT)) as server:
-        with pytest.raises(InvalidInput, match="asks for 9 GPUs, the server has 8") as caught:
+    with small_server(tmp_path, Policy(EIGHT_GPUS)) as server:
+        with pytest.raises(InvalidInput, match="asks for 9 GPUs, the server has 8") as exc_info:
             submit(server, resources={"gpus": 9})
-        assert caught.value.field == "resources.gpus"
+        assert exc_info.value.field == "resources.gpus"
         with pytest.raises(InvalidInput, match="asks for 17 CPU threads, the server has 16"):
             submit(server, resources={"cpus": 17})
-        with pytest.raises(InvalidInput, match="17 processes need 17 CPU threads") as caught:
+        with pytest.raises(InvalidInput, match="17 processes need 17 CPU threads") as exc_info:
             submit(server, train={"processes": 17}, resources={"gpus": 0})
-        assert caught.value.field == "train.processes"
+        assert exc_info.value.field == "train.processes"
         assert list(tmp_path.glob("on-policy*")) == []
 
 
 def test_a_job_too_large_for_a_smaller_server_holds_nobody_up(tmp_path: Path) -> None:
-    with small_server(tmp_path, Policy(EIGHT)) as server:
-        large = submit(server, resources={"gpus": 4})
+    with small_server(tmp_path, Policy(EIGHT_GPUS)) as server:
+        large_job = submit(server, resources={"gpus": 4})
         server.close()
         server.policy = Policy(Machine(gpus=("0", "1")))
         server.start()
-        small = submit(server)
-        server.look()  # finds that it is too large
-        assert list(running(server)) == [small.id]
+        small_job = submit(server)
+        server.look()  # the scheduler notices that it is too large
+        assert list(list_running(server)) == [small_job.id]
         server.look()
-        found = server.store.job(large.id)
-        assert found.state is JobState.QUEUED
-        assert "asks for 4 GPUs, the server has 2" in found.phase
-        assert found.last_seq == 2
+        stored_job = server.store.job(large_job.id)
+        assert stored_job.state is JobState.QUEUED
+        assert "asks for 4 GPUs, the server has 2" in stored_job.phase
+        assert stored_job.last_seq == 2
 
 
 def test_a_job_that_an_upgrade_refuses_ends_and_holds_nobody_up(tmp_path: Path) -> None:
-    """A key that is gone, or values that are now known to be wrong; it was taken by an old one."""
+    """An old server accepted a configuration that the new version refuses."""
     with small_server(tmp_path, Policy(retries=1, backoff=0)) as server:
-        old, new = submit(server), submit(server)
+        old_job, new_job = submit(server), submit(server)
         server.store._db.execute(
             "UPDATE jobs SET config_json = json_set(config_json, '$.train.gone', 1) WHERE id = ?",
-            (old.id,),
+            (old_job.id,),
         )
-        for _ in range(2):  # its start, and its retry
+        for _ in range(2):  # the start and the retry
             server.look()
-        assert list(running(server)) == [new.id]
-        found = server.store.job(old.id)
-        assert found.state is JobState.FAILED
-        assert found.reason.startswith("the trainer could not be started: train.gone: ")
-        assert server.runner.started == [(new.id, 1)]
+        assert list(list_running(server)) == [new_job.id]
+        stored_job = server.store.job(old_job.id)
+        assert stored_job.state is JobState.FAILED
+        assert stored_job.reason.startswith("the trainer could not be started: train.gone: ")
+        assert server.runner.started == [(new_job.id, 1)]
 
 
 def test_priorities_first_then_first_come(tmp_path: Path) -> None:
@@ -125,20 +125,20 @@ def test_priorities_first_then_first_come(tmp_path: Path) -> None:
         jobs = [submit(server, priority=p).id for p in (0, -5, 7, 0, 7)]
         order = []
         for _ in jobs:
-            (now,) = running(server)
-            order.append(now)
-            server.runner.say(tmp_path, now, "succeeded")
-            server.runner.end(now, Exited(0))
+            (job_id,) = list_running(server)
+            order.append(job_id)
+            server.runner.say(tmp_path, job_id, "succeeded")
+            server.runner.end(job_id, Exited(0))
         assert order == [jobs[2], jobs[4], jobs[0], jobs[3], jobs[1]]
 
 
 def test_a_full_queue_says_how_many_and_what_to_do(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy(max_queued=3)) as server:
         jobs = [submit(server, key=f"k{n}") for n in range(3)]
-        with pytest.raises(Overloaded, match="3 jobs are queued") as caught:
+        with pytest.raises(Overloaded, match="3 jobs are queued") as exc_info:
             submit(server, key="k3")
-        assert "--most-queued" in caught.value.hint
-        assert submit(server, key="k1").id == jobs[1].id  # it is in already
+        assert "--most-queued" in exc_info.value.hint
+        assert submit(server, key="k1").id == jobs[1].id  # already queued
         assert len(list(tmp_path.glob("on-policy*"))) == 3
         server.cancel(jobs[0].id, now=False)
         submit(server, key="k3")
@@ -149,39 +149,39 @@ def test_a_full_queue_says_how_many_and_what_to_do(tmp_path: Path) -> None:
 def test_pauses_double_to_six_minutes_and_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop of crashes on a clock of its own; others run meanwhile, and a person need not wait."""
-    now = [0.0]
-    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now[0])
+    """A crash loop on a scripted clock; other jobs run meanwhile, and a resume needs no pause."""
+    clock = [0.0]
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: clock[0])
     with small_server(tmp_path, Policy(retries=8)) as server:
         job = submit(server)
         pauses = []
         while server.store.job(job.id).state is not JobState.FAILED:
-            assert list(running(server)) == [job.id]
+            assert list(list_running(server)) == [job.id]
             server.runner.end(job.id, Exited(1))
             server.look()
-            before = now[0]
-            while not running(server) and server.store.job(job.id).state is JobState.QUEUED:
-                now[0] += 1
-            pauses.append(now[0] - before)
+            time_before = clock[0]
+            while not list_running(server) and server.store.job(job.id).state is JobState.QUEUED:
+                clock[0] += 1
+            pauses.append(clock[0] - time_before)
         assert pauses[:-1] == [10, 20, 40, 80, 160, 320, 360, 360]
         assert server.store.job(job.id).attempt == 9
         assert "exited with code 1" in server.store.job(job.id).reason
         server.control.resume(job.id, max_steps=0, from_step=0)
-        assert list(running(server)) == [job.id]
+        assert list(list_running(server)) == [job.id]
         server.runner.end(job.id, Exited(1))
         server.look()
-        other = submit(server)
-        assert list(running(server)) == [other.id]
+        other_job = submit(server)
+        assert list(list_running(server)) == [other_job.id]
 
 
 def test_the_environment_names_the_share() -> None:
-    given = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    seen = [
-        trainer_environment(given, Share(8, gpus), processes=2)["CUDA_VISIBLE_DEVICES"]
+    server_variables = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    visible_devices = [
+        trainer_environment(server_variables, Share(8, gpus), processes=2)["CUDA_VISIBLE_DEVICES"]
         for gpus in (None, (), ("2", "3"))
     ]
-    assert seen == ["0,1,2,3", "", "2,3"]
-    assert trainer_environment(given, Share(8), processes=2)["OMP_NUM_THREADS"] == "4"
+    assert visible_devices == ["0,1,2,3", "", "2,3"]
+    assert trainer_environment(server_variables, Share(8), processes=2)["OMP_NUM_THREADS"] == "4"
 
 
 def test_gpus_of_a_server_that_has_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,24 +206,28 @@ def test_a_trainer_is_given_its_gpus(make_server: Callable[..., Server]) -> None
 def test_engines_need_gpus_of_their_own(tmp_path: Path) -> None:
     """What cannot fit is refused before it is queued, in one sentence."""
     rollouts, train = {"gpus": 4, "lag": 1}, {"processes": 4}
-    with small_server(tmp_path, Policy(EIGHT)) as server:
+    with small_server(tmp_path, Policy(EIGHT_GPUS)) as server:
         job = submit(server, rollouts=rollouts, train=train)
-        assert running(server)[job.id] == Share(4, tuple("01234567"))
-        with pytest.raises(InvalidInput, match="asks for 10 GPUs, the server has 8") as caught:
+        assert list_running(server)[job.id] == Share(4, tuple("01234567"))
+        with pytest.raises(InvalidInput, match="asks for 10 GPUs, the server has 8") as exc_info:
             submit(server, rollouts=rollouts, train={"processes": 6})
-        assert caught.value.field == "resources.gpus"
+        assert exc_info.value.field == "resources.gpus"
         too_few = "asks for 4 GPUs, its 4 processes and its rollout engines need 8"
-        with pytest.raises(InvalidInput, match=too_few) as caught:
+        with pytest.raises(InvalidInput, match=too_few) as exc_info:
             submit(server, rollouts=rollouts, train=train, resources={"gpus": 4})
-        assert (caught.value.field, bool(caught.value.hint)) == ("resources.gpus", True)
+        assert (exc_info.value.field, bool(exc_info.value.hint)) == ("resources.gpus", True)
 
 
 def test_certificates_of_a_relative_path_are_found_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = {"DISTILL_TLS_CA": "ca.pem", "DISTILL_TLS_KEY": "", "DISTILL_TLS_CERT": "/etc/c.pem"}
-    seen = trainer_environment(given, Share(1), processes=1)
-    assert {name: seen[name] for name in given} == given | {
+    server_variables = {
+        "DISTILL_TLS_CA": "ca.pem",
+        "DISTILL_TLS_KEY": "",
+        "DISTILL_TLS_CERT": "/etc/c.pem",
+    }
+    trainer_variables = trainer_environment(server_variables, Share(1), processes=1)
+    assert {name: trainer_variables[name] for name in server_variables} == server_variables | {
         "DISTILL_TLS_CA": str(tmp_path / "ca.pem")
     }

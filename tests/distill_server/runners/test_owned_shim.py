@@ -1,4 +1,4 @@
-"""Shims that end with their owner, or with their attempt, and who waits for them."""
+"""Shims that end with their owner or with their attempt, and waiting for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 class Clock:
-    """Time passes while somebody sleeps."""
+    """A clock that advances only by `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ class Clock:
 
 
 def test_earlier_attempts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they say that they ended, or have been still for long."""
+    """Until they record their exit or have sent no heartbeat for long."""
     clock = Clock()
     monkeypatch.setattr(living_shims, "time", clock)
     logs = tmp_path / "logs"
@@ -52,49 +52,49 @@ def test_earlier_attempts_are_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         shim.mkdir(parents=True)
         write_json(shim / "shim.json", {})
     write_json(shims[0] / "exit.json", {"code": 0})
-    old = LivingShims(attempts_before(logs / "attempt-3"))
+    earlier_shims = LivingShims(attempts_before(logs / "attempt-3"))
     for beat in range(100):
         for shim in shims[1:]:
             (shim / "heartbeat").touch()
             os.utime(shim / "heartbeat", ns=(beat, beat + 1))
-        assert not old.are_gone()
+        assert not earlier_shims.are_gone()
     write_json(shims[1] / "exit.json", {"code": 0})
     since = clock.now
-    while not old.are_gone():
+    while not earlier_shims.are_gone():
         assert clock.now < since + 20
     assert clock.now >= since + 14
     assert LivingShims(attempts_before(logs / "attempt-1")).are_gone()
 
 
 class OwnedShim:
-    """A shim of one process among several, and the end of its stdin that we hold."""
+    """A shim of one of several processes, and the owner's end of its stdin."""
 
     def __init__(self, run: RunDirectory, code: str, attempt: int = 1) -> None:
         self.directory = run.logs(attempt) / "rank-0"
         self.directory.mkdir(parents=True)
         log = run.log_file(attempt)
-        self.ours, theirs = socket.socketpair()
+        self.owner_socket, shim_socket = socket.socketpair()
         argv = [sys.executable, "-m", "distill_server.runners.local.shim", str(log), "5"]
         argv += ["--rank", str(self.directory), "--", sys.executable, "-S", "-c", code]
         environment = {**os.environ, VARIABLE: raise_fence(run.path, attempt)}
-        with theirs:
-            subprocess.run(argv, stdin=theirs.fileno(), env=environment, check=True)
+        with shim_socket:
+            subprocess.run(argv, stdin=shim_socket.fileno(), env=environment, check=True)
         eventually(lambda: card_of(self.directory) or self.code is not None)
 
     @property
     def mark(self) -> str:
-        found = json.loads((self.directory / "shim.json").read_text())["mark"]
-        assert isinstance(found, str)
-        return found
+        mark = json.loads((self.directory / "shim.json").read_text())["mark"]
+        assert isinstance(mark, str)
+        return mark
 
     @property
     def code(self) -> int | None:
         return exit_code_of(self.directory)
 
-    def ended(self) -> int | None:
-        """Its stdin is closed when it has ended, and not before."""
-        self.ours.settimeout(60)
-        assert self.ours.recv(1) == b""
+    def wait_for_end(self) -> int | None:
+        """Wait until the shim closes its stdin, which it does at its end; return the exit code."""
+        self.owner_socket.settimeout(60)
+        assert self.owner_socket.recv(1) == b""
         return self.code
 
 
@@ -107,44 +107,44 @@ ORPHAN = (
 
 @pytest.fixture
 def shim(run: RunDirectory) -> Iterator[Callable[..., OwnedShim]]:
-    made: list[OwnedShim] = []
+    owned_shims: list[OwnedShim] = []
 
     def make(code: str, attempt: int = 1) -> OwnedShim:
-        made.append(OwnedShim(run, code, attempt))
-        return made[-1]
+        owned_shims.append(OwnedShim(run, code, attempt))
+        return owned_shims[-1]
 
     yield make
-    for one in made:
-        one.ours.close()
-        kill_family(one.mark)
+    for owned_shim in owned_shims:
+        owned_shim.owner_socket.close()
+        kill_family(owned_shim.mark)
 
 
 def test_an_owned_shim_tells_its_owner(shim: Callable[..., OwnedShim]) -> None:
-    assert shim("raise SystemExit(3)").ended() == 3
+    assert shim("raise SystemExit(3)").wait_for_end() == 3
 
 
 def test_an_owned_shim_ends_with_its_owner(shim: Callable[..., OwnedShim]) -> None:
-    one = shim(ORPHAN)
-    eventually(lambda: len(family(one.mark)) == 2)
-    one.ours.close()
-    eventually(lambda: one.code == -signal.SIGKILL)
-    assert family(one.mark) == []
+    owned_shim = shim(ORPHAN)
+    eventually(lambda: len(family(owned_shim.mark)) == 2)
+    owned_shim.owner_socket.close()
+    eventually(lambda: owned_shim.code == -signal.SIGKILL)
+    assert family(owned_shim.mark) == []
 
 
 def test_a_shim_ends_when_another_attempt_begins(
     run: RunDirectory, shim: Callable[..., OwnedShim]
 ) -> None:
-    """Wherever it is: it reads the fence, which no node can miss that sees the run directory."""
-    one = shim(ORPHAN)
-    eventually(lambda: len(family(one.mark)) == 2)
+    """The shim reads the fence in the run directory, on whichever node it runs."""
+    owned_shim = shim(ORPHAN)
+    eventually(lambda: len(family(owned_shim.mark)) == 2)
     raise_fence(run.path, 2)
-    assert one.ended() == -signal.SIGKILL
-    assert family(one.mark) == []
+    assert owned_shim.wait_for_end() == -signal.SIGKILL
+    assert family(owned_shim.mark) == []
 
 
 def test_an_owned_shim_is_stopped_as_any_other(shim: Callable[..., OwnedShim]) -> None:
-    one = shim("import time; time.sleep(99)")
-    card = card_of(one.directory)
+    owned_shim = shim("import time; time.sleep(99)")
+    card = card_of(owned_shim.directory)
     assert card is not None
     assert send_signal(card.shim, signal.SIGTERM)
-    assert one.ended() == -signal.SIGTERM
+    assert owned_shim.wait_for_end() == -signal.SIGTERM

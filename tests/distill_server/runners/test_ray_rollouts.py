@@ -1,4 +1,4 @@
-"""Rollout engines on a Ray cluster of two nodes, one of them in a network namespace of its own."""
+"""Rollout engines on a Ray cluster of two nodes, one of them in a network namespace."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ pytestmark = [pytest.mark.timeout(1800)]
 __all__ = ["material", "once"]
 PATIENCE = 400.0
 STEPS, LAG = 60, 2
-# Numbers only: a process counts two, an engine one, so that only an engine fits the second node.
+# Claimed GPUs: a process takes two, an engine one, so that only an engine fits the second node.
 GPUS = {"processes": 2 * 2, "engines": 2}
 
 
 @pytest.fixture
-def other() -> Iterator[Namespace]:
-    with namespace() as made:
-        yield made
+def other_machine() -> Iterator[Namespace]:
+    with namespace() as new_namespace:
+        yield new_namespace
 
 
 @contextmanager
-def second_node(cluster: Cluster, where: Namespace, log: Path) -> Iterator[Callable[[], None]]:
-    """A node with room for one engine; yields a function that takes its power."""
+def second_node(cluster: Cluster, machine: Namespace, log: Path) -> Iterator[Callable[[], None]]:
+    """Run a node with room for one engine; yield a function that kills the node."""
     ray = str(Path(sys.executable).with_name("ray"))
-    options = [f"--address={cluster.address}", f"--node-ip-address={where.there}"]
+    options = [f"--address={cluster.address}", f"--node-ip-address={machine.there}"]
     command = [ray, "start", "--block", *options, "--num-cpus=1", "--num-gpus=1"]
     with log.open("ab") as output:
-        node = subprocess.Popen(where.command(*command), stdout=output, stderr=output)
+        node = subprocess.Popen(machine.command(*command), stdout=output, stderr=output)
 
     def lose() -> None:
         if node.poll() is None:
@@ -65,9 +65,9 @@ def second_node(cluster: Cluster, where: Namespace, log: Path) -> Iterator[Calla
         lose()
 
 
-def placed(run: RunDirectory) -> list[str]:
-    """The addresses of the engines; "" for one that is away."""
-    return [one.address for one in read_placed(run.logs(1) / "rollout-services.json")[0]]
+def placed_addresses(run: RunDirectory) -> list[str]:
+    """Return the addresses of the engines; "" for a lost one."""
+    return [service.address for service in read_placed(run.logs(1) / "rollout-services.json")[0]]
 
 
 def step(run: RunDirectory) -> int:
@@ -75,13 +75,13 @@ def step(run: RunDirectory) -> int:
 
 
 def engines_at(address: str) -> list[psutil.Process]:
-    """The processes of engines that listen there."""
+    """Return the processes of engines that listen at an address."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
         if "student_trainer.rollout_service" in (words := process.info["cmdline"] or [])
         and address in words
-        and "distill_server.runners.local.shim" not in words  # its parent
+        and "distill_server.runners.local.shim" not in words  # the engine's parent process
     ]
 
 
@@ -92,15 +92,15 @@ def curve_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def test_a_node_of_an_engine_is_lost_and_comes_back(
-    material: Material, other: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    material: Material, other_machine: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes and an engine on the head, an engine on the other node; as if undisturbed."""
+    """Two processes and an engine on the head, an engine on the node that is lost: same bits."""
     from tests.distill_server.runners.test_ray import RayServer
     from tests.student_trainer.tiny import rl_job
 
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    asked = rl_job(
+    config = rl_job(
         material,
         max_steps=STEPS,
         rollouts__gpus=GPUS["engines"],
@@ -110,47 +110,50 @@ def test_a_node_of_an_engine_is_lost_and_comes_back(
         resources__cpus=2,
     )
     gpus = GPUS["processes"] + 1
-    cluster = Cluster(tmp_path / "ray", 3, dashboard=True, host=other.here, gpus=gpus)
+    cluster = Cluster(tmp_path / "ray", 3, dashboard=True, host=other_machine.here, gpus=gpus)
     server = RayServer(tmp_path / "runs", cluster.jobs, "--gpus", str(sum(GPUS.values())))
     try:
         server.start()
         with DistillClient(server.address) as client:
 
-            def submitted() -> tuple[Job, RunDirectory]:
-                job = client.submit(asked)
+            def submit() -> tuple[Job, RunDirectory]:
+                job = client.submit(config)
                 run = RunDirectory(server.runs / job.id)
                 eventually((run.logs(1) / "rollout-services.json").exists, PATIENCE)
                 return job, run
 
-            def succeeded(job: Job) -> None:
-                ended = client.wait(job.id, timeout=PATIENCE)
-                assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 1), ended.reason
+            def wait_until_succeeded(job: Job) -> None:
+                final_job = client.wait(job.id, timeout=PATIENCE)
+                assert (final_job.state, final_job.attempt) == (JobState.SUCCEEDED, 1), (
+                    final_job.reason
+                )
 
-            with second_node(cluster, other, tmp_path / "node") as lose:
-                job, run = submitted()
-                eventually(lambda: step(run) >= 2 and all(placed(run)), PATIENCE)
-                assert {address.partition(":")[0] for address in placed(run)} == {
-                    *(other.here, other.there)
+            with second_node(cluster, other_machine, tmp_path / "node") as lose:
+                job, run = submit()
+                eventually(lambda: step(run) >= 2 and all(placed_addresses(run)), PATIENCE)
+                assert {address.partition(":")[0] for address in placed_addresses(run)} == {
+                    *(other_machine.here, other_machine.there)
                 }
-                other.set_link("down")
+                other_machine.set_link("down")
                 lose()
-                before = step(run)
-                eventually(lambda: step(run) > before + LAG, PATIENCE)  # sampled by the other one
+                step_before = step(run)
+                # The other engine samples.
+                eventually(lambda: step(run) > step_before + LAG, PATIENCE)
                 # The job waits for the one that comes back. Ray takes half a minute to notice the
                 # loss, in which the job would end.
-                [engine] = engines_at(other.here)
+                [engine] = engines_at(other_machine.here)
                 engine.suspend()
-                eventually(lambda: placed(run).count("") == 1, PATIENCE)
-            other.set_link("up")
-            with second_node(cluster, other, tmp_path / "node"):
-                eventually(lambda: all(placed(run)), PATIENCE)
-                before = step(run)
-                eventually(lambda: step(run) > before, PATIENCE)
+                eventually(lambda: placed_addresses(run).count("") == 1, PATIENCE)
+            other_machine.set_link("up")
+            with second_node(cluster, other_machine, tmp_path / "node"):
+                eventually(lambda: all(placed_addresses(run)), PATIENCE)
+                step_before = step(run)
+                eventually(lambda: step(run) > step_before, PATIENCE)
                 engine.resume()
-                succeeded(job)
-                time.sleep(1)  # its places are given back
-                same, expected = submitted()
-                succeeded(same)
+                wait_until_succeeded(job)
+                time.sleep(1)  # Ray frees the job's resources
+                undisturbed_job, expected = submit()
+                wait_until_succeeded(undisturbed_job)
     finally:
         if server.process is not None:
             server.kill()

@@ -1,4 +1,4 @@
-"""The runner for Ray without Ray: a cluster that answers as the test says."""
+"""The runner for Ray with a scripted cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AWAY = Unavailable("the Ray cluster cannot be reached")
 
 
 class ScriptedJobs:
-    """A cluster in this process. While `trouble` is set, it has just that to say."""
+    """A cluster in this process. While `trouble` is set, every call raises it."""
 
     def __init__(self) -> None:
         self.trouble: Exception | None = None
@@ -49,39 +49,39 @@ class ScriptedJobs:
         self.silent.set()
 
     def submit(self, name: str, entrypoint: str) -> None:
-        self._speak()
+        self._raise_trouble()
         self.submitted.append((name, entrypoint))
         self.jobs.setdefault(name, KnownRayJob(is_ended=False))
 
     def stop(self, name: str) -> None:
-        self._speak()
+        self._raise_trouble()
         self.stopped.append(name)
 
     def get_state(self, name: str) -> RayJobState:
-        self._speak()
+        self._raise_trouble()
         return self.jobs.get(name, UnknownRayJob())
 
     def is_open(self) -> bool:
-        self._speak()
+        self._raise_trouble()
         return self.open
 
-    def _speak(self) -> None:
+    def _raise_trouble(self) -> None:
         self.silent.wait()
         if self.trouble is not None:
             raise self.trouble
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_runner, "_STORAGE_SECONDS", 0.1)
     monkeypatch.setattr("distill_server.runners.ray.cluster._PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture
 def jobs() -> Iterator[ScriptedJobs]:
-    made = ScriptedJobs()
-    yield made
-    made.silent.clear()  # the threads that ask wait for the end of this process
+    scripted_jobs = ScriptedJobs()
+    yield scripted_jobs
+    scripted_jobs.silent.clear()  # polling threads block until this process ends
 
 
 @pytest.fixture
@@ -106,7 +106,9 @@ def start(runner: RayRunner, run: RunDirectory, attempt: int = 1) -> None:
     runner.start(run, attempt=attempt, processes=2, from_step=None, share=share)
 
 
-def comes(runner: RayRunner, run: RunDirectory, outcome: Outcome, attempt: int = 1) -> None:
+def wait_for_outcome(
+    runner: RayRunner, run: RunDirectory, outcome: Outcome, attempt: int = 1
+) -> None:
     eventually(lambda: runner.poll(run, attempt) == outcome)
 
 
@@ -148,7 +150,7 @@ def test_rollout_engines_are_ordered_beside_the_processes(
     gpus: tuple[str, ...] | None,
     expected: tuple[int, int, int],
 ) -> None:
-    """Two of two GPUs each; on a cluster without GPUs they count CPUs, as the processes do."""
+    """Two engines of two GPUs each; on a cluster without GPUs they take CPUs, as processes do."""
     rollouts = {"engine": "vllm", "gpus": 4, "tensor_parallel_size": 2, "lag": 1}
     runner = runner_of(jobs, rollouts=rollouts)
     share = Share(cpus=4, gpus=gpus)
@@ -179,20 +181,20 @@ def test_two_servers_never_mean_the_same_job(tmp_path: Path, jobs: ScriptedJobs)
 def test_an_attempt_waits_runs_and_ends(run: RunDirectory, jobs: ScriptedJobs) -> None:
     runner = runner_of(jobs)
     start(runner, run)
-    comes(runner, run, Running("waiting for the Ray cluster"))
+    wait_for_outcome(runner, run, Running("waiting for the Ray cluster"))
     write_json(run.logs(1) / "waiting.json", {"for": "no node has 8 CPUs"})
-    comes(runner, run, Running("waiting for the Ray cluster: no node has 8 CPUs"))
+    wait_for_outcome(runner, run, Running("waiting for the Ray cluster: no node has 8 CPUs"))
     rank = run.logs(1) / "rank-0"
     rank.mkdir()
     write_json(rank / "shim.json", {})
-    comes(runner, run, Running())
+    wait_for_outcome(runner, run, Running())
     write_json(run.logs(1) / "exit.json", {"code": -11})
     assert runner.poll(run, 1) == Exited(-11)
     assert len(jobs.submitted) == 1
 
 
 def test_a_cluster_that_is_silent_holds_nobody_up(run: RunDirectory, jobs: ScriptedJobs) -> None:
-    """The thread hangs in a call; the loop of the server gets its answers."""
+    """A thread hangs in a call; the server's event loop is not blocked."""
     jobs.silent.clear()
     runner = runner_of(jobs)
     start(runner, run)
@@ -203,7 +205,7 @@ def test_a_cluster_that_is_silent_holds_nobody_up(run: RunDirectory, jobs: Scrip
 
 
 def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when it is first asked: Ray's client does so as it is made."""
+    """Also at the first call: Ray's client connects in its constructor."""
     pytest.importorskip("ray", reason="needs the extra [ray]")
     monkeypatch.setattr("distill_server.runners.ray.jobs._TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -217,15 +219,15 @@ def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPa
 def test_trouble_is_told_and_outlived(
     run: RunDirectory, jobs: ScriptedJobs, error: Unavailable | WrongState
 ) -> None:
-    """Neither lost nor started twice, by this server or the next one."""
+    """The attempt is neither lost nor started twice, by this server or the next one."""
     runner = runner_of(jobs)
     start(runner, run)
     eventually(lambda: jobs.submitted)
     jobs.trouble = error
-    for one in (runner, runner_of(jobs)):
-        comes(one, run, Running(error.message))
+    for polled_runner in (runner, runner_of(jobs)):
+        wait_for_outcome(polled_runner, run, Running(error.message))
     jobs.trouble = None
-    comes(runner, run, Running("waiting for the Ray cluster"))
+    wait_for_outcome(runner, run, Running("waiting for the Ray cluster"))
     assert len(jobs.submitted) == 1
 
 
@@ -235,7 +237,7 @@ def test_an_attempt_is_submitted_when_the_cluster_is_back(
     jobs.trouble = AWAY
     runner = runner_of(jobs)
     start(runner, run)
-    comes(runner, run, Running(AWAY.message))
+    wait_for_outcome(runner, run, Running(AWAY.message))
     assert not jobs.submitted
     jobs.trouble = None
     eventually(lambda: jobs.submitted)
@@ -244,12 +246,12 @@ def test_an_attempt_is_submitted_when_the_cluster_is_back(
 def test_a_cluster_that_forgot_is_not_the_fault_of_the_job(
     run: RunDirectory, jobs: ScriptedJobs
 ) -> None:
-    """A driver that comes late finds the claim; one that was there meets the fence of the next."""
+    """A late driver finds the claim; a running one is stopped by the fence of the next attempt."""
     runner = runner_of(jobs)
     start(runner, run)
     eventually(lambda: jobs.submitted)
     jobs.jobs.clear()
-    comes(runner, run, Lost(blameless=True))
+    wait_for_outcome(runner, run, Lost(blameless=True))
     assert not claim(run.logs(1))
     assert not (run.logs(1) / "order.json").exists()  # it has secrets
     start(runner, run, attempt=2)
@@ -259,11 +261,11 @@ def test_a_cluster_that_forgot_is_not_the_fault_of_the_job(
 def test_a_cluster_that_refuses_from_the_start(
     run: RunDirectory, jobs: ScriptedJobs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The job says why it waits, and the log says it once."""
+    """The job's phase has the reason, and the log has it once."""
     jobs.trouble = WrongState("the Ray cluster refused the call: no token")
     runner = runner_of(jobs)
     start(runner, run)
-    comes(runner, run, Running("the Ray cluster refused the call: no token"))
+    wait_for_outcome(runner, run, Running("the Ray cluster refused the call: no token"))
     jobs.trouble = None
     eventually(lambda: jobs.submitted)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
@@ -276,13 +278,13 @@ def test_a_run_directory_that_somebody_removed(run: RunDirectory, jobs: Scripted
     eventually(lambda: jobs.submitted)
     shutil.rmtree(run.path)
     jobs.jobs[jobs.submitted[0][0]] = KnownRayJob(is_ended=True, code=1)
-    comes(runner, run, Lost(blameless=False))
+    wait_for_outcome(runner, run, Lost(blameless=False))
 
 
 def test_a_server_that_died_before_it_submitted(run: RunDirectory, jobs: ScriptedJobs) -> None:
-    comes(runner_of(jobs), run, Lost(blameless=True))  # not even a directory
+    wait_for_outcome(runner_of(jobs), run, Lost(blameless=True))  # not even a directory
     run.logs(1).mkdir(parents=True)
-    comes(runner_of(jobs), run, Lost(blameless=True))
+    wait_for_outcome(runner_of(jobs), run, Lost(blameless=True))
     assert not claim(run.logs(1))
 
 
@@ -297,14 +299,14 @@ def test_a_server_that_died_before_it_submitted(run: RunDirectory, jobs: Scripte
 def test_a_driver_that_ended_without_a_word(
     run: RunDirectory, jobs: ScriptedJobs, answer: KnownRayJob, claimed: bool, outcome: Outcome
 ) -> None:
-    """Ray's message is in the log, where people look."""
+    """Ray's message is in the attempt's log."""
     runner = runner_of(jobs)
     start(runner, run)
     eventually(lambda: jobs.submitted)
     if claimed:
         claim(run.logs(1))
     jobs.jobs[jobs.submitted[0][0]] = answer
-    comes(runner, run, outcome)
+    wait_for_outcome(runner, run, outcome)
     assert run.log_file(1).read_text() == f"Ray: {answer.message}\n"
 
 
@@ -326,7 +328,7 @@ def test_what_was_stopped_before_it_was_submitted_never_is(
     start(runner, run)
     runner.stop(run, 1, now=False)
     jobs.trouble = None
-    comes(runner, run, Lost(blameless=True))
+    wait_for_outcome(runner, run, Lost(blameless=True))
     assert not jobs.submitted
 
 
@@ -337,7 +339,7 @@ def test_a_cluster_that_nobody_asks_is_not_said_to_be_back(
     start(runner, run)
     eventually(lambda: jobs.submitted)
     jobs.trouble = AWAY
-    comes(runner, run, Running(AWAY.message))
+    wait_for_outcome(runner, run, Running(AWAY.message))
     write_json(run.logs(1) / "exit.json", {"code": 0})
     assert runner.poll(run, 1) == Exited(0)
     time.sleep(0.2)  # twenty rounds
@@ -358,15 +360,15 @@ def test_what_ended_is_asked_about_no_more(run: RunDirectory, jobs: ScriptedJobs
 def test_a_cluster_that_is_open_to_all_is_warned_of_once(
     run: RunDirectory, jobs: ScriptedJobs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As are its comings and goings, once each."""
+    """The log has one line each for the warning, the loss and the return of the cluster."""
     jobs.open = True
     runner = runner_of(jobs)
     start(runner, run)
     eventually(lambda: jobs.submitted)
     jobs.trouble = AWAY
-    comes(runner, run, Running(AWAY.message))
+    wait_for_outcome(runner, run, Running(AWAY.message))
     jobs.trouble = None
-    comes(runner, run, Running("waiting for the Ray cluster"))
+    wait_for_outcome(runner, run, Running("waiting for the Ray cluster"))
     eventually(lambda: len(caplog.messages) == 3)
     assert [re.split("[:;]", message)[0] for message in caplog.messages] == [
         "the Ray cluster requires no token",
@@ -379,13 +381,13 @@ def test_a_cluster_that_is_open_to_all_is_warned_of_once(
     "address", ["", "auto", "10.0.0.1:8265", "ray://head:10001", "http://", "http://["]
 )
 def test_addresses(address: str) -> None:
-    with pytest.raises(InvalidInput, match="is not the URL of a Ray dashboard") as raised:
+    with pytest.raises(InvalidInput, match="is not the URL of a Ray dashboard") as exc_info:
         RayJobs(address)
-    assert raised.value.field == "--ray"
+    assert exc_info.value.field == "--ray"
 
 
 def test_without_ray_there_is_a_sentence() -> None:
-    """And a server that wants none imports none."""
+    """--ray without Ray is one error message."""
     code = (
         "import sys, runpy, importlib.util as u\n"
         "find = u.find_spec\n"
@@ -393,30 +395,30 @@ def test_without_ray_there_is_a_sentence() -> None:
         "sys.argv = ['distill-server', '--ray', 'http://127.0.0.1:1']\n"
         "runpy.run_module('distill_server', run_name='__main__')"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert ended.stderr == f"error: --ray: Ray is not installed; {install_command('ray')}\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr == f"error: --ray: Ray is not installed; {install_command('ray')}\n"
 
 
 def test_variables_of_ranks() -> None:
-    """As torch's launcher has them, of two nodes with three GPUs for the job."""
+    """The same variables as from torchrun, for three processes on two nodes."""
     places = [
         ActorPlace("a", "10.0.0.1", ("2", "3"), 4001),
         ActorPlace("a", "10.0.0.1", ("5", "6"), 4002),
         ActorPlace("b", "10.0.0.2", ("0", "1"), 4003),
     ]
-    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4001"}
-    first = {**shared, "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "2,3,5,6"}
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4001"}
+    first_node = {**common, "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "2,3,5,6"}
     assert rank_variables(places) == [
-        {**first, "RANK": "0", "LOCAL_RANK": "0"},
-        {**first, "RANK": "1", "LOCAL_RANK": "1"},
+        {**first_node, "RANK": "0", "LOCAL_RANK": "0"},
+        {**first_node, "RANK": "1", "LOCAL_RANK": "1"},
         {
-            **shared,
+            **common,
             **{"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
             "CUDA_VISIBLE_DEVICES": "0,1",
         },
     ]
-    # One alone is no group, and sees no GPU that it was not given.
+    # A single process is no group and sees no GPU that it was not assigned.
     assert rank_variables([ActorPlace("a", "10.0.0.1", (), 4001)]) == [{"CUDA_VISIBLE_DEVICES": ""}]
 
 

@@ -30,7 +30,7 @@ from distill_server.runners.machine import Share
 from distill_server.runners.trainer_environment import trainer_environment
 from tests.distill_server.conftest import eventually
 
-# Every shim is waited for at the end of its test.
+# The fixture `run` waits for every shim at the end of a test.
 RUNNERS: list[LocalRunner] = []
 
 
@@ -69,8 +69,8 @@ def start(run: RunDirectory, code: str) -> LocalRunner:
 def card_of(run: RunDirectory) -> dict[str, object]:
     path = run.logs(1) / "shim.json"
     eventually(path.exists)
-    found: dict[str, object] = json.loads(path.read_text())
-    return found
+    card: dict[str, object] = json.loads(path.read_text())
+    return card
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_exit_is_recorded(run: RunDirectory, code: str, expected: Exited) -> Non
     runner = start(run, code)
     eventually(lambda: runner.poll(run, 1) != Running())
     assert runner.poll(run, 1) == expected
-    # A runner that knows nothing gets the same answer.
+    # A new runner gets the same answer.
     assert LocalRunner().poll(run, 1) == expected
 
 
@@ -125,7 +125,7 @@ NONSENSE = ["", "{", "[]", "null", '{"pid": "x"}', '{"code": "x"}', "\0"]
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 def test_files_that_are_nonsense(run: RunDirectory, nonsense: str) -> None:
-    """Whoever started the shim still knows it; for anybody else the attempt is lost."""
+    """The runner that started the shim still has it; for other runners the attempt is lost."""
     runner = start(run, "import time; print('up')\ntime.sleep(99)")
     eventually(lambda: run.log_file(1).exists() and run.log_file(1).read_text() == "up\n")
     mark = str(card_of(run)["mark"])
@@ -142,7 +142,7 @@ def test_files_that_are_nonsense(run: RunDirectory, nonsense: str) -> None:
 
 
 def test_stop_now_kills_the_whole_family(run: RunDirectory) -> None:
-    """Also a process in a session of its own, which a signal to the group would miss."""
+    """Also a process in another session, which a signal to the group would miss."""
     code = (
         "import signal, subprocess, time\n"
         "signal.signal(15, signal.SIG_IGN)\n"
@@ -165,7 +165,7 @@ def test_leftovers_are_killed_when_the_trainer_ends(run: RunDirectory) -> None:
     assert family(str(card_of(run)["mark"])) == []
 
 
-# In a session of its own, an orphan, and without the mark: as vLLM's processes, which are renamed.
+# An orphan in another session without the mark: as vLLM's processes, which are renamed.
 HIDDEN = (
     "import subprocess, time\n"
     "subprocess.run(['sh', '-c', 'env -i setsid sleep 98765 & echo $!'])\n"
@@ -173,7 +173,7 @@ HIDDEN = (
 )
 
 
-def hidden(run: RunDirectory) -> int:
+def read_hidden_pid(run: RunDirectory) -> int:
     log = run.log_file(1)
     eventually(lambda: log.exists() and log.read_text().endswith("up\n"))
     return int(log.read_text().split()[0])
@@ -181,44 +181,45 @@ def hidden(run: RunDirectory) -> int:
 
 def test_a_process_without_the_mark_ends_with_its_trainer(run: RunDirectory) -> None:
     runner = start(run, HIDDEN)
-    pid = hidden(run)
+    pid = read_hidden_pid(run)
     eventually(lambda: runner.poll(run, 1) == Exited(0))
     assert identity_of(pid) is None
 
 
 def test_a_process_without_the_mark_ends_with_its_shim(run: RunDirectory) -> None:
     runner = start(run, HIDDEN + "time.sleep(99)")
-    who = identity_of(hidden(run))
-    assert who is not None
+    identity = identity_of(read_hidden_pid(run))
+    assert identity is not None
     mark = str(card_of(run)["mark"])
-    eventually(lambda: who not in family(mark))  # the shell's child has it until it executes `env`
+    # The shell's child has the mark until it executes `env`.
+    eventually(lambda: identity not in family(mark))
     processes = run.logs(1) / "processes.json"
-    eventually(lambda: processes.exists() and str(who.pid) in processes.read_text())
+    eventually(lambda: processes.exists() and str(identity.pid) in processes.read_text())
     os.kill(int(str(card_of(run)["pid"])), signal.SIGKILL)
     eventually(lambda: runner.poll(run, 1) == Lost(blameless=False))
-    assert identity_of(who.pid) is None
+    assert identity_of(identity.pid) is None
 
 
 def test_a_name_of_any_bytes_disturbs_no_shim(run: RunDirectory) -> None:
-    """A Cyrillic name that the kernel cuts in the middle of a letter."""
+    """A process name in Cyrillic that the kernel truncates in the middle of a letter."""
     name = "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([0xD0, 0xBE, 0xD0]), 0, 0, 0)"
-    other = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-S", "-c", f"{name}; print(1, flush=True); time.sleep(99)"],
         stdout=subprocess.PIPE,
     )
-    with other:
+    with process:
         try:
-            assert other.stdout is not None
-            other.stdout.readline()
-            assert identity_of(other.pid) is not None
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert identity_of(process.pid) is not None
             runner = start(run, "import time; time.sleep(0.3)")
             eventually(lambda: runner.poll(run, 1) == Exited(0))
         finally:
-            other.kill()
+            process.kill()
 
 
 def test_a_process_of_another_user_is_left_alone(tmp_path: Path) -> None:
-    """As one that `sudo` started: it cannot be signalled, and holds nothing up."""
+    """As one started by `sudo`: it cannot be signalled, and does not block `kill_family`."""
     if os.geteuid() != 0:
         pytest.skip("only root can start processes of others")
     code = (
@@ -229,9 +230,11 @@ def test_a_process_of_another_user_is_left_alone(tmp_path: Path) -> None:
         "os.setuid(65534)\n"
         "print(kill_family('no mark', 5.0, under=os.getpid()))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     subprocess.run(["pkill", "-f", "^sleep 98764$"], check=True)  # it was left alone
-    assert done.stdout == "True\n", done.stderr
+    assert process.stdout == "True\n", process.stderr
 
 
 def test_a_foreign_proc_names_no_process() -> None:
@@ -244,10 +247,10 @@ def test_a_foreign_proc_names_no_process() -> None:
         "print(descendants(1), descendants(os.getpid()), family('x'))\n"
     )
     command = ["unshare", "-pf", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    if "unshare failed" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.stdout == "[] [] []\n", done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "unshare failed" in process.stderr:
+        pytest.skip(process.stderr.strip())
+    assert process.stdout == "[] [] []\n", process.stderr
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
@@ -274,10 +277,10 @@ def test_trainer_ignoring_sigterm_is_killed_after_the_grace(run: RunDirectory) -
         [sys.executable, "-m", "distill_server.runners.local.shim", str(log), "0.3", "--", *trainer]
     )
     eventually(lambda: log.exists() and log.read_text() == "up\n")
-    started = time.monotonic()
+    start_time = time.monotonic()
     shim.terminate()
     assert shim.wait(20) == 0
-    assert time.monotonic() - started >= 0.3
+    assert time.monotonic() - start_time >= 0.3
     assert json.loads((directory / "exit.json").read_text())["code"] == -9
 
 
@@ -292,41 +295,49 @@ def test_killed_shim_takes_its_trainer_along(run: RunDirectory) -> None:
 
 def test_heartbeat(run: RunDirectory) -> None:
     start(run, "import time; time.sleep(99)")
-    beat = run.logs(1) / "heartbeat"
-    eventually(beat.exists)
-    first = beat.stat().st_mtime_ns
-    eventually(lambda: beat.stat().st_mtime_ns > first)
+    heartbeat = run.logs(1) / "heartbeat"
+    eventually(heartbeat.exists)
+    first_beat = heartbeat.stat().st_mtime_ns
+    eventually(lambda: heartbeat.stat().st_mtime_ns > first_beat)
 
 
 def test_reused_pid_is_never_signalled(run: RunDirectory) -> None:
-    """The pid of the shim now belongs to a stranger, started at another time or boot."""
+    """The pid of the shim now belongs to another process, started at another time or boot."""
     with subprocess.Popen(["sleep", "99"]) as stranger:
-        who = identity_of(stranger.pid)
-        assert who is not None
+        identity = identity_of(stranger.pid)
+        assert identity is not None
         run.logs(1).mkdir(parents=True)
         (run.logs(1) / "claim").touch()
-        for other in (replace(who, start_time=who.start_time - 1), replace(who, boot_id="old")):
-            card = {**vars(other), "child_pid": stranger.pid, "child_start_time": 1, "mark": "none"}
+        for stale_identity in (
+            replace(identity, start_time=identity.start_time - 1),
+            replace(identity, boot_id="old"),
+        ):
+            card = {
+                **vars(stale_identity),
+                "child_pid": stranger.pid,
+                "child_start_time": 1,
+                "mark": "none",
+            }
             (run.logs(1) / "shim.json").write_text(json.dumps(card))
             runner = LocalRunner()
             runner.stop(run, 1, now=False)
             runner.stop(run, 1, now=True)
             assert isinstance(runner.poll(run, 1), Lost)
-            assert not send_signal(other, signal.SIGKILL)
+            assert not send_signal(stale_identity, signal.SIGKILL)
         time.sleep(0.1)
         assert stranger.poll() is None
-        assert send_signal(who, signal.SIGKILL)
-    assert identity_of(who.pid) != who
-    assert not send_signal(who, signal.SIGKILL)
+        assert send_signal(identity, signal.SIGKILL)
+    assert identity_of(identity.pid) != identity
+    assert not send_signal(identity, signal.SIGKILL)
 
 
 def test_attempt_that_never_started_is_claimed(run: RunDirectory) -> None:
     """A shim that comes late finds the claim and starts nothing."""
     run.logs(1).mkdir(parents=True)
     assert LocalRunner().poll(run, 1) == Lost(blameless=True)
-    late = start(run, "print('started')")
-    eventually(lambda: late.poll(run, 1) != Running())
-    assert late.poll(run, 1) == Lost(blameless=False)
+    late_runner = start(run, "print('started')")
+    eventually(lambda: late_runner.poll(run, 1) != Running())
+    assert late_runner.poll(run, 1) == Lost(blameless=False)
     assert run.log_file(1).read_text() == ""
 
 
@@ -338,8 +349,14 @@ def test_claimed_attempt_of_another_server_is_waited_for(run: RunDirectory) -> N
 
 
 def test_environment_is_an_allow_list() -> None:
-    given = {"PATH": "/bin", "HF_TOKEN": "t", "AWS_SECRET": "s", "PYTHONPATH": "x", "LC_ALL": "C"}
-    environment = trainer_environment(given, Share(cpus=1), processes=4)
+    server_variables = {
+        "PATH": "/bin",
+        "HF_TOKEN": "t",
+        "AWS_SECRET": "s",
+        "PYTHONPATH": "x",
+        "LC_ALL": "C",
+    }
+    environment = trainer_environment(server_variables, Share(cpus=1), processes=4)
     assert environment == {
         "PATH": "/bin",
         "HF_TOKEN": "t",
@@ -351,27 +368,38 @@ def test_environment_is_an_allow_list() -> None:
 
 
 def test_settings_of_engines_networks_and_storage_are_passed_and_no_key() -> None:
-    passed = {"VLLM_USE_V1", "TRITON_CACHE_DIR", "GLOO_SOCKET_IFNAME", "FI_PROVIDER", "UCX_TLS"}
-    passed |= {"AWS_REGION", "AWS_ENDPOINT_URL", "AWS_SHARED_CREDENTIALS_FILE"}
-    passed |= {"GOOGLE_APPLICATION_CREDENTIALS"}
-    dropped = {"VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"}
-    given = dict.fromkeys(passed | dropped, "x")
-    seen = trainer_environment(given, Share(cpus=1), processes=1)
-    assert passed <= seen.keys()
-    assert not dropped & seen.keys()
+    passed_names = {
+        "VLLM_USE_V1",
+        "TRITON_CACHE_DIR",
+        "GLOO_SOCKET_IFNAME",
+        "FI_PROVIDER",
+        "UCX_TLS",
+    }
+    passed_names |= {"AWS_REGION", "AWS_ENDPOINT_URL", "AWS_SHARED_CREDENTIALS_FILE"}
+    passed_names |= {"GOOGLE_APPLICATION_CREDENTIALS"}
+    dropped_names = {
+        "VLLM_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SESSION_TOKEN",
+    }
+    server_variables = dict.fromkeys(passed_names | dropped_names, "x")
+    trainer_variables = trainer_environment(server_variables, Share(cpus=1), processes=1)
+    assert passed_names <= trainer_variables.keys()
+    assert not dropped_names & trainer_variables.keys()
 
 
 def test_no_code_of_the_working_directory_is_run(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by the shim, nor by a trainer that is started with `-m`, nor by its children."""
-    told = f"import pathlib\npathlib.Path({str(tmp_path / 'executed')!r}).touch()\n"
-    here = tmp_path / "here"
-    for place in (here, run.path):
-        place.mkdir(exist_ok=True)
+    """Not by the shim, not by a trainer started with `-m`, and not by its children."""
+    module_text = f"import pathlib\npathlib.Path({str(tmp_path / 'executed')!r}).touch()\n"
+    working_directory = tmp_path / "here"
+    for directory in (working_directory, run.path):
+        directory.mkdir(exist_ok=True)
         for name in ("random.py", "contextlib.py", "timeit.py", "json.py", "student_trainer.py"):
-            (place / name).write_text(told)
-    monkeypatch.chdir(here)
+            (directory / name).write_text(module_text)
+    monkeypatch.chdir(working_directory)
     child = "import subprocess, sys\nsubprocess.run([sys.executable, '-m', 'timeit', '-n1', '0'])"
     runner = start(run, child)
     eventually(lambda: runner.poll(run, 1) == Exited(0))
@@ -387,8 +415,8 @@ def test_threads_are_shared_by_the_processes_of_a_job(run: RunDirectory) -> None
 
 def test_weights_in_memory_end_with_a_killed_trainer(run: RunDirectory) -> None:
     """The shim deletes what the trainer had locked; another trainer's directory is left alone."""
-    mine = locked_directory()
-    assert mine is not None
+    own_directory = locked_directory()
+    assert own_directory is not None
     try:
         start(
             run,
@@ -397,12 +425,12 @@ def test_weights_in_memory_end_with_a_killed_trainer(run: RunDirectory) -> None:
             "print(locked_directory(), flush=True); os.kill(os.getpid(), 9)",
         )
         eventually((run.logs(1) / "exit.json").exists)
-        left = run.log_file(1).read_text().strip()
-        assert left.startswith("/dev/shm/distill-weights-")
-        assert not Path(left).exists()
-        assert mine.exists()
+        trainer_directory = run.log_file(1).read_text().strip()
+        assert trainer_directory.startswith("/dev/shm/distill-weights-")
+        assert not Path(trainer_directory).exists()
+        assert own_directory.exists()
     finally:
-        mine.rmdir()
+        own_directory.rmdir()
 
 
 def test_shim_is_light() -> None:
@@ -410,5 +438,7 @@ def test_shim_is_light() -> None:
         "import sys, distill_server.runners.local.shim\n"
         "print([m for m in ('grpc', 'pydantic') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "[]\n"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""The runner for Slurm without Slurm: a cluster that answers as the test says."""
+"""The runner for Slurm with a scripted cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AWAY = Unavailable("Slurm cannot be reached: slurm_load_jobs error")
 
 
 class ScriptedJobs:
-    """A Slurm in this process. While `trouble` is set, it has just that to say."""
+    """A Slurm in this process. While `trouble` is set, every call raises it."""
 
     def __init__(self) -> None:
         self.trouble: Exception | None = None
@@ -48,26 +48,26 @@ class ScriptedJobs:
         self.stopped: list[str] = []
 
     def submit(self, name: str, entrypoint: str) -> None:
-        self._speak()
+        self._raise_trouble()
         self.submitted.append((name, entrypoint))
         if isinstance(self.answer, UnlistedJob):
             self.answer = ListedJob(1, "PENDING", "Priority")
 
     def stop(self, name: str) -> None:
-        self._speak()
+        self._raise_trouble()
         self.stopped.append(name)
 
     def get_state(self, name: str) -> SlurmJobState:
-        self._speak()
+        self._raise_trouble()
         return self.answer
 
-    def _speak(self) -> None:
+    def _raise_trouble(self) -> None:
         if self.trouble is not None:
             raise self.trouble
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_runner, "_STORAGE_SECONDS", 0.1)
     monkeypatch.setattr(slurm_runner, "_ABSENT_SECONDS", 0.1)
     monkeypatch.setattr(slurm_runner, "_RESUBMIT_SECONDS", 1e6)
@@ -75,9 +75,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def jobs() -> Iterator[ScriptedJobs]:
-    made = ScriptedJobs()
-    yield made
-    made.trouble = AWAY  # for the thread that goes on
+    scripted_jobs = ScriptedJobs()
+    yield scripted_jobs
+    scripted_jobs.trouble = AWAY  # for the polling thread
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def start(runner: SlurmRunner, run: RunDirectory) -> None:
     runner.start(run, attempt=1, processes=2, from_step=None, share=share)
 
 
-def comes(runner: SlurmRunner, run: RunDirectory, outcome: Outcome) -> None:
+def wait_for_outcome(runner: SlurmRunner, run: RunDirectory, outcome: Outcome) -> None:
     eventually(lambda: runner.poll(run, 1) == outcome)
 
 
@@ -144,19 +144,19 @@ def test_the_script_has_resources_and_no_secret(
 def test_an_attempt_from_its_queue_to_its_end(run: RunDirectory, jobs: ScriptedJobs) -> None:
     runner = runner_of(jobs)
     start(runner, run)
-    comes(runner, run, Running("PENDING in Slurm: Priority"))
+    wait_for_outcome(runner, run, Running("PENDING in Slurm: Priority"))
     jobs.answer = ListedJob(1, "CONFIGURING")
-    comes(runner, run, Running("CONFIGURING in Slurm"))
+    wait_for_outcome(runner, run, Running("CONFIGURING in Slurm"))
     jobs.answer = ListedJob(1, "RUNNING")
-    comes(runner, run, Running("starting on the nodes of Slurm"))
+    wait_for_outcome(runner, run, Running("starting on the nodes of Slurm"))
     assert claim(run.logs(1))
     (run.logs(1) / "rank-0").mkdir()
     write_json(run.logs(1) / "rank-0" / "shim.json", {})
-    comes(runner, run, Running())
+    wait_for_outcome(runner, run, Running())
     jobs.trouble = AWAY
-    comes(runner, run, Running(AWAY.message))
+    wait_for_outcome(runner, run, Running(AWAY.message))
     write_json(run.logs(1) / "exit.json", {"code": 0, "terminated": False})
-    assert runner.poll(run, 1) == Exited(0)  # whatever Slurm says, or does not say
+    assert runner.poll(run, 1) == Exited(0)  # whatever Slurm reports
     assert not (run.logs(1) / "order.json").exists()
     assert runner._cluster._followed_jobs == {}
 
@@ -176,15 +176,15 @@ ENDS = [
 def test_slurm_says_why_a_trainer_was_stopped(
     run: RunDirectory, jobs: ScriptedJobs, state: str, outcome: Outcome
 ) -> None:
-    """Its exit code is known, and waits for the state of the job."""
+    """The runner has the exit code, and waits for the final state of the Slurm job."""
     runner = runner_of(jobs)
     start(runner, run)
     assert claim(run.logs(1))
     jobs.answer = ListedJob(1, "COMPLETING")
     write_json(run.logs(1) / "exit.json", {"code": -9, "terminated": True})
-    comes(runner, run, Running("COMPLETING in Slurm"))
+    wait_for_outcome(runner, run, Running("COMPLETING in Slurm"))
     jobs.answer = ListedJob(1, state)
-    comes(runner, run, outcome)
+    wait_for_outcome(runner, run, outcome)
 
 
 def test_a_cancel_of_the_server_is_no_withdrawal(run: RunDirectory, jobs: ScriptedJobs) -> None:
@@ -196,74 +196,76 @@ def test_a_cancel_of_the_server_is_no_withdrawal(run: RunDirectory, jobs: Script
     eventually(lambda: jobs.stopped)
     jobs.answer = ListedJob(1, "CANCELLED")
     write_json(run.logs(1) / "exit.json", {"code": -9, "terminated": True})
-    comes(runner, run, Exited(-9))
+    wait_for_outcome(runner, run, Exited(-9))
 
 
 def test_what_never_began(run: RunDirectory, jobs: ScriptedJobs) -> None:
-    """The claim is taken, so that a late driver does nothing; what was printed is in the log."""
+    """The runner takes the claim, so that a late driver does nothing; the log has the output."""
     runner = runner_of(jobs)
     start(runner, run)
     jobs.answer = ListedJob(7, "FAILED", "NonZeroExitCode")
     (run.logs(1) / "slurm.log").write_text("exec: python: not found\n")
-    comes(runner, run, Lost(False, slurm_runner._NOT_SHARED.format(state="FAILED")))
+    wait_for_outcome(runner, run, Lost(False, slurm_runner._NOT_SHARED.format(state="FAILED")))
     assert not claim(run.logs(1))
-    said = "Slurm: job 7 FAILED NonZeroExitCode\nexec: python: not found\n"
-    assert run.log_file(1).read_text() == said
+    log_text = "Slurm: job 7 FAILED NonZeroExitCode\nexec: python: not found\n"
+    assert run.log_file(1).read_text() == log_text
 
 
 def test_a_refusal(run: RunDirectory, jobs: ScriptedJobs) -> None:
     runner = runner_of(jobs)
     jobs.answer = RefusedJob("sbatch: error: invalid partition")
     start(runner, run)
-    comes(runner, run, Lost(False, "Slurm refused the job: sbatch: error: invalid partition"))
+    wait_for_outcome(
+        runner, run, Lost(False, "Slurm refused the job: sbatch: error: invalid partition")
+    )
 
 
 def test_an_absent_job_is_not_gone(
     run: RunDirectory, jobs: ScriptedJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not while its processes are alive, not for a minute, and not if Slurm is away meanwhile."""
+    """Not while its processes are alive, not within a minute, and not while Slurm is away."""
     runner = runner_of(jobs)
     start(runner, run)
-    comes(runner, run, Running("PENDING in Slurm: Priority"))
+    wait_for_outcome(runner, run, Running("PENDING in Slurm: Priority"))
     monkeypatch.setattr(slurm_runner, "_ABSENT_SECONDS", 1e6)
     jobs.answer = UnlistedJob()
-    comes(runner, run, Running("squeue does not list the job of this attempt"))
+    wait_for_outcome(runner, run, Running("squeue does not list the job of this attempt"))
     jobs.trouble = AWAY
-    comes(runner, run, Running(AWAY.message))
+    wait_for_outcome(runner, run, Running(AWAY.message))
     monkeypatch.setattr(slurm_runner, "_ABSENT_SECONDS", -1.0)
     (run.logs(1) / "rank-0").mkdir()
     write_json(run.logs(1) / "rank-0" / "shim.json", {})
     jobs.trouble = None
-    comes(runner, run, Running("squeue does not list the job of this attempt"))
-    assert claim(run.logs(1))  # nobody has given it up
+    wait_for_outcome(runner, run, Running("squeue does not list the job of this attempt"))
+    assert claim(run.logs(1))  # the attempt was not given up
     write_json(run.logs(1) / "rank-0" / "exit.json", {"code": 0})
-    comes(runner, run, Lost(True, "Slurm does not know the attempt any more"))
+    wait_for_outcome(runner, run, Lost(True, "Slurm does not know the attempt any more"))
 
 
 def test_an_attempt_that_was_never_submitted(run: RunDirectory, jobs: ScriptedJobs) -> None:
-    """Its server died before; the next one gives it up, with the claim."""
+    """Its server died before the submission; the next one gives it up and takes the claim."""
     run.logs(1).mkdir(parents=True)
-    comes(runner_of(jobs), run, Lost(True, "Slurm does not know the attempt any more"))
+    wait_for_outcome(runner_of(jobs), run, Lost(True, "Slurm does not know the attempt any more"))
     assert not claim(run.logs(1))
 
 
 def test_a_submission_that_died_with_its_server_is_made_again(
     run: RunDirectory, jobs: ScriptedJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, and not if the attempt has begun: then its job is only not listed."""
+    """Resubmitted once, and not if the attempt has started: then squeue only does not list it."""
     monkeypatch.setattr(slurm_runner, "_RESUBMIT_SECONDS", 0.0)
     monkeypatch.setattr(slurm_runner, "_ABSENT_SECONDS", 1e6)
-    away = ScriptedJobs()
-    away.trouble = AWAY
-    start(runner_of(away), run)
+    away_jobs = ScriptedJobs()
+    away_jobs.trouble = AWAY
+    start(runner_of(away_jobs), run)
     runner = runner_of(jobs)
-    comes(runner, run, Running("PENDING in Slurm: Priority"))
+    wait_for_outcome(runner, run, Running("PENDING in Slurm: Priority"))
     assert [Path(script) for _, script in jobs.submitted] == [run.logs(1) / "job.sbatch"]
     assert claim(run.logs(1))
     jobs.answer = UnlistedJob()
-    other = runner_of(jobs)
+    other_runner = runner_of(jobs)
     for _ in range(20):
-        comes(other, run, Running("squeue does not list the job of this attempt"))
+        wait_for_outcome(other_runner, run, Running("squeue does not list the job of this attempt"))
     assert len(jobs.submitted) == 1
 
 
@@ -316,13 +318,13 @@ def test_verdicts(
     ],
 )
 def test_options_that_are_refused(option: str, message: str) -> None:
-    with pytest.raises(InvalidInput, match=message) as raised:
+    with pytest.raises(InvalidInput, match=message) as exc_info:
         check_options([option])
-    assert raised.value.field == "--slurm-option"
+    assert exc_info.value.field == "--slurm-option"
 
 
 def test_variables_of_ranks() -> None:
-    """As torchrun has them, of three tasks on two nodes."""
+    """The same variables as from torchrun, for three tasks on two nodes."""
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     slurm = {
         **{"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0"},
@@ -336,22 +338,22 @@ def test_variables_of_ranks() -> None:
 
 
 class Commands:
-    """Programs of Slurm on $PATH that do as they are told, and what they were called with."""
+    """Scripted Slurm programs on $PATH that record their arguments."""
 
-    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._place = place
-        self.calls = place / "calls"
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._directory = directory
+        self.calls = directory / "calls"
         self.calls.touch()
-        monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
+        monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
         for name in ("sbatch", "squeue", "scancel", "srun"):
             self.tell(name, "")
 
     def tell(self, name: str, script: str) -> None:
-        program = self._place / name
+        program = self._directory / name
         program.write_text(f'#!/bin/sh\necho {name} "$@" >> {self.calls}\n{script}\n')
         program.chmod(0o755)
 
-    def called(self, name: str) -> list[str]:
+    def calls_of(self, name: str) -> list[str]:
         return [line for line in self.calls.read_text().splitlines() if line.startswith(name)]
 
 
@@ -362,26 +364,26 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def test_a_job_is_submitted_once(commands: Commands) -> None:
-    """The answer of the first sbatch was lost; squeue lists the job."""
+    """The first sbatch call times out, but squeue lists the job."""
     jobs = SlurmJobs()
     commands.tell("sbatch", "echo 'sbatch: error: Socket timed out on send/recv' >&2; exit 1")
     with pytest.raises(Unavailable, match=r"Slurm cannot be reached: .*Socket timed out"):
         jobs.submit("name-1", "script")
     commands.tell("squeue", "echo '12|PENDING|Priority|name-1'")
     jobs.submit("name-1", "script")
-    assert len(commands.called("sbatch")) == 1
+    assert len(commands.calls_of("sbatch")) == 1
     assert jobs.get_state("name-1") == ListedJob(12, "PENDING", "Priority")
     jobs.stop("name-1")
-    assert commands.called("scancel") == ["scancel 12"]
+    assert commands.calls_of("scancel") == ["scancel 12"]
     commands.tell("squeue", "echo '12|COMPLETING|None|name-1'")
     jobs.stop("name-1")
     commands.tell("squeue", "echo '12|CANCELLED|None|name-1'")
     jobs.stop("name-1")
-    assert len(commands.called("scancel")) == 1
+    assert len(commands.calls_of("scancel")) == 1
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("script", "message"),
     [
         ("echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1", "Unable to contact"),
         ("echo what is this", "squeue said 'what is this'"),
@@ -389,10 +391,10 @@ def test_a_job_is_submitted_once(commands: Commands) -> None:
     ],
 )
 def test_a_squeue_that_fails_says_nothing_of_jobs(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch, said: str, message: str
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
     monkeypatch.setattr(slurm_jobs, "_TIMEOUT_SECONDS", 0.5)
-    commands.tell("squeue", said)
+    commands.tell("squeue", script)
     with pytest.raises(Unavailable, match=message):
         SlurmJobs().get_state("name-1")
 
@@ -418,14 +420,14 @@ def test_a_refused_job_is_not_submitted_again(commands: Commands) -> None:
     ],
 )
 def test_the_program_refuses(tmp_path: Path, options: list[str], message: str) -> None:
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "distill_server", "--runs", str(tmp_path), *options],
         capture_output=True,
         text=True,
         env={**os.environ, "PATH": str(tmp_path)},
     )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(f"error: {message}"), ended.stderr
+    assert process.returncode == 2
+    assert process.stderr.startswith(f"error: {message}"), process.stderr
 
 
 def test_engines_on_gpus_of_their_own_are_refused() -> None:
@@ -434,6 +436,6 @@ def test_engines_on_gpus_of_their_own_are_refused() -> None:
 
     values = job_config().model_dump() | {"rollouts": {"engine": "hf", "gpus": 1, "lag": 1}}
     job = OnPolicyJob.model_validate(values)
-    with pytest.raises(InvalidInput, match="places no rollout engines") as raised:
+    with pytest.raises(InvalidInput, match="places no rollout engines") as exc_info:
         Machine(gpus=("0", "1"), cpus=8, places_engines=False).require_room(job)
-    assert raised.value.field == "rollouts.gpus"
+    assert exc_info.value.field == "rollouts.gpus"

@@ -1,4 +1,4 @@
-"""What an attempt's processes use, compared with psutil; GPUs as nvidia-smi prints them."""
+"""Resource usage of an attempt's processes, compared with psutil; GPUs from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from distill_server.runners.local.process import MARK, boot_id, consumption, identity_of, write_json
 from distill_server.runners.local.usage import Gpu, all_gpus, usage_of
 
-# Works for a while, has a child that ended, and then stops itself, so that all numbers stay.
+# Uses CPU, has a child that ended, and then stops itself, so that all numbers stay constant.
 BUSY = (
     "import os, signal, subprocess, sys, time\n"
     "subprocess.run([sys.executable, '-S', '-c', 'sum(range(3_000_000))'])\n"
@@ -24,7 +24,7 @@ BUSY = (
     "block = b'x' * (30 << 20)\n"
     "os.kill(os.getpid(), signal.SIGSTOP)\n"
 )
-TOLD = """\
+NVIDIA_SMI_OUTPUT = """\
 0, GPU-5f2b1c7e-0000-1111-2222-333344445555, NVIDIA H100 80GB HBM3, 87, 62210, 81559
 1, GPU-9a8b7c6d-0000-1111-2222-333344445555, NVIDIA H100 80GB HBM3, [N/A], [N/A], 81559
 3, GPU-1a2b3c4d-0000-1111-2222-333344445555, NVIDIA H100 80GB HBM3, 0, 0, 81559
@@ -32,7 +32,7 @@ TOLD = """\
 
 
 @pytest.fixture
-def stopped() -> Iterator[subprocess.Popen[bytes]]:
+def stopped_process() -> Iterator[subprocess.Popen[bytes]]:
     environment = {**os.environ, MARK: "a-mark", "CUDA_VISIBLE_DEVICES": "3,GPU-9a8b"}
     process = subprocess.Popen([sys.executable, "-S", "-c", BUSY], env=environment)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -45,46 +45,46 @@ def stopped() -> Iterator[subprocess.Popen[bytes]]:
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{TOLD}END\n")
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{NVIDIA_SMI_OUTPUT}END\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     return program
 
 
 def write_card(directory: Path, pid: int, boot: str = "") -> None:
-    who = identity_of(pid)
-    assert who is not None
-    card = {"boot_id": boot or boot_id(), "pid": pid, "start_time": who.start_time}
+    identity = identity_of(pid)
+    assert identity is not None
+    card = {"boot_id": boot or boot_id(), "pid": pid, "start_time": identity.start_time}
     write_json(directory / "shim.json", {**card, "mark": "a-mark"})
 
 
-def test_time_and_memory_of_a_process(stopped: subprocess.Popen[bytes]) -> None:
-    who = identity_of(stopped.pid)
-    assert who is not None
-    found = consumption(who)
-    assert found is not None
-    process = psutil.Process(stopped.pid)
+def test_time_and_memory_of_a_process(stopped_process: subprocess.Popen[bytes]) -> None:
+    identity = identity_of(stopped_process.pid)
+    assert identity is not None
+    consumed = consumption(identity)
+    assert consumed is not None
+    process = psutil.Process(stopped_process.pid)
     times = process.cpu_times()
-    whole = times.user + times.system + times.children_user + times.children_system
+    cpu_seconds = times.user + times.system + times.children_user + times.children_system
     # The kernel counts pages in batches: its files differ by less than a MiB a processor.
     rss = pytest.approx(process.memory_info().rss, abs=2 << 20)
-    assert found == (pytest.approx(whole, abs=0.02), rss)
+    assert consumed == (pytest.approx(cpu_seconds, abs=0.02), rss)
     assert times.children_user > 0
-    stopped.send_signal(signal.SIGKILL)
-    stopped.wait()
-    assert consumption(who) is None
+    stopped_process.send_signal(signal.SIGKILL)
+    stopped_process.wait()
+    assert consumption(identity) is None
 
 
 def test_an_attempt_with_its_gpus(
-    stopped: subprocess.Popen[bytes], smi: Path, tmp_path: Path
+    stopped_process: subprocess.Popen[bytes], smi: Path, tmp_path: Path
 ) -> None:
     assert usage_of(tmp_path) is None
-    write_card(tmp_path, stopped.pid)
+    write_card(tmp_path, stopped_process.pid)
     usage = usage_of(tmp_path)
     assert usage is not None
     assert usage.processes == 1
     assert usage.memory_bytes > 30 << 20
-    # Of three, those that $CUDA_VISIBLE_DEVICES lists by index and by the start of a UUID.
+    # The two of three that $CUDA_VISIBLE_DEVICES lists, by index and by UUID prefix.
     assert [asdict(gpu) for gpu in usage.gpus] == [
         {
             "index": 1,
@@ -103,7 +103,7 @@ def test_an_attempt_with_its_gpus(
             "memory_total": 81559 << 20,
         },
     ]
-    write_card(tmp_path, stopped.pid, boot="of another machine")
+    write_card(tmp_path, stopped_process.pid, boot="of another machine")
     assert usage_of(tmp_path) is None
 
 

@@ -1,4 +1,4 @@
-"""Teachers that a real server runs: real processes of the fake engine, for scripted trainers."""
+"""Teachers that a real server starts: processes of the fake engine, for scripted trainers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from tests.distill_server.conftest import Server, eventually, job_config
 MakeServer = Callable[..., Server]
 
 
-def taught(words: str, model: str = "vocab=50", **changes: Any) -> OnPolicyJob:
+def make_taught_job(words: str, model: str = "vocab=50", **changes: Any) -> OnPolicyJob:
     teacher = OnPolicyTeacher(model=model, engine="fake", gpus=changes.pop("teacher_gpus", None))
     change = {"teacher": teacher, "max_steps": changes.pop("max_steps", 5)}
     values = {**job_config(words).model_dump(), **changes}
     return OnPolicyJob.model_validate(values).model_copy(update=change)
 
 
-def only(client: DistillClient) -> StartedTeacher:
+def only_teacher(client: DistillClient) -> StartedTeacher:
     (teacher,) = client.teachers()
     return teacher
 
 
-def running(client: DistillClient, job: JobHandle, step: int = 1) -> None:
+def wait_until_running(client: DistillClient, job: JobHandle, step: int = 1) -> None:
     eventually(lambda: client.get(job.id).step >= step)
 
 
@@ -54,7 +54,7 @@ def test_two_jobs_share_one_and_it_goes_after_the_last(
 ) -> None:
     server = make_server(slots=2, linger=0.5)
     with DistillClient(server.address) as client:
-        jobs = [client.submit(taught(f"{n} pause=0.3")) for n in "ab"]
+        jobs = [client.submit(make_taught_job(f"{n} pause=0.3")) for n in "ab"]
         phases = {event.phase for job in jobs for event in job.watch() if event.phase}
         assert any(phase.startswith("WAITING teacher.model: it loads since") for phase in phases)
         addresses = [
@@ -68,23 +68,23 @@ def test_two_jobs_share_one_and_it_goes_after_the_last(
         assert list((server.runs / ".teachers").iterdir()) == []
         assert main(["--server", server.address, "teacher", "ls"]) == 0
         assert "the server runs no teacher" in capsys.readouterr().err
-        third = client.submit(taught("c"))
-        assert third.wait(60).state is JobState.SUCCEEDED, "it is started again"
-        assert only(client).attempt == 1
+        later_job = client.submit(make_taught_job("c"))
+        assert later_job.wait(60).state is JobState.SUCCEEDED, "it is started again"
+        assert only_teacher(client).attempt == 1
 
 
 @pytest.mark.slow
 def test_a_teacher_that_is_there_costs_the_server_nothing(make_server: MakeServer) -> None:
     server = make_server()
     with DistillClient(server.address) as client:
-        assert client.submit(taught("x")).wait(60).state is JobState.SUCCEEDED
-        assert only(client).state == "READY"
+        assert client.submit(make_taught_job("x")).wait(60).state is JobState.SUCCEEDED
+        assert only_teacher(client).state == "READY"
         assert server.process
         process = psutil.Process(server.process.pid)
-        before = sum(process.cpu_times()[:2])
+        seconds_before = sum(process.cpu_times()[:2])
         time.sleep(4)
-        assert only(client).state == "READY"
-        assert sum(process.cpu_times()[:2]) - before < 0.8, "a fifth of a core, at any load"
+        assert only_teacher(client).state == "READY"
+        assert sum(process.cpu_times()[:2]) - seconds_before < 0.8, "a fifth of a core, at any load"
 
 
 @pytest.mark.slow
@@ -93,29 +93,43 @@ def test_what_is_listed_answers(
 ) -> None:
     server = make_server()
     with DistillClient(server.address) as client:
-        job = client.submit(taught("pause=0.2", max_steps=1000))
-        running(client, job)
-        found = only(client)
-        assert (found.state, found.engine, found.jobs) == ("READY", "fake", (job.id,))
-        with TeacherClient(found.address) as teacher:
+        job = client.submit(make_taught_job("pause=0.2", max_steps=1000))
+        wait_until_running(client, job)
+        started_teacher = only_teacher(client)
+        assert (started_teacher.state, started_teacher.engine, started_teacher.jobs) == (
+            "READY",
+            "fake",
+            (job.id,),
+        )
+        with TeacherClient(started_teacher.address) as teacher:
             assert teacher.info().vocab_size == 50
-            assert only(client).active_streams == 0
+            assert only_teacher(client).active_streams == 0
             list(teacher.score([ScoreQuery(np.array([1, 2, 3], np.int32), start=1, top_k=4)]))
-            assert only(client).active_streams == 1, "it stays open"
+            assert only_teacher(client).active_streams == 1, "it stays open"
         assert main(["--server", server.address, "teacher", "ls"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].split()[:5] == ["KEY", "STATE", "MODEL", "ENGINE", "ADDRESS"]
-        assert lines[1].split()[:5] == [found.key, "READY", "vocab=50", "fake", found.address]
+        assert lines[1].split()[:5] == [
+            started_teacher.key,
+            "READY",
+            "vocab=50",
+            "fake",
+            started_teacher.address,
+        ]
         client.cancel(job.id, now=True)
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_job(server: Server, client: DistillClient) -> None:
-    job = client.submit(taught("x", model="nonsense"))
-    ended = job.wait(60)
-    assert ended.state is JobState.FAILED
-    assert ended.reason.startswith("teacher.model: its teacher cannot be started: --model: 'nonse")
-    again = job.resume().wait(60)
-    assert (again.state, again.attempt) == (JobState.FAILED, 2), "it was tried once more"
+    job = client.submit(make_taught_job("x", model="nonsense"))
+    failed_job = job.wait(60)
+    assert failed_job.state is JobState.FAILED
+    assert failed_job.reason.startswith(
+        "teacher.model: its teacher cannot be started: --model: 'nonse"
+    )
+    resumed_job = job.resume().wait(60)
+    assert (resumed_job.state, resumed_job.attempt) == (JobState.FAILED, 2), (
+        "it was tried once more"
+    )
     eventually(lambda: not client.teachers())
 
 
@@ -123,38 +137,43 @@ def test_a_model_that_cannot_be_loaded_fails_the_job(server: Server, client: Dis
 def test_a_killed_teacher_comes_back_where_it_was(make_server: MakeServer, victim: str) -> None:
     server = make_server(slots=2)
     with DistillClient(server.address) as client:
-        job = client.submit(taught("pause=0.2", max_steps=1000))
-        running(client, job)
-        first = only(client)
-        process = process_of(server, first)
+        job = client.submit(make_taught_job("pause=0.2", max_steps=1000))
+        wait_until_running(client, job)
+        first_teacher = only_teacher(client)
+        process = process_of(server, first_teacher)
         os.kill(process.pid if victim == "teacher" else process.ppid(), signal.SIGKILL)
-        eventually(lambda: only(client).attempt == 2 and only(client).state == "READY")
-        assert only(client).address == first.address
+        eventually(
+            lambda: only_teacher(client).attempt == 2 and only_teacher(client).state == "READY"
+        )
+        assert only_teacher(client).address == first_teacher.address
         assert identity_of(process.pid) is None
         assert client.get(job.id).attempt == 1
-        other = client.submit(taught("other"))
-        assert other.wait(60).state is JobState.SUCCEEDED
+        other_job = client.submit(make_taught_job("other"))
+        assert other_job.wait(60).state is JobState.SUCCEEDED
         client.cancel(job.id, now=True)
 
 
 def test_the_next_server_finds_it(make_server: MakeServer) -> None:
     server = make_server(linger=0.5)
     with DistillClient(server.address) as client:
-        job = client.submit(taught("pause=0.2", max_steps=1000))
-        running(client, job)
-        first = only(client)
-        pid = process_of(server, first).pid
+        job = client.submit(make_taught_job("pause=0.2", max_steps=1000))
+        wait_until_running(client, job)
+        first_teacher = only_teacher(client)
+        pid = process_of(server, first_teacher).pid
         server.kill()
         server.start()
-        running(client, job, step=client.get(job.id).step + 2)
-        eventually(lambda: only(client).state == "READY")
-        assert (only(client).attempt, only(client).jobs) == (1, (job.id,))
-        assert process_of(server, only(client)).pid == pid
+        wait_until_running(client, job, step=client.get(job.id).step + 2)
+        eventually(lambda: only_teacher(client).state == "READY")
+        assert (only_teacher(client).attempt, only_teacher(client).jobs) == (1, (job.id,))
+        assert process_of(server, only_teacher(client)).pid == pid
         server.kill()
         os.kill(pid, signal.SIGKILL)
         server.start()
-        eventually(lambda: client.teachers() and only(client).state == "READY")
-        assert (only(client).attempt, only(client).address) == (2, first.address)
+        eventually(lambda: client.teachers() and only_teacher(client).state == "READY")
+        assert (only_teacher(client).attempt, only_teacher(client).address) == (
+            2,
+            first_teacher.address,
+        )
         client.cancel(job.id, now=True)
         eventually(lambda: not client.teachers())
 
@@ -162,7 +181,7 @@ def test_the_next_server_finds_it(make_server: MakeServer) -> None:
 def test_a_server_killed_while_it_loads(make_server: MakeServer) -> None:
     server = make_server()
     with DistillClient(server.address) as client:
-        job = client.submit(taught("x"))
+        job = client.submit(make_taught_job("x"))
         eventually(lambda: client.teachers())
         server.kill()
         server.start()
@@ -171,48 +190,54 @@ def test_a_server_killed_while_it_loads(make_server: MakeServer) -> None:
 
 
 def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> None:
-    """Two GPUs: each job needs one, and one for its teacher; the second takes the first's place."""
+    """Two GPUs: each job needs one, and one for its teacher; the second job waits for the first."""
     server = make_server(slots=2, gpus=2)
     with DistillClient(server.address) as client:
         with pytest.raises(InvalidInput, match="its teacher 1 more, the server has 2"):
-            client.submit(taught("x", teacher_gpus=1, resources={"gpus": 2}))
-        one = client.submit(taught("1 tells_gpus=1 pause=0.2", "vocab=50", teacher_gpus=1))
-        two = client.submit(taught("2 tells_gpus=1", "vocab=60", teacher_gpus=1))
-        running(client, one)
-        teacher = process_of(server, only(client)).environ()["CUDA_VISIBLE_DEVICES"]
-        told = b"".join(client.logs(one.id)).splitlines()[0].decode()
-        assert {teacher, told.removeprefix("GPUs: ")} == {"0", "1"}
-        assert two.refresh().state is JobState.QUEUED
-        assert two.wait(60).state is JobState.SUCCEEDED
-        assert one.refresh().ended_at <= two.refresh().started_at
+            client.submit(make_taught_job("x", teacher_gpus=1, resources={"gpus": 2}))
+        first_job = client.submit(
+            make_taught_job("1 tells_gpus=1 pause=0.2", "vocab=50", teacher_gpus=1)
+        )
+        second_job = client.submit(make_taught_job("2 tells_gpus=1", "vocab=60", teacher_gpus=1))
+        wait_until_running(client, first_job)
+        teacher_gpu = process_of(server, only_teacher(client)).environ()["CUDA_VISIBLE_DEVICES"]
+        gpu_line = b"".join(client.logs(first_job.id)).splitlines()[0].decode()
+        assert {teacher_gpu, gpu_line.removeprefix("GPUs: ")} == {"0", "1"}
+        assert second_job.refresh().state is JobState.QUEUED
+        assert second_job.wait(60).state is JobState.SUCCEEDED
+        assert first_job.refresh().ended_at <= second_job.refresh().started_at
 
 
 @pytest.mark.slow
 def test_a_job_whose_teacher_loads_keeps_its_turn(make_server: MakeServer) -> None:
-    """One slot, which the job behind it does not take; an idle teacher makes room for the next."""
+    """One slot: a later job does not take it; an idle teacher makes room for the next."""
     server = make_server(slots=1)
     with DistillClient(server.address) as client:
-        jobs = [client.submit(taught("1")), client.submit(job_config("2"))]
-        jobs += [client.submit(taught("3", "vocab=60"))]
-        ended = [job.wait(60) for job in jobs]
-        assert {job.state for job in ended} == {JobState.SUCCEEDED}
-        assert sorted(job.started_at for job in ended) == [job.started_at for job in ended]
-        assert only(client).model == "vocab=60"
+        jobs = [client.submit(make_taught_job("1")), client.submit(job_config("2"))]
+        jobs += [client.submit(make_taught_job("3", "vocab=60"))]
+        final_jobs = [job.wait(60) for job in jobs]
+        assert {job.state for job in final_jobs} == {JobState.SUCCEEDED}
+        assert sorted(job.started_at for job in final_jobs) == [
+            job.started_at for job in final_jobs
+        ]
+        assert only_teacher(client).model == "vocab=60"
 
 
 @pytest.mark.slow
 def test_a_teacher_of_the_output_of_a_job(make_server: MakeServer) -> None:
     server = make_server(slots=2)
     with DistillClient(server.address) as client:
-        first, second = client.submit_all([job_config("warm"), taught("x", "@warm/export")])
-        assert first.wait(60).state is JobState.SUCCEEDED
-        told = second.wait(60)
-        assert told.state is JobState.FAILED, "the fake engine reads no directory"
-        assert f"'{server.runs / first.id / 'export'}' is not a setting" in told.reason
+        first_job, second_job = client.submit_all(
+            [job_config("warm"), make_taught_job("x", "@warm/export")]
+        )
+        assert first_job.wait(60).state is JobState.SUCCEEDED
+        failed_job = second_job.wait(60)
+        assert failed_job.state is JobState.FAILED, "the fake engine reads no directory"
+        assert f"'{server.runs / first_job.id / 'export'}' is not a setting" in failed_job.reason
 
 
 def test_machines_without_teachers_or_room() -> None:
-    job = taught("x", teacher_gpus=1)
+    job = make_taught_job("x", teacher_gpus=1)
     with pytest.raises(InvalidInput, match="a server with --ray or --slurm starts no teachers"):
         Machine(has_teachers=False).require_room(job)
     machine = Machine(slots=2, gpus=("0", "1"))
@@ -231,60 +256,60 @@ def test_a_token_of_the_server_is_the_teachers(
     server = make_server()
     monkeypatch.delenv("DISTILL_TEACHER_TOKEN")
     with DistillClient(server.address) as client:
-        job = client.submit(taught("pause=0.2", max_steps=1000))
-        running(client, job)
-        found = only(client)
-        tokens = server.runs / ".teachers" / found.key / "tokens"
+        job = client.submit(make_taught_job("pause=0.2", max_steps=1000))
+        wait_until_running(client, job)
+        started_teacher = only_teacher(client)
+        tokens = server.runs / ".teachers" / started_teacher.key / "tokens"
         assert tokens.stat().st_mode & 0o777 == 0o600
         from protos.errors import Unauthenticated
 
-        with TeacherClient(found.address) as teacher, pytest.raises(Unauthenticated):
+        with TeacherClient(started_teacher.address) as teacher, pytest.raises(Unauthenticated):
             teacher.info()
         monkeypatch.setenv("DISTILL_TEACHER_TOKEN", token)
-        with TeacherClient(found.address) as teacher:
+        with TeacherClient(started_teacher.address) as teacher:
             assert teacher.info().vocab_size == 50
-        assert token not in " ".join(process_of(server, found).cmdline())
+        assert token not in " ".join(process_of(server, started_teacher).cmdline())
         client.cancel(job.id, now=True)
 
 
 def test_one_that_a_person_starts_stays_until_a_person_stops_it(
     make_server: MakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It outlives its jobs, the server and its own death; a job shares it."""
+    """The teacher outlives its jobs and the server and is restarted after a kill; jobs share it."""
     server = make_server(slots=2, linger=0.2)
     command = ["--server", server.address, "--json", "teacher"]
     assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["state"], told["kept"], told["jobs"]) == ("READY", True, [])
+    record = json.loads(capsys.readouterr().out)
+    assert (record["state"], record["kept"], record["jobs"]) == ("READY", True, [])
     with DistillClient(server.address) as client:
-        job = client.submit(taught("x"))
+        job = client.submit(make_taught_job("x"))
         assert job.wait(60).state is JobState.SUCCEEDED
-        assert only(client).key == told["key"], "the job used it"
-        assert only(client).attempt == 1
-        pid = process_of(server, only(client)).pid
+        assert only_teacher(client).key == record["key"], "the job used it"
+        assert only_teacher(client).attempt == 1
+        pid = process_of(server, only_teacher(client)).pid
         server.kill()
         server.start()
-        eventually(lambda: client.teachers() and only(client).state == "READY")
-        assert process_of(server, only(client)).pid == pid
+        eventually(lambda: client.teachers() and only_teacher(client).state == "READY")
+        assert process_of(server, only_teacher(client)).pid == pid
         server.kill()
         os.kill(pid, signal.SIGKILL)
         server.start()
-        eventually(lambda: client.teachers() and only(client).state == "READY")
-        assert (only(client).attempt, only(client).kept) == (2, True)
+        eventually(lambda: client.teachers() and only_teacher(client).state == "READY")
+        assert (only_teacher(client).attempt, only_teacher(client).kept) == (2, True)
         assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0, "it is there"
         assert json.loads(capsys.readouterr().out)["attempt"] == 2
 
-        user = client.submit(taught("pause=0.2", max_steps=1000))
-        running(client, user)
-        assert main([*command, "down", told["key"][:6]]) == 0
-        assert f"it ends after its jobs: {user.id}" in capsys.readouterr().err
-        running(client, user, step=client.get(user.id).step + 2)
-        client.cancel(user.id, now=True)
+        user_job = client.submit(make_taught_job("pause=0.2", max_steps=1000))
+        wait_until_running(client, user_job)
+        assert main([*command, "down", record["key"][:6]]) == 0
+        assert f"it ends after its jobs: {user_job.id}" in capsys.readouterr().err
+        wait_until_running(client, user_job, step=client.get(user_job.id).step + 2)
+        client.cancel(user_job.id, now=True)
         eventually(lambda: not client.teachers())
         assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
-        assert main([*command, "down", told["key"]]) == 0
+        assert main([*command, "down", record["key"]]) == 0
         eventually(lambda: not client.teachers())
-        assert main([*command, "down", told["key"]]) == 3
+        assert main([*command, "down", record["key"]]) == 3
 
 
 @pytest.mark.slow
@@ -294,22 +319,22 @@ def test_one_that_cannot_be_started_for_a_person(
     server = make_server(slots=1)
     command = ["--server", server.address, "teacher"]
     assert main([*command, "up", "nonsense", "--engine", "fake"]) == 1
-    said = capsys.readouterr()
-    assert "it failed: teacher.model: its teacher cannot be started: --model: 'nonse" in said.err
-    key = said.out.split()[0]
-    # It holds no place, and stays in the list until somebody has read why.
+    output = capsys.readouterr()
+    assert "it failed: teacher.model: its teacher cannot be started: --model: 'nonse" in output.err
+    key = output.out.split()[0]
+    # A failed teacher takes no place and stays listed with its reason until it is removed.
     assert main([*command, "up", "vocab=50", "--engine", "fake"]) == 0
     assert main([*command, "up", "vocab=60", "--engine", "fake"]) == 6
-    refused = capsys.readouterr().err
-    assert "no room for it: it would wait for the end of another teacher" in refused
-    assert "until distill teacher down" in refused
+    refusal = capsys.readouterr().err
+    assert "no room for it: it would wait for the end of another teacher" in refusal
+    assert "until distill teacher down" in refusal
     assert main([*command, "up", "s3://bucket/model"]) == 2
     assert "teacher.model: is not read from an object storage" in capsys.readouterr().err
     assert main([*command, "down", key]) == 0
     with DistillClient(server.address) as client:
         eventually(lambda: len(client.teachers()) == 1)
-        assert only(client).model == "vocab=50"
-        client.stop_teacher(only(client).key)
+        assert only_teacher(client).model == "vocab=50"
+        client.stop_teacher(only_teacher(client).key)
         eventually(lambda: not client.teachers())
     assert main([*command, "up", "x", "--set", "gpus=-1"]) == 2
     assert main([*command, "up", "x", "--set", "nothing=1"]) == 2
