@@ -28,7 +28,7 @@ from distill_server.jobs.preflight import Preflight, accept_all
 from distill_server.jobs.progress import progress_changes
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import ACTIVE, Attempt, Change, JobStore
-from distill_server.jobs.verdict import AttemptDied, JobEnded, verdict_of
+from distill_server.jobs.verdict import DeadAttempt, JobEnded, verdict_of
 from distill_server.jobs.waiting import Waits, format_clock, format_given_up
 from distill_server.people.quotas import Quotas
 from distill_server.pipelines.linking import with_paths
@@ -238,7 +238,7 @@ class Scheduler:
             # `strerror`: users should not see the server's paths.
             cause = (isinstance(error, OSError) and error.strerror) or error
             self._requeue_after_crash(
-                job, AttemptDied(f"the trainer could not be started: {cause}", blameless=False)
+                job, DeadAttempt(f"the trainer could not be started: {cause}", blameless=False)
             )
         except DistillError as error:  # the output of another job does not exist any more
             self._end_job(job, JobEnded(JobState.FAILED, str(error)), job.step)
@@ -292,7 +292,7 @@ class Scheduler:
         match verdict_of(job.state, step, observation.status, observation.outcome):
             case JobEnded() as verdict:
                 self._end_job(job, verdict, step)
-            case AttemptDied() as verdict:
+            case DeadAttempt() as verdict:
                 self._requeue_after_crash(job, verdict, observation.log_end)
         self._forget_attempt(job)
 
@@ -329,7 +329,7 @@ class Scheduler:
         self.waits.end(job)
         failpoint("end-stored")
 
-    def _requeue_after_crash(self, job: Job, verdict: AttemptDied, log_end: str = "") -> None:
+    def _requeue_after_crash(self, job: Job, verdict: DeadAttempt, log_end: str = "") -> None:
         """Queue the job again, or fail it if it has no more retries or waited for too long."""
         job = self._store.job(job.id)
         if job.state is JobState.CANCELLING:

@@ -22,7 +22,7 @@ class JobEnded:
 
 
 @dataclass(frozen=True)
-class AttemptDied:
+class DeadAttempt:
     """The attempt ended without a result, so the job is a candidate for another attempt.
 
     `blameless`: the cause was not the job (a reboot, a preemption, an unreachable teacher), so the
@@ -37,7 +37,7 @@ class AttemptDied:
 
 def verdict_of(
     state: JobState, step: int, status: Status | None, outcome: Exited | Lost | CancelledInCluster
-) -> JobEnded | AttemptDied:
+) -> JobEnded | DeadAttempt:
     """Judge an ended attempt of a job in `state` by the trainer's last status and its exit.
 
     `step` appears in the reason only.
@@ -55,16 +55,16 @@ def verdict_of(
     if status is not None and verdict == "failed":
         if not is_infrastructure(status.error):
             return JobEnded(JobState.FAILED, reason or "the trainer gave no reason")
-        attempt_died = AttemptDied(reason, blameless=True, waits_for=_extract_field(reason))
+        attempt_died = DeadAttempt(reason, blameless=True, waits_for=_extract_field(reason))
     elif verdict == "cancelled" and not is_blameless_loss:
         # No user requested it: the machine is drained, or the attempt was preempted.
-        attempt_died = AttemptDied(reason or "the trainer was stopped by SIGTERM", blameless=True)
+        attempt_died = DeadAttempt(reason or "the trainer was stopped by SIGTERM", blameless=True)
     elif outcome == Exited(ExitCode.UNREACHABLE):
         # The trainer could not write its verdict, most likely because the disk is full.
         reason = "the trainer could not write its verdict; see its log"
-        attempt_died = AttemptDied(reason, blameless=True, waits_for="disk")
+        attempt_died = DeadAttempt(reason, blameless=True, waits_for="disk")
     else:
-        attempt_died = AttemptDied(
+        attempt_died = DeadAttempt(
             reason or _describe_end(outcome, step), blameless=is_blameless_loss
         )
     return (

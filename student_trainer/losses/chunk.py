@@ -3,7 +3,7 @@
 Let a loss be a function of the head log-probs l_i, the tail log-mass T, the token log-prob l_y and
 the log-probs of samples of the tail, which are treated like l_y. Let g_i, g_T and g_y be its
 derivatives, G their sum, and z = f(x) the logits divided by the temperature, where x are the
-products of hidden states and weight, and f is a `Curve`. Then
+products of hidden states and weight, and f is a `LogitCurve`. Then
 
     dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y:
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.losses import softmax_torch
-from student_trainer.losses.logit_map import Curve
+from student_trainer.losses.logit_map import LogitCurve
 from student_trainer.losses.rows import Rows, index_equal_ids
 
 _TRITON = importlib.util.find_spec("triton") is not None
@@ -41,7 +41,7 @@ class Chunk:
     head_ids: Tensor
     token_ids: Tensor
     sample_ids: Tensor | None
-    curve: Curve
+    curve: LogitCurve
     top: Tensor
     token_ahead: Tensor
     sample_ahead: Tensor
@@ -119,7 +119,7 @@ def make_chunk(
     head_ids: Tensor,
     token_ids: Tensor,
     sample_ids: Tensor | None,
-    curve: Curve,
+    curve: LogitCurve,
 ) -> Chunk:
     """Return the rows of softmax(curve(buffer)); overwrites `buffer`, products [n, V] of the head.
 

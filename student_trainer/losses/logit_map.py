@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Curve:
+class LogitCurve:
     """The function from products to logits divided by the temperature.
 
     z / width if `height` is None, otherwise height tanh(z / width).
@@ -58,11 +58,11 @@ class LogitMap:
     scale: float = 1.0
     cap: float | None = None
 
-    def curve(self, temperature: float) -> Curve:
+    def curve(self, temperature: float) -> LogitCurve:
         """Return the function from products to logits divided by `temperature`."""
         if self.cap is None:
-            return Curve(temperature / self.scale)
-        return Curve(self.cap / self.scale, self.cap / temperature)
+            return LogitCurve(temperature / self.scale)
+        return LogitCurve(self.cap / self.scale, self.cap / temperature)
 
     def narrow(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the rows of weight [V, H] and bias [V] that have logits, as views."""

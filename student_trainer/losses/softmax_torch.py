@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from student_trainer.losses.logit_map import Curve
+from student_trainer.losses.logit_map import LogitCurve
 
 # Used in place of -inf: exp(-1e4) is 0 even in float64, and -1e4 * 0 is 0 (-inf * 0 is NaN).
 _LOWEST_EXPONENT = -1e4
@@ -18,7 +18,7 @@ _LARGER_THAN_PRODUCTS = 1e30
 _BLOCK_BYTES = 4 << 20
 
 
-def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tensor]:
+def tail_statistics(logits: Tensor, curve: LogitCurve) -> tuple[Tensor, Tensor, Tensor]:
     """Return (m, S, D), each [n], of z = curve(logits); overwrites `logits`.
 
     m = max z (at least the lowest float), S = sum exp(z - m), D = sum (z - m) exp(z - m). `logits`
@@ -48,7 +48,7 @@ def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tenso
 
 
 def _subtract_top(
-    curve: Curve, block: Tensor, top: Tensor, spare: Tensor, flatness: Tensor | None = None
+    curve: LogitCurve, block: Tensor, top: Tensor, spare: Tensor, flatness: Tensor | None = None
 ) -> None:
     """Replace `block` by curve(block) - top, and `flatness` by the slopes over the steepest.
 
@@ -66,7 +66,9 @@ def _subtract_top(
     torch.add(offsets, block, alpha=curve.height, out=block).clamp_(min=_LOWEST_EXPONENT)
 
 
-def scaled_exp(logits: Tensor, top: Tensor, scale: Tensor, curve: Curve, out: Tensor) -> Tensor:
+def scaled_exp(
+    logits: Tensor, top: Tensor, scale: Tensor, curve: LogitCurve, out: Tensor
+) -> Tensor:
     """Write row i of `logits`, as `tail_statistics` left it, times scale[i] into `out`.
 
     `logits` [n, V]; `scale` [n]; `out` [n, V], may be `logits`, and is returned. `top` and `curve`

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from student_trainer.losses.logit_map import Curve
+from student_trainer.losses.logit_map import LogitCurve
 
 _BLOCK = 4096
 
 
-def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tensor]:
+def tail_statistics(logits: Tensor, curve: LogitCurve) -> tuple[Tensor, Tensor, Tensor]:
     """Return (m, S, D) of softmax_torch.tail_statistics in float32; only reads `logits` [n, V]."""
     rows, columns = logits.shape
     top, total, weighted = (
@@ -32,7 +32,9 @@ def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tenso
     return top, total, weighted
 
 
-def scaled_exp(logits: Tensor, top: Tensor, scale: Tensor, curve: Curve, out: Tensor) -> Tensor:
+def scaled_exp(
+    logits: Tensor, top: Tensor, scale: Tensor, curve: LogitCurve, out: Tensor
+) -> Tensor:
     """Write scale[:, None] * exp(z - top[:, None]) into `out`, and return it; z = curve(logits).
 
     With a cap, each entry is multiplied by the slope of the curve over its steepest one. `logits`
@@ -48,7 +50,7 @@ def scaled_exp(logits: Tensor, top: Tensor, scale: Tensor, curve: Curve, out: Te
     return out
 
 
-def _curve_arguments(curve: Curve) -> tuple[float, float]:
+def _curve_arguments(curve: LogitCurve) -> tuple[float, float]:
     return float(curve.width), float(curve.height or 0)
 
 

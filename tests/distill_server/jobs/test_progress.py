@@ -10,7 +10,7 @@ from clients.runs.directory import RunDirectory, Status
 from clients.runs.metrics_follower import MetricsTail, Point
 from distill_server.jobs.progress import progress_changes, status_of
 from distill_server.jobs.store import Change
-from distill_server.jobs.verdict import AttemptDied, JobEnded, verdict_of
+from distill_server.jobs.verdict import DeadAttempt, JobEnded, verdict_of
 from distill_server.runners.interface import Exited, Lost
 
 
@@ -132,24 +132,24 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
         (RUNNING, "succeeded", Exited(-11), JobEnded(JobState.SUCCEEDED)),
         (RUNNING, "failed", Exited(1), JobEnded(JobState.FAILED, "said so")),
         # Not requested: a preemption, or a machine that is drained.
-        (RUNNING, "cancelled", Exited(0), AttemptDied("said so", blameless=True)),
+        (RUNNING, "cancelled", Exited(0), DeadAttempt("said so", blameless=True)),
         (
             RUNNING,
             "running",
             Exited(-9),
-            AttemptDied("the trainer was killed by signal 9 at step 37", False),
+            DeadAttempt("the trainer was killed by signal 9 at step 37", False),
         ),
         (
             RUNNING,
             None,
             Exited(3),
-            AttemptDied("the trainer exited with code 3 without a verdict at step 37", False),
+            DeadAttempt("the trainer exited with code 3 without a verdict at step 37", False),
         ),
         (
             RUNNING,
             None,
             Lost(False),
-            AttemptDied("the trainer and its supervisor process disappeared at step 37", False),
+            DeadAttempt("the trainer and its supervisor process disappeared at step 37", False),
         ),
         (CANCELLING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED)),
         (CANCELLING, "failed", Exited(1), JobEnded(JobState.FAILED, "said so")),
@@ -174,21 +174,21 @@ def test_verdicts(
 
 def test_an_attempt_that_died_may_say_why() -> None:
     status = Status(1, "running", reason="another process of the trainer is lost: Read error")
-    assert verdict_of(RUNNING, 37, status, Exited(1)) == AttemptDied(status.reason, blameless=False)
+    assert verdict_of(RUNNING, 37, status, Exited(1)) == DeadAttempt(status.reason, blameless=False)
 
 
 @pytest.mark.parametrize("error", ["Unavailable", "Overloaded", "TimedOut"])
 def test_what_the_job_runs_on_is_not_its_fault(error: str) -> None:
     reason = "teachers.math-2: the teacher has not answered for 60 s; start it again"
     status = Status(1, "failed", reason=reason, error=error)
-    assert verdict_of(RUNNING, 37, status, Exited(4)) == AttemptDied(
+    assert verdict_of(RUNNING, 37, status, Exited(4)) == DeadAttempt(
         reason, True, "teachers.math-2"
     )
     assert verdict_of(CANCELLING, 37, status, Exited(4)) == JobEnded(
         JobState.CANCELLED, f"cancelled; {reason}"
     )
     plain = Status(1, "failed", reason="no answer: none", error=error)
-    assert verdict_of(RUNNING, 37, plain, Exited(4)) == AttemptDied(
+    assert verdict_of(RUNNING, 37, plain, Exited(4)) == DeadAttempt(
         "no answer: none", True, "a service that the job needs"
     )
 
@@ -196,7 +196,7 @@ def test_what_the_job_runs_on_is_not_its_fault(error: str) -> None:
 def test_a_shutdown_of_the_machine_costs_no_retry_and_cancels_nothing() -> None:
     rebooted = Lost(blameless=True)
     verdict = verdict_of(RUNNING, 37, Status(1, "cancelled"), rebooted)
-    assert isinstance(verdict, AttemptDied)
+    assert isinstance(verdict, DeadAttempt)
     assert verdict.blameless
     assert verdict_of(CANCELLING, 37, Status(1, "cancelled"), rebooted) == JobEnded(
         JobState.CANCELLED, "cancelled on request"

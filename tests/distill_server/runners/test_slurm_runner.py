@@ -14,7 +14,7 @@ import pytest
 from clients.jobs.job import JobState
 from clients.runs.directory import Control, RunDirectory, Status
 from clients.runs.fence import VARIABLE
-from distill_server.jobs.verdict import AttemptDied, JobEnded, verdict_of
+from distill_server.jobs.verdict import DeadAttempt, JobEnded, verdict_of
 from distill_server.runners.cluster import Cluster
 from distill_server.runners.interface import CancelledInCluster, Exited, Lost, Outcome, Running
 from distill_server.runners.local.process import claim, write_json
@@ -294,15 +294,15 @@ CANCELLED = Status(1, "cancelled", step=3)
             CancelledInCluster("why"),
             JobEnded(JobState.CANCELLED, "cancelled on request"),
         ),
-        (JobState.RUNNING, CANCELLED, Lost(True, "why"), AttemptDied("why", True)),
-        (JobState.RUNNING, None, Lost(False, "why"), AttemptDied("why", False)),
+        (JobState.RUNNING, CANCELLED, Lost(True, "why"), DeadAttempt("why", True)),
+        (JobState.RUNNING, None, Lost(False, "why"), DeadAttempt("why", False)),
     ],
 )
 def test_verdicts(
     state: JobState,
     status: Status | None,
     outcome: Lost | CancelledInCluster,
-    verdict: JobEnded | AttemptDied,
+    verdict: JobEnded | DeadAttempt,
 ) -> None:
     assert verdict_of(state, 3, status, outcome) == verdict
 

@@ -17,7 +17,7 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
-from student_trainer.losses.logit_map import Curve
+from student_trainer.losses.logit_map import LogitCurve
 from tests.student_trainer.losses.test_fused import (
     LOSSES,
     make_loss,
@@ -153,8 +153,8 @@ def test_a_cap_in_float32_keeps_its_slope_where_half_precision_loses_it() -> Non
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_a_scale_is_another_temperature(temperature: float) -> None:
-    assert LogitMap(scale=0.25).curve(temperature) == Curve(4 * temperature)
-    assert LogitMap(scale=2.0, cap=30.0).curve(temperature) == Curve(15.0, 30 / temperature)
+    assert LogitMap(scale=0.25).curve(temperature) == LogitCurve(4 * temperature)
+    assert LogitMap(scale=2.0, cap=30.0).curve(temperature) == LogitCurve(15.0, 30 / temperature)
 
 
 def test_extreme_products_give_finite_rows() -> None:

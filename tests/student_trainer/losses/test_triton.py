@@ -15,7 +15,7 @@ from student_trainer.losses import (
     fused_linear_rows,
     softmax_torch,
 )
-from student_trainer.losses.logit_map import Curve
+from student_trainer.losses.logit_map import LogitCurve
 from tests.student_trainer.losses.test_fused import LOSSES, make_loss, problem, samples_of
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -25,7 +25,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
-CURVES = [Curve(1.0), Curve(0.7), Curve(4.0, 9.0)]
+CURVES = [LogitCurve(1.0), LogitCurve(0.7), LogitCurve(4.0, 9.0)]
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=str)
@@ -78,7 +78,7 @@ def test_the_cap_of_the_kernel_is_tanh(width):
     """With full precision near 0 and where it saturates; chunks of one id per row."""
     size = torch.logspace(-6, 3, 500, device=DEVICE)
     products = torch.cat([-size, torch.zeros(1, device=DEVICE), size])[:, None]
-    top, _, _ = softmax_triton.tail_statistics(products, Curve(width, 30.0))
+    top, _, _ = softmax_triton.tail_statistics(products, LogitCurve(width, 30.0))
     exact = 30 * torch.tanh(products[:, 0].double() / width)
     torch.testing.assert_close(top.double(), exact, rtol=4e-7, atol=1e-12)
 
@@ -127,7 +127,7 @@ def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size)
     logits[torch.arange(20), tokens] = torch.linspace(8, 18, 20)
     logits = logits.bfloat16().to(DEVICE)
     head, tokens = logits.float().topk(size).indices, tokens.to(DEVICE)
-    logit_chunk = chunk.make_chunk(logits.float(), head, tokens, None, Curve(1.0))
+    logit_chunk = chunk.make_chunk(logits.float(), head, tokens, None, LogitCurve(1.0))
     row_gradients = dataclasses.replace(
         logit_chunk.rows.map(torch.zeros_like), token_logprobs=torch.full_like(logit_chunk.top, -1)
     )
@@ -151,7 +151,7 @@ def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size)
     tokens = torch.randint(3000, (20,), generator=generator).to(DEVICE)
     draw_ids = torch.randint(3000, (20, 64), generator=generator).to(DEVICE)
     draw_ids[:, 2:62], draw_ids[:, 62] = likely_ids.to(DEVICE)[:, None], tokens
-    logit_chunk = chunk.make_chunk(logits.float(), head, tokens, draw_ids, Curve(1.3))
+    logit_chunk = chunk.make_chunk(logits.float(), head, tokens, draw_ids, LogitCurve(1.3))
     weights = torch.linspace(0.5, 1.5, 64).expand(20, -1).to(DEVICE) / 64
     zero = logit_chunk.rows.map(torch.zeros_like)
     gradient = logit_chunk.gradient(
