@@ -89,7 +89,7 @@ class TaskEvaluation:
         """Sample this process's answers. If this process samples, call it in `student.gathered()`.
 
         Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards; the
-        `compute_moments` of the rewards; and the transcripts of the first 8 answers.
+        moments of the rewards (`compute_moments`); and the transcripts of the first 8 answers.
         """
         prompts = [prompt for _, prompt in self._prompts for _ in range(self._samples_per_prompt)]
         answers = self._sample_answers(prompts)
