@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.teacher.query import ScoreQuery
+from clients.teacher.query import ScoreQuery, row_key
 from protos.errors import InvalidInput
 
 TOKENS = np.array([5, 1, 4, 2], np.int32)
@@ -41,3 +41,34 @@ def test_the_documented_shapes_are_taken() -> None:
         TOKENS, 2, head_ids=np.zeros((2, 3), np.int32), draw_ids=np.zeros((2, 5), np.int32)
     )
     assert (query.rows, query.k, query.tail_draws) == (2, 3, 5)
+
+
+def test_a_cache_key_has_all_that_determines_the_rows() -> None:
+    """Rows of another temperature, seed, vocabulary or teacher must never be served."""
+    ids = np.arange(4, dtype=np.int32)
+    head = np.zeros((3, 2), np.int32)
+    draws = np.ones((3, 2), np.int32)
+    queries = {
+        "plain": ScoreQuery(ids, 1, top_k=2),
+        "tokens": ScoreQuery(ids[::-1].copy(), 1, top_k=2),
+        "length": ScoreQuery(ids[:3], 1, top_k=2),
+        "start": ScoreQuery(ids, 2, top_k=2),
+        "top_k": ScoreQuery(ids, 1, top_k=3),
+        "head_ids": ScoreQuery(ids, 1, head_ids=head),
+        "other head_ids": ScoreQuery(ids, 1, head_ids=head + 1),
+        "temperature": ScoreQuery(ids, 1, top_k=2, temperature=0.7),
+        "f32": ScoreQuery(ids, 1, top_k=2, f32=True),
+        "samples": ScoreQuery(ids, 1, top_k=2, tail_samples=4),
+        "number of samples": ScoreQuery(ids, 1, top_k=2, tail_samples=5),
+        "seed": ScoreQuery(ids, 1, top_k=2, tail_samples=4, seed=1),
+        "draw_ids": ScoreQuery(ids, 1, head_ids=head, draw_ids=draws),
+        "other draw_ids": ScoreQuery(ids, 1, head_ids=head, draw_ids=draws + 1),
+        "vocab_size": ScoreQuery(ids, 1, top_k=2, vocab_size=9),
+        "images": ScoreQuery(ids, 1, top_k=2, images=(b"a",)),
+        "other images": ScoreQuery(ids, 1, top_k=2, images=(b"b",)),
+    }
+    keys = {name: row_key("teacher", 0, query) for name, query in queries.items()}
+    keys["version"] = row_key("teacher", 1, queries["plain"])
+    keys["fingerprint"] = row_key("other", 0, queries["plain"])
+    assert len(set(keys.values())) == len(keys)
+    assert keys["plain"] == row_key("teacher", 0, ScoreQuery(ids.copy(), 1, top_k=2))
