@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
-from distill_server.jobs.verdict import AttemptDied, verdict_of
+from distill_server.jobs.verdict import DeadAttempt, verdict_of
 from distill_server.runners.interface import Exited
 from protos.errors import ExitCode
 from tests.end_to_end.forked_trainer import finish, trainer
@@ -48,6 +48,6 @@ def fill_and_free(run: RunDirectory, ballast: Path) -> None:
         assert "error: disk: no space left on device" in process.log
     for status in (run.read_status(), None):  # whether or not the status could be written
         verdict = verdict_of(JobState.RUNNING, 5, status, Exited(ExitCode.UNREACHABLE))
-        assert isinstance(verdict, AttemptDied)
+        assert isinstance(verdict, DeadAttempt)
         assert (verdict.blameless, verdict.waits_for) == (True, "disk")
     ballast.unlink()

@@ -11,7 +11,7 @@ import pytest
 
 from clients.jobs.job import JobState
 from clients.runs.directory import Control, RunDirectory
-from distill_server.jobs.verdict import AttemptDied, verdict_of
+from distill_server.jobs.verdict import DeadAttempt, verdict_of
 from distill_server.runners.interface import Exited
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import Forked, finish, trainer
@@ -111,7 +111,7 @@ def test_a_killed_process_costs_an_attempt_not_the_job(
         assert isinstance(process, Forked)
         code = process.wait_for_survivor(1 - rank)
     verdict = verdict_of(JobState.RUNNING, 5, run.read_status(), Exited(code))
-    assert isinstance(verdict, AttemptDied), verdict
+    assert isinstance(verdict, DeadAttempt), verdict
     assert not verdict.blameless
     assert "another process of the trainer is lost" in verdict.reason
     finish(run, 2)
