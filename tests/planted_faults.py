@@ -39,7 +39,7 @@ class Fault:
 LOSSES = ("tests/student_trainer/losses",)
 DATA = ("tests/student_trainer/data",)
 CHECKPOINTS = ("tests/student_trainer/checkpoints",)
-SERVER = ("tests/distill_server/jobs", "tests/distill_server/runners", "tests/distill_server")
+SERVER = ("tests/distill_server/runners/test_machine.py", "tests/distill_server")
 FAULTS = (
     Fault(
         "loss: the tail of the bucket is left out",
@@ -155,9 +155,9 @@ FAULTS = (
     ),
     Fault(
         "scheduler: one more job starts than there are slots",
-        "distill_server/start_order.py",
-        "free_slots = max(0, self._machine.slots - sum(share.slots for share in shares))",
-        "free_slots = 1 + max(0, self._machine.slots)",
+        "distill_server/runners/machine.py",
+        "if sum(share.slots for share in shares) >= self.slots:",
+        "if sum(share.slots for share in shares) > self.slots:",
         SERVER,
     ),
     Fault(

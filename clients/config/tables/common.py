@@ -333,13 +333,6 @@ class TrainingJob(Table):
         return self
 
     @model_validator(mode="after")
-    def _reaches_its_rate(self) -> Self:
-        if self.train.warmup_steps > self.max_steps:
-            remedy = f"is more than max_steps = {self.max_steps}; lower it"
-            raise refusal(self, "train.warmup_steps", remedy)
-        return self
-
-    @model_validator(mode="after")
     def _divides_plain_layers(self) -> Self:
         if self.train.tensor_parallel > 1 and self.student.lora is not None:
             remedy = "cannot divide adapters; leave it out, or remove the table student.lora"
