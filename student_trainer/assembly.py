@@ -52,6 +52,7 @@ from student_trainer.model.loading import (
     load_image_reader,
     load_model,
     load_tokenizer,
+    require_trainable,
     vocabulary,
 )
 from student_trainer.model.student import Student
@@ -245,6 +246,7 @@ def _prepare_method(
     """
     if config.train.tensor_parallel > 1:
         check_divisible(config.student, config.train.tensor_parallel)
+    require_trainable(config.student)
     text_config = load_config(config.student).get_text_config()
     refuse_indivisible_heads(text_config.to_dict(), config.train.context_parallel)
     max_length = getattr(text_config, "max_position_embeddings", None)

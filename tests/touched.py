@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 
 ROOT = Path(__file__).parents[1]
 CODE = ("benchmarks", "clients", "deploy", "distill_server", "protos", "student_trainer")
+CODE += ("teacher_service", "tests")
 SHARED = PurePath("tests")
 
 
@@ -23,11 +24,8 @@ def touched_folders(changed: Iterable[str]) -> list[str]:
     folders = set()
     for name in changed:
         path = PurePath(name)
-        if path.suffix not in (".py", ".toml", ".proto") or path.parts[0] not in (
-            *CODE,
-            "teacher_service",
-            "tests",
-        ):
+        is_code = path.parts[0] in CODE and len(path.parts) > 1
+        if not is_code or path.suffix == ".md" or path.is_relative_to("benchmarks/results"):
             continue
         folder = path.parent if path.parts[0] == "tests" else SHARED / path.parent
         while not (ROOT / folder).is_dir():

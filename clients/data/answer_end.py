@@ -49,6 +49,9 @@ def _find_template_end(tokenizer: Any) -> int | None:
     except (TemplateError, ValueError, TypeError):
         return eos
     after_answer = text.rpartition(_ANSWER)[2]
-    special_ids = set(tokenizer.all_special_ids)
+    # Llama 3's <|eom_id|> and Phi's <|end|> are special tokens that the tokenizer does not name.
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
+    special_ids = {token_id for token_id, token in added_tokens.items() if token.special}
+    special_ids |= set(tokenizer.all_special_ids)
     ids = tokenizer(after_answer, add_special_tokens=False)["input_ids"]
     return next((token_id for token_id in ids if token_id in special_ids), eos)

@@ -53,9 +53,12 @@ def answered_ids(
             field="data.messages_column",
             hint="put prompt and answer into two columns",
         )
-    answer_text = rendered.removeprefix(prompt)
-    require_answer_text(conversation.answer, answer_text, location)
-    answer = continuation_ids(tokenizer, answer_text)
+    # The prompt may already hold the beginning of the answer, such as <think>.
+    question = prompt_format.rendered(
+        tokenizer, conversation.unanswered(), location, add_answer_start=False
+    )
+    require_answer_text(conversation.answer, rendered.removeprefix(question), location)
+    answer = continuation_ids(tokenizer, rendered.removeprefix(prompt))
     with_end = _with_end(answer, answer_end(tokenizer), tokenizer.eos_token_id)
     return plain_ids(tokenizer, prompt), with_end
 

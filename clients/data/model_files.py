@@ -73,12 +73,20 @@ def refuse_quantised(path: Path, field: str) -> None:
     if entry is None and isinstance(text_config, dict):
         entry = text_config.get("quantization_config")
     if isinstance(entry, dict):
-        raise InvalidInput(
-            f"the weights of {path} are quantised ({entry.get('quant_method', 'unknown method')}),"
-            " and quantised weights are not trained",
-            field=field,
-            hint="give the directory of the model in bfloat16 or float32",
-        )
+        refuse_quantisation(str(path), entry, field)
+
+
+def refuse_quantisation(model: str, entry: Any, field: str) -> None:
+    """Raise InvalidInput that the weights of `model` are quantised.
+
+    `entry`: its `quantization_config`.
+    """
+    method = entry.get("quant_method", "unknown method") if isinstance(entry, dict) else entry
+    raise InvalidInput(
+        f"the weights of {model} are quantised ({method}), and quantised weights are not trained",
+        field=field,
+        hint="give the model in bfloat16 or float32",
+    )
 
 
 def refuse_missing_files(path: Path, field: str) -> None:

@@ -126,7 +126,7 @@ def _from_arrow(record: Mapping[str, Any], float32_columns: Set[str]) -> dict[st
 
     return {
         column: float(str(float32(value)))
-        if column in float32_columns and value is not None
+        if column in float32_columns and isinstance(value, float)
         else _without_nulls(value)
         for column, value in record.items()
     }

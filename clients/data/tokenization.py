@@ -18,15 +18,10 @@ def tokens_of(tokenizer: Any) -> list[str]:
 def answer_text(tokenizer: Any, ids: Sequence[int], *, has_end: bool) -> str:
     """Return the text of an answer as the model wrote it; rewards, metrics and samples use it.
 
-    Only its end token is left out, which is the last one if `has_end`. Tags that are special
-    tokens, such as <think>, stay, and no spaces are cleaned up.
+    Only its end token is left out: the last one, if `has_end`. Tags that are special tokens, such
+    as <think>, stay, and no spaces are cleaned up.
     """
-    if (
-        has_end
-        and len(ids)
-        and int(ids[-1]) in {*tokenizer.all_special_ids, tokenizer.eos_token_id}
-    ):
-        ids = ids[:-1]
+    ids = ids[:-1] if has_end else ids
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

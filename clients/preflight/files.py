@@ -119,8 +119,10 @@ def check_student(student: StudentConfig | EvaluatedModel) -> None:
     """
     path = Path(student.model)
     if path.is_dir():
-        for check in (refuse_adapter, refuse_code, refuse_missing_files, refuse_quantised):
+        for check in (refuse_adapter, refuse_code, refuse_missing_files):
             check(path, "student.model")
+        if isinstance(student, StudentConfig):
+            refuse_quantised(path, "student.model")
     if path.is_dir() and not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
         missing = "*.safetensors" if (path / "config.json").is_file() else "config.json"
         raise InvalidInput(

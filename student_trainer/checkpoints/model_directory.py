@@ -97,8 +97,8 @@ def save_configuration(path: Path, model: Any, dtype: torch.dtype, tokenizer: An
     if model.can_generate():
         generation_config = copy.deepcopy(model.generation_config)
         ends = end_ids(model, tokenizer)
-        if len(ends) > 1:
-            generation_config.eos_token_id = ends
+        if ends:
+            generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
         generation_config.save_pretrained(path)
     if hasattr(model, "image_processor"):  # see model/loading.py
         model.image_processor.save_pretrained(path)

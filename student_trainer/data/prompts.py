@@ -95,12 +95,15 @@ class ModelIds:
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, count: int) -> ModelIds:
         """Return the ids of a model with `count` embeddings."""
-        vocabulary = tokenizer.get_vocab() if len(tokenizer) > count else {}
+        vocabulary = tokenizer.get_vocab()
         return cls(count, {i: token for token, i in vocabulary.items() if i >= count})
 
     def may_lack(self, record: PromptRecord) -> bool:
         """Return whether the texts of a record name a token that the model does not have."""
-        texts = [record.answer, *(str(m.get("content")) for m in record.conversation.messages)]
+        if not self.extra_tokens:
+            return False
+        conversation = record.conversation
+        texts = [record.answer, *map(str, conversation.messages), str(conversation.tools)]
         return any(token in text for token in self.extra_tokens.values() for text in texts)
 
     def require(self, ids: Sequence[int], where: str, field: str) -> None:

@@ -459,7 +459,7 @@ class Trainer:
                 f"{beyond[0] if beyond else 'a weight'} has a number beyond {limit:g}, the largest"
                 " of float16",
                 field="export.dtype",
-                hint='set export.dtype = "bfloat16" and resume the job',
+                hint='set export.dtype = "bfloat16" in a new job; the last checkpoint is float32',
             )
 
 

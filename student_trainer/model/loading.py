@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from clients.data.model_files import (
     refuse_code,
     refuse_missing_files,
     refuse_missing_weights,
-    refuse_quantised,
+    refuse_quantisation,
 )
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
@@ -35,6 +35,9 @@ from student_trainer.model.probes import uses_images
 from student_trainer.model.recomputation import recompute_activations
 
 log = logging.getLogger(__name__)
+
+Check = Callable[[Path, str], None]
+MODEL_CHECKS: Sequence[Check] = (refuse_adapter, refuse_code, refuse_missing_files)
 
 # Dtypes of safetensors whose values float32 holds exactly.
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -49,9 +52,17 @@ def load_config(student: StudentConfig) -> Any:
     return _load_pretrained(student, AutoConfig.from_pretrained)
 
 
+def require_trainable(student: StudentConfig) -> None:
+    """Raise InvalidInput if the student's weights are quantised: they cannot learn."""
+    config = load_config(student)
+    for part in (config, config.get_text_config()):
+        if entry := getattr(part, "quantization_config", None):
+            refuse_quantisation(student.model, entry, "student.model")
+
+
 def load_tokenizer(student: StudentConfig) -> Any:
     """Return the tokenizer of the student's model. Raises InvalidInput as `load_config` does."""
-    return _load_pretrained(student, AutoTokenizer.from_pretrained)
+    return _load_pretrained(student, AutoTokenizer.from_pretrained, checks=(refuse_code,))
 
 
 def load_image_reader(student: StudentConfig, field: str = "data.image_column") -> ImageReader:
@@ -248,14 +259,18 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-def _load_pretrained(student: StudentConfig, load: Any, **options: Any) -> Any:
+def _load_pretrained(
+    student: StudentConfig, load: Any, checks: Sequence[Check] = MODEL_CHECKS, **options: Any
+) -> Any:
     path = Path(student.model)
     if path.is_dir():
-        for check in (refuse_adapter, refuse_code, refuse_missing_files, refuse_quantised):
+        for check in checks:
             check(path, "student.model")
     revision = student.revision if not path.is_dir() else None
     try:
         return load(student.model, revision=revision, trust_remote_code=False, **options)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # a broken directory makes the libraries raise anything
         location_kind = "directory" if path.is_dir() else "directory or reachable hub id"
         raise InvalidInput(

@@ -15,6 +15,7 @@ from tests.touched import touched_folders
         (["tests/faults/proxy.py", "docs/faults.md", "README.md"], ["tests/faults"]),
         (["clients/data/records.py", "clients/__init__.py"], ["tests/clients"]),
         (["protos/teacher.proto", "benchmarks/results/loss.json"], ["tests/protos"]),
+        (["distill_server/dashboard/static/app.js"], ["tests/distill_server/dashboard"]),
         (["tests/conftest.py", "clients/data/records.py"], ["tests"]),
         (["Makefile", "mkdocs.yml"], []),
     ],

@@ -115,3 +115,14 @@ def test_an_answer_that_is_stripped_is_refused() -> None:
 def test_without_a_template_nothing_is_left_out() -> None:
     plain = PromptFormat(chat_template=False)
     assert not TemplateParts(plain, words_with(WITHOUT_SYSTEM)).has_new(SYSTEM)
+
+
+@pytest.mark.parametrize("content", ["<think>1</think>2", "<think></think>2"])
+def test_a_prompt_that_holds_the_start_of_the_answer(content: str) -> None:
+    """As Qwen3-Thinking's template, whose generation prompt ends with <think>."""
+    template = FULL.replace(
+        "{% if add_generation_prompt %}a{% endif %}",
+        "{% if add_generation_prompt %}a<think>{% endif %}",
+    )
+    thinking = talk(USER, {"role": "assistant", "content": content})
+    answered_ids(FORM, words_with(template), thinking, "row 7")

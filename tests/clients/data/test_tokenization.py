@@ -35,7 +35,7 @@ def words() -> Any:
         (["x", " ,", " y", " !", "</s>"], True, "x , y !"),
         (["<think>", "12", "</think>", "7", "</s>"], True, "<think>12</think>7"),
         (["7", "</think>"], False, "7</think>"),
-        (["7"], True, "7"),
+        (["12", "7"], True, "12"),  # an end of generation_config that the tokenizer does not name
         ([], False, ""),
     ],
 )

@@ -50,6 +50,8 @@ class Model:
     retries: int = 0
     # Its teacher was away and has not come back yet.
     waits: bool = False
+    # Its last attempt ended so; a server that starts anew asks for the teacher once more.
+    was_away: bool = False
 
 
 class Jobs(RuleBasedStateMachine):
@@ -143,7 +145,7 @@ class Jobs(RuleBasedStateMachine):
             self.history.resumed(job_id)
             self.server.control.resume(job_id, max_steps=0, from_step=0)
             job.state, job.attempt, job.retries = JobState.QUEUED, job.attempt + 1, 0
-            job.place, job.waits = next(self.places), False
+            job.place, job.waits, job.was_away = next(self.places), False, False
 
     @rule(away=st.booleans())
     def teacher_goes_or_returns(self, away: bool) -> None:
@@ -204,7 +206,7 @@ class Jobs(RuleBasedStateMachine):
         else:
             job.state, job.attempt = JobState.QUEUED, job.attempt + 1
             job.retries += costs
-            job.waits = verdict == "away"
+            job.waits = job.was_away = verdict == "away"
         self.start_queued()
 
     @precondition(lambda self: self.in_state(ACTIVE))
@@ -220,6 +222,8 @@ class Jobs(RuleBasedStateMachine):
     def server_dies_and_returns(self) -> None:
         self.server.close()
         self.server.start()
+        for job in self.in_state({JobState.QUEUED}).values():
+            job.waits = job.was_away
 
     @invariant()
     def everything_is_as_the_model_says(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from clients.config.tables.common import StudentConfig
 from clients.preflight.files import check_student
 from protos.errors import InvalidInput
-from student_trainer.model.loading import load_model
+from student_trainer.model.loading import load_model, require_trainable
 from teacher_service.models.files import model_directory
 from teacher_service.models.loading import load_model as load_teacher
 from tests.student_trainer import tiny
@@ -144,7 +144,7 @@ def test_an_adapter_alone(directory: Path) -> None:
 @pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "gptq"])
 def test_quantised_students_are_refused(directory: Path, method: str) -> None:
     change_config(directory, quantization_config={"quant_method": method})
-    for check in (check_student, load_model):
+    for check in (check_student, require_trainable):
         with pytest.raises(InvalidInput, match=rf"are quantised \({method}\)"):
             check(StudentConfig(model=str(directory)))
 
