@@ -14,7 +14,7 @@ from clients.data.answer_end import answer_end
 from clients.data.continuation import continuation_ids
 from clients.data.conversation import Conversation, require_question
 from clients.data.prompt_format import PromptFormat, plain_ids
-from clients.data.template_parts import require_answer_text
+from clients.data.template_parts import has_text, require_answer_text
 from protos.errors import InvalidInput
 
 
@@ -53,12 +53,14 @@ def answered_ids(
             field="data.messages_column",
             hint="put prompt and answer into two columns",
         )
-    # The prompt may already hold the beginning of the answer, such as <think>.
-    question = prompt_format.rendered(
-        tokenizer, conversation.unanswered(), location, add_answer_start=False
-    )
-    require_answer_text(conversation.answer, rendered.removeprefix(question), location)
-    answer = continuation_ids(tokenizer, rendered.removeprefix(prompt))
+    answer_text = rendered.removeprefix(prompt)
+    if not has_text(answer_text, conversation.answer):
+        # The prompt may already hold the beginning of the answer, such as <think>.
+        question = prompt_format.rendered(
+            tokenizer, conversation.unanswered(), location, add_answer_start=False
+        )
+        require_answer_text(conversation.answer, rendered.removeprefix(question), location)
+    answer = continuation_ids(tokenizer, answer_text)
     with_end = _with_end(answer, answer_end(tokenizer), tokenizer.eos_token_id)
     return plain_ids(tokenizer, prompt), with_end
 
@@ -80,7 +82,8 @@ def assistant_ids(
     is_answer = np.array(encoding["assistant_masks"], dtype=bool)
     end = answer_end(tokenizer)
     if end is not None:
-        is_end = np.isin(ids, [end, tokenizer.eos_token_id or end])
+        eos = tokenizer.eos_token_id
+        is_end = np.isin(ids, [end] if eos is None else [end, eos])
         is_answer[1:] |= is_answer[:-1] & is_end[1:] & ~is_end[:-1]
     length = int(np.flatnonzero(is_answer).max(initial=-1)) + 1
     ids, is_answer = ids[:length], is_answer[:length]

@@ -50,7 +50,6 @@ class TemplateParts:
         for name, marked in _marked_parts(conversation):
             if name in self._checked:
                 continue
-            self._checked.add(name)
             text = self._prompt_format.rendered(
                 self._tokenizer, marked, location, add_answer_start=not marked.is_answered
             )
@@ -61,6 +60,12 @@ class TemplateParts:
                     hint="use the tokenizer of a model whose template writes it, or remove it from"
                     " the data",
                 )
+            self._checked.add(name)
+
+
+def has_text(rendered: str, answer: str) -> bool:
+    """Return whether a rendered text has the text of an answer, apart from spaces."""
+    return "".join(answer.split()) in "".join(rendered.split())
 
 
 def require_answer_text(answer: str, rendered: str, location: str) -> None:
@@ -68,7 +73,7 @@ def require_answer_text(answer: str, rendered: str, location: str) -> None:
 
     Spaces and line breaks may differ: templates trim them.
     """
-    if "".join(answer.split()) not in "".join(rendered.split()):
+    if not has_text(rendered, answer):
         raise InvalidInput(
             f"the chat template leaves out a part of the answer of {location}",
             field="data.messages_column",

@@ -255,3 +255,16 @@ def test_earlier_answers_learn_their_end_too() -> None:
     ids, learned = assistant_ids(form, words, form.conversation({"m": TALK}, "row 1"), "row 1")
     assert words.decode(ids) == "U1+1=A2|U2+2=A4|"
     assert words.decode([one for one, mark in zip(ids, learned, strict=True) if mark]) == "2|4|"
+
+
+def test_an_end_token_with_the_id_0_ends_answers_too() -> None:
+    """Of a template that writes the tokenizer's own end after some answers."""
+    words = base_with_template(
+        MARKED.replace("<|end|>", "{% if loop.first or loop.last %}|{% else %}<|end|>{% endif %}")
+    )
+    assert words.eos_token_id == 0
+    form = PromptFormat(messages_column="m")
+    talk = form.conversation({"m": [*TALK, *TALK]}, "row 1")
+    ids, is_learned = assistant_ids(form, words, talk, "row 1")
+    learned = [token for token, mark in zip(ids, is_learned, strict=True) if mark]
+    assert words.decode(learned) == "2<|end|>4<|end|>2<|end|>4|"
