@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby, islice
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU, Triton interprets kernels in Python; it reads the variable at its import.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Folders whose tests take seconds each, the longest first.
+_LONG_FOLDERS = (
+    *("distill_server/teachers", "end_to_end", "faults", "student_trainer/parallel"),
+    *("teacher_service/capture", "clients/teacher", "student_trainer/methods", "distill_server"),
+    *("student_trainer/rollout_service", "clients/cli", "security", "benchmarks"),
+)
 
 _PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 _running_a_test = False
@@ -30,6 +39,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--no-processes"):
         sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let every worker begin with long tests, so that none runs one alone at the end.
+
+    `--dist worksteal` gives each worker an equal run of consecutive items. The modules of long
+    folders are dealt to these runs in turn, and short tests fill the runs up.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    modules = [list(group) for _, group in groupby(items, key=lambda item: item.path)]
+    long_modules = [module for module in modules if _folder_rank(module[0].path) is not None]
+    long_modules.sort(key=lambda module: _folder_rank(module[0].path) or 0)
+    short_items = (
+        item for module in modules if _folder_rank(module[0].path) is None for item in module
+    )
+    order: list[pytest.Item] = []
+    for worker in range(workers):
+        size = (len(items) - len(order)) // (workers - worker)
+        long_items = [item for module in long_modules[worker::workers] for item in module]
+        order += long_items
+        order += islice(short_items, max(0, size - len(long_items)))
+    items[:] = [*order, *short_items]
+
+
+def _folder_rank(path: Path) -> int | None:
+    folder = path.parent.relative_to(Path(__file__).parent).as_posix()
+    ranks = (i for i, name in enumerate(_LONG_FOLDERS) if f"{folder}/".startswith(f"{name}/"))
+    return next(ranks, None)
 
 
 @pytest.hookimpl(wrapper=True)
