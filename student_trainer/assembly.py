@@ -36,7 +36,6 @@ from student_trainer.data.prompts import ItemsOfSteps, ModelIds, Prompt, load_pr
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.trainer import Parts, Trainer
-from student_trainer.methods.engine import EngineConnection, connect_engine, wait_for_shared_gpus
 from student_trainer.methods.method import Method
 from student_trainer.methods.offline import load_task_prompts, offline_method
 from student_trainer.methods.on_policy import on_policy_method
@@ -61,6 +60,11 @@ from student_trainer.parallel.sharding import Replicated, Sharded, distribute
 from student_trainer.parallel.tensor_parallel import check_divisible
 from student_trainer.parallel.time_limit import time_limit
 from student_trainer.rewards import Rewards
+from student_trainer.rollout_client.connection import (
+    EngineConnection,
+    connect_engine,
+    wait_for_shared_gpus,
+)
 from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.placed_services import PlacedServices
 from student_trainer.rollout_client.stopped_job import end_orders_after_stop

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from student_trainer.checkpoints.export import PublishedWeights
-from student_trainer.checkpoints.snapshots import Snapshots
 from student_trainer.rollout_client.order import WeightsVersion
 from student_trainer.rollout_client.push.group import Backend, Store, WeightGroup
 from student_trainer.rollout_client.push.shared_bucket import SharedBucket
 from student_trainer.rollout_client.push.stream import WeightSender, WeightsOffer, WeightSpec
+from student_trainer.rollout_client.snapshots import Snapshots
 
 
 def list_backends(device: str) -> list[Backend]:

@@ -47,7 +47,6 @@ from benchmarks.models.vllm_engine import save_tokenizer
 from benchmarks.rollouts import ahead as rollouts_ahead
 from benchmarks.rollouts.peers import sample_with_generate, sample_with_vllm, start_vllm
 from protos.vllm_processes import SHUTDOWN_SECONDS
-from student_trainer.checkpoints.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
@@ -59,6 +58,7 @@ from student_trainer.rollout_client.order import (
     SequenceRequest,
     WeightsVersion,
 )
+from student_trainer.rollout_client.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
 from student_trainer.rollouts.sampler import SampledTokens
 
 # (head ids, draws): the largest head, and the default of an on-policy job.

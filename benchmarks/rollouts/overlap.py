@@ -39,10 +39,10 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import SingleTurnRollouts
 from student_trainer.rollout_client.order import Order, SamplingSettings, WeightsVersion
+from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
 from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 
 # Seconds of the engine, the teacher and the trainer in a step.
 SHAPES = [

@@ -34,12 +34,14 @@ from student_trainer.checkpoints.checkpoint import Contents, checkpoint_path, fo
 from student_trainer.checkpoints.tensor_file import PartWriter
 from student_trainer.parallel.collectives import max_over_ranks
 from student_trainer.parallel.shards import full_tensor, local, rows_of_part
-from student_trainer.teachers.rollouts_ahead import LaterFiles
 
 log = logging.getLogger(__name__)
 
 _PAUSE = 0.02  # seconds between two checks of the other threads
 _PARTS = "parts"  # directory of the files that say that a part is complete
+# Builds this process's files of a checkpoint, by name. Waits until the orders that ran when the
+# function was created have ended; returns {} if the event is set first. Runs in another thread.
+LaterFiles = Callable[[threading.Event], Mapping[str, bytes]]
 # State of the thread of a process; a failure with an errno is _FAILED + errno.
 _DONE, _BUSY, _FAILED = 0, 1, 2
 

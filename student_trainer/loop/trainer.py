@@ -65,8 +65,8 @@ from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ra
 from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import local
+from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.anchor import Anchor
-from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import PendingRows
 
 log = logging.getLogger(__name__)

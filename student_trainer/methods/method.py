@@ -20,10 +20,10 @@ from student_trainer.loop.step import Objective, Steps
 from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.order import SamplingSettings
+from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.anchor import Anchor
-from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import PendingRows
 
 

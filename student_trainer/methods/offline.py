@@ -11,7 +11,7 @@ One step, in order:
 3. Mixture, only if `method.on_policy_fraction` > 0. For the first sequences of the step only the
    prompt is used: the student samples a completion (`rollouts/hf.py`) and a live teacher scores it
    (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`. With a table
-   `rollouts`, an engine samples (`teachers/rollouts_ahead.py`).
+   `rollouts`, an engine samples (`rollout_client/rollouts_ahead.py`).
 4. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), several
    to a line if the model allows it, but never stored sequences with sampled ones. It waits for the
    rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors (`ScoredSequence` ->
@@ -54,7 +54,6 @@ from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.step import Step
 from student_trainer.losses import Tail
-from student_trainer.methods.engine import EngineConnection
 from student_trainer.methods.method import (
     Method,
     held_out_evaluation,
@@ -65,6 +64,7 @@ from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.stored_answers import StoredAnswersObjective
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.other_tokenizer_store import OtherTokenizerStore

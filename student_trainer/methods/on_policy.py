@@ -38,7 +38,6 @@ from clients.config.on_policy import OnPolicyJob
 from clients.data.answer_end import answer_end
 from student_trainer.data.prompts import ItemsOfSteps, Prompt
 from student_trainer.loop.step import Step
-from student_trainer.methods.engine import EngineConnection
 from student_trainer.methods.method import (
     Method,
     held_out_evaluation,
@@ -48,6 +47,7 @@ from student_trainer.methods.method import (
 from student_trainer.objectives.cross_tokenizer import CrossTokenizerObjective
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.matched_heads import HeadMap

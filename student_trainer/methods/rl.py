@@ -58,7 +58,6 @@ from student_trainer.loop.evaluation import Evaluation, Samples, TaskEvaluation
 from student_trainer.loop.step import Step
 from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
-from student_trainer.methods.engine import EngineConnection
 from student_trainer.methods.method import Method
 from student_trainer.methods.rl_groups import GroupSampler
 from student_trainer.methods.rl_parts import (
@@ -73,6 +72,7 @@ from student_trainer.objectives.rl import RLObjective, RLSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards.rollout_rewards import RolloutRewards, search_metrics
+from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollouts.old_policy import OldPolicy
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.scored_rollouts import ScoredRollouts

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 
 from clients.config.rl import RLJob
 from student_trainer.environments.retriever import Retriever
-from student_trainer.methods.engine import EngineConnection
 from student_trainer.methods.method import (
     plain_rollouts,
     sampling_batch,
@@ -20,6 +19,7 @@ from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
 from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards import Rewards
+from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.rollouts.sampler import Sampler

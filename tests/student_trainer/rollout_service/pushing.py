@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from student_trainer.checkpoints.pushed_versions import PushedVersions
-from student_trainer.checkpoints.snapshots import Snapshots
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.parallel.shards import local, own_slices
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.order import InFlight
 from student_trainer.rollout_client.push import group
 from student_trainer.rollout_client.push.pusher import WeightPusher
+from student_trainer.rollout_client.push.versions import PushedVersions
+from student_trainer.rollout_client.snapshots import Snapshots
 from tests.student_trainer.saving import LIMIT
 from tests.student_trainer.teachers.anchors import spread_student
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients.config.on_policy import OnPolicyJob
-from student_trainer.methods.engine import EngineConnection, connect_engine
 from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.rollout_client.connection import EngineConnection, connect_engine
 from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.order import Order
 from tests.student_trainer import tiny

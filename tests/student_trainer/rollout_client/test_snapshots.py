@@ -19,19 +19,19 @@ from clients.config.tables.common import LoraConfig, StudentConfig
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.runs import memory_disk
 from protos.errors import Corrupt, Unavailable
-from student_trainer.checkpoints import snapshots as module
 from student_trainer.checkpoints.export import export_model
-from student_trainer.checkpoints.snapshots import Snapshots, choose_snapshot_root
 from student_trainer.data.prompts import Prompt
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import load_adapters, scale_adapters
 from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.rollout_client import snapshots as module
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import SingleTurnRollouts
 from student_trainer.rollout_client.order import SamplingSettings
+from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
 from student_trainer.rollout_client.snapshot import open_snapshot, verify
+from student_trainer.rollout_client.snapshots import Snapshots, choose_snapshot_root
 from student_trainer.rollout_service.service import RolloutServicer
-from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import NoTeacher
 from tests.forks import Forks
 from tests.student_trainer import tiny

@@ -20,8 +20,6 @@ from clients.runs.identity import run_identity
 from clients.runs.launch import adapter_rank
 from protos.errors import InvalidInput, WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
-from student_trainer.checkpoints.pushed_versions import PushedVersions
-from student_trainer.checkpoints.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.engine_client import EngineClient, RolloutServiceInfo
@@ -35,8 +33,10 @@ from student_trainer.rollout_client.lost_services import fail_when_lost
 from student_trainer.rollout_client.order import SamplingSettings, WeightsVersion
 from student_trainer.rollout_client.placed_services import PlacedServices
 from student_trainer.rollout_client.push.pusher import WeightPusher
+from student_trainer.rollout_client.push.versions import PushedVersions
+from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
+from student_trainer.rollout_client.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
 from student_trainer.rollouts.search import SearchConversations
-from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import TeacherSource
 
 # Sequences of a probe, and tokens of each.

@@ -19,7 +19,7 @@ With an environment, all turns of a rollout are sampled with the version of its 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from protos.errors import DistillError
 from protos.rows.codec import RowBlock
+from student_trainer.checkpoints.saver import LaterFiles
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
@@ -47,13 +48,10 @@ from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
 _POLL_SECONDS = 0.02  # between two checks whether an order is complete
 _LOSS_CHECK_SECONDS = 0.5  # between two checks whether pushed weights are lost
-# Builds this process's files of a checkpoint, by name. Waits until the orders that ran when the
-# function was created have ended; returns {} if the event is set first. Runs in another thread.
-LaterFiles = Callable[[threading.Event], Mapping[str, bytes]]
 
 
 class WeightVersions(Protocol):
-    """Writes versions of the student's weights for engines: `checkpoints/snapshots.py`."""
+    """Writes versions of the student's weights for engines: `rollout_client/snapshots.py`."""
 
     def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Collective. Write the current weights as version `number`, and return it.

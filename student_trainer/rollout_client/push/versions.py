@@ -14,12 +14,12 @@ import torch
 from accelerate import Accelerator
 
 from protos.rpc.failpoints import failpoint
-from student_trainer.checkpoints.snapshots import Snapshots
 from student_trainer.parallel.collectives import max_over_ranks
 from student_trainer.rollout_client.engine_replica import Pushed
 from student_trainer.rollout_client.order import WeightsVersion
 from student_trainer.rollout_client.push.pusher import WeightPusher
 from student_trainer.rollout_client.push.stream import WeightsOffer, WeightSpec
+from student_trainer.rollout_client.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
