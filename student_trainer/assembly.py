@@ -30,6 +30,13 @@ from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.copies import RunCopies
+from student_trainer.cross_tokenizer.comparison import (
+    SpecialTokenPair,
+    TokenizerPair,
+    compare_tokenizers,
+)
+from student_trainer.cross_tokenizer.special_token_store import SpecialTokenStore
+from student_trainer.cross_tokenizer.store import open_cross_tokenizer_store
 from student_trainer.data.captured_stores import Stores, TrainingStore, check_same_store
 from student_trainer.data.examples import load_examples
 from student_trainer.data.prompts import ItemsOfSteps, ModelIds, Prompt, load_prompts
@@ -80,10 +87,7 @@ from student_trainer.run.model_checks import (
 )
 from student_trainer.run.provenance import write_environment
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.other_tokenizer_store import open_other_tokenizer_store
-from student_trainer.teachers.reading import reads_another_prompt
-from student_trainer.teachers.role_store import RoleStore
-from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, find_tokenizer_pair
+from student_trainer.teachers.teacher_input import reads_another_prompt
 
 log = logging.getLogger(__name__)
 
@@ -260,12 +264,12 @@ def _prepare_method(
     model_ids = ModelIds.of_tokenizer(tokenizer, text_config.vocab_size)
     pair = None
     if isinstance(config, OnPolicyJob | RLJob):
-        pair = find_tokenizer_pair(config, teachers, tokenizer)
+        pair = compare_tokenizers(config, teachers, tokenizer)
     if pair is None:
         vocab_size = _count_common_ids(
             teachers, stores, vocabulary(tokenizer), text_config.vocab_size
         )
-    elif isinstance(pair, RolePair):
+    elif isinstance(pair, SpecialTokenPair):
         vocab_size = check_width(teachers[""], pair.tokens, text_config.vocab_size)
     else:
         vocab_size = min(text_config.vocab_size, pair.tokens)  # later ids are padding
@@ -288,7 +292,7 @@ def _prepare_method(
         prompts = load_rl_prompts(config, tokenizer, reader, model_ids)
         _check_shares(config, len(prompts.held_out))
         retriever = make_retriever(config.environment) if config.environment else None
-        assert not isinstance(pair, TokenizerPair), "find_tokenizer_pair refuses it"
+        assert not isinstance(pair, TokenizerPair), "compare_tokenizers refuses it"
         material = RLMaterial(tokenizer, prompts, teachers, rewards, retriever, max_length, pair)
         return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
@@ -309,13 +313,13 @@ def _prepare_offline(
     `text_config`: the configuration of the student's text model.
     """
     store, max_length = stores.training, getattr(text_config, "max_position_embeddings", None)
-    alignment = open_other_tokenizer_store(config, stores, tokenizer, max_length)
+    alignment = open_cross_tokenizer_store(config, stores, tokenizer, max_length)
     if alignment is None:
         vocab_size = _count_common_ids(
             teachers, stores, vocabulary(tokenizer), text_config.vocab_size
         )
         check_stored_length(store, max_length)
-    elif isinstance(alignment, RoleStore):
+    elif isinstance(alignment, SpecialTokenStore):
         vocab_size = check_stored_width(store, alignment.tokens, text_config.vocab_size)
     else:
         vocab_size = min(text_config.vocab_size, alignment.tokens)
@@ -342,7 +346,7 @@ def _prepare_on_policy(
     teachers: Mapping[str, Connection],
     tokenizer: Any,
     vocab_size: int,
-    pair: TokenizerPair | RolePair | None,
+    pair: TokenizerPair | SpecialTokenPair | None,
     reader: ImageReader | None,
 ) -> MakeMethod:
     vision_teachers = [

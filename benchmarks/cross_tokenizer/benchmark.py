@@ -14,7 +14,7 @@ Metrics, of questions that no student was trained on:
 
 bits    -log2 p of the teacher's answers, per byte, in the student's encoding
 cost    log p - log q of answers that the student samples, per byte, in nats: the KL of strings,
-        apart from the entropy of the spelling (`student_trainer/losses/cross_tokenizer.py`)
+        apart from the entropy of the spelling (`student_trainer/cross_tokenizer/losses.py`)
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from benchmarks.cross_tokenizer.material import (
 )
 from benchmarks.cross_tokenizer.page import draw, format_losses
 from benchmarks.shared.evaluation import HELD_OUT_SEED, make_sampler
-from student_trainer.data.aligned import make_aligned_batch
-from student_trainer.teachers.other_tokenizer_store import Match
+from student_trainer.cross_tokenizer.aligned_rows import make_aligned_batch
+from student_trainer.cross_tokenizer.store import Match
 
 RATES = (3e-4, 1e-3)
 

@@ -26,17 +26,19 @@ from torch import Tensor
 
 from benchmarks.cross_tokenizer.material import CrossTokenizerMaterial, StoredAnswer, make_prompts
 from benchmarks.shared.evaluation import compute_logits, hidden_states
-from clients.alignment.alignment import Alignment
+from clients.cross_tokenizer.alignment import Alignment
 from protos.rows.codec import RowBlock
-from student_trainer.data.aligned import AlignedBatch, make_aligned_batch
+from student_trainer.cross_tokenizer.aligned_rows import AlignedBatch, make_aligned_batch
+from student_trainer.cross_tokenizer.objectives import (
+    CrossTokenizerObjective,
+    StoredAnswersObjective,
+)
+from student_trainer.cross_tokenizer.store import Match, mapped_rows, unit_rows
+from student_trainer.cross_tokenizer.teacher import aligned_rows
 from student_trainer.data.batch import ScoredSequence
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.losses import Rows
-from student_trainer.objectives.cross_tokenizer import CrossTokenizerObjective
-from student_trainer.objectives.stored_answers import StoredAnswersObjective
-from student_trainer.teachers.other_tokenizer import aligned_rows
-from student_trainer.teachers.other_tokenizer_store import Match, mapped_rows, unit_rows
 
 ULD_WEIGHT = 1.5
 SMALLEST = 1e-8  # of the probabilities whose logarithm GOLD takes

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.shared.evaluation import compute_logits, hidden_states, make_sampler
 from benchmarks.shared.model_pairs import LONGEST_PROMPT, make_pair
-from clients.alignment.alignment import Aligner
+from clients.cross_tokenizer.alignment import Aligner
 from protos.rows.codec import RowBlock
+from student_trainer.cross_tokenizer.comparison import to_byte_tokenizer
+from student_trainer.cross_tokenizer.store import TokenMap
 from student_trainer.data.prompts import Prompt
-from student_trainer.teachers.other_tokenizer_store import TokenMap
-from student_trainer.teachers.tokenizer_pair import to_byte_tokenizer
 from student_trainer.tools.pretrain import main as pretrain
 
 POOL = 2000  # of the questions, those that are asked; the student begins on the others

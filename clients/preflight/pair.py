@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from clients.alignment.alignment import Aligner
-from clients.alignment.byte_tokenizer import tokenizer_in
-from clients.alignment.report import Shares, kind_of, measure_shares
-from clients.alignment.roles import RoleMap, TokenRoles, role_map
+from clients.cross_tokenizer.alignment import Aligner, Shares, measure_shares
+from clients.cross_tokenizer.byte_tokenizer import tokenizer_in
+from clients.cross_tokenizer.special_tokens import (
+    SpecialTokenMap,
+    SpecialTokens,
+    map_special_tokens,
+)
 from clients.data.model_shape import logits_in
 from clients.data.records import DataSet
 from clients.data.tokenization import first_difference
@@ -21,6 +25,11 @@ from protos.errors import DistillError, InvalidInput
 from protos.extras import require_extra
 
 ALL = "all"  # the kind under which the shares of all texts are reported
+
+# Characters by which `kind_of` tells the kind of a text.
+_OTHER_LETTERS = re.compile(r"[^\W\d_\u0000-\u024f]")
+_FIGURES = re.compile(r"[0-9+*/=^$\\%]")
+_BRACKETS = re.compile(r"[{}()\[\];<>_#]")
 
 
 @dataclass(frozen=True)
@@ -102,12 +111,14 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
     return PairReport(False, difference, shares, [], loss, lines, roles.pairs, roles.missing)
 
 
-def _read_roles(teacher: Path, student: Path) -> RoleMap | None:
-    student_roles, teacher_roles = (TokenRoles.in_directory(model) for model in (student, teacher))
+def _read_roles(teacher: Path, student: Path) -> SpecialTokenMap | None:
+    student_roles, teacher_roles = (
+        SpecialTokens.in_directory(model) for model in (student, teacher)
+    )
     return (
         None
         if student_roles is None or teacher_roles is None
-        else role_map(student_roles, teacher_roles)
+        else map_special_tokens(student_roles, teacher_roles)
     )
 
 
@@ -150,3 +161,13 @@ def _report_one_tokenizer(teacher: Path, student: Path, tokens: Sequence[str]) -
         except DistillError as error:
             refusals = [str(error)]
     return PairReport(True, "", {}, refusals, "" if refusals else loss, [])
+
+
+def kind_of(text: str) -> str:
+    """Return `other scripts`, `code`, `maths` or `prose`, from the shares of characters."""
+    length = max(len(text), 1)
+    if len(_OTHER_LETTERS.findall(text)) > 0.3 * length:
+        return "other scripts"
+    if len(_BRACKETS.findall(text)) > 0.06 * length:
+        return "code"
+    return "maths" if len(_FIGURES.findall(text)) > 0.06 * length else "prose"

@@ -13,15 +13,6 @@ from student_trainer.losses.advantages import (
     reward_at_last_token,
 )
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
-from student_trainer.losses.cross_tokenizer import (
-    Horizon,
-    MatchedHead,
-    Unit,
-    chunk_divergence,
-    controlled_topk_kl,
-    cross_tokenizer_kl,
-    mapped_kl,
-)
 from student_trainer.losses.exact import exact_kl
 from student_trainer.losses.fused import (
     FusedLoss,
@@ -47,18 +38,12 @@ __all__ = [
     "Aggregate",
     "Direction",
     "FusedLoss",
-    "Horizon",
     "Index",
     "LogitMap",
     "LossFunction",
-    "MatchedHead",
     "Rows",
     "Tail",
-    "Unit",
-    "chunk_divergence",
     "clipped_surrogate",
-    "controlled_topk_kl",
-    "cross_tokenizer_kl",
     "draw_noise",
     "entropy_from_logits",
     "exact_kl",
@@ -71,7 +56,6 @@ __all__ = [
     "importance_weights",
     "is_clipped",
     "kl_reward",
-    "mapped_kl",
     "mismatch",
     "reward_at_last_token",
     "rows_from_logits",

@@ -21,8 +21,8 @@ One step, in order:
    which calls `losses/fused.py`). It adds `method.cross_entropy` times the cross-entropy of the
    stored tokens.
    A store with another tokenizer (`data.tokenizer`): the student reads its own tokens of the stored
-   texts (`teachers/other_tokenizer_store.py`), and the loss is the cross-entropy with the rows of
-   word beginnings as control variates, or compares likelihoods (`objectives/stored_answers.py`).
+   texts (`cross_tokenizer/store.py`), and the loss is the cross-entropy with the rows of
+   word beginnings as control variates, or compares likelihoods (`cross_tokenizer/objectives.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
 `offline_method` connects these parts. `assembly.py` calls it once when an attempt starts.
@@ -47,6 +47,9 @@ from clients.config.tables.data import DataConfig, PromptKeys
 from clients.data.images import ImageReader, read_stored_images
 from clients.store.dataset import LogitDataset
 from protos.errors import Corrupt, InvalidInput
+from student_trainer.cross_tokenizer.objectives import StoredAnswersObjective
+from student_trainer.cross_tokenizer.special_token_store import SpecialTokenStore
+from student_trainer.cross_tokenizer.store import CrossTokenizerStore
 from student_trainer.data.captured_stores import Stores, TrainingStore, remove_copies
 from student_trainer.data.images import with_images
 from student_trainer.data.order import EpochOrder, permutation
@@ -61,15 +64,12 @@ from student_trainer.methods.method import (
     sampling_settings,
 )
 from student_trainer.objectives.distillation import DistillationObjective
-from student_trainer.objectives.stored_answers import StoredAnswersObjective
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.other_tokenizer_store import OtherTokenizerStore
 from student_trainer.teachers.remote import RemoteTeacher
-from student_trainer.teachers.role_store import RoleStore
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
@@ -245,7 +245,7 @@ def offline_method(
     student: Replicated | Sharded,
     tokenizer: Any,
     engine: EngineConnection | None,
-    other_store: OtherTokenizerStore | RoleStore | None = None,
+    other_store: CrossTokenizerStore | SpecialTokenStore | None = None,
     images: ImageReader | None = None,
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
@@ -258,7 +258,7 @@ def offline_method(
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
-    objective = _make_objective(config, store, tail, isinstance(other_store, OtherTokenizerStore))
+    objective = _make_objective(config, store, tail, isinstance(other_store, CrossTokenizerStore))
     read_sequence = _choose_reader(config, other_store, images)
     sampling_options: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
     sampling_options["vocab_size"] = student.full.vocab_size
@@ -309,7 +309,7 @@ def offline_method(
 
 def _choose_reader(
     config: OfflineJob,
-    other_store: OtherTokenizerStore | RoleStore | None,
+    other_store: CrossTokenizerStore | SpecialTokenStore | None,
     images: ImageReader | None,
 ) -> ReadSequence:
     """Return the function that reads a stored sequence; see `offline_method`."""

@@ -20,8 +20,8 @@ One step, in order:
    (`losses/topk.py`) from the teacher's rows and the student's (`model/student.py`, which calls
    `losses/fused.py`).
    A teacher with another tokenizer (`teacher.tokenizer`) reads its own tokens of the prompt and the
-   completion (`teachers/other_tokenizer.py`), and the loss is the cost of words or answers
-   (`objectives/cross_tokenizer.py`, `losses/cross_tokenizer.py`).
+   completion (`cross_tokenizer/teacher.py`), and the loss is the cost of words or answers
+   (`cross_tokenizer/objectives.py`, `cross_tokenizer/losses.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
 `on_policy_method` connects these parts. `assembly.py` calls it once when an attempt starts.
@@ -36,6 +36,14 @@ from accelerate import Accelerator
 
 from clients.config.on_policy import OnPolicyJob
 from clients.data.answer_end import answer_end
+from student_trainer.cross_tokenizer.comparison import (
+    SpecialTokenPair,
+    TokenizerPair,
+    build_teacher_input,
+)
+from student_trainer.cross_tokenizer.matched_heads import HeadMap
+from student_trainer.cross_tokenizer.objectives import CrossTokenizerObjective
+from student_trainer.cross_tokenizer.teacher import CrossTokenizerTeacher
 from student_trainer.data.prompts import ItemsOfSteps, Prompt
 from student_trainer.loop.step import Step
 from student_trainer.methods.method import (
@@ -44,19 +52,15 @@ from student_trainer.methods.method import (
     plain_rollouts,
     sampling_settings,
 )
-from student_trainer.objectives.cross_tokenizer import CrossTokenizerObjective
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.matched_heads import HeadMap
-from student_trainer.teachers.other_tokenizer import OtherTokenizerTeacher
-from student_trainer.teachers.reading import teacher_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeachersByName, TeacherSource
-from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, build_reading
+from student_trainer.teachers.teacher_input import teacher_prompt
 
 
 class OnPolicySteps:
@@ -123,7 +127,7 @@ def on_policy_method(
     student: Replicated | Sharded,
     tokenizer: Any,
     engine: EngineConnection | None,
-    pair: TokenizerPair | RolePair | None = None,
+    pair: TokenizerPair | SpecialTokenPair | None = None,
 ) -> Method:
     """Build the method of an on-policy job. The module docstring lists the steps.
 
@@ -149,7 +153,7 @@ def on_policy_method(
         objective = CrossTokenizerObjective(config.method.horizon, objective.temperature)
         # A row needs a head, but only the control variate reads it.
         sampling_options |= {"top_k": max(1, config.control_ids), "draws": 0}
-        teacher = _make_other_tokenizer_teacher(config, teachers[""], pair, tokenizer)
+        teacher = _make_cross_tokenizer_teacher(config, teachers[""], pair, tokenizer)
     engine_rollouts = None
     if engine is not None:
         engine_rollouts = engine.rollouts(sampling_settings(config, **sampling_options))
@@ -185,7 +189,7 @@ def _make_remote_teachers(
     teachers: Mapping[str, Connection],
     vocab_size: int,
     tokenizer: Any,
-    pair: RolePair | None,
+    pair: SpecialTokenPair | None,
 ) -> dict[str, TeacherSource]:
     """Return the teacher services by name. `vocab_size`: number of ids that rows cover."""
     return {
@@ -196,20 +200,20 @@ def _make_remote_teachers(
             f32=config.teacher.logprob_format == "f32",
             tail_samples=config.tail_samples,
             vocab_size=connection.narrowed_vocab_size(vocab_size),
-            reading=build_reading(config, connection, vocab_size, tokenizer, pair),
+            teacher_input=build_teacher_input(config, connection, vocab_size, tokenizer, pair),
         )
         for name, connection in teachers.items()
     }
 
 
-def _make_other_tokenizer_teacher(
+def _make_cross_tokenizer_teacher(
     config: OnPolicyJob, connection: Connection, pair: TokenizerPair, tokenizer: Any
 ) -> TeacherSource:
     """Return the teacher service. `tokenizer`: the student's."""
     heads = None
     if config.control_ids:
         heads = HeadMap.build(pair.aligner, answer_end(tokenizer))
-    return OtherTokenizerTeacher(
+    return CrossTokenizerTeacher(
         connection.client,
         pair.aligner,
         teacher_prompt(config, pair.tokenizer),

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from clients.config.rl import RLJob
+from student_trainer.cross_tokenizer.comparison import SpecialTokenPair, build_teacher_input
 from student_trainer.environments.retriever import Retriever
 from student_trainer.methods.method import (
     plain_rollouts,
@@ -28,7 +29,6 @@ from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.source import TeacherSource
-from student_trainer.teachers.tokenizer_pair import RolePair, build_reading
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RLMaterial:
     rewards: Rewards | None
     retriever: Retriever | None
     max_positions: int | None
-    pair: RolePair | None = None
+    pair: SpecialTokenPair | None = None
 
 
 def engine_rollouts(
@@ -127,7 +127,7 @@ def teacher_sources(
         temperature=method.temperature,
         f32=config.teacher.logprob_format == "f32",
         vocab_size=connection.narrowed_vocab_size(student.full.vocab_size),
-        reading=build_reading(
+        teacher_input=build_teacher_input(
             config, connection, student.full.vocab_size, material.tokenizer, material.pair
         ),
     )

@@ -10,7 +10,7 @@ from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import Rollout
-from student_trainer.teachers.reading import Reading
+from student_trainer.teachers.teacher_input import TeacherInput
 
 
 class RemoteTeacher:
@@ -27,7 +27,7 @@ class RemoteTeacher:
         f32: bool,
         tail_samples: int = 0,
         vocab_size: int | None = None,
-        reading: Reading | None = None,
+        teacher_input: TeacherInput | None = None,
     ) -> None:
         """Store the settings of the requests.
 
@@ -35,7 +35,7 @@ class RemoteTeacher:
         `temperature`: divides the teacher's logits. `f32`: log-probs as float32, not float16.
         `tail_samples`: ids per row that the teacher draws from its tail; needs `top_k`.
         `vocab_size`: rows of the softmax over the teacher's first `vocab_size` logits; None: over
-        all logits. `reading`: the teacher's input for a rollout; None: the student's token ids.
+        all logits. `teacher_input`: the teacher's input for a rollout; None: the student's ids.
         """
         self._client = client
         self._top_k = top_k
@@ -43,7 +43,7 @@ class RemoteTeacher:
         self._f32 = f32
         self._tail_samples = tail_samples
         self._vocab_size = vocab_size
-        self._reading = reading or Reading()
+        self._teacher_input = teacher_input or TeacherInput()
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request one row per token of the completion; never blocks.
@@ -52,8 +52,8 @@ class RemoteTeacher:
         image has changed. The future raises the error that the service returned, or Unavailable
         after `teacher.patience_seconds` without an answer.
         """
-        reading = self._reading
-        token_ids, start = reading.tokens(rollout)
+        view = self._teacher_input
+        token_ids, start = view.tokens(rollout)
         images: tuple[bytes, ...] = ()
         if rollout.images is not None:
             token_ids, start = rollout.images.collapse(token_ids, start)
@@ -62,21 +62,21 @@ class RemoteTeacher:
             token_ids=token_ids,
             start=start,
             top_k=self._top_k,
-            head_ids=reading.to_teacher_ids(rollout.head_ids) if self._top_k is None else None,
+            head_ids=view.to_teacher_ids(rollout.head_ids) if self._top_k is None else None,
             temperature=self._temperature,
             f32=self._f32,
             tail_samples=self._tail_samples,
             # A repeated request gets the same samples; another rollout of the prompt gets others.
             seed=zlib.crc32(rollout.token_ids.numpy().tobytes()) if self._tail_samples else 0,
-            draw_ids=None if rollout.draws is None else reading.to_teacher_ids(rollout.draws.ids),
+            draw_ids=None if rollout.draws is None else view.to_teacher_ids(rollout.draws.ids),
             vocab_size=self._vocab_size,
             images=images,
         )
         rows = self._client.submit(query)
-        return rows if reading.ids is None else map_future(rows, reading.to_student_rows)
+        return rows if view.ids is None else map_future(rows, view.to_student_rows)
 
     def finish(self) -> None:
-        """Do nothing: the service answers each request on its own."""
+        """Do nothing: the service answers each request on its view."""
 
 
 def map_future(rows: Future[RowBlock], change: Callable[[RowBlock], RowBlock]) -> Future[RowBlock]:

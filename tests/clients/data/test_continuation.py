@@ -13,7 +13,7 @@ from clients.data.answer_ids import answered_ids, completion_ids
 from clients.data.continuation import continuation_ids
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat
-from tests.clients.alignment.trained import END, TEXT, byte_fallback, byte_level
+from tests.clients.cross_tokenizer.trained import END, TEXT, byte_fallback, byte_level
 
 
 def metaspace(scheme: str) -> Tokenizer:

@@ -10,7 +10,7 @@ import pytest
 from clients.cli.app import main
 from clients.preflight.pair import pair_report, texts_in
 from protos.errors import ExitCode, InvalidInput
-from tests.clients.alignment import trained
+from tests.clients.cross_tokenizer import trained
 
 Capture = pytest.CaptureFixture[str]
 

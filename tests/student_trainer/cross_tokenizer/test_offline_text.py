@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from student_trainer.losses.cross_tokenizer import UNIT_TEMPERATURE
+from student_trainer.cross_tokenizer.losses import UNIT_TEMPERATURE
 from tests.student_trainer import tiny
-from tests.student_trainer.methods.other_tokenizer_material import (
+from tests.student_trainer.cross_tokenizer.material import (
     TEMPERATURE,
     WEIGHT,
     FirstUpdate,

@@ -11,23 +11,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.alignment.alignment import Aligner
-from clients.alignment.byte_tokenizer import ByteTokenizer
-from clients.alignment.report import measure_shares
-from clients.alignment.roles import FIELD as ROLES
-from clients.alignment.roles import RoleMap, TokenRoles, role_map
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.teacher import OtherTokens
+from clients.cross_tokenizer.alignment import Aligner, measure_shares
+from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer
+from clients.cross_tokenizer.special_tokens import FIELD as ROLES
+from clients.cross_tokenizer.special_tokens import (
+    SpecialTokenMap,
+    SpecialTokens,
+    map_special_tokens,
+)
 from clients.data.answer_end import answer_end
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
 from student_trainer.data.prompts import Prompt
 from student_trainer.model.loading import load_tokenizer, vocabulary
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.reading import (
-    Reading,
+from student_trainer.teachers.teacher_input import (
+    TeacherInput,
     reads_another_prompt,
     teacher_form,
     teacher_prompt,
@@ -39,14 +42,14 @@ _FIELD = "teacher.tokenizer"
 
 
 @dataclass(frozen=True)
-class RolePair:
-    """Tokenizers that differ in their special tokens only; see `clients/alignment/roles.py`.
+class SpecialTokenPair:
+    """Tokenizers that differ in their special tokens only; see `SpecialTokenMap`.
 
     tokenizer: the teacher's, as transformers loads it. tokens: the tokens of both by id; "" for an
     id that neither uses.
     """
 
-    roles: RoleMap
+    roles: SpecialTokenMap
     tokenizer: Any
     tokens: Sequence[str]
 
@@ -85,9 +88,9 @@ class TokenizerPair:
         )
 
 
-def find_tokenizer_pair(
+def compare_tokenizers(
     config: OnPolicyJob | RLJob, teachers: Mapping[str, Connection], student_tokenizer: Any
-) -> TokenizerPair | RolePair | None:
+) -> TokenizerPair | SpecialTokenPair | None:
     """Return the tokenizers of a job's student and teacher; None if they are, or must be, the same.
 
     `teachers`: a single one if it may have another tokenizer. Raises InvalidInput or WrongState
@@ -98,7 +101,7 @@ def find_tokenizer_pair(
     teacher = config.teacher
     pair = None
     if teacher is not None and teacher.tokenizer != "same":
-        pair = _pair_with_other_tokenizer(config, teacher, teachers, student_tokenizer)
+        pair = _compare_with_teacher(config, teacher, teachers, student_tokenizer)
     if pair is not None or reads_another_prompt(config):
         teacher_form(
             config, student_tokenizer if pair is None else pair.tokenizer
@@ -106,12 +109,12 @@ def find_tokenizer_pair(
     return pair
 
 
-def _pair_with_other_tokenizer(
+def _compare_with_teacher(
     config: OnPolicyJob | RLJob,
     teacher_config: OtherTokens,
     teachers: Mapping[str, Connection],
     student_tokenizer: Any,
-) -> TokenizerPair | RolePair | None:
+) -> TokenizerPair | SpecialTokenPair | None:
     [teacher] = teachers.values()
     fingerprint = teacher.info.tokenizer_fingerprint
     if tokenizer_fingerprint(vocabulary(student_tokenizer)) == fingerprint:
@@ -119,7 +122,7 @@ def _pair_with_other_tokenizer(
         return None
     name = teacher.info.model if teacher_config.tokenizer == "auto" else teacher_config.tokenizer
     teacher_tokenizer = load_known_tokenizer(name, fingerprint, teacher.label, _FIELD)
-    pair = find_role_pair(teacher_config.roles, student_tokenizer, teacher_tokenizer)
+    pair = find_special_token_pair(teacher_config.roles, student_tokenizer, teacher_tokenizer)
     if pair is not None:
         _refuse_unused_keys(config, "student and teacher differ in special tokens only")
         return pair
@@ -156,37 +159,39 @@ def _refuse_unused_keys(config: OnPolicyJob | RLJob, reason: str) -> None:
             )
 
 
-def build_reading(
+def build_teacher_input(
     config: OnPolicyJob | RLJob,
     connection: Connection,
     vocab_size: int,
     tokenizer: Any,
-    pair: RolePair | None,
-) -> Reading | None:
+    pair: SpecialTokenPair | None,
+) -> TeacherInput | None:
     """Return the reading of a teacher; None: it reads the student's tokens.
 
     `vocab_size`: number of ids that rows cover. `tokenizer`: the student's.
     """
     max_length = connection.info.max_length
     if pair is not None:
-        return Reading(teacher_prompt(config, pair.tokenizer, max_length), pair.ids(vocab_size))
+        return TeacherInput(
+            teacher_prompt(config, pair.tokenizer, max_length), pair.ids(vocab_size)
+        )
     if reads_another_prompt(config):
-        return Reading(teacher_prompt(config, tokenizer, max_length))
+        return TeacherInput(teacher_prompt(config, tokenizer, max_length))
     return None
 
 
-def find_role_pair(
+def find_special_token_pair(
     roles: Mapping[str, str], student_tokenizer: Any, teacher_tokenizer: Any, field: str = ROLES
-) -> RolePair | None:
+) -> SpecialTokenPair | None:
     """Return the pair if the tokenizers differ in their special tokens only, otherwise None.
 
     Without `roles`, tokens that represent text, such as <think>, must be in both tokenizers: a
     tokenizer without them encodes the text with other tokens. Raises InvalidInput, naming `field`,
     if roles are given but do not apply.
     """
-    student, teacher = TokenRoles.of(student_tokenizer), TokenRoles.of(teacher_tokenizer)
+    student, teacher = SpecialTokens.of(student_tokenizer), SpecialTokens.of(teacher_tokenizer)
     try:
-        role_mapping = role_map(student, teacher, roles)
+        role_mapping = map_special_tokens(student, teacher, roles)
     except InvalidInput as error:
         error.field = field
         raise
@@ -208,7 +213,7 @@ def find_role_pair(
     tokens = [
         student.token(number) or teacher.token(number) for number in range(len(role_mapping.ids))
     ]
-    return RolePair(role_mapping, teacher_tokenizer, tokens)
+    return SpecialTokenPair(role_mapping, teacher_tokenizer, tokens)
 
 
 def load_known_tokenizer(name: str, fingerprint: str, label: str, field: str) -> Any:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.alignment.alignment import Aligner
-from clients.alignment.byte_tokenizer import ByteTokenizer, tokenizer_in
-from clients.alignment.report import kind_of, measure_shares
+from clients.cross_tokenizer.alignment import Aligner, measure_shares
+from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer, tokenizer_in
+from clients.preflight.pair import kind_of
 from tests.real_tokenizers import fetch_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -14,18 +14,18 @@ import torch
 from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
+from student_trainer.cross_tokenizer.comparison import SpecialTokenPair, compare_tokenizers
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.model.loading import vocabulary
-from student_trainer.teachers.reading import Reading, teacher_form, teacher_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.source import resolved
-from student_trainer.teachers.tokenizer_pair import RolePair, find_tokenizer_pair
+from student_trainer.teachers.teacher_input import TeacherInput, teacher_form, teacher_prompt
 from teacher_service.engines.hf import HfEngine
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
+from tests.student_trainer.cross_tokenizer.test_teacher import connected_teacher
 from tests.student_trainer.model_teacher import ModelTeacher
 from tests.student_trainer.teachers.anchors import rollouts
-from tests.student_trainer.teachers.test_other_tokenizer import connected_teacher
 
 NO_MATERIAL = tiny.Material(Path(), Path(), Path())
 THINKING = PLAIN.replace("A", "{% if not thinking %}N{% endif %}A", 1)
@@ -48,12 +48,12 @@ class InProcessClient:
 
 
 def teacher_of(
-    teacher_model: Any, words: Any, path: Path, reading: Reading, **options: Any
+    teacher_model: Any, words: Any, path: Path, teacher_input: TeacherInput, **options: Any
 ) -> tuple[RemoteTeacher, InProcessClient]:
     engine = HfEngine(str(tiny.save(teacher_model, words, path)), device="cpu", dtype="float32")
     client: Any = InProcessClient(engine)
     settings: dict[str, Any] = {"top_k": None, "temperature": 1.3, "f32": True, **options}
-    return RemoteTeacher(client, reading=reading, **settings), client
+    return RemoteTeacher(client, teacher_input=teacher_input, **settings), client
 
 
 def assert_rows(actual: RowBlock, expected: RowBlock) -> None:
@@ -77,8 +77,8 @@ def add_draws(rollout: Rollout) -> Rollout:
 def test_rows_with_a_context_are_those_of_the_prompt_with_it(tmp_path: Path) -> None:
     words, teacher_model = tiny.tokenizer(), tiny.model(seed=1, layers=2)
     job = tiny.job(NO_MATERIAL, teacher__context="{hint}={answer}", data__template="{prompt}0")
-    reading = Reading(teacher_prompt(job, words))
-    teacher, client = teacher_of(teacher_model, words, tmp_path, reading)
+    teacher_input = TeacherInput(teacher_prompt(job, words))
+    teacher, client = teacher_of(teacher_model, words, tmp_path, teacher_input)
     oracle = ModelTeacher(teacher_model, temperature=1.3)
     for number, plain_rollout in enumerate(rollouts()):
         rollout = add_draws(plain_rollout)
@@ -157,8 +157,8 @@ def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: boo
     student, words, path = pair
     chosen_roles = {"<start>": "<think>"}
     job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", teacher__roles=chosen_roles)
-    role_pair = find_tokenizer_pair(job, connected_teacher(str(path), words), student)
-    assert isinstance(role_pair, RolePair)
+    role_pair = compare_tokenizers(job, connected_teacher(str(path), words), student)
+    assert isinstance(role_pair, SpecialTokenPair)
     end = str(words.eos_token)
     assert dict(role_pair.roles.pairs) == {"<stop>": end, "<start>": "<think>"}
     assert role_pair.tokens == vocabulary(student)
@@ -173,8 +173,8 @@ def test_rows_by_roles(pair: tuple[Any, Any, Path], tmp_path: Path, forward: boo
     with torch.no_grad():
         teacher_model.get_input_embeddings().weight.normal_(std=0.5)
     options = {"top_k": 5, "tail_samples": 4, "vocab_size": None} if forward else {}
-    reading = Reading(teacher_prompt(job, role_pair.tokenizer), role_pair.ids(size))
-    teacher, client = teacher_of(teacher_model, words, tmp_path / "model", reading, **options)
+    teacher_input = TeacherInput(teacher_prompt(job, role_pair.tokenizer), role_pair.ids(size))
+    teacher, client = teacher_of(teacher_model, words, tmp_path / "model", teacher_input, **options)
     answer = torch.tensor([*student("12")["input_ids"], student.eos_token_id])
     heads = torch.tensor([[size - 1, 0, 5], [3, size - 2, 7], [size - 1, size - 2, size - 3]])
     rollout = replace(
@@ -228,7 +228,7 @@ def test_keys_of_aligned_tokens_are_refused(
         (student, "the student's token"),
     ):
         with pytest.raises(InvalidInput, match=message) as caught:
-            find_tokenizer_pair(job, connected_teacher(str(path), teacher_words), student)
+            compare_tokenizers(job, connected_teacher(str(path), teacher_words), student)
         assert caught.value.field == f"method.{key}"
 
 
@@ -240,13 +240,13 @@ def test_text_without_a_role_is_aligned(pair: tuple[Any, Any, Path], tmp_path: P
 
     def find_pair(**changes: Any) -> Any:
         job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", **changes)
-        return find_tokenizer_pair(job, connected_teacher(path, words), student)
+        return compare_tokenizers(job, connected_teacher(path, words), student)
 
-    assert not isinstance(find_pair(), RolePair)
-    assert isinstance(find_pair(teacher__roles={"<start>": "</t>"}), RolePair)
+    assert not isinstance(find_pair(), SpecialTokenPair)
+    assert isinstance(find_pair(teacher__roles={"<start>": "</t>"}), SpecialTokenPair)
     other_words = tiny.tokenizer("0123456789+=xyz")
     other_words.save_pretrained(path)
     job = tiny.job(NO_MATERIAL, teacher__tokenizer="auto", teacher__roles={"<start>": "</t>"})
     with pytest.raises(InvalidInput, match="differ in more than special tokens") as caught:
-        find_tokenizer_pair(job, connected_teacher(path, other_words), student)
+        compare_tokenizers(job, connected_teacher(path, other_words), student)
     assert caught.value.field == "teacher.roles"

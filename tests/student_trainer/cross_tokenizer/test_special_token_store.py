@@ -10,7 +10,7 @@ import pytest
 
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
-from student_trainer.teachers.role_store import RoleStore
+from student_trainer.cross_tokenizer.special_token_store import SpecialTokenStore
 
 # The teacher's id of each student id.
 IDS = np.array([0, 1, 4, 2, 3, 5], np.int32)
@@ -62,7 +62,7 @@ def test_ids_and_rows_are_the_students(has_prompts: bool) -> None:
         if has_prompts
         else None
     )
-    store = RoleStore(IDS, "abcdef", prompts)
+    store = SpecialTokenStore(IDS, "abcdef", prompts)
     store.check(data, "store", 7)
     item = store.read(data, 0)
     rows = item.rows.result()
@@ -79,9 +79,9 @@ def test_ids_and_rows_are_the_students(has_prompts: bool) -> None:
 def test_prompts_that_are_not_known_or_too_long() -> None:
     data: Any = RoleSource(2)
     with pytest.raises(InvalidInput, match="sequence 0 of the store is in a chat") as caught:
-        RoleStore(IDS, "abcdef", lambda _: None).check(data, "store", None)
+        SpecialTokenStore(IDS, "abcdef", lambda _: None).check(data, "store", None)
     assert caught.value.field == "data.prompts"
     long = np.zeros(4, np.int32)
     with pytest.raises(InvalidInput, match="has 8 tokens with the student's prompt") as caught:
-        RoleStore(IDS, "abcdef", lambda _: long).check(data, "store", 7)
+        SpecialTokenStore(IDS, "abcdef", lambda _: long).check(data, "store", 7)
     assert caught.value.field == "data.path"

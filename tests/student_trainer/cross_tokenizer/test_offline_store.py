@@ -14,12 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from clients.config.offline import OfflineJob
 from clients.runs.directory import RunDirectory
 from protos.errors import DistillError, InvalidInput
-from student_trainer.losses.cross_tokenizer import UNIT_TEMPERATURE
+from student_trainer.cross_tokenizer.losses import UNIT_TEMPERATURE
 from student_trainer.tools.pretrain import make_model, make_tokenizer
 from tests.end_to_end.processes import metrics_of
 from tests.student_trainer import tiny
-from tests.student_trainer.methods.offline_trainer import trainer_of
-from tests.student_trainer.methods.other_tokenizer_material import (
+from tests.student_trainer.cross_tokenizer.material import (
     TEMPERATURE,
     WEIGHT,
     FirstUpdate,
@@ -28,6 +27,7 @@ from tests.student_trainer.methods.other_tokenizer_material import (
     pair,
     teacher,
 )
+from tests.student_trainer.methods.offline_trainer import trainer_of
 from tests.student_trainer.small_store import Text, logprobs_of, sums, write_store
 
 __all__ = ["pair", "teacher"]  # fixtures

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.alignment.alignment import Aligner, Alignment
+from clients.cross_tokenizer.alignment import Aligner, Alignment
 from protos.rows.codec import RowBlock, concatenate
-from student_trainer.data.aligned import AlignedRows
+from student_trainer.cross_tokenizer.aligned_rows import AlignedRows
 
 Ids = NDArray[np.int32]
 # Makes the rows of the reader's tokens from an alignment and the ids and rows of the writer's.

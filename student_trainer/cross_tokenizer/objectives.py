@@ -1,4 +1,4 @@
-"""The objectives of offline distillation from a store with another tokenizer."""
+"""The objectives of distillation from another tokenizer: on-policy, and from a store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from student_trainer.data.aligned import AlignedBatch, make_aligned_batch
+from student_trainer.cross_tokenizer.aligned_rows import AlignedBatch, make_aligned_batch
+from student_trainer.cross_tokenizer.losses import (
+    Horizon,
+    MatchedHead,
+    chunk_divergence,
+    cross_tokenizer_kl,
+    mapped_kl,
+)
 from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import Layout
@@ -17,10 +24,83 @@ from student_trainer.losses import (
     Index,
     LossFunction,
     Rows,
-    chunk_divergence,
-    mapped_kl,
+    importance_weights,
+    mismatch,
 )
 from student_trainer.objectives.weighted import weight_loss
+
+
+@dataclass(frozen=True)
+class CrossTokenizerObjective:
+    """The objective to minimise: log p - log q of words or answers; see `cross_tokenizer_kl`.
+
+    temperature: of the student's distribution.
+    """
+
+    horizon: Horizon
+    temperature: float
+
+    needs_all_rows = True
+
+    def batch(
+        self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
+    ) -> AlignedBatch:
+        """Make the tensors of one micro-batch; see `make_aligned_batch`."""
+        return make_aligned_batch(scored_sequences, device, layout)
+
+    def loss(self, batch: Batch) -> LossFunction:
+        """Return the loss of the batch as a function of rows, times the weight of each sequence."""
+        assert isinstance(batch, AlignedBatch)
+        assert batch.sampling_logprobs is not None, "rollouts have them"
+        sampling = batch.sampling_logprobs
+
+        def loss(rows: Rows, index: Index) -> Tensor:
+            return cross_tokenizer_kl(
+                rows.token_logprobs,
+                batch.teacher.token_logprobs[index],
+                batch.word[index],
+                batch.sequence[index],
+                batch.learned[index],
+                horizon=self.horizon,
+                importance=importance_weights(rows.token_logprobs, sampling[index]),
+                head=_build_matched_head(batch, rows, index),
+            )
+
+        return weight_loss(loss, batch.sequence_weights)
+
+    @torch.no_grad()
+    def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
+        """Return (sum, number) of each metric over the tokens or the answers of a batch."""
+        assert isinstance(batch, AlignedBatch)
+        assert batch.sampling_logprobs is not None, "rollouts have them"
+        logprobs = out.rows.token_logprobs
+        costs = logprobs - batch.teacher.token_logprobs
+        return {
+            "kl/teacher": sum_and_count(costs[batch.learned]),
+            **mismatch(logprobs, batch.sampling_logprobs),
+            "entropy": sum_and_count(out.metrics["entropy"]),
+            "pair/one_to_one": sum_and_count(batch.one_to_one.float()),
+            "pair/other_spelling": sum_and_count((~batch.spelled).float()),
+            "pair/left_out": sum_and_count(batch.left_out.float()),
+        }
+
+    @torch.no_grad()
+    def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return `eval/kl` of each token, [n]: log p minus the teacher's share."""
+        assert isinstance(batch, AlignedBatch)
+        costs = out.rows.token_logprobs - batch.teacher.token_logprobs
+        return {"eval/kl": torch.where(batch.learned, costs, torch.zeros_like(costs))}
+
+
+def _build_matched_head(batch: AlignedBatch, rows: Rows, index: Index) -> MatchedHead | None:
+    if batch.matched is None:
+        return None
+    return MatchedHead(
+        rows.head_logprobs,
+        batch.teacher.head_logprobs[index],
+        batch.matched[index],
+        batch.head_ids[index] == batch.token_ids[index, None],
+    )
 
 
 @dataclass(frozen=True)

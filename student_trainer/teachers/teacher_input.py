@@ -22,7 +22,7 @@ from student_trainer.teachers.privileged import privileged_prompt
 
 
 @dataclass(frozen=True)
-class Reading:
+class TeacherInput:
     """How a rollout is presented to a teacher, in place of the student's token ids.
 
     prompt: returns the prompt ids [P] of a rollout; None: the student's prompt. ids [V0] int32: a

@@ -10,26 +10,30 @@ import numpy as np
 import pytest
 import torch
 
-from clients.alignment.alignment import Aligner
+from clients.cross_tokenizer.alignment import Aligner
 from clients.data.answer_end import answer_end
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
 from protos.rows.codec import RowBlock
-from student_trainer.data.aligned import AlignedRows, make_aligned_batch
-from student_trainer.data.batch import ScoredSequence
-from student_trainer.data.rollout import Rollout
-from student_trainer.losses.cross_tokenizer import word_advantages
-from student_trainer.model.loading import vocabulary
-from student_trainer.teachers.other_tokenizer import (
+from student_trainer.cross_tokenizer.aligned_rows import AlignedRows, make_aligned_batch
+from student_trainer.cross_tokenizer.comparison import (
+    SpecialTokenPair,
+    TokenizerPair,
+    compare_tokenizers,
+)
+from student_trainer.cross_tokenizer.losses import word_advantages
+from student_trainer.cross_tokenizer.teacher import (
     IMPOSSIBLE,
     OTHER_SPELLING,
-    OtherTokenizerTeacher,
+    CrossTokenizerTeacher,
     aligned_rows,
 )
-from student_trainer.teachers.reading import teacher_prompt
+from student_trainer.data.batch import ScoredSequence
+from student_trainer.data.rollout import Rollout
+from student_trainer.model.loading import vocabulary
 from student_trainer.teachers.source import resolved
-from student_trainer.teachers.tokenizer_pair import RolePair, TokenizerPair, find_tokenizer_pair
-from tests.clients.alignment import trained
+from student_trainer.teachers.teacher_input import teacher_prompt
+from tests.clients.cross_tokenizer import trained
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN
 from tests.student_trainer import tiny
 
@@ -153,7 +157,7 @@ def test_what_the_teacher_is_asked() -> None:
     client: Any = AnsweringClient()
     before = np.array([7, 8, 9], np.int32)
     options: dict[str, Any] = {"temperature": 0.5, "max_length": 40}
-    teacher = OtherTokenizerTeacher(client, ALIGNER, lambda _: torch.from_numpy(before), **options)
+    teacher = CrossTokenizerTeacher(client, ALIGNER, lambda _: torch.from_numpy(before), **options)
     rows = teacher.score(rollout_of(encode_text(TEXT), ended=True)).result()
     [query] = client.queries
     assert query.token_ids.tolist() == [7, 8, 9, *TEACHER.encode(TEXT), 0]
@@ -214,9 +218,9 @@ def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
     teacher_path = str(tmp_path / "theirs")
     teacher_words.save_pretrained(teacher_path)
 
-    def pair(tokenizer: str, model: str, words: Any) -> TokenizerPair | RolePair | None:
+    def pair(tokenizer: str, model: str, words: Any) -> TokenizerPair | SpecialTokenPair | None:
         job = tiny.job(material, teacher__tokenizer=tokenizer)
-        return find_tokenizer_pair(job, connected_teacher(model, words), student_words)
+        return compare_tokenizers(job, connected_teacher(model, words), student_words)
 
     assert pair("same", teacher_path, teacher_words) is None
     assert pair("auto", "nowhere", student_words) is None

@@ -2,7 +2,7 @@
 
 The teacher reads its own tokens: the prompt in its own chat template, and its encoding of the
 answer's text. Its log-probs of these tokens become shares of the student's tokens
-(`losses/cross_tokenizer.py`), which come back as rows.
+(`cross_tokenizer/losses.py`), which come back as rows.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clients.alignment.alignment import Aligner, Alignment
+from clients.cross_tokenizer.alignment import Aligner, Alignment
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
-from student_trainer.data.aligned import AlignedRows
+from student_trainer.cross_tokenizer.aligned_rows import AlignedRows
+from student_trainer.cross_tokenizer.matched_heads import HeadMap, MatchedHeads
 from student_trainer.data.rollout import Rollout
-from student_trainer.teachers.matched_heads import HeadMap, MatchedHeads
 from student_trainer.teachers.remote import map_future
 from student_trainer.teachers.source import resolved
 
 # In nats, added to the cost of a word whose tokens differ from the student tokenizer's: at the
-# minimum, such spellings then have e^-5 of the probability (`losses/cross_tokenizer.py`).
+# minimum, such spellings then have e^-5 of the probability (`cross_tokenizer/losses.py`).
 OTHER_SPELLING = 5.0
 # Log-prob of a token without a counterpart in the teacher: a special token inside an answer.
 IMPOSSIBLE = -20.0
 
 
-class OtherTokenizerTeacher:
+class CrossTokenizerTeacher:
     """Requests the teacher's log-probs of its own tokens, and returns AlignedRows."""
 
     any_time = True

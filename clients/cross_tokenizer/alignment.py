@@ -14,12 +14,13 @@ does cross, or where there is no white space, a word is longer.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.alignment.byte_tokenizer import ByteTokenizer
+from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer
 
 # Number of last tokens of an encoding that can change when the text continues.
 UNSETTLED = 2
@@ -133,6 +134,35 @@ class Aligner:
             canonical[positions] == ids
         )
         return is_canonical
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Figures of texts: tokens of the student, and shares of them or of the texts.
+
+    one_to_one: of tokens that are one token of the teacher. left_out: of texts that cannot be
+    aligned, because the teacher's normalization changes them.
+    """
+
+    texts: int
+    tokens: int
+    one_to_one: float
+    left_out: float
+
+
+def measure_shares(aligner: Aligner, texts: Iterable[str]) -> Shares:
+    """Encode texts with the student's tokenizer and align them with the teacher's."""
+    count = tokens = single = left_out = 0
+    for text in texts:
+        ids = aligner.writer.encode(text)
+        if not len(ids):
+            continue
+        count += 1
+        alignment = aligner.align(ids, has_end=False)
+        left_out += alignment is None
+        tokens += len(ids)
+        single += 0 if alignment is None else int(alignment.one_to_one.sum())
+    return Shares(count, tokens, single / max(tokens, 1), left_out / max(count, 1))
 
 
 def _word_starts(data: bytes) -> NDArray[np.int64]:

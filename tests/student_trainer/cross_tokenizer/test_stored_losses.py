@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.losses import Rows, Unit, chunk_divergence, mapped_kl, topk_kl
-from tests.student_trainer.losses.toy_tokenizers import (
+from student_trainer.cross_tokenizer.losses import Unit, chunk_divergence, mapped_kl
+from student_trainer.losses import Rows, topk_kl
+from tests.student_trainer.cross_tokenizer.toy_tokenizers import (
     END,
     STUDENT,
     STUDENT_OF_WORDS,

@@ -2,7 +2,7 @@
 
 A store has token ids of the teacher. The student reads its own encoding of the stored prompt and of
 the answer's text. The stored log-probs of the answer's tokens are distributed over the student's
-tokens, for the losses of `losses/cross_tokenizer.py`. For `mapped_kl`, the head ids of rows at
+tokens, for the losses of `cross_tokenizer/losses.py`. For `mapped_kl`, the head ids of rows at
 which a word begins become ids of the student; other rows contribute only the token's log-prob.
 """
 
@@ -17,30 +17,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.alignment.alignment import Aligner, Alignment
-from clients.alignment.byte_tokenizer import ByteTokenizer
 from clients.config.offline import OfflineJob
+from clients.cross_tokenizer.alignment import Aligner, Alignment
+from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.data.records import DataSet
 from clients.store.dataset import LogitDataset
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
-from student_trainer.data.aligned import AlignedRows
-from student_trainer.data.captured_stores import Stores
-from student_trainer.data.sequence import TokenSequence
-from student_trainer.losses import Unit
-from student_trainer.losses.rows import LOWEST_LOGPROB
-from student_trainer.model.loading import vocabulary
-from student_trainer.teachers.role_store import RoleStore
-from student_trainer.teachers.source import PendingRows, resolved
-from student_trainer.teachers.stored_text import StoredText, leading_special_tokens
-from student_trainer.teachers.tokenizer_pair import (
+from student_trainer.cross_tokenizer.aligned_rows import AlignedRows
+from student_trainer.cross_tokenizer.comparison import (
     find_end_token,
-    find_role_pair,
+    find_special_token_pair,
     load_known_tokenizer,
     to_byte_tokenizer,
 )
+from student_trainer.cross_tokenizer.losses import Unit
+from student_trainer.cross_tokenizer.special_token_store import SpecialTokenStore
+from student_trainer.cross_tokenizer.stored_text import StoredText, leading_special_tokens
+from student_trainer.data.captured_stores import Stores
+from student_trainer.data.sequence import TokenSequence
+from student_trainer.losses.rows import LOWEST_LOGPROB
+from student_trainer.model.loading import vocabulary
+from student_trainer.teachers.source import PendingRows, resolved
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class TokenMap:
         return cls(aligner, first, begins)
 
 
-class OtherTokenizerStore:
+class CrossTokenizerStore:
     """Reads stored sequences as sequences of the student, with AlignedRows."""
 
     def __init__(
@@ -270,9 +270,9 @@ def _first_positions(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(lengths) - lengths
 
 
-def open_other_tokenizer_store(
+def open_cross_tokenizer_store(
     config: OfflineJob, stores: Stores, student_tokenizer: Any, longest: int | None
-) -> OtherTokenizerStore | RoleStore | None:
+) -> CrossTokenizerStore | SpecialTokenStore | None:
     """Return the reader of a job's stores; None if the student's tokenizer fits or must fit.
 
     `longest`: maximum number of tokens that the student reads. Raises InvalidInput or WrongState,
@@ -289,7 +289,9 @@ def open_other_tokenizer_store(
         return None
     name = store.facts.get("tokenizer", "") if tokenizer_key == "auto" else tokenizer_key
     teacher_tokenizer = load_known_tokenizer(name, fingerprint, store.label, _FIELD)
-    pair = find_role_pair(config.data.roles, student_tokenizer, teacher_tokenizer, "data.roles")
+    pair = find_special_token_pair(
+        config.data.roles, student_tokenizer, teacher_tokenizer, "data.roles"
+    )
     is_text = store.facts.get("form") == "text"
     prompts = StoredPrompts(
         to_byte_tokenizer(teacher_tokenizer, "store", _FIELD),
@@ -300,7 +302,7 @@ def open_other_tokenizer_store(
     if pair is not None:
         _refuse_match(config, f"student and {store.label} differ in special tokens only")
         ids = pair.ids(int(store.facts["vocab_size"]))
-        role_store = RoleStore(ids, pair.tokens, None if is_text else prompts)
+        role_store = SpecialTokenStore(ids, pair.tokens, None if is_text else prompts)
         for opened_store in (store, stores.held_out):
             if opened_store is not None:
                 role_store.check(opened_store.data, opened_store.label, longest)
@@ -317,7 +319,7 @@ def open_other_tokenizer_store(
         leading_special_tokens(student_tokenizer, aligner.reader.lengths),
         leading_special_tokens(teacher_tokenizer, aligner.writer.lengths),
     )
-    reader = OtherTokenizerStore(
+    reader = CrossTokenizerStore(
         aligner,
         prompts,
         np.array(sorted(ends), np.int32),

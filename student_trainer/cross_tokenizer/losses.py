@@ -47,9 +47,9 @@ encoding. The gradient of the mean of -log p(a) is that of the forward KL, and n
 words begin: its head ids are mapped to the first tokens of the student's encodings of them.
 `chunk_divergence` compares the likelihoods of token runs, as ALM does (arXiv 2503.20083).
 
-`tests/student_trainer/losses/test_cross_tokenizer.py` verifies these statements by enumeration, and
-`test_stored_answers.py` the last paragraph. A chunk is a shortest run of student tokens with the
-bytes of a run of teacher tokens; `clients/alignment/alignment.py` also defines words.
+`tests/student_trainer/cross_tokenizer/test_losses.py` verifies these statements by enumeration, and
+`test_stored_losses.py` the last paragraph. A chunk is a shortest run of student tokens with the
+bytes of a run of teacher tokens; `clients/cross_tokenizer/alignment.py` also defines words.
 """
 
 from __future__ import annotations

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from clients.alignment.alignment import Aligner
-from clients.alignment.byte_tokenizer import ByteTokenizer
+from clients.cross_tokenizer.alignment import Aligner
+from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
-from student_trainer.data.aligned import AlignedRows
-from student_trainer.teachers.matched_heads import HeadMap
-from student_trainer.teachers.other_tokenizer import OtherTokenizerTeacher
+from student_trainer.cross_tokenizer.aligned_rows import AlignedRows
+from student_trainer.cross_tokenizer.matched_heads import HeadMap
+from student_trainer.cross_tokenizer.teacher import CrossTokenizerTeacher
 from student_trainer.teachers.source import resolved
-from tests.clients.alignment import trained
-from tests.student_trainer.teachers.test_other_tokenizer import rollout_of
+from tests.clients.cross_tokenizer import trained
+from tests.student_trainer.cross_tokenizer.test_teacher import rollout_of
 
 TEXT = "the cat sat there too, and  the 12 cats\nsat. 34"
 TEXT_WITH_LINES = trained.TEXT.replace(" ", "\n ")
@@ -157,7 +157,7 @@ def test_the_rows_of_the_teacher(aligner: tuple[Aligner, int]) -> None:
     rollout = rollout_of(ids, ended=True)
     object.__setattr__(rollout, "head_ids", torch.from_numpy(heads))
     client: Any = TableClient()
-    teacher = OtherTokenizerTeacher(
+    teacher = CrossTokenizerTeacher(
         client,
         word_aligner,
         lambda _: torch.tensor([3, 4]),

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.alignment.alignment import Aligner, Alignment
+from clients.cross_tokenizer.alignment import Aligner, Alignment
 from clients.data.prompt_format import PromptFormat
 from protos.rows.codec import RowBlock
-from student_trainer.losses import Unit
-from student_trainer.teachers.other_tokenizer_store import (
+from student_trainer.cross_tokenizer.losses import Unit
+from student_trainer.cross_tokenizer.store import (
     StoredPrompts,
     TokenMap,
     _map_prompts,
     mapped_rows,
     unit_rows,
 )
-from tests.clients.alignment import trained
+from tests.clients.cross_tokenizer import trained
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
 

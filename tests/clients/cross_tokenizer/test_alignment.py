@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.alignment.alignment import UNSETTLED, Aligner, Alignment
-from clients.alignment.byte_tokenizer import ByteTokenizer
+from clients.cross_tokenizer.alignment import UNSETTLED, Aligner, Alignment
+from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer
 from protos.errors import InvalidInput
-from tests.clients.alignment import trained
+from tests.clients.cross_tokenizer import trained
 
 TOKENIZERS = {
     "small": trained.as_bytes(trained.byte_level(270)),

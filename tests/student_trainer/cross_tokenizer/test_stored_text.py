@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.alignment.alignment import Aligner, Alignment
+from clients.cross_tokenizer.alignment import Aligner, Alignment
 from protos.rows.codec import RowBlock
-from student_trainer.data.aligned import AlignedRows
-from student_trainer.losses import Unit
-from student_trainer.teachers.other_tokenizer_store import unit_rows
-from student_trainer.teachers.stored_text import StoredText, leading_special_tokens
-from tests.clients.alignment import trained
+from student_trainer.cross_tokenizer.aligned_rows import AlignedRows
+from student_trainer.cross_tokenizer.losses import Unit
+from student_trainer.cross_tokenizer.store import unit_rows
+from student_trainer.cross_tokenizer.stored_text import StoredText, leading_special_tokens
+from tests.clients.cross_tokenizer import trained
 
 TEACHER = trained.as_bytes(trained.byte_level(340))
 STUDENT = trained.as_bytes(trained.byte_fallback(330, first_space=False))

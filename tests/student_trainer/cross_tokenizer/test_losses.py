@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.losses import (
+from student_trainer.cross_tokenizer.losses import (
     Horizon,
     MatchedHead,
-    Rows,
     controlled_topk_kl,
+    costs_to_come,
     cross_tokenizer_kl,
-    topk_kl,
+    word_advantages,
 )
-from student_trainer.losses.cross_tokenizer import costs_to_come, word_advantages
-from tests.student_trainer.losses.toy_tokenizers import (
+from student_trainer.losses import Rows, topk_kl
+from tests.student_trainer.cross_tokenizer.toy_tokenizers import (
     END,
     STUDENT,
     STUDENT_OF_WORDS,

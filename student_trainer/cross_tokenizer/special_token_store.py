@@ -1,6 +1,6 @@
 """Reads the stored rows of a teacher that differs in its special tokens only, with student ids.
 
-As in `Reading` for a running teacher, each id of an answer and of a row is replaced by the
+As in `TeacherInput` for a running teacher, each id of an answer and of a row is replaced by the
 student's id. The prompt of an answer is rendered again, in the student's chat template.
 """
 
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from clients.store.dataset import LogitDataset
 from protos.errors import InvalidInput
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.teachers.reading import Reading
 from student_trainer.teachers.source import PendingRows, resolved
+from student_trainer.teachers.teacher_input import TeacherInput
 
 Ids = NDArray[np.int32]
 
 
-class RoleStore:
+class SpecialTokenStore:
     """Reads stored sequences with the student's ids, and rows at them."""
 
     def __init__(
@@ -33,7 +33,7 @@ class RoleStore:
         or None if they are unknown. Without it, the tokens before the rows are plain text.
         """
         self.tokens = tokens
-        self._reading = Reading(ids=ids)
+        self._teacher_input = TeacherInput(ids=ids)
         self._student_ids = np.argsort(ids).astype(np.int32)
         self._prompts = prompts
 
@@ -70,7 +70,7 @@ class RoleStore:
             np.int64
         )
         sequence = TokenSequence(torch.from_numpy(token_ids), len(prompt_ids))
-        return PendingRows(sequence, resolved(self._reading.to_student_rows(block)))
+        return PendingRows(sequence, resolved(self._teacher_input.to_student_rows(block)))
 
     def _student_prompt(self, ids: Ids) -> Ids | None:
         return self._student_ids[ids] if self._prompts is None else self._prompts(ids)

@@ -1,6 +1,6 @@
 """The head ids of a student as tokens of a teacher with another tokenizer, where words begin.
 
-For the control variate of `losses/cross_tokenizer.py`: the teacher's log-probs of other tokens that
+For the control variate of `cross_tokenizer/losses.py`: the teacher's log-probs of other tokens that
 the student could have sampled as the first token of a word. At the start of a word, the encoding of
 the preceding text does not depend on the next token, so one query covers all of them.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.alignment.alignment import Aligner, Alignment
-from clients.alignment.byte_tokenizer import ByteTokenizer
+from clients.cross_tokenizer.alignment import Aligner, Alignment
+from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer
 
 
 @dataclass(frozen=True)

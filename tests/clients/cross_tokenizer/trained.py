@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from clients.alignment.byte_tokenizer import ByteTokenizer
+from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer
 
 END = "<|end|>"
 TEXT = (

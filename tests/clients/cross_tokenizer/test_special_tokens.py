@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clients.alignment.roles import RoleMap, TokenRoles, role_map
+from clients.cross_tokenizer.special_tokens import (
+    SpecialTokenMap,
+    SpecialTokens,
+    map_special_tokens,
+)
 from protos.errors import InvalidInput
 
 WORDS = ["a", "b", "c"]
@@ -13,13 +17,13 @@ WORDS = ["a", "b", "c"]
 
 def build_roles(
     *added: str, text: tuple[str, ...] = (), end: str = "", eos: str = "", words: list[str] = WORDS
-) -> TokenRoles:
+) -> SpecialTokens:
     """Ordinary tokens, then `added` tokens; those in `text` are not special."""
     tokens = [*words, *added]
     text_ids = frozenset(tokens.index(token) for token in text)
     special = frozenset(range(len(words), len(tokens))) - text_ids
     end_ids = tuple(tokens.index(token) if token else -1 for token in (end, eos or end))
-    return TokenRoles(tokens, special, text_ids, (end_ids[0], end_ids[1]))
+    return SpecialTokens(tokens, special, text_ids, (end_ids[0], end_ids[1]))
 
 
 QWEN = build_roles("<eot>", "<im_start>", "<im_end>", "<box>", "</box>", end="<im_end>")
@@ -27,9 +31,9 @@ DISTILL = build_roles("<end>", "<User>", "<Assistant>", "<think>", "</think>", e
 
 
 def checked_role_map(
-    student: TokenRoles, teacher: TokenRoles, configured_roles: dict[str, str] | None = None
-) -> RoleMap:
-    token_map = role_map(student, teacher, configured_roles)
+    student: SpecialTokens, teacher: SpecialTokens, configured_roles: dict[str, str] | None = None
+) -> SpecialTokenMap:
+    token_map = map_special_tokens(student, teacher, configured_roles)
     assert token_map is not None
     assert sorted(token_map.ids) == list(range(len(token_map.ids)))
     return token_map
@@ -79,8 +83,8 @@ def test_more_tokens_on_one_side() -> None:
         build_roles(words=["a", "b", "c", "d"]),
     ],
 )
-def test_other_words_are_another_tokenizer(teacher: TokenRoles) -> None:
-    assert role_map(build_roles("<end>"), teacher) is None
+def test_other_words_are_another_tokenizer(teacher: SpecialTokens) -> None:
+    assert map_special_tokens(build_roles("<end>"), teacher) is None
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_other_words_are_another_tokenizer(teacher: TokenRoles) -> None:
 )
 def test_roles_in_vain(configured_roles: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidInput, match=message) as caught:
-        role_map(QWEN, DISTILL, configured_roles)
+        map_special_tokens(QWEN, DISTILL, configured_roles)
     assert caught.value.field == "teacher.roles"
 
 

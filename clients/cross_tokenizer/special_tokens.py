@@ -24,7 +24,7 @@ FIELD = "teacher.roles"
 
 
 @dataclass(frozen=True)
-class TokenRoles:
+class SpecialTokens:
     """The tokens of a tokenizer by id, "" for an unused id, and what its added ones are for.
 
     special: ids that stand for no text. text: added ids that stand for text, such as <think> of
@@ -37,7 +37,7 @@ class TokenRoles:
     ends: tuple[int, int]
 
     @classmethod
-    def of(cls, tokenizer: Any) -> TokenRoles:
+    def of(cls, tokenizer: Any) -> SpecialTokens:
         """Return the roles of a tokenizer of transformers."""
         added_tokens = tokenizer.added_tokens_decoder
         special = frozenset(number for number, token in added_tokens.items() if token.special)
@@ -51,7 +51,7 @@ class TokenRoles:
         )
 
     @classmethod
-    def in_directory(cls, model: Path) -> TokenRoles | None:
+    def in_directory(cls, model: Path) -> SpecialTokens | None:
         """Return the roles of a Hugging Face directory, whose answers end with its eos_token.
 
         None if its files cannot be interpreted.
@@ -81,7 +81,7 @@ class TokenRoles:
 
 
 @dataclass(frozen=True)
-class RoleMap:
+class SpecialTokenMap:
     """The teacher's id of each id of the student.
 
     ids [n] int32: a permutation of 0 to n - 1. pairs: the tokens of student and teacher that have
@@ -94,9 +94,9 @@ class RoleMap:
     missing: tuple[str, ...]
 
 
-def role_map(
-    student: TokenRoles, teacher: TokenRoles, explicit_pairs: Mapping[str, str] | None = None
-) -> RoleMap | None:
+def map_special_tokens(
+    student: SpecialTokens, teacher: SpecialTokens, explicit_pairs: Mapping[str, str] | None = None
+) -> SpecialTokenMap | None:
     """Pair the added tokens of two tokenizers; None if their ordinary tokens differ.
 
     `explicit_pairs`: tokens of the teacher by the student's. Tokens without an explicit pair are
@@ -128,12 +128,12 @@ def role_map(
     changed_pairs = tuple(
         (student_id, teacher_id) for student_id, teacher_id in pairs if student_id != teacher_id
     )
-    return RoleMap(ids, changed_pairs, tuple(missing))
+    return SpecialTokenMap(ids, changed_pairs, tuple(missing))
 
 
 def _pair_roles(
-    student: TokenRoles,
-    teacher: TokenRoles,
+    student: SpecialTokens,
+    teacher: SpecialTokens,
     added_ids: Sequence[int],
     explicit_pairs: Mapping[str, str],
 ) -> dict[int, int]:

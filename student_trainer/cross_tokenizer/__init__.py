@@ -1,0 +1,1 @@
+"""Distillation between different tokenizers: teacher, stored rows, batches, losses, objectives."""
