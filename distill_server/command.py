@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from clients.cli.listen_options import (
+from distill_server import options
+from protos.errors import DistillError, InvalidInput
+from protos.program.logs import plain
+from protos.program.options import (
     HELP_OPTIONS,
     HostOption,
     InsecureOption,
@@ -23,11 +26,8 @@ from clients.cli.listen_options import (
     TlsClientCaOption,
     TlsKeyOption,
     TokenFileOption,
+    VersionOption,
 )
-from clients.cli.output import plain
-from clients.cli.version import VersionOption
-from distill_server import options
-from protos.errors import DistillError, InvalidInput
 
 if TYPE_CHECKING:
     from distill_server.dashboard.serve import Dashboard

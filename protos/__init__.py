@@ -1,4 +1,8 @@
-"""The contract between the programs: messages, the row codec, errors and transport."""
+"""What all programs share.
+
+The contract between them: messages, the row codec, errors, transport, access. And what services
+need beside it: options, logging, metrics pages, an HTTP server, the processes of vLLM.
+"""
 
 import os
 

@@ -97,7 +97,7 @@ class RolloutInfo(_message.Message):
     """of the adapters that snapshots have; 0: they have all weights"""
     protocol: _builtins.int
     """Of the messages, the snapshots and the tokens that a seed and a rollout number give. Trainer and service must
-    agree; see clients/preflight/rollouts.py.
+    agree; see protos/rpc/transport.py.
     """
     sleeps: _builtins.bool
     """the service was started to free its memory when `Sleep` is called"""

@@ -8,32 +8,28 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from clients.cli.listen_options import (
+from protos.program.logs import LogFormat, LogLevel, start_logging
+from protos.program.options import (
     HELP_OPTIONS,
+    DeviceOption,
+    GpuMemoryShareOption,
     HostOption,
     InsecureOption,
+    LogFormatOption,
+    LogLevelOption,
     MetricsHostOption,
     MetricsPortOption,
+    ModelOption,
     PortOption,
+    TensorParallelSizeOption,
+    ThreadsOption,
     TlsCertOption,
     TlsClientCaOption,
     TlsKeyOption,
     TokenFileOption,
+    VersionOption,
 )
-from clients.cli.model_options import (
-    DeviceOption,
-    GpuMemoryShareOption,
-    LogFormatOption,
-    LogLevelOption,
-    ModelOption,
-    TensorParallelSizeOption,
-    ThreadsOption,
-    errors_as_exit,
-    require_packages,
-    set_threads,
-)
-from clients.cli.version import VersionOption
-from protos.rpc.logs import LogFormat, LogLevel, start_logging
+from protos.program.startup import errors_as_exit, require_packages, set_threads
 from teacher_service import options
 
 if TYPE_CHECKING:

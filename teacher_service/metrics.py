@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from protos.errors import DistillError, ErrorCode
-from protos.rpc.logs import fields
+from protos.program.logs import fields
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import grpc.aio
 
 from protos import teacher_pb2_grpc
 from protos.errors import ExitCode, InvalidInput
-from protos.rpc.logs import fields
+from protos.program.logs import fields
 from protos.rpc.metrics_page import MetricsPage, metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis

@@ -27,7 +27,7 @@ from benchmarks.shared.pages import format_table
 from benchmarks.shared.process_memory import resident_before, resident_peak, run_group
 from clients.config.tables.common import StudentConfig, TrainConfig
 from clients.data.model_shape import ModelShape
-from clients.preflight.memory import (
+from clients.plan.memory import (
     Load,
     learning_bytes,
     optimizer_bytes,

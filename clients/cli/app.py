@@ -28,8 +28,8 @@ from clients.cli.commands import teacher as teacher_commands
 from clients.cli.demos import demo, demo_rl
 from clients.cli.output import Output
 from clients.cli.settings import DEFAULT_SERVER, ClientSettings
-from clients.cli.version import VersionOption
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
+from protos.program.options import VersionOption
 
 EXIT_CODE_MEANINGS = {
     ExitCode.OK: "success, or the job SUCCEEDED",

@@ -11,17 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from protos.errors import DistillError
+from protos.program.logs import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-def plain(text: str) -> str:
-    """Return `text` in one line: spaces for line breaks, and escapes for control characters, so
-    that text from a job cannot control the terminal.
-    """
-    text = " ".join(line for line in text.splitlines() if line)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True)

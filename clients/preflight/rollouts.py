@@ -25,13 +25,11 @@ from protos.errors import (
 )
 from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
+from protos.rpc.transport import ROLLOUTS_PROTOCOL
 
 log = logging.getLogger(__name__)
 
 FIELD = "rollouts.address"
-# Version of what a trainer and a service must agree on: the messages, the files of a snapshot, and
-# the tokens that follow from a seed and a rollout number. A test fails if these change without it.
-PROTOCOL = 2
 _SECONDS = 5.0
 
 
@@ -75,10 +73,10 @@ def not_rollouts(address: str) -> InvalidInput:
 
 def check_protocol(address: str, protocol: int) -> None:
     """Raise WrongState if the service at `address` has another protocol than this program."""
-    if protocol != PROTOCOL:
+    if protocol != ROLLOUTS_PROTOCOL:
         raise WrongState(
             f"the rollout service at {address} is of another version of distill-service: its"
-            f" protocol is {protocol}, that of the job {PROTOCOL}",
+            f" protocol is {protocol}, that of the job {ROLLOUTS_PROTOCOL}",
             field=FIELD,
             hint="start the service with the version of distill-service that runs the job",
         )

@@ -1,10 +1,13 @@
-"""gRPC options shared by clients and servers: message sizes, keepalive, reconnection, limits."""
+"""What clients and servers agree on: protocol version, message sizes, keepalive, reconnection."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 
+# Version of what a trainer and a service must agree on: the messages, the files of a snapshot, and
+# the tokens that follow from a seed and a rollout number. A test fails if these change without it.
+ROLLOUTS_PROTOCOL = 2
 MAX_MESSAGE_BYTES = 4 << 20
 # Largest request of rows: a longer one than MAX_MESSAGE_BYTES is sent in several messages. At
 # k = 64 it is a sequence of 262,000 tokens.

@@ -11,7 +11,7 @@ import grpc.aio
 from clients.preflight.rollouts import gpus_here
 from protos import rollouts_pb2_grpc
 from protos.errors import InvalidInput
-from protos.rpc.logs import fields
+from protos.program.logs import fields
 from protos.rpc.metrics_page import MetricsPage, metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from protos.vllm_processes import require_vllm

@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from clients.preflight.rollouts import PROTOCOL
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import Overloaded, TimedOut, WrongState
+from protos.program.logs import fields
 from protos.rpc.failpoints import failpoint
-from protos.rpc.logs import fields
-from protos.rpc.transport import STREAM_OPEN
+from protos.rpc.transport import ROLLOUTS_PROTOCOL, STREAM_OPEN
 from student_trainer.rollout_client.order import LACKS_PUSHED, Order, WeightsVersion
 from student_trainer.rollout_client.push.wire import read_offer, read_start
 from student_trainer.rollout_client.wire import (
@@ -87,7 +86,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             sampled_tokens=self._metrics.sampled_tokens,
             weight_loads=schedule.loads,
             lora_rank=info.lora_rank,
-            protocol=PROTOCOL,
+            protocol=ROLLOUTS_PROTOCOL,
             sleeps=info.sleeps,
         )
 

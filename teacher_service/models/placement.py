@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from protos.extras import require_extra
-from protos.rpc.logs import fields
+from protos.program.logs import fields
 
 log = logging.getLogger(__name__)
 

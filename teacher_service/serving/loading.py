@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from clients.runs.launch import PROGRESS
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable
-from protos.rpc.logs import fields
+from protos.program.logs import fields
 from teacher_service.models.load_progress import LoadProgress
 from teacher_service.serving.service import TeacherServicer
 

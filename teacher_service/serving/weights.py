@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from protos import teacher_pb2
 from protos.errors import Corrupt, InvalidInput, Overloaded, TimedOut, WrongState
+from protos.program.logs import fields
 from protos.rpc.failpoints import failpoint
-from protos.rpc.logs import fields
 from protos.rpc.transport import MAX_CHUNK_BYTES
 from teacher_service.engines.base import (
     ScoringEngine,

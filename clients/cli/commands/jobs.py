@@ -20,12 +20,13 @@ from clients.cli.chosen_jobs import (
     StateOption,
     parse_labels,
 )
-from clients.cli.output import Output, plain
+from clients.cli.output import Output
 from clients.cli.settings import JobArgument, JobsArgument, SetOption, settings_of
 from clients.jobs.job import TERMINAL, Job, JobState
 from clients.jobs.selection import CANCELLABLE, RESUMABLE
 from clients.jobs.view import duration, kl_of
 from protos.errors import DistillError, InvalidInput, Unavailable
+from protos.program.logs import plain
 
 if TYPE_CHECKING:
     from clients.jobs.results import Measurement, Result

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from clients.cli.output import plain
 from clients.cli.settings import settings_of
 from clients.data.object_urls import place_of
 from protos.errors import ExitCode
+from protos.program.logs import plain
 
 app = typer.Typer(help="Inspect, verify and merge captured stores.", no_args_is_help=True)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clients.cli.output import plain
 from clients.cli.settings import settings_of
 from clients.jobs.view import duration
 from protos.errors import ExitCode, InvalidInput, WrongState
+from protos.program.logs import plain
 
 if TYPE_CHECKING:
     from clients.config.tables.teacher import TeacherLink

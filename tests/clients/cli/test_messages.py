@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.cli.output import plain
 from clients.config.on_policy import OnPolicyJob
 from clients.preflight import disk
 from clients.runs.run_id import run_ids
 from protos.errors import ExitCode, WrongState
+from protos.program.logs import plain
 
 Capture = pytest.CaptureFixture[str]
 

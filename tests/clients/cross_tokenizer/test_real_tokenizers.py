@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clients.cross_tokenizer.alignment import Aligner, measure_shares
 from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer, tokenizer_in
-from clients.preflight.pair import kind_of
+from clients.plan.pair import kind_of
 from tests.real_tokenizers import fetch_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -14,12 +14,12 @@ from clients.config.file import load_job
 from clients.config.kinds import AnyTraining
 from clients.config.tables.common import TrainingJob
 from clients.data.model_shape import shape_of
+from clients.plan.memory import activation_bytes, learning_bytes, scoring_bytes
+from clients.plan.memory_plan import load_of, plan_of
 from clients.preflight.context_parallel import check_context_parallel
-from clients.preflight.memory import activation_bytes, learning_bytes, scoring_bytes
-from clients.preflight.memory_plan import load_of, plan_of
 from protos.errors import InvalidInput
-from tests.clients.preflight.test_memory import QWEN_7B  # 28 heads of queries, 4 of keys
-from tests.clients.preflight.test_memory_plan import advised_keys, merge_tables, valid_job
+from tests.clients.plan.test_memory import QWEN_7B  # 28 heads of queries, 4 of keys
+from tests.clients.plan.test_memory_plan import advised_keys, merge_tables, valid_job
 from tests.clients.preflight.test_tensor_parallel import GROUPS, job_file
 
 LONG = {"max_prompt_tokens": 1024, "max_new_tokens": 64512}

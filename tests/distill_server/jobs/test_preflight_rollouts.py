@@ -81,7 +81,7 @@ def test_a_service_of_other_code(
     service: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service without a protocol version is older than the field."""
-    monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", 0)
+    monkeypatch.setattr("student_trainer.rollout_service.service.ROLLOUTS_PROTOCOL", 0)
     with checking_site(tmp_path) as server, pytest.raises(WrongState) as exc_info:
         server.submit(job(tmp_path, teacher, rollouts__address=service))
     assert exc_info.value.field == "rollouts.address"

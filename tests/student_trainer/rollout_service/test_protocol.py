@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.preflight.rollouts import PROTOCOL
 from protos import rollouts_pb2
 from protos.errors import WrongState
+from protos.rpc.transport import ROLLOUTS_PROTOCOL
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollout_service.service import RolloutServicer
@@ -31,9 +31,9 @@ def test_a_change_of_the_protocol_has_a_number(tmp_path: Path) -> None:
     digest.update(rollouts_pb2.DESCRIPTOR.serialized_pb)
     digest.update(json.dumps(sample_tokens()).encode())
     digest.update(json.dumps(snapshot(tmp_path)).encode())
-    assert DIGESTS[PROTOCOL] == digest.hexdigest(), (
-        "the messages, the sampled tokens or the files of a snapshot are others: raise PROTOCOL in"
-        " clients/preflight/rollouts.py, and add the digest"
+    assert DIGESTS[ROLLOUTS_PROTOCOL] == digest.hexdigest(), (
+        "the messages, the sampled tokens or the files of a snapshot are others: raise"
+        " ROLLOUTS_PROTOCOL in protos/rpc/transport.py, and add the digest"
     )
 
 
@@ -65,14 +65,15 @@ def snapshot(root: Path) -> list[object]:
 
 
 def test_a_service_of_other_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", PROTOCOL + 1)
+    service = "student_trainer.rollout_service.service"
+    monkeypatch.setattr(f"{service}.ROLLOUTS_PROTOCOL", ROLLOUTS_PROTOCOL + 1)
     with (
         serve_on_thread(RolloutServicer(ScriptedEngine())) as address,
         EngineClient([address]) as client,
         pytest.raises(WrongState) as caught,
     ):
         client.info()
-    message = f"its protocol is {PROTOCOL + 1}, that of the job {PROTOCOL}"
+    message = f"its protocol is {ROLLOUTS_PROTOCOL + 1}, that of the job {ROLLOUTS_PROTOCOL}"
     assert message in caught.value.message
     assert address in caught.value.message
     assert caught.value.field == "rollouts.address"

@@ -1,36 +1,12 @@
-"""Command line options shared by the programs that run a model: model, device, threads, logs."""
+"""What a service does before it imports its packages: checks, CPU threads, errors as exit codes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
 import typer
-
-from protos.rpc.logs import LogFormat, LogLevel
-
-ModelOption = Annotated[str, typer.Option(help="Hugging Face directory or hub id of the model.")]
-DeviceOption = Annotated[str, typer.Option(help="Device of the model: auto, cpu, cuda or cuda:1.")]
-TensorParallelSizeOption = Annotated[
-    int, typer.Option(min=1, help="Number of GPUs that share each layer (vllm).")
-]
-GpuMemoryShareOption = Annotated[
-    float, typer.Option(min=0.01, max=1.0, help="Share of each GPU's memory to use (vllm).")
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Number of CPU threads. Default: $OMP_NUM_THREADS, or else half of the cores."
-    ),
-]
-LogFormatOption = Annotated[
-    LogFormat, typer.Option(help="Format of log lines: text, or JSON objects.")
-]
-LogLevelOption = Annotated[
-    LogLevel, typer.Option(help="Least severe level to log; debug adds a line per request.")
-]
 
 
 @contextmanager

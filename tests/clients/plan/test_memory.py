@@ -21,7 +21,7 @@ from clients.config.kinds import AnyTraining, parse_job
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.data.model_shape import shape_of
-from clients.preflight.memory import (
+from clients.plan.memory import (
     Load,
     activation_bytes,
     host_bytes,
@@ -32,7 +32,7 @@ from clients.preflight.memory import (
     sampling_bytes,
     saved_per_token,
 )
-from clients.preflight.memory_plan import (
+from clients.plan.memory_plan import (
     GIB,
     USABLE,
     largest_micro_batch,

@@ -12,13 +12,13 @@ import pytest
 from clients.config.kinds import AnyTraining, parse_job
 from clients.config.tables.common import TrainingJob
 from clients.data.model_shape import shape_of
-from clients.preflight import memory_plan
+from clients.plan import memory_plan
+from clients.plan.memory import resident_bytes, sampling_bytes
+from clients.plan.memory_plan import plan_of
 from clients.preflight.files import check_processes
-from clients.preflight.memory import resident_bytes, sampling_bytes
-from clients.preflight.memory_plan import plan_of
 from clients.store.dataset import LogitDataset
 from clients.store.store import LogitStore
-from tests.clients.preflight.test_memory import QWEN_7B
+from tests.clients.plan.test_memory import QWEN_7B
 from tests.clients.store.test_store import META, entry
 
 Values = dict[str, Any]

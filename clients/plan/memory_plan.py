@@ -15,8 +15,7 @@ from clients.config.tables.common import LoraConfig
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.data.model_shape import ModelShape, read_shape
 from clients.data.object_urls import is_object_url
-from clients.preflight.disk import parameters_of
-from clients.preflight.memory import (
+from clients.plan.memory import (
     Load,
     host_bytes,
     peak_bytes,
@@ -24,6 +23,7 @@ from clients.preflight.memory import (
     sampling_bytes,
     stage_bytes,
 )
+from clients.preflight.disk import parameters_of
 from clients.store.dataset import LogitDataset
 from protos.errors import DistillError, InvalidInput
 

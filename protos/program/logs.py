@@ -25,6 +25,14 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+def plain(text: str) -> str:
+    """Return `text` in one line: spaces for line breaks, and escapes for control characters, so
+    that text from a job cannot control the terminal.
+    """
+    text = " ".join(line for line in text.splitlines() if line)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def start_logging(form: LogFormat, level: LogLevel, package: str) -> None:
     """Log messages of `level` and above to stderr; from other libraries, only warnings and above.
 

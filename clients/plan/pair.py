@@ -171,3 +171,42 @@ def kind_of(text: str) -> str:
     if len(_BRACKETS.findall(text)) > 0.06 * length:
         return "code"
     return "maths" if len(_FIGURES.findall(text)) > 0.06 * length else "prose"
+
+
+def summary_lines(report: PairReport) -> list[str]:
+    """Return what `distill pair` prints of the two tokenizers."""
+    lines = []
+    if report.same is not None:
+        lines.append(f"tokenizer: {'the same' if report.same else 'another one'}")
+    if report.difference:
+        lines.append(f"{report.difference}\n")
+    lines += [
+        f"role: {student_token} of the student is {teacher_token} of the teacher"
+        for student_token, teacher_token in report.roles
+    ]
+    if report.missing:
+        lines.append(f"without a role in the other tokenizer: {', '.join(report.missing)}")
+    return lines
+
+
+def share_rows(report: PairReport) -> list[dict[str, object]]:
+    """Return the rows of the table of one-to-one tokens, one per kind of text."""
+    return [
+        {
+            "text": kind,
+            "records": shares.texts,
+            "tokens": shares.tokens,
+            "one to one": f"{shares.one_to_one:.1%}",
+            "left out": f"{shares.left_out:.1%}",
+        }
+        for kind, shares in report.shares.items()
+    ]
+
+
+def conclusion_lines(report: PairReport) -> list[str]:
+    """Return what a job would minimise and needs in its job file, or why it is refused."""
+    if report.refusals:
+        return [f"The pair cannot be trained: {reason}" for reason in report.refusals]
+    lines = [f"\nloss: {report.loss}"]
+    job_file_lines = "".join(f"\n  {line}" for line in report.lines)
+    return [*lines, f"job file:{job_file_lines}" if job_file_lines else "job file: nothing to set"]

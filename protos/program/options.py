@@ -1,4 +1,4 @@
-"""Command line options that all services share: address, tokens, TLS."""
+"""Command line options that several programs share: version, address, tokens, TLS, model, logs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ from typing import Annotated
 
 import typer
 
+from protos.program.logs import LogFormat, LogLevel
+
+
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        from protos.extras import version
+
+        typer.echo(f"distill-service {version()}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+    ),
+]
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 PortOption = Annotated[
     int, typer.Option(help="Port of the gRPC service; 0: any free port.", min=0, max=65535)
@@ -51,4 +68,24 @@ MetricsPortOption = Annotated[
 MetricsHostOption = Annotated[
     str,
     typer.Option(help="Address of that page. It needs no token; it has numbers, but no contents."),
+]
+ModelOption = Annotated[str, typer.Option(help="Hugging Face directory or hub id of the model.")]
+DeviceOption = Annotated[str, typer.Option(help="Device of the model: auto, cpu, cuda or cuda:1.")]
+TensorParallelSizeOption = Annotated[
+    int, typer.Option(min=1, help="Number of GPUs that share each layer (vllm).")
+]
+GpuMemoryShareOption = Annotated[
+    float, typer.Option(min=0.01, max=1.0, help="Share of each GPU's memory to use (vllm).")
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Number of CPU threads. Default: $OMP_NUM_THREADS, or else half of the cores."
+    ),
+]
+LogFormatOption = Annotated[
+    LogFormat, typer.Option(help="Format of log lines: text, or JSON objects.")
+]
+LogLevelOption = Annotated[
+    LogLevel, typer.Option(help="Least severe level to log; debug adds a line per request.")
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.preflight.pair import pair_report, texts_in
+from clients.plan.pair import pair_report, texts_in
 from protos.errors import ExitCode, InvalidInput
 from tests.clients.cross_tokenizer import trained
 

@@ -1,0 +1,1 @@
+"""What `distill plan` and `distill pair` compute and print before anything is loaded."""

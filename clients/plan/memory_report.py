@@ -1,0 +1,91 @@
+"""What `distill plan` prints of the memory of a job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from clients.config.kinds import AnyTraining, gpus_of
+from clients.plan.memory import host_bytes
+from clients.plan.memory_plan import USABLE, MemoryPlan, gib
+
+PART_COLUMN = "GiB per GPU"  # title of the first column
+
+
+def plan_record(plan: MemoryPlan) -> dict[str, object]:
+    """Return the plan as a record for `--json`; sizes in bytes."""
+    return {
+        "fits": plan.fits,
+        "bytes": plan.parts,
+        "peak": plan.peak,
+        "host": host_bytes(plan.load),
+        "usable": plan.usable,
+        "largest_micro_batch": plan.micro_batch,
+        "changes": plan.changes,
+    }
+
+
+def format_summary(plan: MemoryPlan) -> str:
+    """Return one line: the weights, the GPUs, and the micro-batches."""
+    load = plan.load
+    trained = replace(load, tensor_parallel=1).trained
+    sharding = "" if load.processes == 1 else ", FSDP2" if load.sharded else ", DDP"
+    if load.tensor_parallel > 1:
+        sharding += f" with tensor parallelism in groups of {load.tensor_parallel}"
+    if load.context_parallel > 1:
+        sharding += f" with context parallelism in groups of {load.context_parallel}"
+    sampled = f", {load.sampled} answers sampled at a time" if load.sampled else ""
+    return (
+        f"{_format_count(load.shape.weights)} weights, {_format_count(trained)} trained, on"
+        f" {load.processes} GPU{'s' * (load.processes > 1)}{sharding}; micro-batches of"
+        f" {load.tokens} tokens in sequences of {load.line}{sampled}\n"
+    )
+
+
+def format_engines(config: AnyTraining) -> str:
+    """Return a sentence on how trainer and engines divide the GPUs; "" without engine GPUs."""
+    sampling = gpus_of(config) - config.train.processes
+    if not sampling:
+        return ""
+    rollouts = config.rollouts  # type: ignore[union-attr]  # only a job with this table has some
+    return (
+        f"Of {gpus_of(config)} GPUs, {config.train.processes} train (the table) and {sampling}"
+        f" sample: {rollouts.engine} engines of {rollouts.tensor_parallel_size} each.\n"
+    )
+
+
+def _format_count(weights: int) -> str:
+    return f"{weights / 1e9:.3g} billion" if weights >= 1e8 else f"{weights:,}"
+
+
+def part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
+    """Return the rows of the table: one per part and their total, in GiB by stage."""
+    stages = plan.parts.items()
+    names = dict.fromkeys(name for parts in plan.parts.values() for name in parts)
+    totals = {stage: gib(sum(parts.values())) for stage, parts in stages}
+    return [
+        {PART_COLUMN: name}
+        | {
+            stage: gib(stage_parts[name]) if stage_parts.get(name) else ""
+            for stage, stage_parts in stages
+        }
+        for name in names
+        if any(parts.get(name) for _, parts in stages)
+    ] + [{PART_COLUMN: "total"} | totals]
+
+
+def conclusion_lines(plan: MemoryPlan, memory: float) -> list[str]:
+    """Return the verdict, and the changes that make the job fit. `memory`: of a GPU, in GiB."""
+    verdict = "fits" if plan.fits else "does not fit"
+    lines = [
+        f"\nThe job {verdict}: {gib(plan.peak)} GiB of {gib(plan.usable)} GiB"
+        f" ({USABLE:.0%} of {memory:g} GiB)."
+    ]
+    if host := host_bytes(plan.load):
+        lines.append(
+            f"Host memory: {gib(host)} GiB per GPU for weights, gradients, optimizer and anchor."
+        )
+    if plan.micro_batch:
+        lines.append(f"Largest micro-batch that fits: {plan.micro_batch} tokens.")
+    else:
+        lines.append(f"Not even one sequence of {plan.load.line} tokens fits.")
+    return lines + [f"- {sentence}" for sentence in plan.changes]

@@ -1,0 +1,1 @@
+"""What every program does at its start: options, version, interrupts, logging."""
