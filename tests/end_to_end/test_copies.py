@@ -118,6 +118,7 @@ def test_every_machine_is_lost(
     assert_same(finished_run, undisturbed)
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_as_two(material: Material, storage: S3Server, tmp_path: Path) -> None:
     """Two processes resume from the copies; an error of the main process ends both."""
     changes = {"train__processes": 2, "train__sharding": "fsdp2", "max_steps": 8}

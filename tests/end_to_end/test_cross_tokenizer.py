@@ -500,6 +500,7 @@ def test_the_student_learns_from_a_store(
     assert sum(costs[-10:]) < 0.3 * sum(costs[:10])
 
 
+@pytest.mark.slow
 @SLOW_MATCHES
 def test_two_processes_and_small_batches_change_nothing_of_a_store(
     models_directory: Path, store: Path, tmp_path: Path, match: str

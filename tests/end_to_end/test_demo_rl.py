@@ -25,6 +25,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_it_learns_what_is_rewarded(
     material: tiny.Material,
     tmp_path: Path,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @pytest.fixture(
     params=[
         "train__tensor_parallel",
-        pytest.param("train__context_parallel", marks=pytest.mark.slow),
+        "train__context_parallel",
     ]
 )
 def group_options(request: pytest.FixtureRequest) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def group_options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"train__processes": 4, "train__sharding": "fsdp2", request.param: 2}
 
 
+@pytest.mark.slow
 def test_the_same_curve_as_one_process(
     material: Material, teacher: str, once: Once, tmp_path: Path, group_options: dict[str, Any]
 ) -> None:

@@ -18,7 +18,7 @@ from tests.end_to_end.processes import metrics_of, new_run, weights
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+KINDS = (pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl")
 STEPS = 3
 CHANGES: dict[str, Any] = {
     "max_steps": STEPS,

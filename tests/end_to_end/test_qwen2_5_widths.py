@@ -53,10 +53,9 @@ def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models_directory
 
 
-@pytest.mark.parametrize("student", ["1.5b", pytest.param("7b", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "divergence", ["reverse_kl", pytest.param("forward_kl", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("student", ["1.5b", "7b"])
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
 def test_one_teaches_the_other(
     models_directory: Path, tmp_path: Path, student: str, divergence: str
 ) -> None:

@@ -110,6 +110,7 @@ def test_an_engine_that_sleeps_while_the_trainer_learns(
     assert engine.slept == STEPS
 
 
+@pytest.mark.slow
 def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path: Path) -> None:
     """With `student.lora` the engine has the base model and receives the adapters of each step.
 

@@ -91,7 +91,8 @@ def test_a_teacher_that_stays_away(
     resume_with_teacher(run, mortal_teacher, undisturbed)
 
 
-@pytest.mark.parametrize("checkpoint_interval", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint_interval", [3, 4])
 def test_a_teacher_that_stays_away_from_an_evaluation(
     material: Material,
     mortal_teacher: MortalTeacher,

@@ -99,7 +99,16 @@ def test_data_in_a_storage(
     ]
 
 
-@pytest.mark.parametrize("point", ["object-written", "capture-file-written", "capture-file-named"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "object-written",
+        *(
+            pytest.param(point, marks=pytest.mark.slow)
+            for point in ("capture-file-written", "capture-file-named")
+        ),
+    ],
+)
 def test_every_place_to_die(
     data: Path,
     words: Path,
