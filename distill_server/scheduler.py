@@ -20,8 +20,8 @@ from clients.config.kinds import AnyJob, processes_of
 from clients.config.tables.after import outputs_in
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import Control, RunDirectory, Status, replace_file
-from clients.runs.metrics_follower import MetricsTail
-from clients.runs.started_teacher import write_address
+from clients.runs.metrics_file import MetricsTail
+from clients.runs.started_services import write_address
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.observation import observe
 from distill_server.jobs.preflight import Preflight, accept_all

@@ -19,9 +19,8 @@ from clients.config.rl import RLJob
 from clients.preflight.files import check_files, check_here
 from clients.preflight.teachers import check_length, check_teachers
 from clients.runs.directory import RunDirectory, Verdict
-from clients.runs.program import prepare
-from clients.runs.progress import AttemptDied, Progress, run_to_verdict
-from clients.runs.started_teacher import connected
+from clients.runs.progress import AttemptDied, Progress, prepare, run_to_verdict
+from clients.runs.started_services import connected
 from clients.store.copies import files_on_disk
 from protos.errors import WrongState
 from student_trainer.data.captured_stores import open_stores

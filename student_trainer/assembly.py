@@ -25,7 +25,7 @@ from clients.data.images import ImageReader
 from clients.preflight.context_parallel import refuse_indivisible_heads
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_writer import MetricsLog
+from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
 from student_trainer.checkpoints import checkpoint

@@ -21,12 +21,12 @@ from benchmarks.loss.problem import MissingPackage, Problem
 from student_trainer.losses import (
     LossFunction,
     Rows,
-    chunk,
     fused_linear_loss,
     fused_linear_rows,
     rows_from_logits,
     topk_kl,
 )
+from student_trainer.losses.fused import chunk
 
 Method = Callable[[Problem], None]
 

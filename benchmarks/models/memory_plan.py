@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from benchmarks.shared.pages import format_table
 from benchmarks.shared.process_memory import resident_before, resident_peak, run_group
 from clients.config.tables.common import StudentConfig, TrainConfig
-from clients.data.model_shape import ModelShape
+from clients.data.models.shape import ModelShape
 from clients.plan.memory import (
     Load,
     learning_bytes,

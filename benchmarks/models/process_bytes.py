@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.shared.process_memory import resident_before, resident_peak, run_group
 from clients.config.tables.common import LoraConfig, StudentConfig, TrainConfig
-from clients.data.model_shape import ModelShape
+from clients.data.models.shape import ModelShape
 from clients.plan.memory import Load
 from clients.plan.memory import resident_bytes as held_bytes
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows

@@ -22,7 +22,7 @@ from clients.config.file import load_job
 from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_writer import MetricsLog
+from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress
 from clients.store.writer import StoreWriter
 from student_trainer.assembly import assemble

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.answer_end import answer_end
 from clients.data.regular_file import read_document
-from clients.data.tokenization import tokens_of
-from clients.data.tokenizer_file import tokens_in
+from clients.data.tokens.answers import answer_end
+from clients.data.tokens.tokenizer import tokens_in, tokens_of
 from protos.errors import InvalidInput
 
 FIELD = "teacher.roles"

@@ -14,7 +14,7 @@ from clients.jobs.job import Job, JobState
 from clients.jobs.record import record_of_run
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_follower import Point
+from clients.runs.metrics_file import Point
 from protos.errors import InvalidInput, NotFound, WrongState
 
 # A step, or a name for one: "best" by `best_step`, "last" for the newest checkpoint.

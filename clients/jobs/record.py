@@ -12,7 +12,7 @@ from typing import Any
 
 from clients.jobs.job import Job, JobEvent, JobState
 from clients.runs.directory import RunDirectory, Status
-from clients.runs.metrics_follower import Point, read_points
+from clients.runs.metrics_file import Point, read_points
 from protos.errors import NotFound
 
 _STATES = {

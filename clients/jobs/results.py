@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from clients.jobs.job import Job
 from clients.runs.best_step import JUDGES, sign_of
-from clients.runs.metrics_follower import Point
+from clients.runs.metrics_file import Point
 from protos.errors import InvalidInput
 
 

@@ -14,7 +14,7 @@ import grpc
 
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob
-from clients.data.model_files import MODEL_KEYS, MODEL_SUFFIXES
+from clients.data.models.files import MODEL_KEYS, MODEL_SUFFIXES
 from clients.data.records import FILE_SUFFIXES, DataSet, images_of
 from clients.jobs.connection import ServerConnection
 from protos import distill_pb2 as pb

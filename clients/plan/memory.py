@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from clients.data.model_shape import ModelShape
+from clients.data.models.shape import ModelShape
 
 FLOAT32, BFLOAT16 = 4, 2
-# Bytes of a chunk of logits, and its fewest rows: `student_trainer/losses/projection.py`.
+# Bytes of a chunk of logits, and its fewest rows: `student_trainer/losses/fused/projection.py`.
 _CHUNKS = {"cuda": (640 << 20, 1024), "cpu": (64 << 20, 128)}
 # Bytes per vocabulary entry of a sequence in one sampling step, most of them float64 running sums.
 _SAMPLING_BYTES = 48

@@ -13,7 +13,7 @@ from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import LoraConfig
 from clients.config.tables.rollouts import RolloutsConfig
-from clients.data.model_shape import ModelShape, read_shape
+from clients.data.models.shape import ModelShape, read_shape
 from clients.data.object_urls import is_object_url
 from clients.plan.memory import (
     Load,

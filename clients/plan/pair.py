@@ -16,10 +16,9 @@ from clients.cross_tokenizer.special_tokens import (
     SpecialTokens,
     map_special_tokens,
 )
-from clients.data.model_shape import logits_in
+from clients.data.models.shape import logits_in
 from clients.data.records import DataSet
-from clients.data.tokenization import first_difference
-from clients.data.tokenizer_file import tokens_in
+from clients.data.tokens.tokenizer import first_difference, tokens_in
 from clients.preflight.vocabulary import common_ids
 from protos.errors import DistillError, InvalidInput
 from protos.extras import require_extra

@@ -9,7 +9,7 @@ from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
 from clients.config.sft import SFTJob
 from clients.data.prompt_format import check_chat_template, check_generation
-from clients.data.tokenizer_file import chat_template_in
+from clients.data.tokens.tokenizer import chat_template_in
 
 
 def check_template(config: AnyTraining | EvalJob) -> None:

@@ -14,7 +14,7 @@ from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob, AnyTraining, SamplingJob
 from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig, TrainingJob
-from clients.data.model_files import (
+from clients.data.models.files import (
     refuse_adapter,
     refuse_code,
     refuse_missing_files,

@@ -12,7 +12,7 @@ import grpc
 from clients.config.kinds import AnyJob, SamplingJob
 from clients.config.offline import OfflineJob
 from clients.preflight.teachers import check_length
-from clients.runs.placed_services import VARIABLE as PLACED
+from clients.runs.started_services import PLACED_VARIABLE as PLACED
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import (
     DistillError,

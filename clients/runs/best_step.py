@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_follower import Point, read_points
+from clients.runs.metrics_file import Point, read_points
 
 log = logging.getLogger(__name__)
 

@@ -117,7 +117,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """Path of the metrics; `metrics_writer` and `metrics_follower` define the format."""
+        """Path of the metrics; `metrics_file.py` defines the format."""
         return self.path / "metrics.jsonl"
 
     @property

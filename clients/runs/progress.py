@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import errno
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from clients.config.kinds import AnyJob
 from clients.runs.directory import RunDirectory, Status, Verdict
 from clients.runs.fence import require_unfenced
-from protos.errors import DistillError, ExitCode, Unavailable
+from protos.errors import DistillError, ExitCode, Unavailable, WrongState
 
 _SECONDS_BETWEEN_WRITES = 0.5
 
@@ -176,3 +180,43 @@ def _disk_fault(error: OSError) -> Unavailable:
         field="disk",
         hint="mend that; a job of a server then continues by itself",
     )
+
+
+def prepare() -> Callable[[], bool]:
+    """Start logging; return a function that tells whether a SIGTERM, a wish to stop, has come."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    terminated = False
+
+    def on_sigterm(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    return lambda: terminated
+
+
+def run_program(
+    name: str, description: str | None, work: Callable[[RunDirectory, AnyJob, Progress], Verdict]
+) -> int:
+    """Run one attempt and return the exit code; command-line errors exit with code 2.
+
+    `work` is called while this process holds the lock of the run directory. SIGTERM sets the wish
+    to stop that its progress returns.
+    """
+    parser = argparse.ArgumentParser(prog=name, description=description)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    options = parser.parse_args()
+    terminated = prepare()
+    run = RunDirectory(options.run)
+    job = run.config()
+    progress = Progress(run, attempt=options.attempt, max_steps=0, main=True, terminated=terminated)
+    try:
+        with run.held():
+            return run_to_verdict(progress, lambda: work(run, job, progress))
+    except WrongState as error:  # the status file belongs to the other process
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

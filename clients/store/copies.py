@@ -17,7 +17,7 @@ from typing import TypeVar
 from clients.config.file import named_urls, replaced
 from clients.config.kinds import AnyJob
 from clients.config.offline import OfflineJob
-from clients.data.model_files import MODEL_KEYS, MODEL_SUFFIXES
+from clients.data.models.files import MODEL_KEYS, MODEL_SUFFIXES
 from clients.data.object_urls import is_object_url, place_of
 from clients.runs.file_system import lock_file
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.model_shape import logits_in
+from clients.data.models.shape import logits_in
 from clients.data.regular_file import open_regular
-from clients.data.tokenizer_file import tokens_in
+from clients.data.tokens.tokenizer import tokens_in
 from clients.store.facts import PART, SEQUENCES, UNSPLIT, key_of
 from clients.store.shards import StoredRows
 from clients.store.writer import StoreWriter

@@ -266,8 +266,8 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
 def tokenizer_fingerprint(tokens: Sequence[str]) -> str:
     """Return the sha256 of a vocabulary, given its tokens in order of id ("" for an unused id).
 
-    Teacher and student both pass `clients.data.tokenization.tokens_of(tokenizer)`. Each token is
-    hashed with its length in bytes.
+    Teacher and student both pass `clients.data.tokens.tokenizer.tokens_of(tokenizer)`. Each token
+    is hashed with its length in bytes.
     """
     hasher = hashlib.sha256()
     for token in tokens:

@@ -17,7 +17,7 @@ from clients.config.tables.after import outputs_in
 from clients.jobs.artifacts import checkpoint_root, require_files
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
-from clients.runs.run_id import run_ids
+from clients.runs.identity import run_ids
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.observation import request_stop
 from distill_server.jobs.preflight import Preflight, accept_all

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from clients.data.regular_file import open_regular
 from clients.runs.directory import Control, RunDirectory, Status
-from clients.runs.metrics_follower import MetricsTail, Point
+from clients.runs.metrics_file import MetricsTail, Point
 from distill_server.jobs.progress import status_of
 from distill_server.runners.interface import Outcome, Runner, Running
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory, Status
-from clients.runs.metrics_follower import Point
+from clients.runs.metrics_file import Point
 from distill_server.jobs.store import Change
 
 

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from clients.data.model_shape import logits_in
-from clients.data.tokenization import first_difference
-from clients.data.tokenizer_file import tokens_in
+from clients.data.models.shape import logits_in
+from clients.data.tokens.tokenizer import first_difference, tokens_in
 from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing
 from clients.teacher.info import TeacherInfo
 from clients.teacher.query import tokenizer_fingerprint

@@ -22,7 +22,7 @@ from clients.data.regular_file import open_regular
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory, Status
 from clients.runs.file_system import fsync_directory
-from clients.runs.metrics_follower import MetricsTail
+from clients.runs.metrics_file import MetricsTail
 from distill_server.jobs.database import transaction
 from distill_server.jobs.rows import Attempt, Change, NewJob
 from distill_server.jobs.store import JobStore

@@ -34,9 +34,9 @@ from pydantic import ValidationError
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob, AnyTraining, parse_job
 from clients.runs.best_step import best_step
-from clients.runs.difference import first_difference
 from clients.runs.directory import RunDirectory, replace_file
-from clients.runs.metrics_follower import read_points
+from clients.runs.identity import first_difference
+from clients.runs.metrics_file import read_points
 from clients.runs.progress import Cancelled, Progress
 from clients.store.objects import ObjectFolder
 from protos.errors import (

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from clients.data.answer_end import end_ids
+from clients.data.tokens.answers import end_ids
 from student_trainer.model.lora import has_adapters, save_adapter_configuration
 
 # Limit of a file of weights; transformers' default for `save_pretrained`.

@@ -23,7 +23,7 @@ from clients.cross_tokenizer.special_tokens import (
     SpecialTokens,
     map_special_tokens,
 )
-from clients.data.answer_end import answer_end
+from clients.data.tokens.answers import answer_end
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
 from student_trainer.data.prompts import Prompt

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from clients.config.sft import SFTJob
 from clients.config.tables.data import DataConfig
-from clients.data.answer_ids import answered_ids, assistant_ids, completion_ids
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import (
     PromptFormat,
@@ -20,6 +19,7 @@ from clients.data.prompt_format import (
     template_text,
 )
 from clients.data.template_parts import TemplateParts
+from clients.data.tokens.answers import answered_ids, assistant_ids, completion_ids
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import (
     ALL_IDS,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data.tokenization import answer_text
+from clients.data.tokens.tokenizer import answer_text
 from student_trainer.data.sequence import TokenSequence
 
 

@@ -13,12 +13,11 @@ from clients.config.evaluation import EvalJob
 from clients.config.exam import ExamConfig
 from clients.config.file import named_files
 from clients.config.kinds import AnyJob
-from clients.data.hub import use_caches_if_away
+from clients.data.models.files import use_caches_if_away
 from clients.preflight.files import check_files, check_here
 from clients.runs.directory import RunDirectory, Verdict
-from clients.runs.metrics_writer import MetricsLog
-from clients.runs.program import run_program
-from clients.runs.progress import Progress
+from clients.runs.metrics_file import MetricsLog
+from clients.runs.progress import Progress, run_program
 from clients.store.copies import files_on_disk
 from protos.errors import DistillError
 from student_trainer.exam import evaluation

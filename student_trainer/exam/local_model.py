@@ -9,7 +9,7 @@ import torch
 from clients.config.exam import ExamConfig
 from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
-from clients.data.tokenization import answer_text
+from clients.data.tokens.tokenizer import answer_text
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_requests import (
     AnswerRequest,

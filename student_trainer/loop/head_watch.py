@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import TrainingJob
-from clients.runs.metrics_follower import Point
+from clients.runs.metrics_file import Point
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
 from clients.runs.best_step import best_step, warn_of_chance
 from clients.runs.directory import RunDirectory, Verdict
-from clients.runs.metrics_follower import read_points
-from clients.runs.metrics_writer import MetricsLog
+from clients.runs.metrics_file import MetricsLog, read_points
 from clients.runs.progress import Progress
 from protos.errors import Corrupt, DistillError, InvalidInput, WrongState
 from protos.rpc.failpoints import failpoint

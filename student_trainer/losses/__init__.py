@@ -14,14 +14,14 @@ from student_trainer.losses.advantages import (
 )
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
 from student_trainer.losses.exact import exact_kl
-from student_trainer.losses.fused import (
+from student_trainer.losses.fused.linear_loss import (
     FusedLoss,
     LossFunction,
     fused_linear_loss,
     fused_linear_rows,
     fused_linear_top_ids,
 )
-from student_trainer.losses.logit_map import LogitMap
+from student_trainer.losses.fused.logit_map import LogitMap
 from student_trainer.losses.noise import draw_noise
 from student_trainer.losses.off_policy import importance_weights, mismatch
 from student_trainer.losses.policy import (

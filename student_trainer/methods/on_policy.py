@@ -18,7 +18,7 @@ One step, in order:
    (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the Top-k KL of each token
    (`losses/topk.py`) from the teacher's rows and the student's (`model/student.py`, which calls
-   `losses/fused.py`).
+   `losses/fused/linear_loss.py`).
    A teacher with another tokenizer (`teacher.tokenizer`) reads its own tokens of the prompt and the
    completion (`cross_tokenizer/teacher.py`), and the loss is the cost of words or answers
    (`cross_tokenizer/objectives.py`, `cross_tokenizer/losses.py`).
@@ -35,7 +35,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from clients.config.on_policy import OnPolicyJob
-from clients.data.answer_end import answer_end
+from clients.data.tokens.answers import answer_end
 from student_trainer.cross_tokenizer.comparison import (
     SpecialTokenPair,
     TokenizerPair,

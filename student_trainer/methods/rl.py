@@ -29,7 +29,7 @@ One step, in order:
    makes its tensors (`RLSequence` -> `RLBatch`, both in `objectives/rl.py`).
 10. Loss. `RLObjective` (`objectives/rl.py`) computes the clipped policy gradient
    (`losses/policy.py`) and the KL to each source (`losses/topk.py`, `losses/sampled.py`) from their
-   rows and the student's rows (`model/student.py`, which calls `losses/fused.py`).
+   rows and the student's rows (`model/student.py`, which calls `losses/fused/linear_loss.py`).
 11. Update. The trainer divides by the sum of the weights of all processes, clips the gradient, runs
     AdamW and calls `Anchor.after_update`.
 

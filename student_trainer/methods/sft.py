@@ -15,7 +15,8 @@ One step, in order:
    to a line if the model allows it, and makes the tensors of a group (`ScoredSequence` -> `Batch`,
    both in `data/batch.py`).
 4. Loss. `CrossEntropyObjective` (`objectives/cross_entropy.py`) is -log p of each learned token
-   (`model/student.py`, which calls `losses/fused.py`), times `data.weight_column` if it is set.
+   (`model/student.py`, which calls `losses/fused/linear_loss.py`), times `data.weight_column` if it
+   is set.
 5. Update. The trainer divides by the number of learned tokens of all processes, clips the gradient
    and runs AdamW.
 

@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
 from clients.data.images import ImageReader, makes_grids, require_pillow
-from clients.data.model_files import (
+from clients.data.models.files import (
     refuse_adapter,
     refuse_code,
     refuse_missing_files,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.data.images import ImageReader, plain_image
-from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
+from clients.data.models.scale_and_cap import PROBE, fit_scale_and_cap
 from student_trainer.data.images import tensors_of
 from student_trainer.losses import LogitMap
 

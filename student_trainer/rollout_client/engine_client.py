@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from clients.preflight.rollouts import FIELD, check_protocol
-from clients.runs.placed_services import PlacedAddress
+from clients.runs.started_services import PlacedAddress
 from protos import rollouts_pb2
 from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable, WrongState
 from student_trainer.rollout_client.engine_replica import (

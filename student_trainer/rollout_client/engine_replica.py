@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from clients.preflight.rollouts import FIELD, not_rollouts
-from clients.runs.placed_services import PlacedAddress
+from clients.runs.started_services import PlacedAddress
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import DistillError, Overloaded, Unavailable
 from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel, open_cluster_channel

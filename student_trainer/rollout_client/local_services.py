@@ -19,7 +19,7 @@ from clients.config.kinds import AnyTraining, SamplingJob
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.preflight.rollouts import check_gpus, gpus_here
 from clients.runs.launch import rollouts_command
-from clients.runs.placed_services import VARIABLE as PLACED
+from clients.runs.started_services import PLACED_VARIABLE
 from protos.errors import DistillError, InvalidInput, Unavailable
 from protos.rpc.ports import free_ports
 from student_trainer.parallel.launcher import is_main_process
@@ -106,7 +106,7 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
     if rollouts is None:
         yield None
         return
-    if placed_file := os.environ.get(PLACED):
+    if placed_file := os.environ.get(PLACED_VARIABLE):
         yield PlacedServices(Path(placed_file))
         return
     count = count_engines(config, rollouts)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clients.runs.placed_services import PlacedAddress, read_placed
+from clients.runs.started_services import PlacedAddress, read_placed
 from protos.errors import DistillError, InvalidInput
 from student_trainer.parallel.launcher import is_main_process
 
@@ -16,7 +16,7 @@ _STRAGGLER_SECONDS = 60.0
 
 
 class PlacedServices:
-    """The services that a file of the runner lists; see `clients/runs/placed_services.py`.
+    """The services that a file of the runner lists; see `clients/runs/started_services.py`.
 
     The runner starts them, restarts them and moves them to other nodes. token: "", because each
     process of the trainer has a token from the runner.

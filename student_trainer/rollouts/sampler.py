@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from clients.data.answer_end import end_ids
+from clients.data.tokens.answers import end_ids
 from student_trainer.data.images import SequenceImages, image_inputs
 from student_trainer.data.rollout import TailDraws
 from student_trainer.rollouts.narrow_cache import CACHE_ARGUMENT, make_cache

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from clients.config.tables.environment import SearchConfig
-from clients.data.continuation import continuation_ids
+from clients.data.tokens.continuation import continuation_ids
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.environments.retriever import Retriever, format_passages

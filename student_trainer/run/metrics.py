@@ -111,7 +111,7 @@ from __future__ import annotations
 
 from clients.config.tables.common import TrackConfig
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_writer import MetricsLog
+from clients.runs.metrics_file import MetricsLog
 from student_trainer.run.trackers import start_trackers
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clients.config.kinds import AnyTraining
-from clients.data.hub import use_caches_if_away
+from clients.data.models.files import use_caches_if_away
 from clients.data.records import FILE_SUFFIXES
-from clients.data.tokenization import first_difference
+from clients.data.tokens.tokenizer import first_difference
 from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState

@@ -15,7 +15,7 @@ from typing import Any
 
 from clients.config.tables.common import TrackConfig
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_writer import Tracker
+from clients.runs.metrics_file import Tracker
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ import sys
 from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyJob
 from clients.runs.directory import RunDirectory, Verdict
-from clients.runs.program import run_program
-from clients.runs.progress import Progress
+from clients.runs.progress import Progress, run_program
 
 
 def main() -> int:

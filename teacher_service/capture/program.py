@@ -16,15 +16,15 @@ from typing import Any
 from clients.config.capture import CaptureJob
 from clients.config.file import named_files
 from clients.config.tables.common import StudentConfig
-from clients.data.hub import use_caches_if_away
+from clients.data.models.files import use_caches_if_away
 from clients.data.object_urls import is_object_url
 from clients.data.prompt_format import template_text
 from clients.data.records import DataSet
-from clients.data.tokenization import tokens_of
+from clients.data.tokens.tokenizer import tokens_of
 from clients.preflight.files import check_here
 from clients.preflight.teachers import check_capture
 from clients.runs.directory import RunDirectory, Verdict
-from clients.runs.metrics_writer import MetricsLog
+from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress
 from clients.store.copies import files_on_disk
 from clients.store.objects import ObjectFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from clients.runs.metrics_writer import MetricsLog
+from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress
 
 PHASE = "capturing"

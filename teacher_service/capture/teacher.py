@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clients.config.capture import CaptureTeacher
-from clients.data.tokenization import first_difference, tokens_of
+from clients.data.tokens.tokenizer import first_difference, tokens_of
 from clients.preflight.vocabulary import common_ids, require_narrowing
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import MAX_TAIL_SAMPLES, tokenizer_fingerprint

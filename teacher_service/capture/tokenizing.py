@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.config.capture import CaptureData
-from clients.data.answer_ids import answered_ids, completion_ids
 from clients.data.conversation import with_context
 from clients.data.images import digest_of, read_image, stored_images
 from clients.data.records import images_of, text_of
 from clients.data.template_parts import TemplateParts
+from clients.data.tokens.answers import answered_ids, completion_ids
 from protos.errors import InternalFault, InvalidInput
 
 # The location of a record in the data, for messages, and the record.

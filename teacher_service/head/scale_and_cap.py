@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
+from clients.data.models.scale_and_cap import PROBE, fit_scale_and_cap
 from teacher_service.models.loading import find_body
 
 _PROBE_TOKENS = 8

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from clients.data.model_files import (
+from clients.data.models.files import (
     WEIGHTS_INDEX,
     refuse_adapter,
     refuse_code,

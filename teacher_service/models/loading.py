@@ -12,8 +12,8 @@ import transformers
 from safetensors import safe_open
 
 from clients.data.images import ImageReader, makes_grids
-from clients.data.model_files import refuse_missing_weights
-from clients.data.tokenization import tokens_of
+from clients.data.models.files import refuse_missing_weights
+from clients.data.tokens.tokenizer import tokens_of
 from protos.errors import InvalidInput
 from teacher_service.models.files import weight_files
 from teacher_service.models.placement import AUTO, Memory

@@ -18,7 +18,7 @@ from clients.jobs.job import JobState
 from clients.jobs.record import points_of
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_follower import read_points
+from clients.runs.metrics_file import read_points
 from protos.errors import ExitCode
 from tests.end_to_end import processes
 from tests.end_to_end.conftest import Once

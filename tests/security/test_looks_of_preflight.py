@@ -12,7 +12,7 @@ import pytest
 
 from clients.config.offline import OfflineJob
 from clients.data.regular_file import read_document
-from clients.data.tokenizer_file import chat_template_in, tokens_in
+from clients.data.tokens.tokenizer import chat_template_in, tokens_in
 from clients.preflight.disk import parameters_of
 from clients.store.captured_store import captured_store_of
 from clients.store.manifest import read_manifest

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clients.data.tokenization import tokens_of
+from clients.data.tokens.tokenizer import tokens_of
 from clients.store.facts import PART, SEQUENCES, UNSPLIT, key_of
 from clients.store.store import LogitStore, StoredRows
 from clients.teacher.query import tokenizer_fingerprint

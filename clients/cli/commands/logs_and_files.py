@@ -19,7 +19,7 @@ from protos.errors import ExitCode, InvalidInput
 if TYPE_CHECKING:
     from clients.jobs.artifacts import Checkpoint
     from clients.jobs.job import Job
-    from clients.runs.metrics_follower import Point
+    from clients.runs.metrics_file import Point
 
 
 def logs(

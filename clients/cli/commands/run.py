@@ -78,8 +78,8 @@ def _resume_or_finish(path: Path, job: AnyJob, output: Output) -> ExitCode:
 
     `job`: the job of the file. Raises InvalidInput (`--dir`) if the directory has another job.
     """
-    from clients.runs.difference import first_difference
     from clients.runs.directory import RunDirectory
+    from clients.runs.identity import first_difference
 
     made_with = RunDirectory(path).config()
     if differs := first_difference(made_with.model_dump(), job.model_dump()):
@@ -162,7 +162,7 @@ def _create_run(job: str, job_overrides: list[str], runs: Path, directory: str) 
     from clients.preflight.packages import check_packages
     from clients.preflight.rollouts import check_gpus
     from clients.runs.directory import RunDirectory
-    from clients.runs.run_id import run_ids
+    from clients.runs.identity import run_ids
 
     file = load_job(job, job_overrides)
     if file.config.after or outputs_in(file.config):

@@ -15,7 +15,7 @@ from clients.cli.output import Output
 from clients.config.kinds import AnyJob, started_teacher
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import teacher_command
-from clients.runs.started_teacher import write_address
+from clients.runs.started_services import write_address
 from protos.errors import InternalFault, InvalidInput
 
 _LISTENS = re.compile(r"^teacher listening on (\S+)$", re.MULTILINE)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from clients.jobs.job import TERMINAL, JobEvent, JobState
 from clients.runs.directory import RunDirectory, Status, Verdict
-from clients.runs.metrics_follower import MetricsTail, Point
+from clients.runs.metrics_file import MetricsTail, Point
 
 _STATES = {
     "running": JobState.RUNNING,

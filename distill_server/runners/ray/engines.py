@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from clients.runs.placed_services import VARIABLE, Placed, write_placed
+from clients.runs.started_services import PLACED_VARIABLE, Placed, write_placed
 from distill_server.runners.ray.places import ActorPlace
 from protos.auth.access import TOKENS_VARIABLE
 from protos.rpc.channel import ROLLOUTS_TOKEN, TEACHER_TOKEN
@@ -114,7 +114,7 @@ class Engines:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables by which the trainer's processes find the services."""
-        return {VARIABLE: str(self._file), ROLLOUTS_TOKEN: self._token}
+        return {PLACED_VARIABLE: str(self._file), ROLLOUTS_TOKEN: self._token}
 
     def start(self, trainer_nodes: Collection[str]) -> bool:
         """Write the list for the first time, and start the services.

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from clients.config.tables.common import StudentConfig
-from clients.data.answer_end import end_ids
+from clients.data.tokens.answers import end_ids
 from protos.errors import InvalidInput, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 from protos.vllm_processes import SHUTDOWN_SECONDS, DeathWatch, require_vllm

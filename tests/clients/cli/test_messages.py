@@ -12,7 +12,7 @@ import pytest
 from clients.cli.app import main
 from clients.config.on_policy import OnPolicyJob
 from clients.preflight import disk
-from clients.runs.run_id import run_ids
+from clients.runs.identity import run_ids
 from protos.errors import ExitCode, WrongState
 from protos.program.logs import plain
 

@@ -23,7 +23,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobEvent, JobState
 from clients.jobs.record import JobRecord, notes_in, points_of, record_of_run
 from clients.runs.directory import RunDirectory, Status
-from clients.runs.metrics_follower import Point
+from clients.runs.metrics_file import Point
 from protos.errors import ExitCode, InvalidInput
 from protos.extras import install_command
 

@@ -11,7 +11,7 @@ from clients.config.kinds import gpus_of, started_teacher
 from clients.config.on_policy import OnPolicyJob
 from clients.preflight.teachers import services_of
 from clients.runs.launch import teacher_command
-from clients.runs.started_teacher import connected, write_address
+from clients.runs.started_services import connected, write_address
 from protos.errors import InvalidInput, Unavailable
 
 JOB = 'student.model = "s"\ndata.path = "x.jsonl"\n'

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from clients.data.answer_ids import answered_ids, assistant_ids, completion_ids
 from clients.data.conversation import conversation_in
 from clients.data.prompt_format import (
     PromptFormat,
@@ -16,7 +15,8 @@ from clients.data.prompt_format import (
     check_generation,
     template_text,
 )
-from clients.data.tokenizer_file import chat_template_in
+from clients.data.tokens.answers import answered_ids, assistant_ids, completion_ids
+from clients.data.tokens.tokenizer import chat_template_in
 from protos.errors import InvalidInput
 from tests.student_trainer import tiny
 

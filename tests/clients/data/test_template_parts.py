@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from clients.data.answer_ids import answered_ids
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat
 from clients.data.template_parts import TemplateParts
+from clients.data.tokens.answers import answered_ids
 from protos.errors import InvalidInput
 from tests.student_trainer import tiny
 

@@ -6,7 +6,7 @@ import pytest
 
 from clients.jobs.job import Job, JobState
 from clients.jobs.results import Measurement, differing_labels, judging_metric, result_of
-from clients.runs.metrics_follower import Point
+from clients.runs.metrics_file import Point
 
 
 def make_job(**labels: str) -> Job:

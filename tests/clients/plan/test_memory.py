@@ -20,7 +20,7 @@ from clients.cli.app import main
 from clients.config.kinds import AnyTraining, parse_job
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
-from clients.data.model_shape import shape_of
+from clients.data.models.shape import shape_of
 from clients.plan.memory import (
     Load,
     activation_bytes,

@@ -11,7 +11,7 @@ import pytest
 
 from clients.config.kinds import AnyTraining, parse_job
 from clients.config.tables.common import TrainingJob
-from clients.data.model_shape import shape_of
+from clients.data.models.shape import shape_of
 from clients.plan import memory_plan
 from clients.plan.memory import resident_bytes, sampling_bytes
 from clients.plan.memory_plan import plan_of

@@ -13,7 +13,7 @@ from clients.cli.app import main
 from clients.config.file import load_job
 from clients.config.kinds import AnyTraining
 from clients.config.tables.common import TrainingJob
-from clients.data.model_shape import shape_of
+from clients.data.models.shape import shape_of
 from clients.plan.memory import activation_bytes, learning_bytes, scoring_bytes
 from clients.plan.memory_plan import load_of, plan_of
 from clients.preflight.context_parallel import check_context_parallel

@@ -11,7 +11,7 @@ import pytest
 
 from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE, raise_fence, require_unfenced
-from clients.runs.metrics_writer import MetricsLog
+from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress
 from clients.store.facts import key_of
 from clients.store.shards import StoredRows

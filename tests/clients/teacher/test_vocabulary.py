@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from clients.data.tokenization import first_difference, tokens_of
+from clients.data.tokens.tokenizer import first_difference, tokens_of
 from clients.teacher.query import tokenizer_fingerprint
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from clients.config.on_policy import OnPolicyJob
-from clients.data.tokenization import tokens_of
-from clients.data.tokenizer_file import tokens_in
+from clients.data.tokens.tokenizer import tokens_in, tokens_of
 from clients.jobs.job import JobState
 from clients.preflight.disk import check_space
 from clients.teacher import connection as teacher_connection

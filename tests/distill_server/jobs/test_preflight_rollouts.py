@@ -12,7 +12,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobState
 from clients.preflight import rollouts
 from clients.preflight.rollouts import check_gpus
-from clients.runs import placed_services
+from clients.runs import started_services
 from distill_server.jobs.preflight import JobPreflight
 from protos.auth.access import MIN_TOKEN_CHARS
 from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
@@ -105,7 +105,7 @@ def test_gpus_that_the_machine_does_not_have(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,5")
         assert server.submit(config) is JobState.QUEUED
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        monkeypatch.setenv(placed_services.VARIABLE, "services.json")
+        monkeypatch.setenv(started_services.PLACED_VARIABLE, "services.json")
         check_gpus(OnPolicyJob.model_validate(config))  # as the trainer on the cluster checks
         check = JobPreflight(trainers_are_local=False)
         server.run(check(OnPolicyJob.model_validate(config), tmp_path / "runs"))

@@ -18,7 +18,7 @@ import pytest
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import rollouts_command, trainer_command
-from clients.runs.placed_services import PlacedAddress, read_placed
+from clients.runs.started_services import PlacedAddress, read_placed
 from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
 from distill_server.runners.ray.places import ActorPlace
 from protos.errors import Unavailable

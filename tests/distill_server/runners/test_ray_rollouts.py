@@ -17,7 +17,7 @@ import pytest
 from clients.jobs.client import DistillClient
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
-from clients.runs.placed_services import read_placed
+from clients.runs.started_services import read_placed
 from tests.distill_server.conftest import eventually
 from tests.end_to_end.conftest import material, once
 from tests.end_to_end.processes import metrics_of, weights

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clients.cross_tokenizer.alignment import Aligner
-from clients.data.answer_end import answer_end
+from clients.data.tokens.answers import answer_end
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
 from protos.rows.codec import RowBlock

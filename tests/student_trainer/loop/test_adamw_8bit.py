@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from clients.config.tables.common import TrainConfig
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_follower import read_points
+from clients.runs.metrics_file import read_points
 from clients.runs.progress import Progress
 from protos.errors import InvalidInput
 from student_trainer.assembly import assemble

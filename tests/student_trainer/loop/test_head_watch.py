@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_follower import Point, read_points
+from clients.runs.metrics_file import Point, read_points
 from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clients.config.tables.common import TrainConfig
-from clients.data.tokenization import first_difference
+from clients.data.tokens.tokenizer import first_difference
 from clients.preflight.files import check_processes, check_student
 from clients.runs import progress as progress_module
 from clients.runs.directory import Control, RunDirectory

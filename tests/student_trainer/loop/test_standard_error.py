@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clients.runs.best_step import unproven_gain
-from clients.runs.metrics_follower import Point
+from clients.runs.metrics_file import Point
 from student_trainer.loop.evaluation import compute_moments, standard_error
 
 

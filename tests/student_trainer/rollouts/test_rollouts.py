@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from clients.data.answer_end import end_ids
+from clients.data.tokens.answers import end_ids
 from student_trainer.checkpoints.export import export_model
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout

@@ -18,7 +18,7 @@ import pytest
 from clients.config.tables.common import TrackConfig, TrackerConfig
 from clients.preflight.trackers import check_trackers
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_writer import MetricsLog
+from clients.runs.metrics_file import MetricsLog
 from protos.errors import InvalidInput
 from student_trainer.run import trackers
 from student_trainer.run.trackers import ThreadedTracker

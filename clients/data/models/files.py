@@ -6,6 +6,10 @@ Teacher, student, engines and evaluations share these checks; `field` is the key
 from __future__ import annotations
 
 import json
+import logging
+import os
+import urllib.error
+import urllib.request
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -144,3 +148,25 @@ def _read_json(file: Path, field: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidInput(f"{file} is not a JSON object", field=field, hint="restore the file")
     return content
+
+
+_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
+
+
+def use_caches_if_away() -> None:
+    """Set HF_HUB_OFFLINE=1 if the hub cannot be reached, so that its libraries use their caches.
+
+    Otherwise the libraries would retry for most of a minute per file. Call this function before
+    they are imported: they read the variable at import. It waits for the hub for up to 3 seconds.
+    """
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(request, timeout=_SECONDS).close()
+    except urllib.error.HTTPError as answer:
+        answer.close()  # any HTTP reply shows that the hub can be reached
+    except OSError as error:
+        log.warning("%s cannot be reached, using the local cache only: %s", endpoint, error)
+        os.environ["HF_HUB_OFFLINE"] = "1"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from student_trainer.losses.chunk import make_chunk
-from student_trainer.losses.logit_map import LogitMap
-from student_trainer.losses.projection import HeadGradients, logit_chunks, wide_dtype
+from student_trainer.losses.fused.chunk import make_chunk
+from student_trainer.losses.fused.logit_map import LogitMap
+from student_trainer.losses.fused.projection import HeadGradients, logit_chunks, wide_dtype
 from student_trainer.losses.rows import Index, Rows
 
 # (rows, index) -> weighted losses [n] of the rows at `index` of the batch.

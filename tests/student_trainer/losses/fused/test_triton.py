@@ -8,18 +8,18 @@ import os
 import pytest
 import torch
 
-from student_trainer.losses import (
-    LogitMap,
-    chunk,
-    fused_linear_loss,
-    fused_linear_rows,
-    softmax_torch,
+from student_trainer.losses import LogitMap, fused_linear_loss, fused_linear_rows
+from student_trainer.losses.fused import chunk, softmax_torch
+from student_trainer.losses.fused.logit_map import LogitCurve
+from tests.student_trainer.losses.fused.test_linear_loss import (
+    LOSSES,
+    make_loss,
+    problem,
+    samples_of,
 )
-from student_trainer.losses.logit_map import LogitCurve
-from tests.student_trainer.losses.test_fused import LOSSES, make_loss, problem, samples_of
 
 pytest.importorskip("triton", reason="triton is not installed")
-from student_trainer.losses import softmax_triton
+from student_trainer.losses.fused import softmax_triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

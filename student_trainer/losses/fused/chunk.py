@@ -20,8 +20,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from student_trainer.losses import softmax_torch
-from student_trainer.losses.logit_map import LogitCurve
+from student_trainer.losses.fused import softmax_torch
+from student_trainer.losses.fused.logit_map import LogitCurve
 from student_trainer.losses.rows import Rows, index_equal_ids
 
 _TRITON = importlib.util.find_spec("triton") is not None
@@ -180,6 +180,6 @@ def has_kernels(tensor: Tensor) -> bool:
 def _select_passes(logits: Tensor) -> ModuleType:
     if not has_kernels(logits):
         return softmax_torch
-    from student_trainer.losses import softmax_triton
+    from student_trainer.losses.fused import softmax_triton
 
     return softmax_triton

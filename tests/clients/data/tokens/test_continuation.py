@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from clients.data.answer_ids import answered_ids, completion_ids
-from clients.data.continuation import continuation_ids
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat
+from clients.data.tokens.answers import answered_ids, completion_ids
+from clients.data.tokens.continuation import continuation_ids
 from tests.clients.cross_tokenizer.trained import END, TEXT, byte_fallback, byte_level
 
 

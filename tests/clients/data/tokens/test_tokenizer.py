@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from clients.data.prompt_format import PromptFormat
-from clients.data.tokenization import answer_text
+from clients.data.tokens.tokenizer import answer_text
 from tests.student_trainer import tiny
 
 TOKENS = ["<s>", "</s>", "<think>", "</think>", "x", " ,", " y", " !", "12", "7"]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from student_trainer.losses.logit_map import LogitCurve
+from student_trainer.losses.fused.logit_map import LogitCurve
 
 _BLOCK = 4096
 

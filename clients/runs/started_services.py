@@ -1,7 +1,11 @@
-"""The rollout services that a runner has placed on a cluster for an attempt, as a file lists them.
+"""The services that the owner of a run started for its job, as files of its directory name them.
 
-The runner replaces the file whenever a service starts, moves or ends; the trainer's processes read
-it before they connect. The number of services, and with it the division of orders, never changes.
+The teacher: a server or `distill run` replaces the file before each attempt. The job keeps
+`teacher.model`; the attempt's processes connect to the address in the file.
+
+Rollout services on a cluster: the runner replaces the file whenever a service starts, moves or
+ends; the trainer's processes read it before they connect. The number of services, and with it the
+division of orders, never changes.
 """
 
 from __future__ import annotations
@@ -11,12 +15,41 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from clients.config.kinds import AnyTraining, started_teacher
 from clients.data.regular_file import read_document
 from clients.runs.directory import replace_file
 from protos.errors import Unavailable
 
+_TEACHER_FILE = "teacher.json"
+
+
+def write_address(run: Path, address: str) -> None:
+    """Write the HOST:PORT of the started teacher to the run directory."""
+    replace_file(run / _TEACHER_FILE, json.dumps({"address": address}) + "\n")
+
+
+def connected(config: AnyTraining, run: Path) -> AnyTraining:
+    """Return the job with the address of its started teacher in place of `teacher.model`.
+
+    A job without one is returned as it is. Raises Unavailable if no teacher was started.
+    """
+    teacher = started_teacher(config)
+    if teacher is None:
+        return config
+    try:
+        address = str(read_document(run / _TEACHER_FILE)["address"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Unavailable(
+            "the teacher of the job has not been started",
+            field="teacher.model",
+            hint="run the job with a server or with distill run",
+        ) from error
+    connected_teacher = teacher.model_copy(update={"model": None, "address": address})
+    return config.model_copy(update={"teacher": connected_teacher})
+
+
 # Names the file in the environment of the trainer's processes.
-VARIABLE = "DISTILL_ROLLOUT_SERVICES"
+PLACED_VARIABLE = "DISTILL_ROLLOUT_SERVICES"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from student_trainer.losses.logit_map import LogitCurve
+from student_trainer.losses.fused.logit_map import LogitCurve
 
 # Used in place of -inf: exp(-1e4) is 0 even in float64, and -1e4 * 0 is 0 (-inf * 0 is NaN).
 _LOWEST_EXPONENT = -1e4

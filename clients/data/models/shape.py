@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.data.hub import use_caches_if_away
+from clients.data.models.files import use_caches_if_away
 from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
+from clients.data.models.scale_and_cap import PROBE, fit_scale_and_cap
 
 Numbers = NDArray[np.float32]
 

@@ -17,8 +17,8 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
-from student_trainer.losses.logit_map import LogitCurve
-from tests.student_trainer.losses.test_fused import (
+from student_trainer.losses.fused.logit_map import LogitCurve
+from tests.student_trainer.losses.fused.test_linear_loss import (
     LOSSES,
     make_loss,
     problem,

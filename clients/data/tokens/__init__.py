@@ -1,0 +1,1 @@
+"""Token ids of prompts and answers, and the tokens of a tokenizer. Imports no torch."""

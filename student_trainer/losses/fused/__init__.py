@@ -1,0 +1,1 @@
+"""The fused head and loss: logits are computed and reduced in chunks. Needs torch only."""
