@@ -3,8 +3,10 @@
     python -m tests.architecture.report [--most 12]
 
 prints the largest files, the longest functions, the longest parameter lists, the fullest folders,
-the share of assigned names that say nothing, class names that stand in two packages, and the places
-where kinds of jobs are told apart by `isinstance`.
+the number of short files, the share of assigned names that say nothing, class names that stand in
+two packages, the places where kinds of jobs are told apart by `isinstance`, and what a reader opens
+from `distill run` to the loss and for one on-policy step: the whole files that define the steps of
+READING_PATHS.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from tests.architecture.sources import PRODUCT, ROOT, functions, relative_name
 from tests.architecture.structure import folders_of
 
 FILE_LINES = 400
+SHORT_FILE_LINES = 60
 FUNCTION_LINES = 60
 PARAMETERS = 7
 MODULES = 14
@@ -26,6 +29,27 @@ MODULES = 14
 EMPTY_NAMES = {
     *("found", "one", "made", "told", "asked", "most", "ours", "theirs", "given", "taken", "kept"),
     *("said", "seen", "done", "left", "gone", "whole", "rest", "mine", "wanted"),
+}
+# What a reader follows, by definition: a function or class whose name is unique in the product, or
+# PACKAGE.NAME. The order is that of the program.
+READING_PATHS = {
+    "from `distill run` to the loss": (
+        *("run_new", "load_job", "parse_job", "OnPolicyJob", "TrainingJob", "check_files"),
+        *("check_data", "RunDirectory", "run_attempt", "trainer_command", "run_to_verdict"),
+        *("_run_attempt", "connect", "check_teachers", "assemble", "load_prompts"),
+        *("PromptFormat", "student_trainer.load_model", "distribute", "make_optimizer"),
+        *("on_policy_method", "Method", "Trainer", "Step", "ScoredRollouts"),
+        *("HuggingFaceRollouts", "Sampler", "sample_step", "RemoteTeacher", "ScoreQuery"),
+        *("TeacherClient", "PendingRows", "micro_batches", "make_batch", "Student"),
+        *("fused_linear_loss", "make_chunk", "DistillationObjective", "topk_kl"),
+    ),
+    "one on-policy step": (
+        *("Trainer", "Step", "learning_rate", "OnPolicySteps", "PromptSet", "ScoredRollouts"),
+        *("HuggingFaceRollouts", "Sampler", "sample_step", "draw_tail", "Rollout"),
+        *("RemoteTeacher", "ScoreQuery", "TeacherClient", "PendingRows", "micro_batches"),
+        *("make_batch", "TokenSequence", "Replicated", "Student", "fused_linear_loss"),
+        *("make_chunk", "logit_chunks", "DistillationObjective", "topk_kl"),
+    ),
 }
 JOB_KINDS = frozenset({"OnPolicyJob", "OfflineJob", "RLJob", "SFTJob", "EvalJob", "CaptureJob"})
 
@@ -74,6 +98,18 @@ def kind_checks(paths: Iterable[Path]) -> list[str]:
     return sorted(lines)
 
 
+def files_defining(names: Iterable[str], paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Return the files that define each name at top level; `PACKAGE.NAME`: those of a package."""
+    definitions: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        package = path.relative_to(ROOT).parts[0]
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                definitions[node.name].append(path)
+                definitions[f"{package}.{node.name}"].append(path)
+    return {name: definitions[name] for name in names}
+
+
 def _print_largest(title: str, sizes: list[tuple[int, str]], limit: int, max_rows: int) -> None:
     larger_sizes = sorted((size for size in sizes if size[0] > limit), reverse=True)
     print(f"\n{title} over {limit}: {len(larger_sizes)}")
@@ -101,7 +137,15 @@ def main() -> None:
                     place,
                 )
             )
-    print(f"{len(lines)} files, {sum(count for count, _ in lines):,} lines")
+    short_files = len([count for count, _ in lines if count < SHORT_FILE_LINES])
+    print(
+        f"{len(lines)} files, {sum(count for count, _ in lines):,} lines;"
+        f" {short_files} files under {SHORT_FILE_LINES} lines"
+    )
+    for title, definitions in READING_PATHS.items():
+        opened = {path for paths in files_defining(definitions, PRODUCT).values() for path in paths}
+        line_count = sum(len(path.read_text().splitlines()) for path in opened)
+        print(f"{title}: {len(opened)} files, {line_count:,} lines")
     _print_largest("files, lines", lines, FILE_LINES, max_rows)
     _print_largest("functions, lines", lengths, FUNCTION_LINES, max_rows)
     _print_largest("functions, parameters", parameters, PARAMETERS, max_rows)
