@@ -29,10 +29,10 @@ from distill_server.jobs.progress import progress_changes
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import ACTIVE, Attempt, Change, JobStore
 from distill_server.jobs.verdict import DeadAttempt, JobEnded, verdict_of
+from distill_server.jobs.verdict import Policy as Policy
 from distill_server.jobs.waiting import Waits, format_clock, format_given_up
 from distill_server.people.quotas import Quotas
 from distill_server.pipelines.linking import with_paths
-from distill_server.policy import Policy as Policy
 from distill_server.runners.interface import Runner, Running
 from distill_server.start_order import DueJob, StartOrder
 from distill_server.teachers.needs import TeacherNeeds

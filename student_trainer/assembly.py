@@ -22,7 +22,7 @@ from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import StudentConfig
 from clients.data.images import ImageReader
-from clients.preflight.context_parallel import refuse_indivisible_heads
+from clients.preflight.parallel import refuse_indivisible_heads
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_file import MetricsLog

@@ -19,8 +19,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from student_trainer.environments.local_retriever import LocalRetriever
-from student_trainer.environments.retriever import format_passages
+from student_trainer.environments.retriever import LocalRetriever, format_passages
 from student_trainer.tools.pretrain import END
 from student_trainer.tools.pretrain import main as pretrain
 

@@ -16,7 +16,6 @@ from clients.cli.commands import (
     logs_and_files,
     plan,
     plot,
-    report,
     run,
     submit,
     token,
@@ -70,7 +69,7 @@ app.command("resume")(job_commands.resume)
 app.command("rm")(job_commands.rm)
 app.command("pin")(job_commands.pin)
 app.command("plot")(plot.plot)
-app.command("report")(report.report)
+app.command("report")(plot.report)
 app.command("pull")(logs_and_files.pull)
 app.command("capture")(capture_commands.capture)
 app.command("eval")(exam.exam)

@@ -9,12 +9,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.anchor import AnchorConfig
 from clients.config.tables.common import FORMER_TAIL, SampledEvalConfig, TrainingJob
 from clients.config.tables.data import DataConfig, check_beside_images, prompt_rules
 from clients.config.tables.environment import SearchConfig
 from clients.config.tables.reward import HARMLESS, RewardConfig
-from clients.config.tables.rl_method import UNWEIGHTED, RLConfig
+from clients.config.tables.rl_method import UNWEIGHTED, AnchorConfig, RLConfig
 from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
 from clients.config.tables.teacher import (
     OtherTokens,

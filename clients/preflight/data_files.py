@@ -41,7 +41,7 @@ _REFUSED_SUFFIXES = (".csv", ".tsv", ".json", ".txt", ".xlsx")
 _PARQUET_MAGIC = b"PAR1"
 # Calls of the package `datasets` that read other formats.
 _READERS = {".csv": "from_csv", ".json": "from_json", ".txt": "from_text"}
-# The column of a retriever's file of passages (student_trainer/environments/local_retriever.py).
+# The column of a retriever's file of passages (student_trainer/environments/retriever.py).
 _PASSAGES = "contents"
 
 

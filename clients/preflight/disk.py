@@ -12,7 +12,7 @@ from clients.config.rl import RLJob
 from clients.config.tables.common import MIN_CHECKPOINTS
 from clients.data.regular_file import open_regular, read_document
 from clients.runs.directory import RunDirectory
-from clients.runs.memory_disk import has_room
+from clients.runs.file_system import has_room
 from protos.errors import WrongState
 
 _FLOAT32, _BFLOAT16 = 4, 2

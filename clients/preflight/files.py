@@ -23,12 +23,11 @@ from clients.data.models.files import (
 from clients.data.object_urls import is_object_url, place_of, redact_place
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.chat_template import check_template
-from clients.preflight.context_parallel import check_context_parallel
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages
+from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 from clients.preflight.rollouts import check_gpus
-from clients.preflight.tensor_parallel import check_tensor_parallel
 from clients.preflight.trackers import check_trackers
 from clients.store.captured_store import captured_store_of
 from protos.errors import InvalidInput

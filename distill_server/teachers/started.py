@@ -18,8 +18,8 @@ from typing import Any
 from clients.config.tables.teacher import TeacherLink
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.run_files import RunFiles
+from distill_server.jobs.verdict import Policy
 from distill_server.jobs.waiting import format_clock
-from distill_server.policy import Policy
 from distill_server.runners.interface import Exited, Outcome, Running
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import Machine, Share

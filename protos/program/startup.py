@@ -1,17 +1,19 @@
-"""What a service does before it imports its packages: checks, CPU threads, errors as exit codes."""
+"""What a program does before it imports its packages: Ctrl-C, checks, threads, exit codes."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-
-import typer
+from types import FrameType
 
 
 @contextmanager
 def errors_as_exit() -> Iterator[None]:
     """Print a DistillError in one line, and exit with its exit code."""
+    import typer
+
     from protos.errors import DistillError
 
     try:
@@ -36,3 +38,27 @@ def set_threads(threads: int | None) -> None:
     """
     half = max(1, len(os.sched_getaffinity(0)) // 2)
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or half)
+
+
+EXIT_CODE = 130
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """End the process with exit code 130 at SIGINT, without a traceback.
+
+    Use it around imports: an exception inside an import can be replaced by another one, or be
+    printed by a C extension. Does nothing if SIGINT has another handler than Python's.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _exit_at_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_CODE)

@@ -26,8 +26,8 @@ from student_trainer.losses import (
     Rows,
     importance_weights,
     mismatch,
+    weight_loss,
 )
-from student_trainer.objectives.weighted import weight_loss
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,88 @@
-"""The interface of retrievers, and the format of their passages. Imports no torch."""
+"""Retrievers: the interface, BM25 search of a local corpus, the format of passages. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from clients.config.tables.environment import SearchConfig
+from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
 from protos.extras import install_command
-from student_trainer.environments.local_retriever import LocalRetriever
+
+COLUMN = "contents"
+_FIELD = "environment.retriever"
+
+
+class LocalRetriever:
+    """BM25 search over the passages of a .jsonl or .parquet file, held in memory.
+
+    A passage is the column `contents`: its title, a line end and its text, as in the corpus of
+    Search-R1.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Read and index the file.
+
+        Raises InvalidInput if the file does not exist or has no passages, or if bm25s is not
+        installed.
+        """
+        try:
+            import bm25s
+        except ImportError:
+            raise InvalidInput(
+                "a local corpus needs the package bm25s, which is not installed",
+                field=_FIELD,
+                hint=install_command("rl"),
+            ) from None
+        self._corpus = _read_corpus(path)
+        self._tokenize = bm25s.tokenize
+        self._index = bm25s.BM25(backend="numpy")
+        self._index.index(self._tokenize_texts(self._corpus), show_progress=False)
+
+    def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
+        """Return at most `count` passages for each query, best first.
+
+        Only passages that share a word with the query are returned, so a list may be empty.
+        """
+        passage_count = min(count, len(self._corpus))
+        passage_indices, scores = self._index.retrieve(
+            self._tokenize_texts(queries),
+            k=passage_count,
+            show_progress=False,
+            backend_selection="numpy",
+        )
+        return [
+            [
+                self._corpus[passage_index]
+                for passage_index, score in zip(*pair, strict=True)
+                if score > 0
+            ]
+            for pair in zip(passage_indices.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def _tokenize_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        words: list[list[str]] = self._tokenize(
+            list(texts), stopwords=None, return_ids=False, show_progress=False
+        )
+        return words
+
+
+def _read_corpus(path: str) -> list[str]:
+    if not Path(path).is_file():
+        raise InvalidInput(
+            f"no such file: {path}", field=_FIELD, hint="give the path of a corpus file"
+        )
+    records = enumerate(DataSet(path, field=_FIELD).records([COLUMN]), 1)
+    corpus = [text_of(record, COLUMN, _FIELD, f"row {n} of {path}") for n, record in records]
+    if not any(passage.strip() for passage in corpus):
+        raise InvalidInput(
+            f"{path} has no passages",
+            field=_FIELD,
+            hint=f"give records with text in the column {COLUMN}",
+        )
+    return corpus
 
 
 class Retriever(Protocol):

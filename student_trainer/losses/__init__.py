@@ -12,7 +12,7 @@ from student_trainer.losses.advantages import (
     kl_reward,
     reward_at_last_token,
 )
-from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
+from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights, weight_loss
 from student_trainer.losses.exact import exact_kl
 from student_trainer.losses.fused.linear_loss import (
     FusedLoss,
@@ -65,4 +65,5 @@ __all__ = [
     "token_log_ratio",
     "token_weights",
     "topk_kl",
+    "weight_loss",
 ]

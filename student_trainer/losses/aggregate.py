@@ -10,6 +10,8 @@ from typing import Literal, assert_never
 
 from torch import Tensor
 
+from student_trainer.losses import Index, LossFunction, Rows
+
 Aggregate = Literal["token-mean", "seq-mean-token-mean"]
 
 
@@ -36,3 +38,14 @@ def token_weights(lengths: Tensor, included: Tensor, aggregate: Aggregate) -> Te
     """
     answer_token_weights = sequence_weights(lengths, included, aggregate) / lengths.clamp(min=1)
     return answer_token_weights.float().repeat_interleave(lengths)
+
+
+def weight_loss(loss: LossFunction, weights: Tensor | None) -> LossFunction:
+    """Return `loss` times `weights` [N], one for each row of the batch; None: all are 1."""
+    if weights is None:
+        return loss
+
+    def weighted_loss(rows: Rows, index: Index) -> Tensor:
+        return loss(rows, index) * weights[index]
+
+    return weighted_loss

@@ -11,8 +11,7 @@ from torch import Tensor
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import Layout
-from student_trainer.losses import FusedLoss, Index, LossFunction, Rows
-from student_trainer.objectives.weighted import weight_loss
+from student_trainer.losses import FusedLoss, Index, LossFunction, Rows, weight_loss
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from student_trainer.losses import (
     importance_weights,
     mismatch,
     topk_kl,
+    weight_loss,
 )
-from student_trainer.objectives.weighted import weight_loss
 
 # Mean squared norm of a token's gradient in the logits; below it, float32 rounding is the gradient.
 EQUAL_POLICIES = 1e-10

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from clients.preflight.context_parallel import FIELD
+from clients.preflight.parallel import CONTEXT_FIELD as FIELD
 from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.sequence import TokenSequence

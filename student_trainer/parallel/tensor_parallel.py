@@ -30,7 +30,8 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM
 
 from clients.config.tables.common import StudentConfig
-from clients.preflight.tensor_parallel import FIELD, divided_counts, refuse_indivisible
+from clients.preflight.parallel import TENSOR_FIELD as FIELD
+from clients.preflight.parallel import divided_counts, refuse_indivisible
 from protos.errors import InvalidInput
 from student_trainer.model.loading import load_config
 

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from clients.runs.directory import RunDirectory
-from clients.runs.memory_disk import delete_abandoned, has_room, locked_directory
+from clients.runs.file_system import delete_abandoned, has_room, locked_directory
 from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.export import PublishedWeights, write_adapters, write_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from protos.program.interrupts import EXIT_CODE, exit_on_interrupt
+from protos.program.startup import EXIT_CODE, exit_on_interrupt
 
 
 def main() -> None:

@@ -37,9 +37,8 @@ def plan(
     from clients.config.tables.common import TrainingJob
     from clients.plan import memory_report
     from clients.plan.memory_plan import plan_of, shape_of_student
-    from clients.preflight.context_parallel import check_context_parallel
     from clients.preflight.files import check_processes
-    from clients.preflight.tensor_parallel import check_tensor_parallel
+    from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 
     plan_overrides = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
     config = load_job(job, plan_overrides).config

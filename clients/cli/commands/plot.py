@@ -1,4 +1,4 @@
-"""`distill plot`: the curves of one or several jobs, as text or as a picture."""
+"""`distill plot` and `distill report`: results of jobs as text, a picture, or one HTML file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.completion import complete_job
 from clients.cli.output import Output
-from clients.cli.settings import ClientSettings, settings_of
-from protos.errors import NotFound
+from clients.cli.settings import ClientSettings, complete_job, settings_of
+from protos.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from clients.cli.plots.panels import Panel
@@ -120,3 +119,28 @@ def _panel_facts(panel: Panel) -> dict[str, Any]:
         for curve in panel.curves
     ]
     return {"title": panel.title, "log": panel.log, "curves": curves}
+
+
+def report(
+    context: typer.Context,
+    job: JobOrRunArgument,
+    page: Annotated[
+        Path | None, typer.Option("-o", metavar="FILE", help="HTML file, by default JOB.html.")
+    ] = None,
+) -> None:
+    """Write a report of a job as one HTML file, which needs no network.
+
+    It has the result, curves, timings, samples, configuration and environment of the job.
+    """
+    from clients.cli.plots.report_page import report_page
+
+    settings = settings_of(context)
+    if page is not None and page.suffix.lower() not in (".html", ".htm"):
+        raise InvalidInput(
+            f"{page} is not an HTML file", field="-o", hint="give a name that ends in .html"
+        )
+    (record,) = records_of(settings, [job], with_notes=True)
+    page = page or Path(f"{record.job.id}.html")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(report_page(record))
+    settings.output.result({"path": str(page)}, str(page))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
@@ -35,6 +36,7 @@ TimeoutOption = Annotated[
 if TYPE_CHECKING:
     from clients.config.kinds import AnyJob
     from clients.jobs.client import DistillClient
+    from clients.jobs.upload import UploadProgress
 
 
 def submit(
@@ -99,7 +101,6 @@ def submit(
 
 def _upload_files(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> list[AnyJob]:
     """Check the files of the jobs, send them to the server, and return the jobs."""
-    from clients.cli.live.upload_report import UploadReport
     from clients.config.tables.common import TrainingJob
     from clients.preflight.data_files import check_file, data_files
     from clients.preflight.files import check_student
@@ -116,7 +117,6 @@ def _upload_files(client: DistillClient, output: Output, configs: Sequence[AnyJo
 
 def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
     """Print the files that would be sent; return False if there are none."""
-    from clients.cli.live.upload_report import format_size
     from clients.jobs.upload import local_files
 
     _print_server_paths(output, configs)
@@ -180,3 +180,30 @@ def watch_job(
         output.say(f"job {job_id} continues; to watch it again: distill watch {job_id}")
         return ExitCode.INTERRUPTED
     return conclude(output, progress)
+
+
+_PAUSE_SECONDS = 10.0
+
+
+class UploadReport:
+    """Prints a line when the upload of a file or directory begins and ends, and every 10 s."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._next_line_at = 0.0
+
+    def __call__(self, progress: UploadProgress) -> None:
+        """Print the progress if it is time to."""
+        is_complete = progress.sent_bytes == progress.size
+        if not (progress.begins or is_complete or time.monotonic() >= self._next_line_at):
+            return
+        self._next_line_at = time.monotonic() + _PAUSE_SECONDS
+        text = f"{format_size(progress.sent_bytes)} of {format_size(progress.size)} sent"
+        if progress.begins and is_complete:
+            text = f"the server has its {format_size(progress.size)}"
+        self._output.say(f"{progress.key}: {text}")
+
+
+def format_size(count: int) -> str:
+    """Return a number of bytes for people, such as `1.2 GB`."""
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

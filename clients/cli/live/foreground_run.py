@@ -18,8 +18,8 @@ from clients.config.kinds import processes_of
 from clients.jobs.job import JobState
 from clients.jobs.view import JobView
 from clients.runs.directory import Control, RunDirectory
+from clients.runs.file_system import delete_abandoned
 from clients.runs.launch import trainer_command
-from clients.runs.memory_disk import delete_abandoned
 from protos.errors import ExitCode
 
 SECONDS_BETWEEN_POLLS = 0.2

@@ -1,4 +1,4 @@
-"""The table `method` of a job of reinforcement learning.
+"""The tables `method` and `anchor` of a job of reinforcement learning.
 
 Each option's source is in docs/methods.md.
 """
@@ -159,3 +159,14 @@ class RLConfig(Table):
 def _default_tail(divergence: str | None) -> Tail:
     # With forward KL the anchor chooses the head, after the student has drawn.
     return "bucket+draws" if divergence == "reverse_kl" else "bucket+sampled"
+
+
+class AnchorConfig(Table):
+    """The anchor: a moving average of the student's weights, for the KL (EMA-PG, 2602.04417)."""
+
+    tau: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """anchor = tau * anchor + (1 - tau) * student. 1 keeps the initial student as the anchor."""
+    update_period: Count = 10
+    """Optimizer updates between two updates of the anchor."""
+    context: str | None = None
+    """Text that only the anchor reads, before the prompt; may contain {columns} of the data."""

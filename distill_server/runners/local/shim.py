@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clients.runs.fence import is_fenced
-from clients.runs.memory_disk import delete_abandoned
+from clients.runs.file_system import delete_abandoned
 from distill_server.runners.local.process import (
     MARK,
     Identity,

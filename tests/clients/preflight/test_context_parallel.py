@@ -16,7 +16,7 @@ from clients.config.tables.common import TrainingJob
 from clients.data.models.shape import shape_of
 from clients.plan.memory import activation_bytes, learning_bytes, scoring_bytes
 from clients.plan.memory_plan import load_of, plan_of
-from clients.preflight.context_parallel import check_context_parallel
+from clients.preflight.parallel import check_context_parallel
 from protos.errors import InvalidInput
 from tests.clients.plan.test_memory import QWEN_7B  # 28 heads of queries, 4 of keys
 from tests.clients.plan.test_memory_plan import advised_keys, merge_tables, valid_job

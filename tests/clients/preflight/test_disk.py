@@ -10,7 +10,7 @@ import pytest
 
 from clients.config.on_policy import OnPolicyJob
 from clients.preflight.disk import check_space, parameters_of
-from clients.runs import memory_disk
+from clients.runs import file_system
 from protos.errors import WrongState
 from tests.distill_server.jobs.preflight_site import job, write_student
 
@@ -69,7 +69,7 @@ def test_versions_in_memory_need_none(site: Path, monkeypatch: pytest.MonkeyPatc
     roomy_usage = usage(site)._replace(free=3 * needed_bytes)
     memory = site / "memory"
     memory.mkdir()
-    monkeypatch.setattr(memory_disk, "MEMORY_DISK", memory)
+    monkeypatch.setattr(file_system, "MEMORY_DISK", memory)
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: roomy_usage if path == memory else usage(path)
     )

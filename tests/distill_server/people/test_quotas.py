@@ -11,8 +11,8 @@ import pytest
 
 from clients.jobs.job import Job, JobState
 from distill_server.jobs.store import ACTIVE
+from distill_server.jobs.verdict import Policy
 from distill_server.people.quotas import require_counted_gpus
-from distill_server.policy import Policy
 from distill_server.runners.machine import Machine
 from protos.auth.owners import Quota
 from protos.errors import InvalidInput

@@ -17,7 +17,7 @@ from clients.config.kinds import AnyJob, parse_job
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.control import JobControl
-from distill_server.policy import Policy
+from distill_server.jobs.verdict import Policy
 from distill_server.runners.interface import Exited
 from distill_server.runners.machine import Machine
 from protos.errors import DistillError, InvalidInput, NotFound, Overloaded, Unavailable, WrongState

@@ -9,7 +9,7 @@ import pytest
 
 from clients.jobs.job import TERMINAL, Job, JobState
 from clients.runs.directory import Verdict
-from distill_server.policy import Policy
+from distill_server.jobs.verdict import Policy
 from distill_server.runners.interface import Exited
 from distill_server.runners.machine import Machine
 from tests.distill_server.pipelines.test_after import make_job, submit

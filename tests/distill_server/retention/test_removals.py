@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clients.jobs.job import Job, JobState
-from distill_server.policy import Policy
+from distill_server.jobs.verdict import Policy
 from distill_server.retention import removals
 from distill_server.retention.keeper import Keeper
 from distill_server.retention.removals import Removals

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from clients.runs.directory import RunDirectory
-from clients.runs.memory_disk import locked_directory
+from clients.runs.file_system import locked_directory
 from distill_server.runners.interface import Exited, Lost, Running
 from distill_server.runners.local.process import (
     claim,
@@ -421,7 +421,7 @@ def test_weights_in_memory_end_with_a_killed_trainer(run: RunDirectory) -> None:
         start(
             run,
             f"import os, sys; sys.path.append({str(Path(__file__).parents[3])!r})\n"
-            "from clients.runs.memory_disk import locked_directory\n"
+            "from clients.runs.file_system import locked_directory\n"
             "print(locked_directory(), flush=True); os.kill(os.getpid(), 9)",
         )
         eventually((run.logs(1) / "exit.json").exists)

@@ -14,9 +14,8 @@ import pytest
 from clients.config.tables.environment import SearchConfig
 from protos.errors import InvalidInput, Unavailable
 from student_trainer.environments import remote_retriever
-from student_trainer.environments.local_retriever import LocalRetriever
 from student_trainer.environments.remote_retriever import RemoteRetriever
-from student_trainer.environments.retriever import format_passages, make_retriever
+from student_trainer.environments.retriever import LocalRetriever, format_passages, make_retriever
 from tests.student_trainer.environments.server import Library, serve, serve_drips
 
 CORPUS = [

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clients.config.tables.common import LoraConfig, StudentConfig
 from clients.config.tables.rollouts import RolloutsConfig
-from clients.runs import memory_disk
+from clients.runs import file_system
 from protos.errors import Corrupt, Unavailable
 from student_trainer.checkpoints.export import export_model
 from student_trainer.data.prompts import Prompt
@@ -197,7 +197,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 def test_what_killed_trainers_left_in_memory_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_disk, "MEMORY_DISK", tmp_path)
+    monkeypatch.setattr(file_system, "MEMORY_DISK", tmp_path)
     (tmp_path / "distill-weights-killed").mkdir()
     alive = tmp_path / "distill-weights-alive"
     alive.mkdir()
@@ -218,7 +218,7 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two trainers start at the same time: one finds the unlocked directory of the other."""
-    monkeypatch.setattr(memory_disk, "MEMORY_DISK", tmp_path)
+    monkeypatch.setattr(file_system, "MEMORY_DISK", tmp_path)
     directories: list[Path] = []
     make_directory = tempfile.mkdtemp
 
@@ -237,7 +237,7 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
     os.close(locks[0])
     assert chosen == directories[2]
     with pytest.raises(BlockingIOError):
-        memory_disk._lock_directory(chosen)
+        file_system._lock_directory(chosen)
 
 
 def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None:

@@ -1,6 +1,6 @@
-"""Check that the processes of a tensor-parallel group can share the student. Imports no torch.
+"""Check that the processes of tensor- and context-parallel groups can share the student.
 
-Only the numbers of config.json are checked here; `student_trainer/parallel/tensor_parallel.py`
+Imports no torch. Only the numbers of config.json are checked here; `student_trainer/parallel`
 checks the modules of the student when the job starts.
 """
 
@@ -15,7 +15,7 @@ from clients.config.tables.common import StudentConfig
 from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
 
-FIELD = "train.tensor_parallel"
+TENSOR_FIELD = "train.tensor_parallel"
 # Keys of config.json with the counts that a group divides, and their names in messages.
 _COUNT_KEYS = {
     "num_attention_heads": "heads of queries",
@@ -31,7 +31,7 @@ def check_tensor_parallel(config: AnyTraining) -> None:
     """
     if config.train.tensor_parallel > 1:
         counts = divided_counts(local_config(config.student))
-        refuse_indivisible(counts, config.train.tensor_parallel, FIELD)
+        refuse_indivisible(counts, config.train.tensor_parallel, TENSOR_FIELD)
 
 
 def local_config(student: StudentConfig) -> dict[str, Any]:
@@ -70,3 +70,25 @@ def refuse_indivisible(counts: Mapping[str, int], size: int, field: str) -> None
                 field=field,
                 hint=f"lower it to {possible[-1]}" if possible[-1] > 1 else "leave it out",
             )
+
+
+CONTEXT_FIELD = "train.context_parallel"
+_HEADS = "heads of queries"
+
+
+def check_context_parallel(config: AnyTraining) -> None:
+    """Raise InvalidInput if a group does not divide the heads of a local student evenly.
+
+    A student from the hub is checked when the job starts.
+    """
+    refuse_indivisible_heads(local_config(config.student), config.train.context_parallel)
+
+
+def refuse_indivisible_heads(config: Mapping[str, Any], size: int) -> None:
+    """Raise InvalidInput if `size` does not divide the heads of queries of a text model.
+
+    Heads of keys and values are repeated where a group has more processes.
+    """
+    counts = divided_counts(config)
+    heads = {_HEADS: counts[_HEADS]} if _HEADS in counts else {}
+    refuse_indivisible(heads, size, CONTEXT_FIELD)
