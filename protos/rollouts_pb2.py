@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/rollouts.proto\x12\ndistill.v1\"\x17\n\x15GetRolloutInfoRequest\"\xb2\x02\n\x0bRolloutInfo\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12*\n\x06loaded\x18\x07 \x01(\x0b\x32\x1a.distill.v1.WeightsVersion\x12\x16\n\x0erunning_orders\x18\x08 \x01(\r\x12\x16\n\x0ewaiting_orders\x18\t \x01(\r\x12\x16\n\x0esampled_tokens\x18\n \x01(\x04\x12\x14\n\x0cweight_loads\x18\x0b \x01(\x04\x12\x11\n\tlora_rank\x18\x0c \x01(\r\x12\x10\n\x08protocol\x18\r \x01(\r\x12\x0e\n\x06sleeps\x18\x0e \x01(\x08\"\x0e\n\x0cSleepRequest\"\x0c\n\nSleepReply\"o\n\tOrderPart\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.distill.v1.OrderHeaderH\x00\x12/\n\x08sequence\x18\x02 \x01(\x0b\x32\x1b.distill.v1.SequenceRequestH\x00\x42\x06\n\x04part\"\x9b\x01\n\x0eWeightsVersion\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\'\n\tin_flight\x18\x04 \x01(\x0e\x32\x14.distill.v1.InFlight\x12\x0b\n\x03job\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x04\x12\x0e\n\x06pushed\x18\x07 \x01(\x08\"\xee\x01\n\x0bOrderHeader\x12+\n\x07weights\x18\x01 \x01(\x0b\x32\x1a.distill.v1.WeightsVersion\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05\x64raws\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\x0e\n\x06greedy\x18\x05 \x01(\x08\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x15\n\rstream_tokens\x18\x07 \x01(\r\x12\r\n\x05marks\x18\x08 \x03(\t\x12\x14\n\x0c\x62\x61tch_tokens\x18\t \x01(\r\x12\x11\n\tsequences\x18\n \x01(\r\x12\x12\n\nvocab_size\x18\x0b \x01(\r\"Q\n\x0fSequenceRequest\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\x12\x12\r\n\x05limit\x18\x03 \x01(\r\x12\x0c\n\x04used\x18\x04 \x01(\r\"\xe9\x01\n\x0bSampledPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08head_ids\x18\x04 \x01(\x0c\x12\x16\n\x0etoken_logprobs\x18\x05 \x01(\x0c\x12\x10\n\x08\x64raw_ids\x18\x06 \x01(\x0c\x12\x15\n\rdraw_logprobs\x18\x07 \x01(\x0c\x12\x0c\n\x04last\x18\x08 \x01(\x08\x12\r\n\x05\x65nded\x18\t \x01(\x08\x12\x0e\n\x06\x63losed\x18\n \x01(\x08\x12)\n\x08versions\x18\x0b \x03(\x0b\x32\x17.distill.v1.VersionSpan\".\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"b\n\x08PushPart\x12&\n\x05offer\x18\x01 \x01(\x0b\x32\x15.distill.v1.PushOfferH\x00\x12&\n\x05start\x18\x02 \x01(\x0b\x32\x15.distill.v1.PushStartH\x00\x42\x06\n\x04part\"\xb6\x01\n\tPushOffer\x12+\n\x07weights\x18\x01 \x01(\x0b\x32\x1a.distill.v1.WeightsVersion\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12)\n\x07tensors\x18\x03 \x03(\x0b\x32\x18.distill.v1.PushedWeight\x12\x17\n\x0fprobe_sequences\x18\x04 \x01(\r\x12\x11\n\tprobe_ids\x18\x05 \x01(\x0c\x12\x16\n\x0eprobe_logprobs\x18\x06 \x01(\x0c\":\n\x0cPushedWeight\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"\xa0\x01\n\tPushStart\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0c\n\x04size\x18\x05 \x01(\r\x12\x12\n\nfirst_rank\x18\x06 \x01(\r\x12\x14\n\x0c\x62ucket_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\x0e\n\x06memory\x18\t \x01(\x0c\"f\n\tPushReply\x12&\n\x05ready\x18\x01 \x01(\x0b\x32\x15.distill.v1.PushReadyH\x00\x12(\n\x06loaded\x18\x02 \x01(\x0b\x32\x16.distill.v1.PushLoadedH\x00\x42\x07\n\x05reply\";\n\tPushReady\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x0c\n\nPushLoaded*g\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x13\n\x0fIN_FLIGHT_DRAIN\x10\x01\x12\x17\n\x13IN_FLIGHT_RECOMPUTE\x10\x02\x12\x12\n\x0eIN_FLIGHT_KEEP\x10\x03\x32\x8a\x02\n\x08Rollouts\x12L\n\x0eGetRolloutInfo\x12!.distill.v1.GetRolloutInfoRequest\x1a\x17.distill.v1.RolloutInfo\x12<\n\x06Sample\x12\x15.distill.v1.OrderPart\x1a\x17.distill.v1.SampledPart(\x01\x30\x01\x12\x39\n\x05Sleep\x12\x18.distill.v1.SleepRequest\x1a\x16.distill.v1.SleepReply\x12\x37\n\x04Push\x12\x14.distill.v1.PushPart\x1a\x15.distill.v1.PushReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/rollouts.proto\x12\ndistill.v1\"\x17\n\x15GetRolloutInfoRequest\"\xb2\x02\n\x0bRolloutInfo\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12*\n\x06loaded\x18\x07 \x01(\x0b\x32\x1a.distill.v1.WeightsVersion\x12\x16\n\x0erunning_orders\x18\x08 \x01(\r\x12\x16\n\x0ewaiting_orders\x18\t \x01(\r\x12\x16\n\x0esampled_tokens\x18\n \x01(\x04\x12\x14\n\x0cweight_loads\x18\x0b \x01(\x04\x12\x11\n\tlora_rank\x18\x0c \x01(\r\x12\x10\n\x08protocol\x18\r \x01(\r\x12\x0e\n\x06sleeps\x18\x0e \x01(\x08\"\x0e\n\x0cSleepRequest\"\x0c\n\nSleepReply\"o\n\tOrderPart\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.distill.v1.OrderHeaderH\x00\x12/\n\x08sequence\x18\x02 \x01(\x0b\x32\x1b.distill.v1.SequenceRequestH\x00\x42\x06\n\x04part\"\x91\x01\n\x0eWeightsVersion\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\'\n\tin_flight\x18\x04 \x01(\x0e\x32\x14.distill.v1.InFlight\x12\x0b\n\x03job\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x04J\x04\x08\x07\x10\x08\"\xee\x01\n\x0bOrderHeader\x12+\n\x07weights\x18\x01 \x01(\x0b\x32\x1a.distill.v1.WeightsVersion\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05\x64raws\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\x0e\n\x06greedy\x18\x05 \x01(\x08\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x15\n\rstream_tokens\x18\x07 \x01(\r\x12\r\n\x05marks\x18\x08 \x03(\t\x12\x14\n\x0c\x62\x61tch_tokens\x18\t \x01(\r\x12\x11\n\tsequences\x18\n \x01(\r\x12\x12\n\nvocab_size\x18\x0b \x01(\r\"Q\n\x0fSequenceRequest\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\x12\x12\r\n\x05limit\x18\x03 \x01(\r\x12\x0c\n\x04used\x18\x04 \x01(\r\"\xe9\x01\n\x0bSampledPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08head_ids\x18\x04 \x01(\x0c\x12\x16\n\x0etoken_logprobs\x18\x05 \x01(\x0c\x12\x10\n\x08\x64raw_ids\x18\x06 \x01(\x0c\x12\x15\n\rdraw_logprobs\x18\x07 \x01(\x0c\x12\x0c\n\x04last\x18\x08 \x01(\x08\x12\r\n\x05\x65nded\x18\t \x01(\x08\x12\x0e\n\x06\x63losed\x18\n \x01(\x08\x12)\n\x08versions\x18\x0b \x03(\x0b\x32\x17.distill.v1.VersionSpan\".\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r*g\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x13\n\x0fIN_FLIGHT_DRAIN\x10\x01\x12\x17\n\x13IN_FLIGHT_RECOMPUTE\x10\x02\x12\x12\n\x0eIN_FLIGHT_KEEP\x10\x03\x32\xd1\x01\n\x08Rollouts\x12L\n\x0eGetRolloutInfo\x12!.distill.v1.GetRolloutInfoRequest\x1a\x17.distill.v1.RolloutInfo\x12<\n\x06Sample\x12\x15.distill.v1.OrderPart\x1a\x17.distill.v1.SampledPart(\x01\x30\x01\x12\x39\n\x05Sleep\x12\x18.distill.v1.SleepRequest\x1a\x16.distill.v1.SleepReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.rollouts_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INFLIGHT']._serialized_start=1967
-  _globals['_INFLIGHT']._serialized_end=2070
+  _globals['_INFLIGHT']._serialized_start=1270
+  _globals['_INFLIGHT']._serialized_end=1373
   _globals['_GETROLLOUTINFOREQUEST']._serialized_start=37
   _globals['_GETROLLOUTINFOREQUEST']._serialized_end=60
   _globals['_ROLLOUTINFO']._serialized_start=63
@@ -44,29 +44,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ORDERPART']._serialized_start=401
   _globals['_ORDERPART']._serialized_end=512
   _globals['_WEIGHTSVERSION']._serialized_start=515
-  _globals['_WEIGHTSVERSION']._serialized_end=670
-  _globals['_ORDERHEADER']._serialized_start=673
-  _globals['_ORDERHEADER']._serialized_end=911
-  _globals['_SEQUENCEREQUEST']._serialized_start=913
-  _globals['_SEQUENCEREQUEST']._serialized_end=994
-  _globals['_SAMPLEDPART']._serialized_start=997
-  _globals['_SAMPLEDPART']._serialized_end=1230
-  _globals['_VERSIONSPAN']._serialized_start=1232
-  _globals['_VERSIONSPAN']._serialized_end=1278
-  _globals['_PUSHPART']._serialized_start=1280
-  _globals['_PUSHPART']._serialized_end=1378
-  _globals['_PUSHOFFER']._serialized_start=1381
-  _globals['_PUSHOFFER']._serialized_end=1563
-  _globals['_PUSHEDWEIGHT']._serialized_start=1565
-  _globals['_PUSHEDWEIGHT']._serialized_end=1623
-  _globals['_PUSHSTART']._serialized_start=1626
-  _globals['_PUSHSTART']._serialized_end=1786
-  _globals['_PUSHREPLY']._serialized_start=1788
-  _globals['_PUSHREPLY']._serialized_end=1890
-  _globals['_PUSHREADY']._serialized_start=1892
-  _globals['_PUSHREADY']._serialized_end=1951
-  _globals['_PUSHLOADED']._serialized_start=1953
-  _globals['_PUSHLOADED']._serialized_end=1965
-  _globals['_ROLLOUTS']._serialized_start=2073
-  _globals['_ROLLOUTS']._serialized_end=2339
+  _globals['_WEIGHTSVERSION']._serialized_end=660
+  _globals['_ORDERHEADER']._serialized_start=663
+  _globals['_ORDERHEADER']._serialized_end=901
+  _globals['_SEQUENCEREQUEST']._serialized_start=903
+  _globals['_SEQUENCEREQUEST']._serialized_end=984
+  _globals['_SAMPLEDPART']._serialized_start=987
+  _globals['_SAMPLEDPART']._serialized_end=1220
+  _globals['_VERSIONSPAN']._serialized_start=1222
+  _globals['_VERSIONSPAN']._serialized_end=1268
+  _globals['_ROLLOUTS']._serialized_start=1376
+  _globals['_ROLLOUTS']._serialized_end=1585
 # @@protoc_insertion_point(module_scope)

@@ -197,7 +197,6 @@ class WeightsVersion(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    PUSHED_FIELD_NUMBER: _builtins.int
     lineage: _builtins.str
     """Versions of one lineage are ordered by number. A trainer's attempt is one lineage."""
     number: _builtins.int
@@ -209,8 +208,6 @@ class WeightsVersion(_message.Message):
     refuses those of earlier ones. Empty: not compared.
     """
     attempt: _builtins.int
-    pushed: _builtins.bool
-    """The weights came by `Push`, and the directory may be missing. A service that has not loaded them refuses their orders."""
     def __init__(
         self,
         *,
@@ -220,11 +217,10 @@ class WeightsVersion(_message.Message):
         in_flight: Global___InFlight.ValueType = ...,
         job: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        pushed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "directory", b"directory", "in_flight", b"in_flight", "job", b"job", "lineage", b"lineage", "number", b"number", "pushed", b"pushed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "directory", b"directory", "in_flight", b"in_flight", "job", b"job", "lineage", b"lineage", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,219 +404,3 @@ class VersionSpan(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
-
-@_typing.final
-class PushPart(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OFFER_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def offer(self) -> Global___PushOffer: ...
-    @_builtins.property
-    def start(self) -> Global___PushStart: ...
-    def __init__(
-        self,
-        *,
-        offer: Global___PushOffer | None = ...,
-        start: Global___PushStart | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "part", b"part", "start", b"start"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "part", b"part", "start", b"start"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["offer", "start"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
-
-Global___PushPart: _TypeAlias = PushPart  # noqa: Y015
-
-@_typing.final
-class PushOffer(_message.Message):
-    """A version of the weights, before they are sent."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    PROBE_SEQUENCES_FIELD_NUMBER: _builtins.int
-    PROBE_IDS_FIELD_NUMBER: _builtins.int
-    PROBE_LOGPROBS_FIELD_NUMBER: _builtins.int
-    dtype: _builtins.str
-    """of the trainer's computation: float32 or bfloat16"""
-    probe_sequences: _builtins.int
-    probe_ids: _builtins.bytes
-    """int32 [probe_sequences, T]"""
-    probe_logprobs: _builtins.bytes
-    """float32 [probe_sequences, T - 1], nats"""
-    @_builtins.property
-    def weights(self) -> Global___WeightsVersion: ...
-    @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushedWeight]:
-        """in the order in which they are sent"""
-
-    def __init__(
-        self,
-        *,
-        weights: Global___WeightsVersion | None = ...,
-        dtype: _builtins.str = ...,
-        tensors: _abc.Iterable[Global___PushedWeight] | None = ...,
-        probe_sequences: _builtins.int = ...,
-        probe_ids: _builtins.bytes = ...,
-        probe_logprobs: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "probe_ids", b"probe_ids", "probe_logprobs", b"probe_logprobs", "probe_sequences", b"probe_sequences", "tensors", b"tensors", "weights", b"weights"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PushOffer: _TypeAlias = PushOffer  # noqa: Y015
-
-@_typing.final
-class PushedWeight(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """in the model's own format"""
-    dtype: _builtins.str
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        dtype: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PushedWeight: _TypeAlias = PushedWeight  # noqa: Y015
-
-@_typing.final
-class PushStart(_message.Message):
-    """The seat of an engine in the process group. The trainer has rank 0."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GROUP_FIELD_NUMBER: _builtins.int
-    BACKEND_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
-    PORT_FIELD_NUMBER: _builtins.int
-    SIZE_FIELD_NUMBER: _builtins.int
-    FIRST_RANK_FIELD_NUMBER: _builtins.int
-    BUCKET_BYTES_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    MEMORY_FIELD_NUMBER: _builtins.int
-    group: _builtins.str
-    """another name is another group, which the engine joins before it receives"""
-    backend: _builtins.str
-    """gloo, nccl or ipc"""
-    host: _builtins.str
-    """of the group's store"""
-    port: _builtins.int
-    size: _builtins.int
-    """members"""
-    first_rank: _builtins.int
-    """of the engine's processes, which have consecutive ranks"""
-    bucket_bytes: _builtins.int
-    seconds: _builtins.float
-    """deadline of joining the group, and of each transfer"""
-    memory: _builtins.bytes
-    """ipc: the handle of the trainer's buffer"""
-    def __init__(
-        self,
-        *,
-        group: _builtins.str = ...,
-        backend: _builtins.str = ...,
-        host: _builtins.str = ...,
-        port: _builtins.int = ...,
-        size: _builtins.int = ...,
-        first_rank: _builtins.int = ...,
-        bucket_bytes: _builtins.int = ...,
-        seconds: _builtins.float = ...,
-        memory: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "first_rank", b"first_rank", "group", b"group", "host", b"host", "memory", b"memory", "port", b"port", "seconds", b"seconds", "size", b"size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PushStart: _TypeAlias = PushStart  # noqa: Y015
-
-@_typing.final
-class PushReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    READY_FIELD_NUMBER: _builtins.int
-    LOADED_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def ready(self) -> Global___PushReady: ...
-    @_builtins.property
-    def loaded(self) -> Global___PushLoaded: ...
-    def __init__(
-        self,
-        *,
-        ready: Global___PushReady | None = ...,
-        loaded: Global___PushLoaded | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "ready", b"ready", "reply", b"reply"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "ready", b"ready", "reply", b"reply"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["ready", "loaded"]  # noqa: Y015
-    _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
-
-Global___PushReply: _TypeAlias = PushReply  # noqa: Y015
-
-@_typing.final
-class PushReady(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROCESS_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
-    process: _builtins.str
-    """random, made when the service started"""
-    ranks: _builtins.int
-    """processes of the engine"""
-    device: _builtins.str
-    def __init__(
-        self,
-        *,
-        process: _builtins.str = ...,
-        ranks: _builtins.int = ...,
-        device: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "process", b"process", "ranks", b"ranks"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PushReady: _TypeAlias = PushReady  # noqa: Y015
-
-@_typing.final
-class PushLoaded(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PushLoaded: _TypeAlias = PushLoaded  # noqa: Y015

@@ -49,11 +49,6 @@ class RolloutsStub(object):
                 request_serializer=protos_dot_rollouts__pb2.SleepRequest.SerializeToString,
                 response_deserializer=protos_dot_rollouts__pb2.SleepReply.FromString,
                 _registered_method=True)
-        self.Push = channel.stream_stream(
-                '/distill.v1.Rollouts/Push',
-                request_serializer=protos_dot_rollouts__pb2.PushPart.SerializeToString,
-                response_deserializer=protos_dot_rollouts__pb2.PushReply.FromString,
-                _registered_method=True)
 
 
 class RolloutsServicer(object):
@@ -81,15 +76,6 @@ class RolloutsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Push(self, request_iterator, context):
-        """Loads weights that the trainer sends through a process group. The client sends the offer; the service answers
-        `ready` when it may load them, and orders of older weights wait or go on as `in_flight` says. The client then sends
-        the start, and the weights to the group. The service answers `loaded` once the probe has verified them.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RolloutsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,11 +93,6 @@ def add_RolloutsServicer_to_server(servicer, server):
                     servicer.Sleep,
                     request_deserializer=protos_dot_rollouts__pb2.SleepRequest.FromString,
                     response_serializer=protos_dot_rollouts__pb2.SleepReply.SerializeToString,
-            ),
-            'Push': grpc.stream_stream_rpc_method_handler(
-                    servicer.Push,
-                    request_deserializer=protos_dot_rollouts__pb2.PushPart.FromString,
-                    response_serializer=protos_dot_rollouts__pb2.PushReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -195,33 +176,6 @@ class Rollouts(object):
             '/distill.v1.Rollouts/Sleep',
             protos_dot_rollouts__pb2.SleepRequest.SerializeToString,
             protos_dot_rollouts__pb2.SleepReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Push(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/distill.v1.Rollouts/Push',
-            protos_dot_rollouts__pb2.PushPart.SerializeToString,
-            protos_dot_rollouts__pb2.PushReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,11 +39,6 @@ class RolloutsStub:
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_rollouts_pb2.SleepRequest, _rollouts_pb2.SleepReply]
     """Frees the memory of the GPU until the next order, unless an order runs or waits."""
-    Push: _grpc.StreamStreamMultiCallable[_rollouts_pb2.PushPart, _rollouts_pb2.PushReply]
-    """Loads weights that the trainer sends through a process group. The client sends the offer; the service answers
-    `ready` when it may load them, and orders of older weights wait or go on as `in_flight` says. The client then sends
-    the start, and the weights to the group. The service answers `loaded` once the probe has verified them.
-    """
 
 @_typing.type_check_only
 class RolloutsAsyncStub(RolloutsStub):
@@ -56,11 +51,6 @@ class RolloutsAsyncStub(RolloutsStub):
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_rollouts_pb2.SleepRequest, _rollouts_pb2.SleepReply]  # type: ignore[assignment]
     """Frees the memory of the GPU until the next order, unless an order runs or waits."""
-    Push: _aio.StreamStreamMultiCallable[_rollouts_pb2.PushPart, _rollouts_pb2.PushReply]  # type: ignore[assignment]
-    """Loads weights that the trainer sends through a process group. The client sends the offer; the service answers
-    `ready` when it may load them, and orders of older weights wait or go on as `in_flight` says. The client then sends
-    the start, and the weights to the group. The service answers `loaded` once the probe has verified them.
-    """
 
 class RolloutsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -88,16 +78,5 @@ class RolloutsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollouts_pb2.SleepReply, _abc.Awaitable[_rollouts_pb2.SleepReply]]:
         """Frees the memory of the GPU until the next order, unless an order runs or waits."""
-
-    @_abc_1.abstractmethod
-    def Push(
-        self,
-        request_iterator: _MaybeAsyncIterator[_rollouts_pb2.PushPart],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_rollouts_pb2.PushReply], _abc.AsyncIterator[_rollouts_pb2.PushReply]]:
-        """Loads weights that the trainer sends through a process group. The client sends the offer; the service answers
-        `ready` when it may load them, and orders of older weights wait or go on as `in_flight` says. The client then sends
-        the start, and the weights to the group. The service answers `loaded` once the probe has verified them.
-        """
 
 def add_RolloutsServicer_to_server(servicer: RolloutsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

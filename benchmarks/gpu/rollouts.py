@@ -6,13 +6,10 @@ R1: answers with our sampler in vLLM's worker (head ids and draws as named), wit
 and no log-probs, and with transformers' generate, in turn, in tokens per second. R2: a push of all
 weights. "write": the trainer's side, from float32 weights on the device to sealed files in memory;
 "load": the engine's, from the call to the verified probe; "least": copying as many bytes from the
-device to the host and back; "ipc": all of a push through memory of the GPU that both share;
-"broadcast": all of a push through NCCL from another GPU, if there is one; on a CPU through gloo.
-R3:
-seconds of a step of whole jobs: the engine on the trainer's GPU, asleep while the trainer learns
-(lag = 0), and beside it (lag = 1); with two GPUs also on one of its own. R4: sigma, the standard
-deviation of log p - log mu over the sampled tokens, in nats: p of the trainer, mu of the engine,
-equal weights, bfloat16 layers and a float32 head in the engine.
+device to the host and back. R3: seconds of a step of whole jobs: the engine on the trainer's GPU,
+asleep while the trainer learns (lag = 0), and beside it (lag = 1); with two GPUs also on one of its
+own. R4: sigma, the standard deviation of log p - log mu over the sampled tokens, in nats: p of the
+trainer, mu of the engine, equal weights, bfloat16 layers and a float32 head in the engine.
 
 All weights are random; logits have a standard deviation of 3 nats. Writes
 benchmarks/results/gpu-rollouts-<device>.json. `--device cpu --quick` runs the same code without a
@@ -42,7 +39,6 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu.benchmark import describe_device, parse_options, write_results
-from benchmarks.gpu.pushes import PushChannel, list_backends
 from benchmarks.models.vllm_engine import save_tokenizer
 from benchmarks.rollouts import ahead as rollouts_ahead
 from benchmarks.rollouts.peers import sample_with_generate, sample_with_vllm, start_vllm
@@ -237,10 +233,6 @@ def start_pair(
 def measure_pushes(pair: StudentAndEngine, sizes: RolloutSizes) -> dict[str, Any]:
     """Write and load the weights a few times; return the median seconds, after a warm-up."""
     seconds: dict[str, list[float]] = {"write": [], "load": [], "least": []}
-    channels = [
-        PushChannel(pair.snapshots, pair.engine, pair.runner, backend)
-        for backend in list_backends(pair.device)
-    ]
     for number in range(sizes.pushes + 1):
         pair.snapshots.delete_before(number)
         pair.synchronize()
@@ -253,12 +245,6 @@ def measure_pushes(pair: StudentAndEngine, sizes: RolloutSizes) -> dict[str, Any
         times.append(time.perf_counter())
         for name, began, ended in zip(seconds, times, times[1:], strict=False):
             seconds[name].append(ended - began)
-        for channel in channels:
-            began = time.perf_counter()
-            channel.push(version)
-            seconds.setdefault(channel.name, []).append(time.perf_counter() - began)
-    for channel in channels:
-        channel.close()
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     memory = str(pair.root).startswith("/dev/shm")
     return {"bytes": pair.bytes, "in_memory": memory, **medians}
@@ -367,16 +353,12 @@ def print_results(result: dict[str, Any]) -> None:
             f"{rate / generate_rate:>8.1f} x generate"
         )
     print("  must be, with 64 ids: >= 0.9 x vLLM's own, >= 10 x generate")
-    print("\nR2 push, seconds (by CUDA IPC it must be <= 0.1 of 1.5B and <= 0.35 of 8B)")
+    print("\nR2 push, seconds")
     for row in result["pushes"]:
         location = "in memory" if row["in_memory"] else "on disk"
-        push_seconds = "".join(
-            f", {name} {row[name]:.2f}" for name in ("ipc", "broadcast") if name in row
-        )
         print(
             f"  {row['model']:<6}{row['bytes'] / 1e9:>8.2f} GB {location}:"
             f" write {row['write']:.2f}, load {row['load']:.2f}, there and back {row['least']:.2f}"
-            + "".join(push_seconds)
         )
     print("\nR3 seconds a step")
     for name, stages in result["steps"].items():

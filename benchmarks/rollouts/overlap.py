@@ -172,14 +172,6 @@ class Versions:
         """Return the version."""
         return WeightsVersion("benchmark", number, Path(f"/version-{number}"))
 
-    def push(self, number: int) -> WeightsVersion:
-        """Return the version."""
-        return self.write(number)
-
-    def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
-        """Return None: no engine loses a version."""
-        return None
-
     def delete_before(self, number: int) -> None:
         """Do nothing."""
 

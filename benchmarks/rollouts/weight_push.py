@@ -5,9 +5,7 @@
 Random weights in float32 in the sizes of SmolLM2-135M, snapshots in memory (/dev/shm), one thread.
 "write": the trainer's side, from the model to its files. "load": the engine's side, from the call
 to verified weights. "least": reading the same files and copying every weight once, in this process,
-in turn with the loads. "adapters": of a LoRA student. "broadcast": a push through a process group
-(gloo), from the model in this process to verified weights in a service of its own: "push" is all of
-it, and "least" is as above. Memory is that of all processes without
+in turn with the loads. "adapters": of a LoRA student. Memory is that of all processes without
 mapped files, after each of N loads of two versions in turn; growth: of the least over the last
 quarter above the least over the second quarter.
 """
@@ -38,9 +36,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--pushes", type=int, default=200)
     parser.add_argument("--engines", nargs="*", default=["hf", "vllm"], choices=("hf", "vllm"))
-    parser.add_argument(
-        "--channels", nargs="*", default=["file", "broadcast"], choices=("file", "broadcast")
-    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/weight_push.json"))
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -53,25 +48,16 @@ def main(arguments: list[str] | None = None) -> None:
         "cases": [],
     }
     for engine in options.engines:
-        rows: list[dict[str, Any]] = []
-        if "file" in options.channels:
-            rows += [
-                {"adapters": adapters, **measure_file_pushes(engine, size, pushes, adapters)}
-                for adapters in (False, True)
-            ]
-        if "broadcast" in options.channels:
-            rows.append({"channel": "broadcast", **measure_broadcasts(engine, size, pushes)})
-        for row in rows:
-            result["cases"].append({"engine": engine, **row})
+        for adapters in (False, True):
+            row = measure_pushes(engine, size, pushes, adapters)
+            result["cases"].append({"engine": engine, "adapters": adapters, **row})
             printed_case = {k: v for k, v in result["cases"][-1].items() if k != "resident"}
             print(json.dumps(printed_case), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure_file_pushes(
-    name: str, size: dict[str, int], pushes: int, adapters: bool
-) -> dict[str, Any]:
+def measure_pushes(name: str, size: dict[str, int], pushes: int, adapters: bool) -> dict[str, Any]:
     from tests.vllm.rollouts import RANK, AdaptedStudent, Student
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -102,48 +88,18 @@ def measure_file_pushes(
                 times["least"].append(time.perf_counter() - began)
                 resident.append(resident_bytes())
             runner.run(engine.close())
-    return summarize(size_read, times, "load", resident)
+    return summarize(size_read, times, resident)
 
 
-def measure_broadcasts(name: str, size: dict[str, int], pushes: int) -> dict[str, Any]:
-    from tests.student_trainer.rollout_service.processes import ServiceProcess
-    from tests.student_trainer.rollout_service.pushing import Trainer
-    from tests.vllm.rollouts import Student
-
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        path = Path(folder)
-        student = Student(path, **size)
-        options = ["--engine", name, "--model", str(student.path), "--dtype", "float32"]
-        service = ServiceProcess(*options, log=path / "log", launched=True)
-        trainer = Trainer(student.model, path / "weights", [service.address])
-        directory = student.snapshot().directory
-        times: dict[str, list[float]] = {"push": [], "least": []}
-        resident = []
-        for number in range(pushes):
-            began = time.perf_counter()
-            version = trainer.versions.push(number)
-            times["push"].append(time.perf_counter() - began)
-            assert version.pushed
-            began = time.perf_counter()
-            size_read = read_and_copy(directory)
-            times["least"].append(time.perf_counter() - began)
-            resident.append(resident_bytes())
-        trainer.close()
-        service.close()
-    return summarize(size_read, times, "push", resident)
-
-
-def summarize(
-    size: int, times: dict[str, list[float]], metric: str, resident: list[int]
-) -> dict[str, Any]:
+def summarize(size: int, times: dict[str, list[float]], resident: list[int]) -> dict[str, Any]:
     ratios = [
-        seconds / least for seconds, least in zip(times[metric], times["least"], strict=True)
+        seconds / least for seconds, least in zip(times["load"], times["least"], strict=True)
     ][1:]
     quarter = max(1, len(resident) // 4)
     return {
         "bytes": size,
         **{name: statistics.median(values[1:]) for name, values in times.items() if values},
-        f"{metric}_over_least": statistics.median(ratios),
+        "load_over_least": statistics.median(ratios),
         "growth_mb": (min(resident[-quarter:]) - min(resident[quarter : 2 * quarter])) / 1e6,
         "resident": resident,
     }

@@ -182,7 +182,7 @@ class OfflineJob(TrainingJob):
 
     def _rules_of_rollouts(self) -> list[Rule]:
         if self.method.on_policy_fraction > 0:
-            return rollout_rules(self.rollouts, self.student)
+            return rollout_rules(self.rollouts)
         keys = " ".join(f"rollouts.{key}" for key in RolloutsConfig.model_fields)
         reason = "the student samples no answers to learn from; leave it out, or set "
         return [(False, keys, f"{reason}method.on_policy_fraction")]

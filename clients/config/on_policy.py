@@ -168,7 +168,7 @@ class OnPolicyJob(TrainingJob):
                     "answers are only read with eval.metric = 'exact_match'; set it",
                 ),
                 *prompt_rules(self.data),
-                *rollout_rules(self.rollouts, self.student),
+                *rollout_rules(self.rollouts),
             ],
         )
 

@@ -161,7 +161,7 @@ class RLJob(TrainingJob):
         if self.teacher is not None:
             uses_template = self.data is None or self.data.chat_template
             rules += other_tokens_rules(self.teacher, chat_template=uses_template)
-        return refuse_unused(self, [*rules, *rollout_rules(self.rollouts, self.student)])
+        return refuse_unused(self, [*rules, *rollout_rules(self.rollouts)])
 
     def _rules_of_rewards(self) -> list[Rule]:
         method, reward = self.method, self.reward

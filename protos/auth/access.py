@@ -59,7 +59,6 @@ REQUIRED_ROLES: Mapping[str, Role | None] = {
     "/distill.v1.Rollouts/GetRolloutInfo": Role.READ,
     "/distill.v1.Rollouts/Sample": Role.ADMIN,  # replaces the weights
     "/distill.v1.Rollouts/Sleep": Role.ADMIN,
-    "/distill.v1.Rollouts/Push": Role.ADMIN,
     # An orchestrator's health probes send no token; the reply only says if the server is serving.
     "/grpc.health.v1.Health/Check": None,
     "/grpc.health.v1.Health/Watch": None,

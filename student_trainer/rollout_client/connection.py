@@ -13,12 +13,11 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from clients.config.kinds import AnyTraining, SamplingJob
-from clients.config.tables.rollouts import RolloutsConfig
 from clients.preflight.rollouts import another_engine
 from clients.runs.directory import RunDirectory
 from clients.runs.identity import run_identity
 from clients.runs.launch import adapter_rank
-from protos.errors import InvalidInput, WrongState
+from protos.errors import WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
@@ -32,8 +31,6 @@ from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.lost_services import fail_when_lost
 from student_trainer.rollout_client.order import SamplingSettings, WeightsVersion
 from student_trainer.rollout_client.placed_services import PlacedServices
-from student_trainer.rollout_client.push.pusher import WeightPusher
-from student_trainer.rollout_client.push.versions import PushedVersions
 from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
 from student_trainer.rollout_client.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
 from student_trainer.rollouts.search import SearchConversations
@@ -58,7 +55,7 @@ class EngineConnection:
 
     client: EngineClient
     accelerator: Accelerator
-    snapshots: Snapshots | PushedVersions
+    snapshots: Snapshots
     sleeps: bool
 
     def rollouts_ahead(
@@ -157,44 +154,7 @@ def connect_engine(
         probe_ids=_probe_ids(tokenizer, vocab_size),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    pushes = rollouts.push != "file"
-    if pushes and adapters:
-        raise InvalidInput(
-            "the service at rollouts.address takes the adapters alone, as files",
-            field="rollouts.push",
-            hint="leave it out, or start the service without --lora-rank",
-        )
-    versions = (
-        _make_pushed_versions(rollouts, accelerator, snapshots, client) if pushes else snapshots
-    )
-    return EngineConnection(client, accelerator, versions, info.sleeps and not rollouts.lag)
-
-
-def _make_pushed_versions(
-    rollouts: RolloutsConfig, accelerator: Accelerator, snapshots: Snapshots, client: EngineClient
-) -> PushedVersions:
-    """Return pushed versions. Raises InvalidInput if the placement of GPUs does not allow it."""
-    on_cuda = accelerator.device.type == "cuda"
-    shares_gpus = not rollouts.gpus and rollouts.address is None
-    if rollouts.push == "ipc" and not on_cuda:
-        raise InvalidInput("needs a GPU", field="rollouts.push", hint="use 'broadcast'")
-    if rollouts.push == "broadcast" and on_cuda and shares_gpus:
-        raise InvalidInput(
-            "NCCL allows one process of a group on a GPU, and the engine shares the trainer's",
-            field="rollouts.push",
-            hint="use 'ipc', or give the engine GPUs with rollouts.gpus",
-        )
-    rank, patience, pusher = accelerator.process_index, rollouts.patience_seconds, None
-    if rollouts.push == "ipc":
-        own_replicas = client.replicas[rank : rank + 1]  # engine n is on the GPU of process n
-        pusher = (
-            WeightPusher(own_replicas, accelerator.device, patience, shared=True)
-            if own_replicas
-            else None
-        )
-    elif accelerator.is_main_process:
-        pusher = WeightPusher(client.replicas, accelerator.device, patience)
-    return PushedVersions(accelerator, snapshots, client.pushed, pusher)
+    return EngineConnection(client, accelerator, snapshots, info.sleeps and not rollouts.lag)
 
 
 def _check_services(

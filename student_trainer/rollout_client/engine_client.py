@@ -19,7 +19,6 @@ from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable, Wro
 from student_trainer.rollout_client.engine_replica import (
     CONNECT_SECONDS,
     PartRequest,
-    Pushed,
     Replica,
     no_answer,
 )
@@ -56,8 +55,6 @@ class EngineClient:
     An order fails with Unavailable, field `rollouts.address`, if one of its parts has waited for
     `patience_seconds` while no replica had accepted it: an accepted part may take any time, as long
     as the connection lives. Replicas that answer Overloaded are retried without limit.
-
-    pushed: the newest pushed version; an order whose pushed weights are lost continues with it.
     """
 
     def __init__(
@@ -79,7 +76,6 @@ class EngineClient:
         self._rank = rank
         self._patience_seconds = patience_seconds
         self._vocab_size: int | None = None
-        self.pushed = Pushed()
         self._lock = threading.Lock()
         self._closed: DistillError | None = None  # the reason why orders are no longer sent
         self._unfinished: set[Sampling] = set()
@@ -210,11 +206,6 @@ class EngineClient:
         for replica in self._replicas:
             replica.close()
 
-    @property
-    def replicas(self) -> Sequence[Replica]:
-        """The services, in the order of their addresses."""
-        return self._replicas
-
     def _start_parts(self, sampling: Sampling, order: Order) -> None:
         count, total = len(self._replicas), len(order.sequences)
         for number in range(count):
@@ -227,7 +218,6 @@ class EngineClient:
                     ring=[*self._replicas[first_replica:], *self._replicas[:first_replica]],
                     patience_seconds=self._patience_seconds,
                     vocab_size=self._vocab_size,
-                    pushed=self.pushed,
                 )
 
     def _forget_sampling(self, sampling: Sampling) -> None:
@@ -258,7 +248,6 @@ class Sampling:
         ring: Sequence[Replica],
         patience_seconds: float,
         vocab_size: int | None,
-        pushed: Pushed,
     ) -> None:
         """Send the part of the order that starts at sequence `first`; see `PartRequest`."""
         self._incomplete_parts += 1
@@ -267,7 +256,6 @@ class Sampling:
             ring,
             patience_seconds=patience_seconds,
             vocab_size=vocab_size,
-            pushed=pushed,
             deliver=lambda index, sampled: self._results.put((first + index, sampled)),
             on_done=self._results.put,
         )

@@ -9,8 +9,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -20,10 +19,9 @@ from clients.runs.started_services import PlacedAddress
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import DistillError, Overloaded, Unavailable
 from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel, open_cluster_channel
-from protos.rpc.failpoints import failpoint
 from protos.rpc.statuses import TLS_HINT, fault_of
 from protos.rpc.transport import STREAM_OPEN
-from student_trainer.rollout_client.order import LACKS_PUSHED, Order, WeightsVersion
+from student_trainer.rollout_client.order import Order
 from student_trainer.rollout_client.wire import SampledReader, order_parts
 from student_trainer.rollouts.sampler import SampledTokens
 
@@ -82,17 +80,6 @@ class Replica:
         stub, metadata = self._connect()
         return stub.Sample(iter(messages), metadata=metadata)
 
-    def push(self, parts: Iterator[rollouts_pb2.PushPart]) -> Any:
-        """Start a call that pushes weights, and return the call. Raises as `request_info`."""
-        stub, metadata = self._connect()
-        return stub.Push(parts, metadata=metadata)
-
-    @property
-    def host(self) -> str:
-        """The machine at which the service was last reached."""
-        target = (self._current_address or self.address).removeprefix("https://")
-        return target.rpartition(":")[0].strip("[]")
-
     def _connect(self) -> tuple[rollouts_pb2_grpc.RolloutsStub, tuple[tuple[str, str], ...]]:
         """Return a stub for the current address of the service, and the metadata of calls."""
         with self._lock:
@@ -145,30 +132,6 @@ def no_answer(replicas: Sequence[Replica], last_error: DistillError, seconds: fl
     )
 
 
-class Pushed:
-    """The newest pushed version of a trainer, and whether an order lacks it. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.newest: WeightsVersion | None = None
-        self._lacked_version: WeightsVersion | None = None
-
-    def lacks(self, version: WeightsVersion) -> bool:
-        """Return whether no service that an order tried has `version`."""
-        return self._lacked_version == version
-
-    def version_after_loss(self, lost: WeightsVersion) -> WeightsVersion:
-        """Return the version for an order whose weights a service lacks: the newest version.
-
-        If the newest version itself is lost, records that the trainer must write it as files.
-        """
-        newest = self.newest
-        if newest is None or newest.lineage != lost.lineage:
-            return lost
-        if newest == lost:
-            self._lacked_version = lost
-        return newest
-
-
 class PartRequest:
     """Sends a part of an order, in a thread, to one replica after another until it is complete.
 
@@ -183,7 +146,6 @@ class PartRequest:
         *,
         patience_seconds: float,
         vocab_size: int | None,
-        pushed: Pushed,
         deliver: Callable[[int, SampledTokens], None],
         on_done: Callable[[Exception | None], None],
     ) -> None:
@@ -195,7 +157,6 @@ class PartRequest:
         self._ring = ring
         self._patience_seconds = patience_seconds
         self._vocab_size = vocab_size
-        self._pushed = pushed
         self._deliver = deliver
         self._on_done = on_done
         self._delivered: set[int] = set()
@@ -242,10 +203,6 @@ class PartRequest:
             if str(fault) != last_message:
                 log.warning("%s; the order is sent again", fault)
             failures, last_message = failures + 1, str(fault)
-            if fault.field == LACKS_PUSHED and failures >= len(self._ring):  # all were asked
-                weights = self._pushed.version_after_loss(self._order.weights)
-                self._order = replace(self._order, weights=weights)
-                self._messages = order_parts(self._order)
             self._pause(fault, failures // len(self._ring))
         raise self._reason or Unavailable("the order was cancelled")
 
@@ -261,7 +218,6 @@ class PartRequest:
     def _send(self, replica: Replica) -> DistillError | None:
         """Send the part to a replica; return the error, or None once it is complete."""
         start_time = time.monotonic()
-        failpoint("order-due")
         try:
             self._call = call = replica.sample(self._messages)
         except Unavailable as fault:  # the service is not placed
@@ -292,7 +248,7 @@ class PartRequest:
                 self._last_fault = replica.fault_of(error)
                 return self._last_fault
             # A timed-out call has no reason; the previous call may have given one.
-            if isinstance(self._last_fault, Unavailable) and self._last_fault.field != LACKS_PUSHED:
+            if isinstance(self._last_fault, Unavailable):
                 return self._last_fault
             return Unavailable(f"the {replica.name} does not answer")
         finally:

@@ -10,8 +10,6 @@ from typing import Literal
 from torch import Tensor
 
 InFlight = Literal["drain", "recompute", "keep"]
-# Field of the error of a service that lacks the pushed weights of an order.
-LACKS_PUSHED = "weights.pushed"
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,7 @@ class WeightsVersion:
     drain: they are finished first, so each sequence has one version. recompute: they continue with
     the new weights, and their KV cache is recomputed. keep: they continue with the KV cache of the
     older weights. job, attempt: the run directory of the trainer and the number of its attempt; a
-    service that has seen a later attempt of a job refuses this one; "": not compared. pushed: the
-    weights came through a process group, and `directory` may not exist.
+    service that has seen a later attempt of a job refuses this one; "": not compared.
     """
 
     lineage: str
@@ -34,7 +31,6 @@ class WeightsVersion:
     in_flight: InFlight = "drain"
     job: str = ""
     attempt: int = 0
-    pushed: bool = False
 
 
 @dataclass(frozen=True)

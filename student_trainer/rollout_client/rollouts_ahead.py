@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -34,7 +34,7 @@ from protos.rows.codec import RowBlock
 from student_trainer.checkpoints.saver import LaterFiles
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
-from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
+from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
 from student_trainer.rollout_client.order import WeightsVersion
@@ -47,7 +47,6 @@ from student_trainer.teachers.scored_rollouts import PromptsOfStep
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
 _POLL_SECONDS = 0.02  # between two checks whether an order is complete
-_LOSS_CHECK_SECONDS = 0.5  # between two checks whether pushed weights are lost
 
 
 class WeightVersions(Protocol):
@@ -57,16 +56,6 @@ class WeightVersions(Protocol):
         """Collective. Write the current weights as version `number`, and return it.
 
         `anchor`: the student currently has the anchor's weights.
-        """
-
-    def push(self, number: int) -> WeightsVersion:
-        """Collective. Give the engines the current weights as version `number`, and return it."""
-
-    def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
-        """Collective. If an order lacks the pushed `version`, write the current weights for it.
-
-        `number`: version number of the current weights. Returns the written version, or None if no
-        order lacks weights.
         """
 
     def delete_before(self, number: int) -> None:
@@ -124,8 +113,7 @@ class RolloutsAhead:
         order_steps = range(step, min(step + self._lag, self._last_step) + 1)
         new_steps = [order_step for order_step in order_steps if order_step not in self._orders]
         if new_steps:
-            self._await_earlier_orders(step - 1)
-            weights = self._newest = self._snapshots.push(step - 1)
+            weights = self._newest = self._snapshots.write(step - 1)
             self._make_room()
             raise_on_all_ranks(
                 self._accelerator,
@@ -137,7 +125,6 @@ class RolloutsAhead:
                 ),
             )
         order = self._orders[step]
-        self._keep_weights(order, step - 1)
         return raise_on_all_ranks(self._accelerator, lambda: self._await_rows(order))
 
     def before_learning(self) -> None:
@@ -168,7 +155,6 @@ class RolloutsAhead:
 
         `anchor`: the student currently has the anchor's weights.
         """
-        self._await_earlier_orders(step)
         self._snapshots.write(step, anchor=anchor)
         self._make_room()
 
@@ -187,31 +173,6 @@ class RolloutsAhead:
         total = sum(lag * tokens for lag, tokens in lags)
         count = sum(tokens for _, tokens in lags)
         return {"rollout/lag": torch.tensor([total, count], dtype=torch.float64)}
-
-    def _await_earlier_orders(self, number: int) -> None:
-        """Collective. With `drain`, wait for all orders before the engines load other weights.
-
-        An engine waits for the orders that it has received. An order, or the next turn of one, that
-        is still in transit would lose its pushed weights. `number`: version number of the current
-        weights.
-        """
-        for order in self._orders.values():
-            if self._newest.in_flight == "drain":
-                self._keep_weights(order, number)
-
-    def _keep_weights(self, order: _RunningOrder, number: int) -> None:
-        """Collective. Wait for an order, unless all versions are files.
-
-        If no engine has the order's weights any more, write the current weights, version `number`,
-        for its remaining rollouts.
-        """
-        while self._client.pushed.newest is not None:
-            wait([order.completion], _LOSS_CHECK_SECONDS)
-            if not max_over_ranks(self._accelerator, int(not order.completion.done())):
-                return
-            restored_version = self._snapshots.restore_lost(self._newest, number)
-            if restored_version is not None:
-                self._newest = restored_version
 
     def _make_room(self) -> None:
         """Collective. Free cached memory of the GPUs for engines that wake with the next order."""

@@ -21,7 +21,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.file_system import delete_abandoned, has_room, locked_directory
 from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
-from student_trainer.checkpoints.export import PublishedWeights, write_adapters, write_weights
+from student_trainer.checkpoints.export import write_adapters, write_weights
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.lora import trainable_weights
 from student_trainer.parallel.collectives import raise_on_all_ranks
@@ -107,7 +107,7 @@ class Snapshots:
         Raises Unavailable on all ranks if there is no room for it, or if its disk fails; the files
         of the version are then deleted.
         """
-        version = self.version(number, anchor=anchor)
+        version = self._version(number, anchor=anchor)
         if version not in self._versions:
             if anchor:  # an evaluation has ended when the next one begins
                 self._delete(
@@ -124,16 +124,7 @@ class Snapshots:
         ]
         return version
 
-    def push(self, number: int) -> WeightsVersion:
-        """Collective. Write the current weights; see `PushedVersions.push`."""
-        return self.write(number)
-
-    def restore_lost(self, version: WeightsVersion, number: int) -> WeightsVersion | None:
-        """Return None, since files are not lost; see `PushedVersions.restore_lost`."""
-        return None
-
-    def version(self, number: int, *, anchor: bool = False) -> WeightsVersion:
-        """Return a version, which need not be written; see `write`."""
+    def _version(self, number: int, *, anchor: bool) -> WeightsVersion:
         kind = "anchor" if anchor else "version"
         return WeightsVersion(
             f"{self._job}-{self._attempt}{'-anchor' if anchor else ''}",
@@ -144,26 +135,13 @@ class Snapshots:
             self._attempt,
         )
 
-    def has(self, version: WeightsVersion) -> bool:
-        """Return whether a version is written."""
-        return version in self._versions
-
-    def published(self) -> PublishedWeights:
-        """Return the current weights in the form that a snapshot stores."""
-        model = self._student.trained.model
-        return PublishedWeights(model, model.state_dict(keep_vars=True), self._dtype)
-
-    def probe(self) -> tuple[Probe, str]:
-        """Collective. Score the probe, and return it with the dtype of the computation."""
-        dtype = "bfloat16" if self._student.trained.bf16 else "float32"
-        return Probe(self._probe_ids, self._probe_logprobs()), dtype
-
     def _write(self, version: WeightsVersion) -> None:
         main = self._accelerator.is_main_process
         raise_on_all_ranks(
             self._accelerator, self._directory_creator(version) if main else lambda: None
         )
-        probe, dtype = self.probe()
+        probe = Probe(self._probe_ids, self._probe_logprobs())
+        dtype = "bfloat16" if self._student.trained.bf16 else "float32"
         model = self._student.trained.model
         weights = model.state_dict(keep_vars=True)
         path = version.directory if main else None

@@ -106,7 +106,6 @@ def version_message(version: WeightsVersion) -> rollouts_pb2.WeightsVersion:
         in_flight=_IN_FLIGHT[version.in_flight],
         job=version.job,
         attempt=version.attempt,
-        pushed=version.pushed,
     )
 
 
@@ -237,7 +236,6 @@ def read_version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> W
         in_flight,
         message.job,
         message.attempt,
-        message.pushed,
     )
 
 

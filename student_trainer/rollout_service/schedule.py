@@ -11,10 +11,6 @@ from student_trainer.rollout_client.order import WeightsVersion
 MAX_WAITING_ORDERS = 256
 
 
-class LoadWithdrawn(Unavailable):
-    """A load was withdrawn before it began: the weights are unchanged."""
-
-
 class ScheduleEntry:
     """An order in the schedule.
 
@@ -54,8 +50,7 @@ class Schedule:
     version of the loaded lineage, its weights are loaded while orders run.
 
     If a load fails, the orders that wait for it fail, and so do the running orders, which have lost
-    their weights, unless the error is LoadWithdrawn. A later order of the same version loads it
-    again.
+    their weights. A later order of the same version loads it again.
     """
 
     def __init__(
@@ -82,10 +77,6 @@ class Schedule:
     def waiting_count(self) -> int:
         """Number of orders that wait."""
         return len(self._waiting_entries)
-
-    def has_loaded(self, weights: WeightsVersion) -> bool:
-        """Return whether `weights` is the loaded version."""
-        return self._is_loaded(weights)
 
     def enter(self, weights: WeightsVersion) -> ScheduleEntry:
         """Add an order. Raises Overloaded if too many wait, Unavailable after `drain`."""
@@ -173,18 +164,14 @@ class Schedule:
             self.loaded_version = weights
             self.loads += 1
         except Exception as error:
-            is_unchanged = isinstance(error, LoadWithdrawn)
-            if not is_unchanged:
-                self.loaded_version = None
+            self.loaded_version = None
             waiting_entries = [
                 entry for entry in self._waiting_entries if _is_same_version(entry.weights, weights)
             ]
             self._waiting_entries = [
                 entry for entry in self._waiting_entries if entry not in waiting_entries
             ]
-            for entry in (
-                waiting_entries if is_unchanged else (*waiting_entries, *self._running_entries)
-            ):
+            for entry in (*waiting_entries, *self._running_entries):
                 entry.fail(error)
         finally:
             self._loading = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -15,8 +14,7 @@ from protos.errors import Overloaded, TimedOut, WrongState
 from protos.program.logs import fields
 from protos.rpc.failpoints import failpoint
 from protos.rpc.transport import ROLLOUTS_PROTOCOL, STREAM_OPEN
-from student_trainer.rollout_client.order import LACKS_PUSHED, Order, WeightsVersion
-from student_trainer.rollout_client.push.wire import read_offer, read_start
+from student_trainer.rollout_client.order import Order, WeightsVersion
 from student_trainer.rollout_client.wire import (
     OrderLimits,
     OrderReader,
@@ -26,8 +24,7 @@ from student_trainer.rollout_client.wire import (
 from student_trainer.rollout_service.engines.base import RolloutEngine
 from student_trainer.rollout_service.fence import Fence
 from student_trainer.rollout_service.metrics import RolloutMetrics
-from student_trainer.rollout_service.push import IncomingPush
-from student_trainer.rollout_service.schedule import LoadWithdrawn, Schedule, ScheduleEntry
+from student_trainer.rollout_service.schedule import Schedule, ScheduleEntry
 from student_trainer.rollouts.sampler import SampledTokens
 
 log = logging.getLogger(__name__)
@@ -55,8 +52,6 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         self._limits = OrderLimits(info.vocab_size, info.max_length, info.in_flight)
         self._schedule = schedule = Schedule(self._load_version)
         self._fence = Fence()
-        self._pushes: dict[WeightsVersion, IncomingPush] = {}
-        self._process = secrets.token_hex(8)
         self._held_bytes = 0
         metrics.gauge("running_orders", "Orders that are sampled.", lambda: schedule.running_count)
         metrics.gauge("waiting_orders", "Orders that wait.", lambda: schedule.waiting_count)
@@ -102,41 +97,6 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         await self._schedule.sleep(self._engine.sleep)
         return rollouts_pb2.SleepReply()
 
-    async def Push(
-        self, request_iterator: Any, context: Any
-    ) -> AsyncIterator[rollouts_pb2.PushReply]:
-        """Load weights from a process group; see protos/rollouts.proto.
-
-        Raises InvalidInput if the offer is wrong, WrongState if a later attempt of the job has sent
-        an order, and the error of the engine.
-        """
-        parts = aiter(request_iterator)
-        push = IncomingPush(read_offer(await _next_message(parts, "push"), self._limits))
-        weights = push.offer.version
-        self._admit(weights)
-        context.add_done_callback(lambda _: push.withdraw())
-        self._pushes[weights] = push
-        entry = self._schedule.enter(weights)
-        load_done = asyncio.ensure_future(entry.wait_until_started())
-        load_requested = asyncio.ensure_future(push.load_requested.wait())
-        try:
-            await asyncio.wait((load_done, load_requested), return_when=asyncio.FIRST_COMPLETED)
-            if not load_done.done():
-                info = self._engine.info
-                ready = rollouts_pb2.PushReady(
-                    process=self._process, ranks=info.ranks, device=info.device.partition(":")[0]
-                )
-                yield rollouts_pb2.PushReply(ready=ready)
-                push.start(read_start(await anext(parts)))
-            await load_done
-            yield rollouts_pb2.PushReply(loaded=rollouts_pb2.PushLoaded())
-        finally:
-            push.withdraw()
-            self._pushes.pop(weights, None)
-            self._schedule.leave(entry)
-            load_done.cancel()
-            load_requested.cancel()
-
     async def Sample(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[rollouts_pb2.SampledPart]:
@@ -150,8 +110,6 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         try:
             order = await self._read_order(aiter(request_iterator), order_bytes)
             self._admit(order.weights)
-            if order.weights.pushed and not self._schedule.has_loaded(order.weights):
-                raise _lacks_pushed_error(order.weights)
             entry = self._schedule.enter(order.weights)
             results: _ResultQueue = asyncio.Queue(1)
             entry.sampling = sampling = asyncio.create_task(
@@ -175,15 +133,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         log_fields = {"lineage": weights.lineage, "number": weights.number}
         try:
             with self._metrics.load():
-                push = self._pushes.get(weights)
-                if push is None:
-                    if weights.pushed:
-                        raise _lacks_pushed_error(weights)
-                    await self._engine.load(weights)
-                else:
-                    seat = await push.wait_for_seat()
-                    failpoint("push-started")
-                    await self._engine.receive(push.offer, seat)
+                await self._engine.load(weights)
         except Exception as error:
             log.warning("weights refused", extra=fields(**log_fields, error=str(error)))
             raise
@@ -241,14 +191,6 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             if entry.error is None:
                 raise  # the client has disconnected
             raise entry.error from None
-
-
-def _lacks_pushed_error(weights: WeightsVersion) -> LoadWithdrawn:
-    return LoadWithdrawn(
-        f"the pushed version {weights.number} is not loaded here",
-        field=LACKS_PUSHED,
-        hint="the trainer sends a newer one, or writes files",
-    )
 
 
 async def _next_message(parts: AsyncIterator[_Message], stream_name: str) -> _Message:

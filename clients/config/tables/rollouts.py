@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from clients.config.tables.common import Address, Count, StudentConfig, Table
+from clients.config.tables.common import Address, Count, Table
 from clients.config.unused import Rule
 
 
@@ -25,8 +25,8 @@ class RolloutsConfig(Table):
     """GPUs of the engine that the trainer starts, beside its own; 0: it shares the trainer's."""
     tensor_parallel_size: Count = 1
     """GPUs that share each layer of the engine (vllm); `gpus` is a multiple of it."""
-    push: Literal["file", "broadcast", "ipc"] = "file"
-    """How new weights come: files, a process group (NCCL, gloo), or memory of a shared GPU."""
+    push: Literal["file"] = "file"
+    """How new weights come to the engine: as files."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the memory for the engine (vllm). Default: 0.9 of own GPUs, 0.4 of the trainer's."""
     patience_seconds: Annotated[float, Field(gt=0)] = 600.0
@@ -47,19 +47,14 @@ class RolloutsConfig(Table):
             raise ValueError(f"rollouts.gpus = {gpus} is no multiple of it; raise rollouts.gpus")
         return size
 
-    @field_validator("push")
+    @field_validator("push", mode="before")
     @classmethod
-    def _fits_layout(cls, push: str, info: ValidationInfo) -> str:
-        settings = info.data
-        if push != "file" and settings.get("in_flight") == "drain" and settings.get("lag", 0) > 1:
+    def _is_file(cls, push: Any) -> Any:
+        if push in ("broadcast", "ipc"):
             raise ValueError(
-                "the trainer would wait until older answers have ended; set rollouts.in_flight ="
-                " 'recompute', lower rollouts.lag to 1, or leave push out"
+                "a process group is not supported until it can be tried on GPUs, and weights go to"
+                " engines as files; leave rollouts.push out"
             )
-        if push == "ipc" and (settings.get("gpus") or settings.get("address") is not None):
-            raise ValueError("needs engines on the trainer's GPUs; use 'broadcast'")
-        if push != "file" and "https://" in str(settings.get("address")):
-            raise ValueError("sends weights without TLS; use 'file', or an address without https")
         return push
 
     @property
@@ -88,9 +83,8 @@ class RolloutsConfig(Table):
         return max(1, self.gpus // self.tensor_parallel_size)
 
 
-def rollout_rules(rollouts: RolloutsConfig, student: StudentConfig) -> list[Rule]:
+def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
     """Return the rules of the keys that the job does not use."""
-    has_adapters = student.lora is not None and student.lora.rank_of_engines > 0
     starts_engine = rollouts.replicas > 0
     starts_vllm = starts_engine and rollouts.engine == "vllm"
     service_hint = "the service at rollouts.address has its own; leave it out"
@@ -105,12 +99,7 @@ def rollout_rules(rollouts: RolloutsConfig, student: StudentConfig) -> list[Rule
             "rollouts.tensor_parallel_size rollouts.gpu_memory_share",
             "only a vllm engine that the trainer starts reads it; leave it out",
         ),
-        (not rollouts.in_trainer, "rollouts.patience_seconds rollouts.push", no_engine_hint),
-        (
-            not (starts_engine and has_adapters),
-            "rollouts.push",
-            "an engine gets the adapters of student.lora alone, as files; leave it out",
-        ),
+        (not rollouts.in_trainer, "rollouts.patience_seconds", no_engine_hint),
         (
             rollouts.lag > 0,
             "rollouts.in_flight",

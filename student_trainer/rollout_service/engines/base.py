@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from student_trainer.rollout_client.order import InFlight, Order, WeightsVersion
-from student_trainer.rollout_client.push.group import Seat
-from student_trainer.rollout_client.push.stream import WeightsOffer
 from student_trainer.rollouts.sampler import SampledTokens
 
 
@@ -19,7 +17,6 @@ class RolloutEngineInfo:
     max_length: maximum tokens of one sequence; None: no limit. in_flight: the supported values of
     `WeightsVersion.in_flight`. lora_rank: rank of the adapters that its snapshots contain; 0: they
     contain all weights. sleeps: `RolloutEngine.sleep` frees memory, and the engine starts asleep.
-    ranks: processes that receive pushed weights.
     """
 
     name: str
@@ -31,7 +28,6 @@ class RolloutEngineInfo:
     in_flight: tuple[InFlight, ...] = ("drain", "recompute", "keep")
     lora_rank: int = 0
     sleeps: bool = False
-    ranks: int = 1
 
 
 class RolloutEngine(Protocol):
@@ -51,13 +47,6 @@ class RolloutEngine(Protocol):
         Running orders continue with the new weights, after "recompute" with a new KV cache. Raises
         Corrupt if the snapshot is incomplete or damaged, or if the engine's log-probs of the probe
         differ from the trainer's: then no order may be sampled before a later `load` succeeds.
-        """
-
-    async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
-        """Load weights from a process group, and verify them as `load` does.
-
-        `seat`: of the first process of the engine. Raises Unavailable if the group breaks, and
-        Corrupt as `load` does: then no order may be sampled before a later load succeeds.
         """
 
     def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:

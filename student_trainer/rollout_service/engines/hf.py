@@ -15,18 +15,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from protos.errors import InvalidInput, Unavailable, WrongState
+from protos.errors import InvalidInput, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.model.loading import computes_in_bfloat16, load_model, load_tokenizer
 from student_trainer.model.lora import has_adapters, load_adapters, scale_adapters
 from student_trainer.rollout_client.order import Order, SequenceRequest, WeightsVersion
-from student_trainer.rollout_client.push.group import GroupBroken, Seat
-from student_trainer.rollout_client.push.receiver import WeightReceiver
-from student_trainer.rollout_client.push.stream import WeightsOffer
-from student_trainer.rollout_client.snapshot import Probe, verify
+from student_trainer.rollout_client.snapshot import verify
 from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.engines.student_model import (
-    check_shapes,
     open_version,
     snapshot_shapes,
     student_config,
@@ -65,7 +61,6 @@ class HfRolloutEngine:
         self._shapes = snapshot_shapes(self._model)
         self._marks: tuple[tuple[str, ...], Marks] | None = None
         self._version: int | None = None  # of the weights; None: not verified
-        self._receiver = WeightReceiver(self._model.device)
         self._turns = _TurnQueue()
         self._orders = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -89,10 +84,6 @@ class HfRolloutEngine:
     async def load(self, version: WeightsVersion) -> None:
         """Copy the weights of a snapshot into the model; see `RolloutEngine.load`."""
         await self._in_thread(lambda: self._load_snapshot(version))
-
-    async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
-        """Copy weights that come through a process group; see `RolloutEngine.receive`."""
-        await self._in_thread(lambda: self._receive_weights(offer, seat))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
         """Yield the sequences of each batch when it is finished; see `RolloutEngine.sample`.
@@ -180,27 +171,9 @@ class HfRolloutEngine:
         else:
             _copy_weights(snapshot.shapes().keys(), snapshot.tensors(), self._model)
         failpoint("weights-copied")
-        self._verify_probe(snapshot.probe(), snapshot.dtype)
+        dtype = self._info.dtype if snapshot.dtype == "float32" else snapshot.dtype
+        verify(snapshot.probe(), self._score_tokens, dtype)
         self._version = version.number
-
-    @torch.no_grad()
-    def _receive_weights(self, offer: WeightsOffer, seat: Seat) -> None:
-        self._version = None
-        check_shapes(
-            "the push", {weight.name: weight.shape for weight in offer.weights}, self._shapes
-        )
-        try:
-            weights = self._receiver.receive(seat, offer.weights)
-            _copy_weights({weight.name for weight in offer.weights}, weights, self._model)
-        except GroupBroken as error:
-            raise Unavailable(
-                f"the push of version {offer.version.number} broke: {error}"
-            ) from error
-        self._verify_probe(offer.probe, offer.dtype)
-        self._version = offer.version.number
-
-    def _verify_probe(self, probe: Probe, dtype: str) -> None:
-        verify(probe, self._score_tokens, self._info.dtype if dtype == "float32" else dtype)
 
     def _score_tokens(self, token_ids: Tensor) -> Tensor:
         """Return the log-probs [n, T - 1] of the tokens of token_ids [n, T] after the first."""

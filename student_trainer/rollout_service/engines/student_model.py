@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from clients.config.tables.common import LoraConfig, StudentConfig
@@ -52,31 +53,31 @@ def open_version(version: WeightsVersion, shapes: Mapping[str, tuple[int, ...]])
     snapshot = open_snapshot(version.directory)
     if snapshot.number != version.number:
         raise Corrupt(f"{version.directory} has version {snapshot.number}, not {version.number}")
-    check_shapes(str(version.directory), snapshot.shapes(), shapes)
+    _check_shapes(version.directory, snapshot.shapes(), shapes)
     return snapshot
 
 
-def check_shapes(
-    source: str,
+def _check_shapes(
+    directory: Path,
     received_shapes: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise Corrupt unless `received_shapes` equals `shapes`; `source`: for the message."""
+    """Raise Corrupt unless `received_shapes` equals `shapes`."""
     for name, shape in sorted(received_shapes.items()):
         if name not in shapes:
             raise Corrupt(
-                f"{source} has {name}, which the model of the rollout service has not",
+                f"{directory} has {name}, which the model of the rollout service has not",
                 hint=_OTHER_MODEL,
             )
         if shape != shapes[name]:
             raise Corrupt(
-                f"{source} has {name} in shape {list(shape)}, but the model of the"
+                f"{directory} has {name} in shape {list(shape)}, but the model of the"
                 f" rollout service has {list(shapes[name])}",
                 hint=_OTHER_MODEL,
             )
     missing = shapes.keys() - received_shapes.keys()
     if missing:
         raise Corrupt(
-            f"{source} has no {min(missing)}, a weight of the rollout service's model",
+            f"{directory} has no {min(missing)}, a weight of the rollout service's model",
             hint=_OTHER_MODEL,
         )

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -29,12 +28,9 @@ from protos.vllm_processes import SHUTDOWN_SECONDS, DeathWatch, require_vllm
 from student_trainer.model.loading import computes_in_bfloat16, load_config, load_tokenizer
 from student_trainer.model.lora import add_adapters
 from student_trainer.rollout_client.order import Order, WeightsVersion
-from student_trainer.rollout_client.push.group import Seat
-from student_trainer.rollout_client.push.stream import WeightsOffer
-from student_trainer.rollout_client.snapshot import Probe, verify
+from student_trainer.rollout_client.snapshot import Snapshot, verify
 from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.engines.student_model import (
-    check_shapes,
     open_version,
     snapshot_shapes,
     student_config,
@@ -127,34 +123,7 @@ class VllmRolloutEngine:
         """
         self._fault = f"the weights of version {version.number} are not loaded"
         snapshot = await asyncio.to_thread(open_version, version, self._shapes)
-
-        async def load_weights() -> None:
-            rpc_arguments = str(snapshot.directory), version.number, list(snapshot.files)
-            await self._llm.collective_rpc("load_snapshot", args=rpc_arguments)
-
-        replacing = self._replace_weights(version, load_weights, snapshot.probe(), snapshot.dtype)
-        await asyncio.shield(asyncio.ensure_future(replacing))
-
-    async def receive(self, offer: WeightsOffer, seat: Seat) -> None:
-        """Load weights from a process group; see `RolloutEngine.receive`.
-
-        The load continues if the caller is cancelled.
-        """
-        version = offer.version
-        self._fault = f"the weights of version {version.number} are not loaded"
-        check_shapes(
-            "the push", {weight.name: weight.shape for weight in offer.weights}, self._shapes
-        )
-
-        async def load_weights() -> None:
-            specs = [(weight.name, weight.dtype, weight.shape) for weight in offer.weights]
-            rpc_arguments = asdict(seat), specs, version.number
-            failures = await self._llm.collective_rpc("receive_weights", args=rpc_arguments)
-            if any(failures):
-                reason = next(filter(None, failures))
-                raise Unavailable(f"the push of version {version.number} broke: {reason}")
-
-        replacing = self._replace_weights(version, load_weights, offer.probe, offer.dtype)
+        replacing = self._replace_weights(version, snapshot)
         await asyncio.shield(asyncio.ensure_future(replacing))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
@@ -203,17 +172,8 @@ class VllmRolloutEngine:
         # Not in a thread: vLLM's own tasks would see its processes end, and log that as an error.
         self._llm.shutdown(SHUTDOWN_SECONDS)
 
-    async def _replace_weights(
-        self,
-        version: WeightsVersion,
-        load_weights: Callable[[], Awaitable[None]],
-        probe: Probe,
-        dtype: str,
-    ) -> None:
-        """Replace the weights and verify them. `probe`, `dtype`: of the trainer.
-
-        `load_weights` makes the workers load them. After Unavailable the service can load again.
-        """
+    async def _replace_weights(self, version: WeightsVersion, snapshot: Snapshot) -> None:
+        """Replace the weights by those of the snapshot of `version`, and verify them."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         async with self._loading:
@@ -227,14 +187,11 @@ class VllmRolloutEngine:
             if not self._asleep:
                 await self._llm.pause_generation(mode="keep", clear_cache=recompute)
             failpoint("generation-paused")
-            push_error: Unavailable | None = None
             try:
                 if self._asleep:
                     await self._llm.wake_up(["weights"])
-                try:
-                    await load_weights()
-                except Unavailable as error:
-                    push_error = error
+                rpc_arguments = str(snapshot.directory), version.number, list(snapshot.files)
+                await self._llm.collective_rpc("load_snapshot", args=rpc_arguments)
                 if self._asleep:  # only now: the load needs memory that it frees afterwards
                     await self._llm.wake_up(["kv_cache"])
                     self._asleep = False
@@ -247,9 +204,7 @@ class VllmRolloutEngine:
             await self._llm.resume_generation()
             failpoint("generation-resumed")
             try:
-                if push_error is not None:
-                    raise push_error
-                await self._verify_probe(probe, dtype)
+                await self._verify_probe(snapshot)
                 failpoint("probe-scored")
             except EngineDeadError as error:
                 self._watch.check()
@@ -261,12 +216,14 @@ class VllmRolloutEngine:
                 raise
             self._fault = None
 
-    async def _verify_probe(self, probe: Probe, dtype: str) -> None:
+    async def _verify_probe(self, snapshot: Snapshot) -> None:
+        probe = snapshot.probe()
         logprobs = torch.stack(
             await asyncio.gather(*(self._score_tokens(row) for row in probe.token_ids))
         )
         engine_dtype = self.info.dtype
-        verify(probe, lambda _: logprobs, dtype if engine_dtype == "float32" else engine_dtype)
+        dtype = snapshot.dtype if engine_dtype == "float32" else engine_dtype
+        verify(probe, lambda _: logprobs, dtype)
 
     async def _score_tokens(self, token_ids: Tensor) -> Tensor:
         """Return vLLM's log-probs [T - 1] of token ids [T], each given its predecessors."""
@@ -406,7 +363,6 @@ class VllmRolloutEngine:
             device=config.device_config.device_type,
             lora_rank=self._lora_rank,
             sleeps=sleeps,
-            ranks=config.parallel_config.world_size,
         )
 
 

@@ -6,7 +6,7 @@ It replaces vLLM's sampler, and loads snapshots of the weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,6 @@ from vllm.v1.sample.sampler import Sampler
 
 from protos.rpc.failpoints import failpoint
 from protos.vllm_processes import die_with
-from student_trainer.rollout_client.push.group import GroupBroken, Seat
-from student_trainer.rollout_client.push.receiver import WeightReceiver
-from student_trainer.rollout_client.push.stream import WeightSpec
 from student_trainer.rollout_client.snapshot import Snapshot
 from student_trainer.rollout_service.engines.vllm_orders import WorkerOrders
 from student_trainer.rollout_service.engines.vllm_wire import ADAPTERS
@@ -58,7 +55,6 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         super().load_model(**options)
         self._orders = WorkerOrders()
-        self._receiver = WeightReceiver(self.device)
         self.model_runner.sampler = OrderSampler(self.model_runner, self._orders)
 
     def load_snapshot(self, directory: str, number: int, files: Sequence[str]) -> None:
@@ -73,24 +69,6 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
             self._replace_weights(snapshot.tensors())
         failpoint("weights-replaced")
         self._orders.version = number
-
-    def receive_weights(
-        self, seat: Mapping[str, Any], weights: Sequence[Sequence[Any]], number: int
-    ) -> str:
-        """Replace all weights by weights from a process group.
-
-        `seat`: of the first process of the engine, as plain values. `weights`: (name, dtype, shape)
-        of each. No sequence may be scheduled meanwhile. Returns "", or the reason if the group is
-        broken: the weights are then a mixture, and a later load must replace all of them.
-        """
-        specs = [WeightSpec(name, dtype, tuple(shape)) for name, dtype, shape in weights]
-        try:
-            self._replace_weights(self._receiver.receive(Seat(**seat).shifted_by(self.rank), specs))
-        except GroupBroken as error:
-            return str(error)
-        failpoint("push-received")
-        self._orders.version = number
-        return ""
 
     def _replace_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         model = self.model_runner.get_model()

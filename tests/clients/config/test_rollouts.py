@@ -50,10 +50,12 @@ def test_engines_have_gpus_of_their_own() -> None:
     [
         ({"lag": 1, "in_flight": "keep"}, "needs rollouts.engine = 'vllm'"),
         ({"engine": "vllm", "gpus": 3, "tensor_parallel_size": 2}, "rollouts.gpus = 3"),
-        ({"lag": 2, "push": "broadcast"}, "the trainer would wait until older answers have ended"),
-        ({"lag": 1, "gpus": 1, "push": "ipc"}, "needs engines on the trainer's GPUs"),
-        ({"address": "a:1", "push": "ipc"}, "needs engines on the trainer's GPUs"),
-        ({"address": ["a:1", "https://b:1"], "push": "broadcast"}, "sends weights without TLS"),
+        (
+            {"lag": 1, "push": "broadcast"},
+            "weights go to engines as files; leave rollouts.push out",
+        ),
+        ({"engine": "vllm", "push": "ipc"}, "leave rollouts.push out"),
+        ({"lag": 1, "push": "nccl"}, "Input should be 'file'"),
         ({"engine": "vllm", "tensor_parallel_size": 2}, "raise rollouts.gpus"),
     ],
 )

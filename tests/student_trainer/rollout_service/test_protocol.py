@@ -23,6 +23,7 @@ from tests.student_trainer.rollout_service.scripted_service import ScriptedEngin
 DIGESTS = {
     1: "065b283165fb87f1f57e2d1fcc3a196bf624928d64240a04f72594ce67cb7ec2",
     2: "95483257a2afcf073cedc64a172f116d6d1656c8e23fa6b1379c40ac0b2493d3",  # pushes
+    3: "7bc36c87357ad12d6b34d05c1fe8cb5067be18479f2dac843f09dda002f93af2",  # no pushes
 }
 
 

@@ -1,1 +1,0 @@
-"""Pushes of weights from the trainer to rollout engines, through a process group."""
