@@ -54,7 +54,11 @@ from student_trainer.rollout_client.order import (
     SequenceRequest,
     WeightsVersion,
 )
-from student_trainer.rollout_client.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
+from student_trainer.rollout_client.weights.file_channel import (
+    FileChannel,
+    choose_snapshot_root,
+    snapshot_bytes,
+)
 from student_trainer.rollouts.sampler import SampledTokens
 
 # (head ids, draws): the largest head, and the default of an on-policy job.
@@ -183,7 +187,7 @@ class StudentAndEngine:
         self.student = distribute(accelerator, Student(model, bf16=True), "none")
         self.bytes = snapshot_bytes(model, torch.bfloat16, adapters=False)
         self.root = choose_snapshot_root(folder, 1, 2 * self.bytes, local=True)
-        self.snapshots = Snapshots(
+        self.channel = FileChannel(
             accelerator,
             self.student,
             self.root,
@@ -216,7 +220,7 @@ class StudentAndEngine:
     def close(self) -> None:
         self.runner.run(self.engine.close())
         self.runner.close()
-        self.snapshots.close()
+        self.channel.close()
 
 
 @contextmanager
@@ -234,10 +238,10 @@ def measure_pushes(pair: StudentAndEngine, sizes: RolloutSizes) -> dict[str, Any
     """Write and load the weights a few times; return the median seconds, after a warm-up."""
     seconds: dict[str, list[float]] = {"write": [], "load": [], "least": []}
     for number in range(sizes.pushes + 1):
-        pair.snapshots.delete_before(number)
+        pair.channel.delete_before(number)
         pair.synchronize()
         times = [time.perf_counter()]
-        version = pair.snapshots.write(number)
+        version = pair.channel.publish(number)
         times.append(time.perf_counter())
         pair.runner.run(pair.engine.load(version))
         times.append(time.perf_counter())
@@ -262,7 +266,7 @@ def make_order(pair: StudentAndEngine, sizes: RolloutSizes, top_k: int, draws: i
     requests = [
         SequenceRequest(ids, number, sizes.tokens) for number, ids in enumerate(make_prompts(sizes))
     ]
-    version: WeightsVersion = pair.snapshots.newest
+    version: WeightsVersion = pair.channel.newest
     return Order(version, settings, requests)
 
 

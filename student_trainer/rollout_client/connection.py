@@ -32,7 +32,12 @@ from student_trainer.rollout_client.lost_services import fail_when_lost
 from student_trainer.rollout_client.order import SamplingSettings, WeightsVersion
 from student_trainer.rollout_client.placed_services import PlacedServices
 from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
-from student_trainer.rollout_client.snapshots import Snapshots, choose_snapshot_root, snapshot_bytes
+from student_trainer.rollout_client.weights.channel import WeightChannel
+from student_trainer.rollout_client.weights.file_channel import (
+    FileChannel,
+    choose_snapshot_root,
+    snapshot_bytes,
+)
 from student_trainer.rollouts.search import SearchConversations
 from student_trainer.teachers.source import TeacherSource
 
@@ -55,7 +60,7 @@ class EngineConnection:
 
     client: EngineClient
     accelerator: Accelerator
-    snapshots: Snapshots
+    channel: WeightChannel
     sleeps: bool
 
     def rollouts_ahead(
@@ -65,7 +70,7 @@ class EngineConnection:
         return RolloutsAhead(
             self.accelerator,
             self.client,
-            self.snapshots,
+            self.channel,
             teacher,
             rollouts,
             lag=config.rollouts.lag,
@@ -85,7 +90,7 @@ class EngineConnection:
         return SingleTurnRollouts(self.client, settings, self._newest_version)
 
     def _newest_version(self) -> WeightsVersion:
-        return self.snapshots.newest
+        return self.channel.newest
 
 
 def wait_for_shared_gpus(
@@ -142,7 +147,7 @@ def connect_engine(
     if accelerator.is_main_process:
         job = run_identity(run)
         root = choose_snapshot_root(run, attempt, needed_bytes, local=service.on_one_machine)
-    snapshots = Snapshots(
+    channel = FileChannel(
         accelerator,
         student,
         root,
@@ -154,7 +159,7 @@ def connect_engine(
         probe_ids=_probe_ids(tokenizer, vocab_size),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    return EngineConnection(client, accelerator, snapshots, info.sleeps and not rollouts.lag)
+    return EngineConnection(client, accelerator, channel, info.sleeps and not rollouts.lag)
 
 
 def _check_services(

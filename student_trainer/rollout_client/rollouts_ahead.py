@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -43,26 +43,11 @@ from student_trainer.rollout_client.stored_sequences import (
     file_name,
     read_rollouts,
 )
+from student_trainer.rollout_client.weights.channel import WeightChannel
 from student_trainer.teachers.scored_rollouts import PromptsOfStep
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
 _POLL_SECONDS = 0.02  # between two checks whether an order is complete
-
-
-class WeightVersions(Protocol):
-    """Writes versions of the student's weights for engines: `rollout_client/snapshots.py`."""
-
-    def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
-        """Collective. Write the current weights as version `number`, and return it.
-
-        `anchor`: the student currently has the anchor's weights.
-        """
-
-    def delete_before(self, number: int) -> None:
-        """Delete the versions before `number`."""
-
-    def close(self) -> None:
-        """Delete all versions."""
 
 
 class RolloutsAhead:
@@ -72,7 +57,7 @@ class RolloutsAhead:
         self,
         accelerator: Accelerator,
         client: EngineClient,
-        snapshots: WeightVersions,
+        channel: WeightChannel,
         teacher: TeacherSource,
         rollouts: EngineRollouts,
         *,
@@ -87,7 +72,7 @@ class RolloutsAhead:
         """
         self._accelerator = accelerator
         self._client = client
-        self._snapshots = snapshots
+        self._channel = channel
         self._teacher = teacher
         self._rollouts = rollouts
         self._lag = lag
@@ -104,7 +89,7 @@ class RolloutsAhead:
         orders of steps up to `step + lag`. Raises the error of the engine or of the teacher on all
         ranks.
         """
-        self._snapshots.delete_before(step - 1 - self._lag)
+        self._channel.delete_before(step - 1 - self._lag)
         # Keep the order of this step until the next step: if this one fails, the checkpoint of the
         # previous step needs the order.
         self._orders = {
@@ -113,7 +98,7 @@ class RolloutsAhead:
         order_steps = range(step, min(step + self._lag, self._last_step) + 1)
         new_steps = [order_step for order_step in order_steps if order_step not in self._orders]
         if new_steps:
-            weights = self._newest = self._snapshots.write(step - 1)
+            weights = self._newest = self._channel.publish(step - 1)
             self._make_room()
             raise_on_all_ranks(
                 self._accelerator,
@@ -155,13 +140,13 @@ class RolloutsAhead:
 
         `anchor`: the student currently has the anchor's weights.
         """
-        self._snapshots.write(step, anchor=anchor)
+        self._channel.publish(step, anchor=anchor)
         self._make_room()
 
     def close(self) -> None:
-        """Cancel the orders that run, and delete the weights of the engines. Not collective."""
+        """Cancel the orders that run, and delete all versions of the weights. Not collective."""
         self._client.close()
-        self._snapshots.close()
+        self._channel.close()
 
     def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
         """Return the metrics of the rollouts of `step`: by how many steps their weights lag."""

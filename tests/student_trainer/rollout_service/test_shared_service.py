@@ -38,12 +38,12 @@ def test_runs_of_the_same_name_have_their_own_weights(
         run = tmp_path / str(number) / "run"
         run.mkdir(parents=True)
         engine = engine_of(number, run, address, material)
-        weights = engine.snapshots.write(0)
+        weights = engine.channel.publish(0)
         plain_order = order(weights.directory)
         with engine.client:
             sequences = dict(
                 engine.client.sample(Order(weights, plain_order.settings, plain_order.sequences))
             )
-        engine.snapshots.close()
+        engine.channel.close()
         for index, expected in enumerate(sample_in_process(plain_order, student(number))):
             assert_same(sequences[index], expected)

@@ -1,4 +1,4 @@
-"""Writes snapshots of the student's weights for rollout engines (`rollout_client/snapshot.py`).
+"""The file channel: writes each version of the weights as a snapshot (`snapshot.py`).
 
 A snapshot has a probe: a few sequences with the log-probs of the trainer's forward pass. An engine
 that has loaded wrong or incomplete weights computes different log-probs.
@@ -28,7 +28,7 @@ from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.passes import run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.order import InFlight, WeightsVersion
-from student_trainer.rollout_client.snapshot import Probe, seal
+from student_trainer.rollout_client.weights.snapshot import Probe, seal
 
 _IN_RUN = "weights"
 
@@ -56,8 +56,8 @@ def snapshot_bytes(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:
     return int(model.num_parameters()) * dtype.itemsize
 
 
-class Snapshots:
-    """The snapshots of one attempt. Every process has one; the main process writes the files."""
+class FileChannel:
+    """The `WeightChannel` of files: the snapshots of one attempt, which the main process writes."""
 
     def __init__(
         self,
@@ -95,17 +95,14 @@ class Snapshots:
 
     @property
     def newest(self) -> WeightsVersion:
-        """The version that was written last; at least one must be written."""
+        """The version that was written last; see `WeightChannel.newest`."""
         return self._versions[-1]
 
-    def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
-        """Collective. Write the current weights as version `number`; return it when complete.
+    def publish(self, number: int, *, anchor: bool = False) -> WeightsVersion:
+        """Collective. Write the current weights; see `WeightChannel.publish`.
 
-        A version that exists is not written again. `anchor`: the student currently has the weights
-        of the anchor; their versions are a separate lineage.
-
-        Raises Unavailable on all ranks if there is no room for it, or if its disk fails; the files
-        of the version are then deleted.
+        Returns when the snapshot is complete. If its disk is full or fails, deletes its files and
+        raises Unavailable on all ranks.
         """
         version = self._version(number, anchor=anchor)
         if version not in self._versions:

@@ -24,13 +24,13 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import load_adapters, scale_adapters
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.rollout_client import snapshots as module
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import SingleTurnRollouts
 from student_trainer.rollout_client.order import SamplingSettings
 from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
-from student_trainer.rollout_client.snapshot import open_snapshot, verify
-from student_trainer.rollout_client.snapshots import Snapshots, choose_snapshot_root
+from student_trainer.rollout_client.weights import file_channel as module
+from student_trainer.rollout_client.weights.file_channel import FileChannel, choose_snapshot_root
+from student_trainer.rollout_client.weights.snapshot import open_snapshot, verify
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.teachers.source import NoTeacher
 from tests.forks import Forks
@@ -59,10 +59,10 @@ def student_of(base: Path, sharding: str = "none", *, adapted: bool = False) -> 
     return student
 
 
-def make_snapshots(
+def make_channel(
     student: Any, root: Path, dtype: torch.dtype = torch.float32, *, adapters: bool = False
-) -> Snapshots:
-    return Snapshots(
+) -> FileChannel:
+    return FileChannel(
         make_accelerator(LIMIT),
         student,
         root,
@@ -86,7 +86,7 @@ def logprobs(model: Any, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_snapshot_is_the_exported_model(base: Path, tmp_path: Path, adapted: bool) -> None:
     student = student_of(base, adapted=adapted)
-    version = make_snapshots(student, tmp_path / "weights").write(3)
+    version = make_channel(student, tmp_path / "weights").publish(3)
     assert (version.lineage, version.number, version.in_flight) == ("run-1", 3, "drain")
     snapshot = open_snapshot(version.directory)
     export_model(tmp_path / "export", model=student.trained.model, tokenizer=tiny.tokenizer())
@@ -106,7 +106,7 @@ def test_a_snapshot_is_the_exported_model(base: Path, tmp_path: Path, adapted: b
 def test_a_snapshot_of_adapters_has_nothing_else(base: Path, tmp_path: Path, sharding: str) -> None:
     """A few KiB; the base model with these adapters gives the trainer's log-probs."""
     student = student_of(base, sharding, adapted=True)
-    snapshot = open_snapshot(make_snapshots(student, tmp_path, adapters=True).write(3).directory)
+    snapshot = open_snapshot(make_channel(student, tmp_path, adapters=True).publish(3).directory)
     assert all(".lora_" in name for name, _ in snapshot.tensors())
     fresh = load_model(StudentConfig(model=str(base), lora=LoraConfig(rank=3, alpha=1.0)))
     load_adapters(snapshot.directory, fresh)
@@ -119,8 +119,8 @@ def test_a_snapshot_of_adapters_has_nothing_else(base: Path, tmp_path: Path, sha
 
 def test_bfloat16_halves_it(base: Path, tmp_path: Path) -> None:
     student = student_of(base)
-    float32_version = make_snapshots(student, tmp_path / "whole").write(0)
-    bfloat16_version = make_snapshots(student, tmp_path / "half", torch.bfloat16).write(0)
+    float32_version = make_channel(student, tmp_path / "whole").publish(0)
+    bfloat16_version = make_channel(student, tmp_path / "half", torch.bfloat16).publish(0)
     expected = dict(open_snapshot(float32_version.directory).tensors())
     for name, tensor in open_snapshot(bfloat16_version.directory).tensors():
         assert torch.equal(tensor, expected[name].bfloat16())
@@ -128,7 +128,7 @@ def test_bfloat16_halves_it(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "missing", "unsealed"])
 def test_a_damaged_snapshot_is_refused(base: Path, tmp_path: Path, harm: str) -> None:
-    directory = make_snapshots(student_of(base), tmp_path / "weights").write(1).directory
+    directory = make_channel(student_of(base), tmp_path / "weights").publish(1).directory
     weights = directory / "model.safetensors"
     if harm == "cut":
         weights.write_bytes(weights.read_bytes()[:-1])
@@ -146,20 +146,20 @@ def test_a_damaged_snapshot_is_refused(base: Path, tmp_path: Path, harm: str) ->
 
 def test_old_versions_are_deleted(base: Path, tmp_path: Path) -> None:
     root = tmp_path / "weights"
-    snapshots = make_snapshots(student_of(base), root)
+    channel = make_channel(student_of(base), root)
     for number in range(4):
-        snapshots.write(number)
-        snapshots.delete_before(number - 1)
+        channel.publish(number)
+        channel.delete_before(number - 1)
     assert sorted(path.name for path in root.iterdir()) == ["version-000002", "version-000003"]
-    assert snapshots.write(3).directory == root / "version-000003", "not written twice"
-    snapshots.close()
+    assert channel.publish(3).directory == root / "version-000003", "not written twice"
+    channel.close()
     assert not root.exists()
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_as_many_versions_as_there_is_room_for(base: Path, tmp_path: Path, lag: int) -> None:
     """The number that the disk check assumes, with evaluations of student and anchor per step."""
-    snapshots, max_versions = make_snapshots(student_of(base), tmp_path / "weights"), 0
+    channel, max_versions = make_channel(student_of(base), tmp_path / "weights"), 0
     settings = SamplingSettings(1, 1.0, 0, 0, 2, 100)
 
     def prompts_of_step(step: int) -> tuple[list[Prompt], list[int]]:
@@ -172,9 +172,9 @@ def test_as_many_versions_as_there_is_room_for(base: Path, tmp_path: Path, lag: 
         ahead = RolloutsAhead(
             make_accelerator(LIMIT),
             client,
-            snapshots,
+            channel,
             NoTeacher(),
-            SingleTurnRollouts(client, settings, lambda: snapshots.newest),
+            SingleTurnRollouts(client, settings, lambda: channel.newest),
             lag=lag,
             last_step=12,
         )
@@ -191,7 +191,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(module, "snapshot_bytes", lambda *_, **__: 1 << 60)
     with pytest.raises(Unavailable, match="MiB"):
-        make_snapshots(student_of(base), tmp_path / "weights").write(0)
+        make_channel(student_of(base), tmp_path / "weights").publish(0)
 
 
 def test_what_killed_trainers_left_in_memory_is_deleted(
@@ -243,18 +243,18 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
 def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None:
     """Limit files of the main process to 4 KiB, so that a write fails as on a full disk."""
     rank = torch.distributed.get_rank()
-    snapshots = make_snapshots(
+    channel = make_channel(
         student_of(base, sharding, adapted=adapted), out / "weights", adapters=adapted
     )
     limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits_before[1]))
     try:
-        snapshots.write(0)
+        channel.publish(0)
     except Unavailable as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits_before)
         (out / f"{rank}.txt").write_text(str(error))
-    snapshots.write(0)  # all ranks reach the same collective
+    channel.publish(0)  # all ranks reach the same collective
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -273,12 +273,12 @@ def test_a_disk_that_fails_is_told_on_every_rank(
 
 
 def _write_in_group(base: Path, root: Path, sharding: str) -> None:
-    make_snapshots(student_of(base, sharding), root).write(5)
+    make_channel(student_of(base, sharding), root).publish(5)
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_several_processes_write_the_same_bytes(base: Path, tmp_path: Path, sharding: str) -> None:
-    expected_version = make_snapshots(student_of(base), tmp_path / "one").write(5)
+    expected_version = make_channel(student_of(base), tmp_path / "one").publish(5)
     forks = Forks(2, tmp_path / "group", _write_in_group, base, tmp_path / "two", sharding)
     assert forks.wait() == [0, 0]
     group_snapshot = open_snapshot(tmp_path / "two" / "version-000005")

@@ -1,0 +1,1 @@
+"""How versions of the student's weights reach the rollout engines."""
