@@ -10,7 +10,8 @@ from typing import Literal, assert_never
 
 from torch import Tensor
 
-from student_trainer.losses import Index, LossFunction, Rows
+from student_trainer.losses.fused.linear_loss import LossFunction
+from student_trainer.losses.rows import Index, Rows
 
 Aggregate = Literal["token-mean", "seq-mean-token-mean"]
 
