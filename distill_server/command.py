@@ -129,7 +129,7 @@ def _run_without_server(
     runs: Path, database: Path, backup: Path | None, source: Path | None
 ) -> None:
     """Run --backup and --import, in this order."""
-    from distill_server.retention.backup import back_up
+    from distill_server.jobs.database import back_up
 
     if backup is not None:
         back_up(database, backup)
@@ -207,9 +207,8 @@ def _create_runner(ray: str | None, slurm: bool, slurm_options: list[str]) -> Ru
 
         return LocalRunner()
     # Imported only for --ray: it needs the extra [ray].
-    from distill_server.runners.ray.cluster import RayCluster
     from distill_server.runners.ray.jobs import RayJobs
-    from distill_server.runners.ray.runner import RayRunner
+    from distill_server.runners.ray.runner import RayCluster, RayRunner
 
     return RayRunner(RayCluster(RayJobs(ray)))
 

@@ -78,7 +78,7 @@ def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:
     try:
         return attempt()
     except RuntimeError as error:
-        from student_trainer.parallel.other_processes import is_lost_process_error
+        from student_trainer.parallel.collectives import is_lost_process_error
 
         if is_lost_process_error(error):
             fault = str(error).partition(". ")[0]

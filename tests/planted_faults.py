@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "cache: memory is never given back",
-        "teacher_service/cache/memory_tier.py",
+        "teacher_service/cache/tier.py",
         "while self._size > self._max_bytes:",
         "while False:",
         ("tests/teacher_service/cache",),

@@ -6,9 +6,10 @@ An update is forward, backward, clipping and AdamW over 64 sequences of 1,024 to
 micro-batches, of students with random weights in the shape of Qwen3-0.6B and Qwen3-4B. The losses
 are the default Top-k KL (16 head ids, 48 draws), also with compiled layers and other optimizers,
 and the cross-entropy of fine-tuning; the peer is TRL's SFTTrainer with the same model, sequences,
-micro-batches and precision. MFU counts the operations of `student_trainer/model/flops.py`, for all
-alike. Writes benchmarks/results/gpu-training-<device>.json. `--device cpu --quick` runs the same
-code without a GPU, at small sizes: its numbers are meaningless.
+micro-batches and precision. MFU counts the operations of
+`student_trainer/loop/efficiency.py`, for all alike. Writes
+benchmarks/results/gpu-training-<device>.json. `--device cpu --quick` runs the same code without a
+GPU, at small sizes: its numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.loop.efficiency import peak_flops
+from student_trainer.loop.efficiency import LearningFlops, peak_flops
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.step import Objective
 from student_trainer.model.compilation import compile_layers
-from student_trainer.model.flops import LearningFlops
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
 from student_trainer.objectives.cross_entropy import CrossEntropyObjective

@@ -25,10 +25,9 @@ from clients.data.records import FILE_SUFFIXES
 from clients.preflight.chat_template import check_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
-from clients.preflight.packages import check_packages
+from clients.preflight.packages import check_packages, check_trackers
 from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 from clients.preflight.rollouts import check_gpus
-from clients.preflight.trackers import check_trackers
 from clients.store.captured_store import captured_store_of
 from protos.errors import InvalidInput
 

@@ -5,6 +5,11 @@ The checks read the metadata of the installed distributions.
 
 from __future__ import annotations
 
+import importlib.util
+import netrc
+import os
+import urllib.parse
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from clients.config.capture import CaptureJob
@@ -12,11 +17,11 @@ from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyJob, SamplingJob, started_teacher
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
-from clients.config.tables.common import StudentConfig, TrainingJob
+from clients.config.tables.common import StudentConfig, TrackConfig, TrainingJob
 from clients.config.tables.reward import GENERATED, RewardConfig
 from clients.data.images import require_pillow
 from protos.errors import InvalidInput
-from protos.extras import require_extra
+from protos.extras import install_command, require_extra
 
 # Modules of flash-attn 2 and 3, and of the package that downloads kernels, as transformers reads.
 _FLASH_MODULES = ("flash_attn", "flash_attn_interface", "kernels")
@@ -68,3 +73,38 @@ def check_reward(reward: RewardConfig | None) -> None:
         require_extra("rl", "the reward math", field="reward.type", only={"math-verify"})
     if reward is not None and reward.type.startswith(GENERATED):
         require_extra("gym", f"the reward {reward.type}", field="reward.type")
+
+
+_WANDB_URL = "https://api.wandb.ai"
+
+
+def check_trackers(track: TrackConfig) -> None:
+    """Raise InvalidInput if a tracker is not installed, or if W&B has no API key.
+
+    Imports no tracker.
+    """
+    for name in ("wandb", "trackio"):
+        if getattr(track, name) is not None and importlib.util.find_spec(name) is None:
+            raise InvalidInput(
+                f"{name} is not installed",
+                field=f"track.{name}",
+                hint=f"{install_command('track')}, or leave the table out",
+            )
+    if track.wandb is not None and not _has_wandb_credentials(os.environ):
+        raise InvalidInput(
+            "there is no API key for Weights & Biases",
+            field="track.wandb",
+            hint="set WANDB_API_KEY, or run `wandb login`, or set WANDB_MODE=offline",
+        )
+
+
+def _has_wandb_credentials(environment: Mapping[str, str]) -> bool:
+    if environment.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
+        return True
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urllib.parse.urlsplit(environment.get("WANDB_BASE_URL", _WANDB_URL)).netloc
+    try:
+        return netrc.netrc(environment.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from distill_server.dashboard.responses import fault_answer
 from protos.auth.access import Role, Tokens
 from protos.errors import DistillError, Forbidden, Unauthenticated
-from protos.rpc.http_access import require_our_name
+from protos.rpc.http_server import require_our_name
 
 STATIC = Path(__file__).with_name("static")
 # The page's own files need no token: they hold no data, and users enter the token in the page.

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from clients.jobs.job import Job, JobEvent
 from protos.errors import DistillError
-from protos.rpc.http_access import HTTP_STATUS
+from protos.rpc.http_server import HTTP_STATUS
 from protos.rpc.statuses import public_error
 
 

@@ -1,8 +1,7 @@
 """The audit log of a server: one line of JSON for each request that changes something.
 
 A line is written before the caller gets the answer. It has no text of jobs and no tokens. The file
-is opened for each line, so that it can be moved away at any time.
-"""
+is opened for each line, so that it can be moved away at any time."""
 
 from __future__ import annotations
 
@@ -10,10 +9,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from protos.auth.access import Caller
 from protos.errors import DistillError
@@ -100,3 +101,44 @@ def _append_line(path: Path, line: str) -> None:
         os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_Reply = TypeVar("_Reply")
+
+
+class Service(Protocol):
+    """A service with an audit log."""
+
+    audit: Audit
+
+    def caller(self, context: Any) -> Caller:
+        """Return the caller of the current call."""
+
+
+_RpcMethod = Callable[[Any, Any, Any], Awaitable[_Reply]]
+
+
+def audited(method: _RpcMethod[_Reply]) -> _RpcMethod[_Reply]:
+    """Write each call of the method to the audit log, with its caller and its outcome.
+
+    Requests that only check jobs change nothing and are not logged.
+    """
+
+    @wraps(method)
+    async def write_audited(service: Service, request: Any, context: Any) -> _Reply:
+        if getattr(request, "check_only", False):
+            return await method(service, request, context)
+        name, caller = method.__name__, service.caller(context)
+        with service.audit.entry(name, caller, context.peer(), *_collect_names(request)) as entry:
+            reply = await method(service, request, context)
+            entry.about = _collect_names(reply) or entry.about
+            return reply
+
+    return write_audited
+
+
+def _collect_names(message: Any) -> tuple[str, ...]:
+    """Return the names in a request or a reply: ids of jobs, a teacher's key, or a path."""
+    jobs = [job.id for job in getattr(message, "jobs", ()) if hasattr(job, "id")]
+    names = (getattr(message, field, "") for field in ("job_id", "id", "key", "path"))
+    return (*jobs, *filter(None, names))

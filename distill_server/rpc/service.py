@@ -15,8 +15,7 @@ from clients.runs.directory import NOTES, RunDirectory
 from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
-from distill_server.people.audit import Audit
-from distill_server.people.audited import audited
+from distill_server.people.audit import Audit, audited
 from distill_server.retention.removals import Removals
 from distill_server.rpc.artifacts import notes_root, read_pieces
 from distill_server.rpc.encode import (

@@ -39,7 +39,7 @@ from student_trainer.checkpoints.atomic_directory import delete, is_intact
 from student_trainer.checkpoints.model_directory import remove_aliases, split_weights
 from student_trainer.checkpoints.optimizer_state import load_optimizer_state, optimizer_tensors
 from student_trainer.checkpoints.tensor_file import TensorFile, build_layout, read_shard
-from student_trainer.critic.advantages import CriticAdvantages
+from student_trainer.critic import CriticAdvantages
 from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import adapter_key, has_adapters, trainable_weights
 from student_trainer.parallel.collectives import max_over_ranks

@@ -16,8 +16,7 @@ from student_trainer.cross_tokenizer.losses import (
     cross_tokenizer_kl,
     mapped_kl,
 )
-from student_trainer.data.batch import Batch, ScoredSequence
-from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.batch import Batch, ScoredSequence, sum_and_count
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     FusedLoss,

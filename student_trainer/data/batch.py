@@ -248,3 +248,9 @@ def _to_float_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tenso
 
 def _to_id_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(device).long()
+
+
+def sum_and_count(values: Tensor, applies: bool = True) -> Tensor:
+    """Return (sum, number) of `values` [N] as a tensor [2]; (0, 0) if not `applies`."""
+    values = values if applies else values[:0]
+    return torch.stack([values.sum(), values.new_tensor(len(values))])

@@ -1,8 +1,12 @@
-"""The order of training data: a pure function of the seed, so that a run resumes without state."""
+"""The order of prompts, and their division among data sets by shares: pure functions."""
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -36,3 +40,38 @@ def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
     order: NDArray[np.int64] = torch.randperm(size, generator=generator).numpy()
     return order
+
+
+def count_per_set(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Return how many of the first `total` prompts come from each data set.
+
+    `shares`: positive, with the sum 1. The counts are those of Webster's method (Balinski and
+    Young, Fair Representation, 1982): no count falls when `total` rises, so that each data set is
+    consumed in order.
+    """
+    # Webster's counts are never further below the exact shares than the number of data sets.
+    counts = [max(0, math.floor(share * total) - len(shares)) for share in shares]
+    _add_prompts(shares, counts, total - sum(counts))
+    return counts
+
+
+def assign_sets(shares: Sequence[Fraction], first: int, count: int) -> list[int]:
+    """Return the data set's index for each of `count` prompts from number `first` (from 0) on.
+
+    A data set's prompts are spread evenly. `shares`: as in `count_per_set`.
+    """
+    return _add_prompts(shares, count_per_set(shares, first), count)
+
+
+def _add_prompts(shares: Sequence[Fraction], counts: list[int], count: int) -> list[int]:
+    """Add `count` prompts to `counts` in place, and return the data set of each."""
+    numbers = range(len(shares))
+    queue = [((2 * counts[number] + 1) / shares[number], number) for number in numbers]
+    heapq.heapify(queue)
+    chosen_sets = []
+    for _ in range(count):
+        _, number = queue[0]
+        counts[number] += 1
+        heapq.heapreplace(queue, ((2 * counts[number] + 1) / shares[number], number))
+        chosen_sets.append(number)
+    return chosen_sets

@@ -21,9 +21,8 @@ from clients.data.records import DataSet
 from clients.data.template_parts import TemplateParts
 from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
-from student_trainer.data.order import permutation
+from student_trainer.data.order import assign_sets, count_per_set, permutation
 from student_trainer.data.records import PromptRecord, RecordReader
-from student_trainer.data.shares import assign_sets, count_per_set
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +273,7 @@ class PromptSet(Generic[Item]):
 class MixedSets(Generic[Item]):
     """Several sets; each has its share of the items of every step.
 
-    Shares are met as closely as integers allow, over any range of steps (`data/shares.py`).
+    Shares are met as closely as integers allow, over any range of steps (`data/order.py`).
     """
 
     def __init__(self, sets: Sequence[PromptSet[Item]], shares: Sequence[Fraction]) -> None:

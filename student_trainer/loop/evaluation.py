@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,8 +15,9 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from student_trainer.data.batch import Batch, ScoredSequence
-from student_trainer.data.metric_sums import sum_and_count
+from clients.runs.directory import RunDirectory, replace_file
+from clients.runs.fence import require_unfenced
+from student_trainer.data.batch import Batch, ScoredSequence, sum_and_count
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
@@ -285,3 +287,14 @@ def greedy_answers(
     """Return the greedy rollout of each prompt (always the most likely token) and its text."""
     batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
     return [(rollout, rollout.answer_text(tokenizer)) for batch in batches for rollout in batch]
+
+
+def write_samples(run: RunDirectory, step: int, transcripts: Sequence[Mapping[str, Any]]) -> None:
+    """Write the transcripts of an evaluation to samples/step-N.jsonl, one JSON object per line.
+
+    Raises WrongState if a newer attempt has taken over the run.
+    """
+    run.samples.mkdir(exist_ok=True)
+    require_unfenced()
+    text = "".join(json.dumps(transcript) + "\n" for transcript in transcripts)
+    replace_file(run.samples / f"step-{step:06d}.jsonl", text)

@@ -42,16 +42,15 @@ from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.checkpoints.export import export_model
 from student_trainer.checkpoints.model_directory import collect_small_files
 from student_trainer.checkpoints.saver import Saver
-from student_trainer.critic.advantages import CriticAdvantages
+from student_trainer.critic import CriticAdvantages
 from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.packing import micro_batches
 from student_trainer.loop.anchor_watch import StabilityWatch
 from student_trainer.loop.efficiency import Efficiency
-from student_trainer.loop.evaluation import Evaluation
+from student_trainer.loop.evaluation import Evaluation, write_samples
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
 from student_trainer.loop.optimizer import set_learning_rate
 from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
-from student_trainer.loop.samples import write_samples
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.loop.step_metrics import (

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from clients.config.kinds import AnyTraining, SamplingJob
-from student_trainer.critic.advantages import CriticAdvantages
+from student_trainer.critic import CriticAdvantages
 from student_trainer.data.prompts import Prompt
 from student_trainer.loop.evaluation import Evaluation, HeldOutObjective, TaskEvaluation
 from student_trainer.loop.step import Objective, Steps

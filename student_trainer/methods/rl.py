@@ -18,7 +18,7 @@ One step, in order:
 4. Rewards. `RolloutRewards` (`rewards/rollout_rewards.py`) scores the text of each answer.
 5. Rows of the other source, at the same head ids. `finish` makes the anchor compute its rows.
 6. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
-   (`critic/advantages.py`), which also trains the critic.
+   (`critic.py`), which also trains the critic.
 7. Weights. `sequence_weights` (`losses/aggregate.py`) returns the weight of each answer. The
    rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
 8. Log-probs of p_old, the student before the first update (`rollouts/old_policy.py`), for the
@@ -51,7 +51,7 @@ from torch import Tensor
 
 from clients.config.rl import RLJob
 from protos.rows.codec import RowBlock
-from student_trainer.critic.advantages import CriticAdvantages
+from student_trainer.critic import CriticAdvantages
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.loop.evaluation import Evaluation, Samples, TaskEvaluation

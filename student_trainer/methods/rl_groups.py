@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.config.rl import RLJob
-from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.batch import sum_and_count
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import flat_groups

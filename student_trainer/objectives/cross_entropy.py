@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from student_trainer.data.batch import Batch, ScoredSequence, make_batch
-from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.batch import Batch, ScoredSequence, make_batch, sum_and_count
 from student_trainer.data.packing import Layout
 from student_trainer.losses import FusedLoss, Index, LossFunction, Rows, weight_loss
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from clients.config.on_policy import OnPolicyConfig
-from student_trainer.data.batch import Batch, ScoredSequence, make_batch
-from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.batch import Batch, ScoredSequence, make_batch, sum_and_count
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     Direction,

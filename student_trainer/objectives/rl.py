@@ -21,8 +21,13 @@ from torch import Tensor
 from clients.config.rl import RLJob
 from clients.config.tables.rl_method import RLConfig
 from protos.rows.codec import RowBlock
-from student_trainer.data.batch import Batch, ScoredSequence, make_batch, teacher_rows
-from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.batch import (
+    Batch,
+    ScoredSequence,
+    make_batch,
+    sum_and_count,
+    teacher_rows,
+)
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     FusedLoss,

@@ -84,7 +84,7 @@ class Task:
                 from reasoning_gym import create_dataset
                 from reasoning_gym.factory import DATASETS
         except ImportError:
-            from student_trainer.rewards.missing_package import missing_package
+            from student_trainer.rewards.sample import missing_package
 
             raise missing_package("reasoning-gym", f"reasoning_gym:{self._name}", "gym") from None
         if self._name not in DATASETS:

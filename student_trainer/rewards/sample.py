@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protos.errors import InvalidInput
+from protos.extras import install_command
+
 MARK = "####"  # GSM8K's mark before the final answer
 
 
@@ -49,3 +52,12 @@ def conclusion(text: str) -> str:
     """
     _, mark, after = text.rpartition(MARK)
     return after.strip().partition("\n")[0].rstrip() if mark else text.strip()
+
+
+def missing_package(package: str, kind: str, extra: str = "rl") -> InvalidInput:
+    """Return the error for a reward of type `kind`; `extra` is the extra that has `package`."""
+    return InvalidInput(
+        f"{kind} needs the package {package}, which is not installed",
+        field="reward.type",
+        hint=install_command(extra),
+    )

@@ -13,8 +13,7 @@ from typing import Any
 
 from clients.config.tables.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards.missing_package import missing_package
-from student_trainer.rewards.sample import MARK, RewardSample, conclusion
+from student_trainer.rewards.sample import MARK, RewardSample, conclusion, missing_package
 from student_trainer.rewards.text_match import exact_match, f1, final_answer, normalized, same_words
 
 

@@ -9,19 +9,89 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio
+import xxhash
 from redis.exceptions import InvalidResponse, RedisError
 
 from clients.store.store import StoredRows
+from protos.errors import Corrupt
 from protos.rows.codec import compress_rows, expand_rows, is_compressed
-from teacher_service.cache.circuit_breaker import Breaker
 from teacher_service.cache.redis_address import OPTIONS, TIMEOUT_SECONDS, RedisAddress, check_access
-from teacher_service.cache.redis_value import ENVELOPE_BYTES, name_of, seal, unseal
 from teacher_service.cache.tier import TierCounts
+
+# A value: an envelope that identifies the rows, then the rows. Little-endian: magic "DRds",
+# version u8, key [32], payload length u64, xxh3-128 of the payload [16], payload.
+_MAGIC = b"DRds"
+_VERSION = 1
+_ENVELOPE = struct.Struct("<4sB32sQ16s")
+ENVELOPE_BYTES = _ENVELOPE.size
+
+
+def seal(key: bytes, payload: bytes) -> bytes:
+    """Return the value to store under `key`: the envelope and `payload`."""
+    return _envelope(key, payload) + payload
+
+
+def unseal(key: bytes, value: bytes) -> bytes:
+    """Return the payload of `value`. Raises Corrupt if `value` was not sealed for this key."""
+    payload = value[ENVELOPE_BYTES:]
+    if value[:ENVELOPE_BYTES] != _envelope(key, payload):
+        raise Corrupt(f"a value of {len(value)} bytes does not match its key and checksum")
+    return payload
+
+
+def _envelope(key: bytes, payload: bytes) -> bytes:
+    digest = xxhash.xxh3_128_digest(payload)
+    return _ENVELOPE.pack(_MAGIC, _VERSION, key, len(payload), digest)
+
+
+def name_of(key: bytes) -> str:
+    """Return the name of `key` in Redis."""
+    return f"distill:{key.hex()}"
+
+
+class Breaker:
+    """A circuit breaker. While open, it allows one attempt every `pause` seconds.
+
+    It is closed until `trip` is called, and closed again by `close`. Not thread-safe.
+    """
+
+    def __init__(self, pause: float) -> None:
+        self._pause = pause
+        self._next_attempt: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True from `trip` until `close`."""
+        return self._next_attempt is not None
+
+    def allows(self) -> bool:
+        """Return whether the caller may make an attempt.
+
+        While the breaker is open, a True result uses up the attempt that was due.
+        """
+        if self._next_attempt is None:
+            return True
+        now = time.monotonic()
+        if now < self._next_attempt:
+            return False
+        self._next_attempt = now + self._pause
+        return True
+
+    def trip(self) -> None:
+        """Open the breaker; the next attempt is due after `pause` seconds."""
+        self._next_attempt = time.monotonic() + self._pause
+
+    def close(self) -> None:
+        """Close the breaker: every attempt is allowed again."""
+        self._next_attempt = None
+
 
 log = logging.getLogger(__name__)
 

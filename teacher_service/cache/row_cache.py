@@ -10,8 +10,7 @@ from clients.store.store import StoredRows
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock, decode_rows, max_encoded_bytes
-from teacher_service.cache.memory_tier import MemoryTier
-from teacher_service.cache.tier import Tier
+from teacher_service.cache.tier import MemoryTier, Tier
 
 log = logging.getLogger(__name__)
 

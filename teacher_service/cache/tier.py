@@ -1,7 +1,8 @@
-"""The interface of cache tiers, and their counters."""
+"""The interface of cache tiers, their counters, and the tier in this process's memory."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,3 +48,50 @@ class Tier(Protocol):
     async def close(self) -> None:
         """Finish pending writes and release resources."""
         ...
+
+
+_ENTRY_BYTES = 256  # Python's overhead per entry
+
+
+class MemoryTier:
+    """Keeps at most `max_bytes` of rows and overhead; evicts the least recently used entries."""
+
+    name = "memory"
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, bytes] = OrderedDict()
+        self._size = 0
+        self.counts = TierCounts()
+
+    async def get(self, key: bytes, max_bytes: int) -> bytes | None:
+        """Return the codec bytes of `key`, or None; `max_bytes` is ignored."""
+        return self.peek(key)
+
+    def peek(self, key: bytes) -> bytes | None:
+        """Return the codec bytes of `key`, or None, and mark the entry as used."""
+        rows = self._entries.get(key)
+        if rows is not None:
+            self._entries.move_to_end(key)
+        return rows
+
+    def put(self, entry: StoredRows) -> None:
+        """Keep `entry` unless its key is stored or it is larger than the tier; evict as needed."""
+        size = len(entry.rows) + _ENTRY_BYTES
+        if entry.key in self._entries or size > self._max_bytes:
+            return
+        self._entries[entry.key] = entry.rows
+        self._size += size
+        while self._size > self._max_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self._size -= len(oldest) + _ENTRY_BYTES
+            self.counts.removed += 1
+
+    def drop(self, key: bytes) -> None:
+        """Forget the entry of `key`, if there is one."""
+        rows = self._entries.pop(key, None)
+        if rows is not None:
+            self._size -= len(rows) + _ENTRY_BYTES
+
+    async def close(self) -> None:
+        """Do nothing: this tier has no resources to release."""

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from protos.errors import DistillError, ErrorCode, NotFound
-from protos.rpc.http_access import HTTP_STATUS
+from protos.rpc.http_server import HTTP_STATUS
 from protos.rpc.statuses import public_error
 
 # Not 429: the clients retry what fails with a 5xx, and end the training at once at any other.

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protos.auth.access import Role, Tokens
 from protos.errors import DistillError, Unauthenticated
-from protos.rpc.http_access import require_our_name
+from protos.rpc.http_server import require_our_name
 from teacher_service.http.faults import fault_answer
 
 HEALTH = "/health"  # health probes send no token; the answer only says if the teacher serves

@@ -78,9 +78,8 @@ def runner_of(options: dict[str, Any]) -> Runner:
         )
     if ray is None:
         return LocalRunner(command=make_launch_command(ranks, *TORCH) if ranks else command)
-    from distill_server.runners.ray.cluster import RayCluster
     from distill_server.runners.ray.jobs import RayJobs
-    from distill_server.runners.ray.runner import RayRunner
+    from distill_server.runners.ray.runner import RayCluster, RayRunner
 
     cluster = RayCluster(RayJobs(ray))
     return RayRunner(cluster, command=make_launch_command(ranks) if ranks else command)

@@ -19,8 +19,7 @@ import redis
 from clients.teacher.query import ScoreQuery, row_key
 from protos.rows.codec import decode_rows, encode_rows
 from teacher_service.cache.redis_address import RedisAddress
-from teacher_service.cache.redis_tier import RedisTier
-from teacher_service.cache.redis_value import name_of, seal
+from teacher_service.cache.redis_tier import RedisTier, name_of, seal
 from teacher_service.cache.row_cache import RowCache
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher

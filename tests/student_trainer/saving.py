@@ -12,7 +12,7 @@ import torch
 from student_trainer.checkpoints.checkpoint import checkpoint_path, collect_contents
 from student_trainer.checkpoints.model_directory import collect_small_files
 from student_trainer.checkpoints.saver import Saver
-from student_trainer.critic.advantages import CriticAdvantages
+from student_trainer.critic import CriticAdvantages
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.teachers.anchor import Anchor
 

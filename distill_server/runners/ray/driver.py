@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from clients.runs.directory import RunDirectory, Status
 from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import is_fenced
-from distill_server.runners.local.living_shims import LivingShims, attempts_before
 from distill_server.runners.local.process import claim, write_json
+from distill_server.runners.local.shim_files import LivingShims, attempts_before
 from distill_server.runners.order import TrainerOrder, take_order
 from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
 from distill_server.runners.ray.jobs import summarize_error

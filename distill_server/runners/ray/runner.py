@@ -7,23 +7,53 @@ its exit code. All other state comes from Ray.
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from clients.config.kinds import AnyJob, SamplingJob
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import rollouts_command, trainer_command
+from distill_server.runners.cluster import Cluster, Jobs
 from distill_server.runners.interface import CommandFactory, Exited, Lost, Outcome, Running
 from distill_server.runners.local.process import claim, read_json
 from distill_server.runners.local.shim_files import exit_code_of
 from distill_server.runners.machine import Share
 from distill_server.runners.order import attempt_name, place_order
-from distill_server.runners.ray.cluster import RayCluster
-from distill_server.runners.ray.jobs import KnownRayJob, UnknownRayJob
+from distill_server.runners.ray.jobs import KnownRayJob, RayJobState, UnknownRayJob
+
+log = logging.getLogger(__name__)
+
+# Between two polls of all followed jobs.
+_PAUSE_SECONDS = 0.5
+
+
+class RayClusterJobs(Jobs[RayJobState], Protocol):
+    """The calls that RayCluster makes to a cluster. `RayJobs` implements them; calls may block."""
+
+    def is_open(self) -> bool:
+        """Return True if other machines can run programs on the cluster without a token."""
+
+
+class RayCluster(Cluster[RayJobState]):
+    """The last known state of the followed jobs of a Ray cluster."""
+
+    def __init__(self, jobs: RayClusterJobs) -> None:
+        self._calls = jobs
+        super().__init__(jobs, "the Ray cluster", _PAUSE_SECONDS)
+
+    def on_first_answer(self) -> None:
+        """Warn if the cluster is open to other machines."""
+        if self._calls.is_open():
+            log.warning(
+                "the Ray cluster requires no token: everyone who can reach it can run programs on"
+                " it; start it with RAY_AUTH_MODE=token, or keep it behind a firewall"
+            )
+
 
 # The delay after which another node's writes to shared storage are visible.
 _STORAGE_SECONDS = 3.0

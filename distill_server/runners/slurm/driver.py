@@ -20,8 +20,8 @@ from pathlib import Path
 from clients.runs.directory import RunDirectory, Status
 from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import is_fenced
-from distill_server.runners.local.living_shims import LivingShims, attempts_before
 from distill_server.runners.local.process import claim, read_json, write_json
+from distill_server.runners.local.shim_files import LivingShims, attempts_before
 from distill_server.runners.order import TrainerOrder, read_order
 from protos.rpc.ports import free_ports
 

@@ -24,9 +24,8 @@ from distill_server.runners.interface import (
     Outcome,
     Running,
 )
-from distill_server.runners.local.living_shims import LivingShims
 from distill_server.runners.local.process import claim, read_json
-from distill_server.runners.local.shim_files import exit_code_of
+from distill_server.runners.local.shim_files import LivingShims, exit_code_of
 from distill_server.runners.machine import Share
 from distill_server.runners.order import attempt_name, place_order, read_order
 from distill_server.runners.slurm.jobs import ListedJob, RefusedJob, SlurmJobState, UnlistedJob

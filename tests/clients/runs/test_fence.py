@@ -94,7 +94,7 @@ def test_an_old_attempt_deletes_no_checkpoint(
 def test_an_old_attempt_adds_no_metrics_and_no_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from student_trainer.loop.samples import write_samples
+    from student_trainer.loop.evaluation import write_samples
 
     run = RunDirectory.create(tmp_path / "run", job_config())
     monkeypatch.setenv(VARIABLE, raise_fence(run.path, 1))

@@ -15,10 +15,14 @@ import pytest
 
 from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE, raise_fence
-from distill_server.runners.local import living_shims
-from distill_server.runners.local.living_shims import LivingShims, attempts_before
+from distill_server.runners.local import shim_files
 from distill_server.runners.local.process import family, kill_family, send_signal, write_json
-from distill_server.runners.local.shim_files import card_of, exit_code_of
+from distill_server.runners.local.shim_files import (
+    LivingShims,
+    attempts_before,
+    card_of,
+    exit_code_of,
+)
 from tests.distill_server.conftest import eventually
 
 
@@ -45,7 +49,7 @@ class Clock:
 def test_earlier_attempts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until they record their exit or have sent no heartbeat for long."""
     clock = Clock()
-    monkeypatch.setattr(living_shims, "time", clock)
+    monkeypatch.setattr(shim_files, "time", clock)
     logs = tmp_path / "logs"
     shims = [logs / "attempt-1", logs / "attempt-2" / "rank-0", logs / "attempt-2" / "rank-1"]
     for shim in [*shims, logs / "attempt-10" / "rank-0", logs / "attempt-3" / "rank-0"]:

@@ -24,10 +24,9 @@ from distill_server.runners.local.process import claim, write_json
 from distill_server.runners.machine import Share
 from distill_server.runners.order import take_order
 from distill_server.runners.ray import runner as ray_runner
-from distill_server.runners.ray.cluster import RayCluster
 from distill_server.runners.ray.jobs import KnownRayJob, RayJobs, RayJobState, UnknownRayJob
 from distill_server.runners.ray.places import ActorPlace, rank_variables, shortage
-from distill_server.runners.ray.runner import RayRunner
+from distill_server.runners.ray.runner import RayCluster, RayRunner
 from protos.auth.scoped_token import scoped_token
 from protos.errors import InvalidInput, Unavailable, WrongState
 from protos.extras import install_command
@@ -74,7 +73,7 @@ class ScriptedJobs:
 @pytest.fixture(autouse=True)
 def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_runner, "_STORAGE_SECONDS", 0.1)
-    monkeypatch.setattr("distill_server.runners.ray.cluster._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("distill_server.runners.ray.runner._PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture

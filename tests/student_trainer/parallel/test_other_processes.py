@@ -12,7 +12,7 @@ from torch import OutOfMemoryError
 from torch.distributed import DistNetworkError
 
 from protos.rpc.ports import free_ports
-from student_trainer.parallel.other_processes import is_lost_process_error, select_interface
+from student_trainer.parallel.collectives import is_lost_process_error, select_interface
 from tests.namespaces import namespace
 
 ROOT = Path(__file__).parents[3]

@@ -11,8 +11,7 @@ import pytest
 
 from clients.runs.directory import RunDirectory
 from student_trainer.run import provenance
-from student_trainer.run.provenance import write_environment
-from student_trainer.run.source_code import MAX_DIFF_BYTES, source_code
+from student_trainer.run.provenance import MAX_DIFF_BYTES, source_code, write_environment
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git here")
 

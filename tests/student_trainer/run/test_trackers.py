@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from clients.config.tables.common import TrackConfig, TrackerConfig
-from clients.preflight.trackers import check_trackers
+from clients.preflight.packages import check_trackers
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_file import MetricsLog
 from protos.errors import InvalidInput

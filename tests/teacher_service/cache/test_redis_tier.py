@@ -18,10 +18,8 @@ from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery, row_key
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock, encode_rows, max_encoded_bytes
-from teacher_service.cache.circuit_breaker import Breaker
 from teacher_service.cache.redis_address import RedisAddress
-from teacher_service.cache.redis_tier import MAX_VALUE_BYTES, RedisTier
-from teacher_service.cache.redis_value import name_of, seal
+from teacher_service.cache.redis_tier import MAX_VALUE_BYTES, Breaker, RedisTier, name_of, seal
 from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.cache.settings import CacheSettings, open_redis
 from teacher_service.engines.fake import FakeEngine, FakeSettings

@@ -14,7 +14,7 @@ import pytest
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
-from distill_server.retention.backup import back_up
+from distill_server.jobs.database import back_up
 from protos.errors import InvalidInput, NotFound
 from tests.distill_server.conftest import Server, eventually, job_config
 

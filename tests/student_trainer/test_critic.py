@@ -2,7 +2,7 @@
 
 import torch
 
-from student_trainer.critic.critic import Critic, value_loss
+from student_trainer.critic import Critic, value_loss
 from student_trainer.losses import (
     clipped_surrogate,
     fused_linear_loss,

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from student_trainer.data.shares import assign_sets, count_per_set
+from student_trainer.data.order import assign_sets, count_per_set
 
 SHARES = [
     ["1/2", "1/2"],

@@ -1,1 +1,0 @@
-"""Limits the number of stored events of jobs."""

@@ -1,1 +1,0 @@
-"""The PPO critic and its advantages."""
