@@ -26,6 +26,7 @@ from transformers import Qwen3Config, Qwen3Model
 from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
 VOCAB = 151_936
+_MAX_BYTES = 1 << 30  # of the rows
 HEAD = 128
 ROWS = 4096
 _TOKENIZER_CHARS, _TRAINING_CHARS = 64 << 20, 10 << 20
@@ -37,7 +38,7 @@ def model_rows() -> RowBlock:
     """Return ROWS rows with HEAD head ids and float32 log-probs; make them on the first call."""
     if not _CACHE.exists():
         _CACHE.write_bytes(encode_rows(_make_rows(), f32=True))
-    return decode_rows(_CACHE.read_bytes())
+    return decode_rows(_CACHE.read_bytes(), _MAX_BYTES)
 
 
 def _make_rows() -> RowBlock:

@@ -63,7 +63,7 @@ class ArrowStore:
         for number in numbers:
             rows = self._store.get(make_key(number))
             assert rows is not None
-            stored_arrays.append(arrays_of_rows(decode_rows(rows)))
+            stored_arrays.append(arrays_of_rows(decode_rows(rows, 1 << 30)))
         return stored_arrays
 
 
@@ -94,7 +94,11 @@ class RedisStore:
     async def _read(self, numbers: Sequence[int]) -> list[Arrays]:
         lookups = (self._tier.get(self._key(number), self._max_bytes) for number in numbers)
         payloads = await asyncio.gather(*lookups)
-        return [arrays_of_rows(decode_rows(rows)) for rows in payloads if rows is not None]
+        return [
+            arrays_of_rows(decode_rows(rows, self._max_bytes))
+            for rows in payloads
+            if rows is not None
+        ]
 
     def _key(self, number: int) -> bytes:
         return make_key(number + (1 << 20) * self._zstd)

@@ -210,7 +210,7 @@ _NONE = np.empty(0, np.float32)
 FORMATS = {
     wire_format.name: wire_format
     for wire_format in (
-        Format("ours", rows_as_they_are, encode_rows, decode_rows),
+        Format("ours", rows_as_they_are, encode_rows, lambda data: decode_rows(data, len(data))),
         Format("protobuf repeated", rows_as_they_are, repeated_fields, repeated_arrays),
         Format("base64 of arrays", rows_as_they_are, flat_base64, flat_base64_arrays),
         Format("SGLang flat base64", to_nested_lists, sglang_base64, flat_base64_arrays),

@@ -12,7 +12,7 @@ from clients.store.facts import SEQUENCES
 from clients.store.objects import ObjectFolder
 from clients.store.shards import ShardFacts, open_shard, require_arrow
 from protos.errors import Corrupt
-from protos.rows.codec import decode_rows
+from protos.rows.codec import verify_rows
 
 
 def count_sequences(place: Path | str) -> tuple[int, int]:
@@ -111,7 +111,7 @@ def damage_of(path: Path, facts: ShardFacts, first_index: int) -> str | None:
         return str(error)
     for row in range(facts.count):
         try:
-            decode_rows(shard.entry(row).rows)
+            verify_rows(shard.entry(row).rows)
         except Corrupt as error:
             return f"sequence {first_index + row}: {error.message}"
     return "its sha256 does not match, although every sequence passes its checks"

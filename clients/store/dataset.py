@@ -15,7 +15,8 @@ from clients.store.copies import manifest_at, on_disk
 from clients.store.shards import Shard, ShardFacts, StoredRows, open_shard, require_arrow
 from protos.errors import Corrupt, InvalidInput
 from protos.extras import install_command
-from protos.rows.codec import RowBlock, decode_rows
+from protos.rows.checks import are_ids, check_rows
+from protos.rows.codec import RowBlock, decode_rows, max_encoded_bytes
 
 
 class LogitDataset:
@@ -36,7 +37,8 @@ class LogitDataset:
     `path` may be a URL of an object storage: then all files are copied to the user's cache first.
 
     Raises NotFound if there is no store at `path`, and Corrupt, naming the shard or the sequence,
-    if one is damaged or missing, and InvalidInput if pyarrow is not installed.
+    if one is damaged or missing, and InvalidInput if pyarrow is not installed or the store was not
+    written by a capture.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -45,6 +47,7 @@ class LogitDataset:
         manifest = manifest_at(self.path)
         self.metadata: Mapping[str, str] = manifest.metadata
         self.facts = manifest.shards
+        self._vocab_size, self._top_k, self._tail_samples = _sizes_in(manifest.metadata, self.path)
         self._shards = [self._open_shard(facts) for facts in manifest.shards]
         self._ends = np.cumsum([facts.count for facts in manifest.shards])
 
@@ -115,12 +118,13 @@ class LogitDataset:
     def decoded(self, index: int) -> tuple[StoredRows, RowBlock]:
         """Return sequence `index` and its decoded rows, with every checksum verified.
 
-        Raises IndexError if there is no such sequence, Corrupt if it is damaged.
+        Raises IndexError if there is no such sequence, Corrupt if it is damaged, or has ids or
+        log-probs that no teacher with the vocabulary of the store returns.
         """
         shard, row = self._locate(index)
         try:
             entry = shard.entry(row)
-            return entry, decode_rows(entry.rows)
+            return entry, self._decode_rows(entry)
         except Corrupt as error:
             raise Corrupt(
                 f"sequence {index} of {self.path}: {error.message} (shard {shard.name})",
@@ -156,6 +160,18 @@ class LogitDataset:
         first_index = int(self._ends[number]) - self.facts[number].count
         return self._shards[number], index - first_index
 
+    def _decode_rows(self, entry: StoredRows) -> RowBlock:
+        token_ids = np.frombuffer(entry.token_ids, "<i4")
+        count = len(token_ids) - entry.start
+        if not 0 < entry.start < len(token_ids) or not are_ids(token_ids, self._vocab_size):
+            raise Corrupt(f"its {len(token_ids)} tokens are none of the store's vocabulary")
+        max_bytes = max_encoded_bytes(count, self._top_k, self._tail_samples)
+        block = decode_rows(entry.rows, max_bytes)
+        if (len(block), block.k, block.tail_samples) != (count, self._top_k, self._tail_samples):
+            raise Corrupt(f"it has {len(block)} rows with k = {block.k} for {count} tokens")
+        check_rows(block, self._vocab_size)
+        return block
+
     def _open_shard(self, facts: ShardFacts) -> Shard:
         try:
             return open_shard(self.path / facts.name, facts)
@@ -164,3 +180,17 @@ class LogitDataset:
                 f"shard {facts.name} of {self.path} is damaged or missing",
                 hint=f"run distill store verify {self.path} to list all damage",
             ) from error
+
+
+def _sizes_in(metadata: Mapping[str, str], path: Path) -> tuple[int, int, int]:
+    """Return the `vocab_size`, `top_k` and `tail_samples` of a store. Raises InvalidInput."""
+    try:
+        vocab_size, top_k, tail_samples = (
+            int(metadata[name]) for name in ("vocab_size", "top_k", "tail_samples")
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"{path} was not written by distill capture",
+            hint="give the store that distill capture wrote",
+        ) from error
+    return vocab_size, top_k, tail_samples

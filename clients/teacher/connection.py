@@ -228,7 +228,9 @@ class TeacherConnection:
 
     def _stream_answers(self, info: teacher_pb2.TeacherInfo) -> None:
         identity = self._identity.of(info, self.name)
-        stream = self._window.open(self.address, info.max_request_bytes or MAX_MESSAGE_BYTES)
+        stream = self._window.open(
+            self.address, info.max_request_bytes or MAX_MESSAGE_BYTES, info.vocab_size
+        )
         self.connected = True
         try:
             metadata = [(IDENTITY_KEY, identity)]

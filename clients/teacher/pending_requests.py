@@ -71,13 +71,19 @@ class PendingRequests:
             self._changed.notify_all()
         return answer
 
-    def open(self, teacher: str = "", max_request_bytes: int = MAX_REQUEST_BYTES) -> RequestStream:
+    def open(
+        self,
+        teacher: str = "",
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+        vocab_size: int = 1 << 31,
+    ) -> RequestStream:
         """Register a stream to `teacher`, which takes requests from the queue until its `end`.
 
-        A request of more than `max_request_bytes` bytes fails with InvalidInput.
+        A request of more than `max_request_bytes` bytes fails with InvalidInput. `vocab_size`:
+        number of the teacher's logits, a limit of the ids in its rows.
         """
         with self._changed:
-            stream = RequestStream(self, teacher, max_request_bytes)
+            stream = RequestStream(self, teacher, max_request_bytes, vocab_size)
             self._streams.append(stream)
             return stream
 
@@ -218,9 +224,12 @@ class RequestStream:
     are recognised and ignored.
     """
 
-    def __init__(self, window: PendingRequests, teacher: str, max_request_bytes: int) -> None:
+    def __init__(
+        self, window: PendingRequests, teacher: str, max_request_bytes: int, vocab_size: int
+    ) -> None:
         self.teacher = teacher
         self._max_request_bytes = max_request_bytes
+        self._vocab_size = vocab_size
         self._window = window
         self._changed = window._changed
         self._idle = False  # its sender waits for a request
@@ -335,7 +344,7 @@ class RequestStream:
             self._send_again(chunk.request_id)
             return None
         try:
-            return answer.assembly.add(chunk)
+            return answer.assembly.add(chunk, self._vocab_size)
         except Corrupt as corrupt:
             return corrupt
 

@@ -9,7 +9,8 @@ import numpy as np
 from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2
 from protos.errors import Corrupt
-from protos.rows.codec import RowBlock, decode_rows
+from protos.rows.checks import check_rows
+from protos.rows.codec import RowBlock, decode_rows, max_encoded_bytes
 
 
 class RowAssembly:
@@ -39,14 +40,17 @@ class RowAssembly:
         """True if the chunk is from the same scoring as the rows received so far."""
         return self._digest in (None, chunk.scoring_digest)
 
-    def add(self, chunk: teacher_pb2.ScoreChunk) -> RowBlock | None:
+    def add(self, chunk: teacher_pb2.ScoreChunk, vocab_size: int) -> RowBlock | None:
         """Append a chunk; return all rows, with head ids, once they are complete, else None.
 
-        Raises Corrupt if rows are missing, duplicate, damaged or of an unexpected shape or dtype.
+        `vocab_size`: number of the teacher's logits. Raises Corrupt if rows are missing, duplicate,
+        damaged or of an unexpected shape or dtype, or have other ids, or numbers that are no
+        log-probs.
         """
-        block = decode_rows(chunk.payload)
         query, expected_position = self._query, self.next_position
         missing_rows = len(query.token_ids) - expected_position
+        max_bytes = max_encoded_bytes(missing_rows, query.k, query.tail_samples or query.tail_draws)
+        block = decode_rows(chunk.payload, max_bytes)
         if chunk.first_position != expected_position or not 0 < len(block) <= missing_rows:
             raise Corrupt(
                 f"the teacher sent {len(block)} rows from position {chunk.first_position}, but 1 to"
@@ -74,6 +78,7 @@ class RowAssembly:
                 f"the teacher sent {block.head_logprobs.dtype} log-probs, but"
                 f" {'float32' if query.f32 else 'float16'} was requested"
             )
+        check_rows(block, query.vocab_size or vocab_size)
         self._digest = chunk.scoring_digest
         block_so_far = self._copy_rows(block)
         return block_so_far if chunk.last else None

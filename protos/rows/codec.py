@@ -187,21 +187,26 @@ def expand_rows(data: bytes, max_bytes: int) -> bytes:
     """
     if not is_compressed(data):
         return data
-    header, payload = _check_header(data)
-    if HEADER_BYTES + header.payload_bytes > max_bytes:
-        raise Corrupt(f"a block of {header} takes more than {max_bytes} bytes")
+    header, payload = _check_header(data, max_bytes)
     expanded = row_compression.expand(payload, header.planes())
     return _add_header(header.with_flags(header.flags & ~_ZSTD), expanded)
 
 
-def decode_rows(data: bytes | memoryview) -> RowBlock:
+def verify_rows(data: bytes) -> None:
+    """Check an encoded block without expanding it. Raises Corrupt as `decode_rows` does."""
+    _check_header(data)
+
+
+def decode_rows(data: bytes | memoryview, max_bytes: int) -> RowBlock:
     """Check and decode the output of `encode_rows` or `compress_rows`.
 
     The arrays are views of `data` where the layout allows it, so they may be read-only.
+    `max_bytes`: the most that `data` may have, or expand to; see `max_encoded_bytes`. It is checked
+    before anything is expanded.
 
-    Raises Corrupt if the bytes are cut short, damaged, or of another codec version.
+    Raises Corrupt if the bytes are cut short, damaged, too many, or of another codec version.
     """
-    header, payload = _check_header(data)
+    header, payload = _check_header(data, max_bytes)
     flags, samples, k, n = header
     if flags & _ZSTD:
         payload = memoryview(row_compression.expand(payload, header.planes()))
@@ -273,7 +278,9 @@ def _add_header(header: _Header, payload: bytes) -> bytes:
     return prefix + _checksum(prefix, payload) + payload
 
 
-def _check_header(data: bytes | memoryview) -> tuple[_Header, memoryview]:
+def _check_header(
+    data: bytes | memoryview, max_bytes: int | None = None
+) -> tuple[_Header, memoryview]:
     """Return header and payload after checking sizes, version and checksum."""
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
@@ -291,6 +298,8 @@ def _check_header(data: bytes | memoryview) -> tuple[_Header, memoryview]:
         )
     payload = view[HEADER_BYTES:]
     expected_bytes = header.payload_bytes
+    if max_bytes is not None and HEADER_BYTES + expected_bytes > max_bytes:
+        raise Corrupt(f"a block of {header} takes more than {max_bytes} bytes")
     if len(payload) != expected_bytes and not header.flags & _ZSTD:
         raise Corrupt(f"a block of {header} has {expected_bytes} payload bytes, got {len(payload)}")
     if _checksum(view[: _PREFIX.size], payload) != view[_PREFIX.size : HEADER_BYTES]:

@@ -87,7 +87,7 @@ class RowCache:
         """
         earlier = self._memory.peek(key)
         if earlier is not None:
-            return EncodedRows(earlier, decode_rows(earlier))
+            return EncodedRows(earlier, decode_rows(earlier, _estimate_max_bytes(query)))
         for tier in self._tiers:
             tier.put(_make_entry(key, query, scored))
         return scored
@@ -113,7 +113,7 @@ def _estimate_max_bytes(query: ScoreQuery) -> int:
 
 
 def _verify_rows(encoded: bytes, query: ScoreQuery) -> RowBlock:
-    block = decode_rows(encoded)
+    block = decode_rows(encoded, _estimate_max_bytes(query))
     actual = len(block), block.k, block.tail_samples, block.tail_draws
     expected = query.rows, query.k, query.tail_samples, query.tail_draws
     if actual != expected:

@@ -85,4 +85,4 @@ def decode_answer(data: Tensor) -> RowBlock | DistillError:
     raw = data.numpy().data
     if raw[0] == ord("{"):
         return error_of(**json.loads(bytes(raw)))
-    return decode_rows(raw)
+    return decode_rows(raw, len(raw))

@@ -317,6 +317,6 @@ def test_the_oracle_of_damage_can_tell(server: RedisServer, patient: None) -> No
             cached_rows = await cache.get(key, query)
             assert cached_rows
             assert cached_rows.encoded == rows
-            assert len(cached_rows.block) == len(decode_rows(rows))
+            assert len(cached_rows.block) == len(decode_rows(rows, 1 << 20))
 
     asyncio.run(main())

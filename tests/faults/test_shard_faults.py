@@ -34,7 +34,7 @@ def read_verified(store: LogitStore) -> list[StoredRows]:
     """Read and decode all entries. Raises Corrupt."""
     entries = list(store)
     for stored in entries:
-        decode_rows(stored.rows)
+        decode_rows(stored.rows, 1 << 20)
     return entries
 
 
@@ -47,7 +47,7 @@ def read_usable(path: Path) -> tuple[list[StoredRows], bool]:
             try:
                 rows = store.get(expected.key)
                 if rows is not None:
-                    decode_rows(rows)
+                    decode_rows(rows, 1 << 20)
                     readable.append(replace(expected, rows=rows))
             except Corrupt:
                 is_damaged = True

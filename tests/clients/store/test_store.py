@@ -125,7 +125,7 @@ def readable_rows(store: LogitStore, key: bytes) -> bytes | None:
     try:
         rows = store.get(key)
         if rows is not None:
-            decode_rows(rows)
+            decode_rows(rows, 1 << 20)
     except Corrupt:
         return None
     return rows

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, as_completed, wait
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.query import ScoreQuery, answer_bytes
 from protos import teacher_pb2
 from protos.errors import Corrupt, InvalidInput, Unavailable
-from protos.rows.codec import RowBlock, encode_rows
+from protos.rows.codec import RowBlock, compress_rows, decode_rows, encode_rows
 from teacher_service.cache.row_cache import EncodedRows
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.scorer import RowAnswer, split_into_chunks
@@ -132,6 +133,42 @@ def test_rows_that_do_not_fit_are_never_used(fault: str) -> None:
     for chunk in received_chunks:
         stream.receive(chunk)
     assert isinstance(future.exception(0), Corrupt)
+
+
+def change_rows(chunk: teacher_pb2.ScoreChunk, **columns: Any) -> teacher_pb2.ScoreChunk:
+    block = decode_rows(chunk.payload, 1 << 22)
+    return change_chunk(chunk, payload=encode_rows(replace(block, **columns)))
+
+
+@pytest.mark.parametrize("fault", ["id", "NaN", "positive", "tail", "expanded"])
+def test_rows_that_are_none_of_a_teacher_are_never_used(fault: str) -> None:
+    """Their checksum is right: another program, or a faulty one, has made them."""
+    window = make_window(4)
+    future = window.submit(QUERY)
+    stream = window.open(vocab_size=64)
+    chunk = make_chunks(next(stream.requests()))[0]
+    block = decode_rows(chunk.payload, 1 << 22)
+    assert block.head_ids is not None
+    ids, logprobs = block.head_ids.copy(), block.head_logprobs.copy()
+    ids[7, 3], logprobs[9, 4] = 64, 0.25
+    ones = np.ones_like(block.tail_logmass)
+    wrong_chunk = {
+        "id": lambda: change_rows(chunk, head_ids=ids),
+        "NaN": lambda: change_rows(chunk, token_logprobs=ones * np.nan),
+        "positive": lambda: change_rows(chunk, head_logprobs=logprobs),
+        "tail": lambda: change_rows(chunk, tail_logmass=ones),
+        "expanded": lambda: change_chunk(chunk, payload=compress_rows(encode_zeros(1 << 16))),
+    }[fault]()
+    stream.receive(wrong_chunk)
+    with pytest.raises(Corrupt, match="takes more than" if fault == "expanded" else "rows have"):
+        future.result(0)
+
+
+def encode_zeros(rows: int) -> bytes:
+    zeros = np.zeros(rows, np.float32)
+    return encode_rows(
+        RowBlock(np.zeros((rows, K), np.int32), np.zeros((rows, K), np.float32), zeros, zeros)
+    )
 
 
 def test_the_window_bounds_what_is_sent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from protos.rows.codec import (
     is_compressed,
     max_encoded_bytes,
 )
+
+MAX_BYTES = 1 << 20  # of the blocks of these tests
 
 
 def make_block(
@@ -88,7 +91,7 @@ def test_round_trip(
     assert len(encoded) <= max_bytes
     compressed = compress_rows(encoded)
     for data in (encoded, compressed):
-        decoded = decode_rows(data)
+        decoded = decode_rows(data, MAX_BYTES)
         assert (len(decoded), decoded.k) == (n, k)
         assert (decoded.tail_samples, decoded.tail_draws) == (samples, m)
         assert_same(decoded, block, f32=f32)
@@ -101,7 +104,7 @@ def test_minus_infinity_survives() -> None:
     block.tail_logmass[:] = -np.inf
     block.head_logprobs[0, 0] = -np.inf
     block.head_logprobs[1, 1] = -1e30
-    decoded = decode_rows(encode_rows(block))
+    decoded = decode_rows(encode_rows(block), MAX_BYTES)
     assert np.isneginf(decoded.tail_logmass).all()
     assert np.isneginf(decoded.head_logprobs[0, 0])
     assert np.isneginf(decoded.head_logprobs[1, 1])
@@ -121,7 +124,7 @@ def test_rows_from_before_there_were_samples_are_read() -> None:
     """One hand-written row with the ids 1 and 65,537."""
     payload = struct.pack("<2HB2e2f", 1, 1, 0b0100, -0.5, -1.5, -2.0, -0.5)
     prefix = struct.pack("<4sBBHII", b"DRow", 1, 1, 0, 2, 1)
-    block = decode_rows(prefix + xxhash.xxh3_128_digest(prefix + payload) + payload)
+    block = decode_rows(prefix + xxhash.xxh3_128_digest(prefix + payload) + payload, MAX_BYTES)
     assert block.head_ids is not None
     assert block.head_ids.tolist() == [[1, 65_537]]
     assert block.head_logprobs.tolist() == [[-0.5, -1.5]]
@@ -140,9 +143,9 @@ def test_draws_cost_two_bytes_each_and_have_a_version_of_their_own() -> None:
     assert encode_rows(block_without_draws)[4] == VERSION == 1
     for version in (1, 3):
         with pytest.raises(Corrupt, match=rf"codec version {version}; this program reads"):
-            decode_rows(data[:4] + bytes([version]) + data[5:])
+            decode_rows(data[:4] + bytes([version]) + data[5:], MAX_BYTES)
     with pytest.raises(Corrupt, match="codec version 2"):
-        decode_rows(b"DRow\2" + encode_rows(block_without_draws)[5:])
+        decode_rows(b"DRow\2" + encode_rows(block_without_draws)[5:], MAX_BYTES)
 
 
 def test_samples_and_draws_in_one_block_are_refused() -> None:
@@ -177,7 +180,7 @@ def test_compression_keeps_every_bit_in_fewer_bytes(k: int, f32: bool) -> None:
     compressed = compress_rows(encoded)
     assert len(compressed) < 0.8 * len(encoded)
     assert expand_rows(compressed, len(encoded)) == encoded
-    assert encode_rows(decode_rows(compressed), f32=f32) == encoded
+    assert encode_rows(decode_rows(compressed, MAX_BYTES), f32=f32) == encoded
 
 
 def test_rows_that_expand_to_too_much_are_refused() -> None:
@@ -196,7 +199,24 @@ def test_a_frame_that_promises_too_much_takes_no_memory() -> None:
     prefix = struct.pack("<4sBBHII", b"DRow", VERSION, 1 | 8, 0, 8, 4)
     data = prefix + xxhash.xxh3_128_digest(prefix + bomb) + bomb
     with pytest.raises(Corrupt, match="does not expand to"):
-        decode_rows(data)
+        decode_rows(data, MAX_BYTES)
+
+
+def test_rows_are_not_expanded_beyond_the_bound() -> None:
+    """1 GB of zeros, compressed to some kB, with a digest, a size and a header that agree."""
+    rows, k = 1 << 17, 4096
+    header = struct.pack("<4sBBHII", b"DRow", VERSION, 8, 0, k, rows)
+    compressor = zstandard.ZstdCompressor().compressobj(size=rows * (2 * k + 8))
+    piece = bytes(1 << 24)
+    frame = b"".join(compressor.compress(piece) for _ in range(rows * 2 * k >> 24))
+    frame += compressor.compress(bytes(8 * rows)) + compressor.flush()
+    data = header + xxhash.xxh3_128_digest(header + frame) + frame
+    tracemalloc.start()
+    with pytest.raises(Corrupt, match="takes more than"):
+        decode_rows(data, max_encoded_bytes(rows // 8, k))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -217,7 +237,7 @@ def test_every_flipped_bit_is_seen(data: bytes) -> None:
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(Corrupt):
-            decode_rows(bytes(flipped))
+            decode_rows(bytes(flipped), MAX_BYTES)
 
 
 @pytest.mark.parametrize("zstd", [False, True])
@@ -226,13 +246,15 @@ def test_every_truncation_and_extension_is_seen(zstd: bool) -> None:
     data = compress_rows(encode_rows(make_sorted_block(30, 4))) if zstd else sampled
     for length in range(len(data)):
         with pytest.raises(Corrupt):
-            decode_rows(data[:length])
+            decode_rows(data[:length], MAX_BYTES)
     with pytest.raises(Corrupt):
-        decode_rows(data + b"\0")
+        decode_rows(data + b"\0", MAX_BYTES)
 
 
 @pytest.mark.parametrize(("samples", "draws"), [(0, 0), (3, 0), (0, 3)])
 def test_slices_put_together_are_the_whole(samples: int, draws: int) -> None:
-    block = decode_rows(encode_rows(make_block(10, 4, samples=samples, draws=draws)))
-    slices = [decode_rows(encode_rows(block.slice(a, b))) for a, b in ((0, 3), (3, 4), (4, 10))]
+    block = decode_rows(encode_rows(make_block(10, 4, samples=samples, draws=draws)), MAX_BYTES)
+    slices = [
+        decode_rows(encode_rows(block.slice(a, b)), MAX_BYTES) for a, b in ((0, 3), (3, 4), (4, 10))
+    ]
     assert encode_rows(concatenate(slices)) == encode_rows(block)

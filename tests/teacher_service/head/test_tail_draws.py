@@ -198,7 +198,7 @@ def test_a_teacher_that_ignores_draws_is_found_out() -> None:
     payload = encode_rows(replace(block, head_ids=None))
     chunk = teacher_pb2.ScoreChunk(first_position=3, count=query.rows, payload=payload, last=True)
     with pytest.raises(Corrupt, match="0 tail draws per row, but 0 and 5 were requested"):
-        RowAssembly(query).add(chunk)
+        RowAssembly(query).add(chunk, VOCAB)
 
 
 @pytest.mark.parametrize("by_teacher", [False, True])

@@ -206,7 +206,7 @@ def shipped(scored: ScoredRows, *, f32: bool) -> tuple[Rows, Tensor, Tensor]:
         scored.sample_ids.to(torch.int32).numpy(),
         scored.sample_logprob.numpy(),
     )
-    read = decode_rows(encode_rows(block, f32=f32))
+    read = decode_rows(encode_rows(block, f32=f32), 1 << 20)
     assert read.head_ids is not None
     assert read.tail_sample_ids is not None
     assert read.tail_sample_logprob is not None
@@ -349,12 +349,12 @@ def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
     assembly = RowAssembly(score_query)
     first, *lost = split_into_chunks(answer(score_query), score_query, "1", 0)
     assert lost
-    assert assembly.add(first) is None
+    assert assembly.add(first, VOCAB_SIZE) is None
     assert assembly.resume_position == 9 + first.count
     assembled_rows = None
     for chunk in split_into_chunks(answer(score_query), score_query, "2", assembly.resume_position):
         assert assembly.continues(chunk)
-        assembled_rows = assembly.add(chunk)
+        assembled_rows = assembly.add(chunk, VOCAB_SIZE)
     undisturbed = answer(score_query).rows.block
     assert assembled_rows is not None
     for column in fields(RowBlock):
@@ -377,7 +377,7 @@ def test_another_number_of_samples_than_asked_for_is_refused(
     with pytest.raises(
         Corrupt, match=f"sent {returned_samples} tail samples .* but {requested_samples} and 0"
     ):
-        RowAssembly(query(samples=requested_samples)).add(next(chunks))
+        RowAssembly(query(samples=requested_samples)).add(next(chunks), VOCAB_SIZE)
 
 
 def test_the_fake_engine_draws_from_its_tail() -> None:

@@ -146,7 +146,7 @@ def test_a_hundred_give_up_among_a_thousand(start_teacher: StartTeacher) -> None
         assembly, block = RowAssembly(score_queries[number]), None
         async for chunk in call:
             assert chunk.request_id == str(number)
-            block = assembly.add(chunk)
+            block = assembly.add(chunk, 64)
         return block
 
     async def main() -> list[RowBlock | None]:

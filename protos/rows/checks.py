@@ -1,0 +1,61 @@
+"""Checks of numbers that another program has sent: token ids, and log-probs.
+
+All are one or two passes over an array, without a Python object per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.errors import Corrupt
+from protos.rows.codec import RowBlock
+
+# A log-prob, or the sum of a head's probabilities, may exceed 0 or 1 by rounding.
+ROUNDING = 1e-3
+
+
+def are_ids(ids: NDArray[np.int32], vocab_size: int) -> bool:
+    """Return whether all ids are 0 to vocab_size - 1."""
+    # As unsigned numbers, negative ids are the largest, so one pass finds both kinds.
+    return not ids.size or bool(ids.view(np.uint32).max() < vocab_size)
+
+
+def are_logprobs(values: NDArray[np.floating[Any]]) -> bool:
+    """Return whether all numbers (float16 or float32) are log-probs: -inf to ROUNDING, not NaN.
+
+    -inf is the log-prob of a token that the model excludes, or that is below float16's range.
+    """
+    if not values.size:
+        return True
+    width = values.dtype.itemsize
+    # The bits of positive floats have the order of signed integers, those of negative floats the
+    # order of unsigned ones; NaN is beyond infinity. float16 itself is compared 100 times slower.
+    limits = np.array([ROUNDING, -np.inf], values.dtype)
+    signed, unsigned = f"i{width}", f"u{width}"
+    return bool(
+        values.view(signed).max() <= limits.view(signed)[0]
+        and values.view(unsigned).max() <= limits.view(unsigned)[1]
+    )
+
+
+def check_rows(block: RowBlock, vocab_size: int) -> None:
+    """Raise Corrupt unless the ids of a block are 0 to vocab_size - 1, its numbers log-probs."""
+    for name in ("head_ids", "tail_sample_ids"):
+        ids = getattr(block, name)
+        if ids is not None and not are_ids(ids, vocab_size):
+            raise Corrupt(
+                f"rows have {name} from {ids.min()} to {ids.max()}, but there are {vocab_size} ids"
+            )
+    for name in (
+        "head_logprobs",
+        "tail_logmass",
+        "token_logprobs",
+        "tail_sample_logprob",
+        "draw_logprobs",
+    ):
+        values = getattr(block, name)
+        if values is not None and not are_logprobs(values):
+            raise Corrupt(f"rows have {name} that are above 0 or NaN, so they are no log-probs")
