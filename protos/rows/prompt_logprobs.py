@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protos.rows.checks import ROUNDING, are_logprobs
 from protos.rows.codec import RowBlock
 
-# A log-prob, or the sum of a head's probabilities, may exceed 0 or 1 by rounding.
-_ROUNDING = 1e-3
 # The tail mass is 1 minus a sum of float32 numbers: what is smaller is lost in their rounding.
 _MIN_TAIL = 2.0**-24
 
@@ -42,13 +41,13 @@ def rows_of_listed(
                 for name, entry in entries.items()
                 if entry["rank"] <= k
             ]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if len(ranked) != k:
+                raise ValueError(f"a row of {len(ranked)} likeliest ids in place of {k}")
+            ranked.sort()
+            ids[row] = [name for _, name, _ in ranked]
+            head[row] = [logprob for _, _, logprob in ranked]
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"a row that cannot be read: {error!r}") from error
-        if len(ranked) != k:
-            raise ValueError(f"a row of {len(ranked)} likeliest ids in place of {k}")
-        ranked.sort()
-        ids[row] = [name for _, name, _ in ranked]
-        head[row] = [logprob for _, _, logprob in ranked]
     return block_of_head(ids, head, tokens)
 
 
@@ -61,14 +60,14 @@ def block_of_head(
     """Return rows whose tail mass is one minus the head's: ids and head [n, k], tokens [n].
 
     `draws` [n, M]: log-probs of ids that the student drew. Raises ValueError for numbers that are
-    no log-probs of a softmax.
+    no log-probs of a softmax, and for a row with an id twice.
     """
-    logprob_arrays = [head, tokens[:, None], *([] if draws is None else [draws])]
+    sorted_ids = np.sort(ids, axis=1)
+    if (sorted_ids[:, 1:] == sorted_ids[:, :-1]).any():
+        raise ValueError("a row with an id twice")
+    logprob_arrays = [head, tokens, *([] if draws is None else [draws])]
     mass = np.exp(head.astype(np.float64)).sum(axis=1)
-    if (
-        not all((logprobs <= _ROUNDING).all() for logprobs in logprob_arrays)
-        or (mass > 1 + _ROUNDING).any()
-    ):
+    if not all(map(are_logprobs, logprob_arrays)) or (mass > 1 + ROUNDING).any():
         raise ValueError("numbers that are no log-probs of a softmax")
     tail = np.log(np.maximum(1 - mass, _MIN_TAIL)).astype(np.float32)
     return RowBlock(ids, head, tail, tokens, draw_logprobs=draws)

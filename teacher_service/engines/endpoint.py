@@ -18,6 +18,7 @@ import numpy as np
 
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
+from protos.rows.checks import check_rows
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import (
     EngineLimits,
@@ -118,16 +119,17 @@ class EndpointEngine:
         self._require_supported(query)
         self.requested_tokens += len(query.token_ids)
         try:
-            if query.head_ids is None:
-                return await self._fetch_top_k(query)
-            answer = await self._http.post(CHOSEN_IDS, build_chosen_ids_body(query, self._model))
-            return read_chosen_ids_rows(query, answer)
+            rows = await (
+                self._fetch_top_k(query) if query.head_ids is None else self._fetch_chosen(query)
+            )
         except RequestRejected as error:
             raise InvalidInput(
                 f"the endpoint refuses the query: {error}",
                 field="token_ids",
                 hint="check the limits of the server behind this teacher",
             ) from error
+        check_rows(rows, self.info.vocab_size)
+        return rows
 
     def _require_supported(self, query: ScoreQuery) -> None:
         """Raise InvalidInput if the server cannot compute the rows of `query`."""
@@ -151,11 +153,15 @@ class EndpointEngine:
         answer = await self._http.post(self._wire.path, self._wire.build_body(query, self._model))
         return self._wire.read_rows(query, answer)
 
+    async def _fetch_chosen(self, query: ScoreQuery) -> RowBlock:
+        answer = await self._http.post(CHOSEN_IDS, build_chosen_ids_body(query, self._model))
+        return read_chosen_ids_rows(query, answer)
+
     async def _describe(
         self, vocabulary: tuple[str, ...], max_top_k: int, wires: Sequence[LikeliestWire]
     ) -> ScoringEngineInfo:
         model_entry = await self._find_model()
-        max_length = int(model_entry.get("max_model_len") or _MAX_LENGTH)
+        max_length = model_entry["max_model_len"]
         for self._wire in wires:
             if await self._takes_likeliest(1):
                 break
@@ -213,7 +219,9 @@ class EndpointEngine:
         try:
             model_list = await self._http.get("/v1/models")
             models = {str(entry["id"]): dict(entry) for entry in model_list["data"]}
-        except (RequestRejected, KeyError, TypeError) as error:
+            for entry in models.values():
+                entry["max_model_len"] = int(entry.get("max_model_len") or _MAX_LENGTH)
+        except (RequestRejected, KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(
                 f"{self._http.url} lists no models: {error}",
                 field="--model",
@@ -279,8 +287,7 @@ class EndpointEngine:
         heads = np.arange(count - 1, dtype=np.int32)[None]
         query = ScoreQuery(np.zeros(2, np.int32), 1, head_ids=heads)
         try:
-            answer = await self._http.post(CHOSEN_IDS, build_chosen_ids_body(query, self._model))
-            read_chosen_ids_rows(query, answer)
+            await self._fetch_chosen(query)
         except (RequestRejected, Corrupt):
             return False
         return True

@@ -121,7 +121,7 @@ class HttpEndpoint:
             raise RequestRejected(response.status_code, _read_error_message(response))
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInput(
                 f"the endpoint {self.url} answers {response.url.path} with something else than"
                 " JSON",
@@ -144,6 +144,6 @@ def _read_error_message(response: httpx.Response) -> str:
         content = response.json()
         content = content.get("error", content)
         text = str(content.get("message", content)) if isinstance(content, dict) else str(content)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         text = response.text
     return " ".join(text.split())[:_MAX_MESSAGE_CHARS]

@@ -50,7 +50,7 @@ def read_chosen_ids_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlo
     try:
         data = base64.b64decode(answer["prompt_token_id_logprobs"], validate=True)
         logprobs = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False).astype(np.float32)
-    except (KeyError, TypeError, ValueError, EOFError) as error:
+    except (KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
         raise _corrupt_answer(f"has no log-probs of the ids: {error!r}") from error
     expected = _list_scored_ids(query).shape
     if logprobs.shape != expected:
@@ -114,7 +114,7 @@ def _read_sglang_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
             np.array(token_entries, np.float64),
             np.array(head_entries, np.float64),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _corrupt_answer(f"has no log-probs of the input: {error!r}") from error
     if token_logprobs.shape != (query.rows, 2) or not np.array_equal(token_logprobs[:, 1], tokens):
         raise _corrupt_answer("has log-probs of other tokens")
@@ -123,7 +123,7 @@ def _read_sglang_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
         raise _corrupt_answer(f"has {list(head.shape[:2])} likeliest ids in place of {expected}")
     with _raise_corrupt():
         return block_of_head(
-            head[:, :, 1].astype(np.int32),
+            _to_ids(head[:, :, 1]),
             head[:, :, 0].astype(np.float32),
             token_logprobs[:, 0].astype(np.float32),
         )
@@ -154,9 +154,9 @@ def _read_echo_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
     try:
         logprobs = answer["choices"][0]["logprobs"]
         token_names = logprobs["tokens"][start:end]
-        token_logprobs = np.array(logprobs["token_logprobs"][start:end], np.float32)
+        token_logprobs = np.array(logprobs["token_logprobs"][start:end], np.float64)
         rows = [_select_top_k(row, query.k) for row in logprobs["top_logprobs"][start:end]]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _corrupt_answer(f"echoes no tokens with log-probs: {error!r}") from error
     if (
         token_names != [f"{_ID_PREFIX}{token}" for token in query.token_ids[start:]]
@@ -165,10 +165,10 @@ def _read_echo_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
         raise _corrupt_answer("echoes other tokens, or their texts in place of their ids")
     if not all(rows):
         raise _corrupt_answer(f"has fewer than {query.k + 1} ids in a row")
-    ids = np.array([[token for _, token in row] for row in rows], np.int32)
-    head_logprobs = np.array([[logprob for logprob, _ in row] for row in rows], np.float32)
     with _raise_corrupt():
-        return block_of_head(ids, head_logprobs, token_logprobs)
+        ids = np.array([[token for _, token in row] for row in rows], np.int32)
+        head_logprobs = np.array([[logprob for logprob, _ in row] for row in rows], np.float32)
+        return block_of_head(ids, head_logprobs, token_logprobs.astype(np.float32))
 
 
 def _select_top_k(logprob_by_name: Mapping[str, float], k: int) -> list[tuple[float, int]]:
@@ -201,6 +201,14 @@ SGLANG = LikeliestWire("/generate", _build_sglang_body, _read_sglang_rows)
 ECHO = LikeliestWire(_COMPLETIONS, _build_echo_body, _read_echo_rows)
 
 
+def _to_ids(values: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Return numbers of JSON as ids. Raises ValueError if one is no integer of 32 bits."""
+    ids = values.astype(np.int32)
+    if not np.array_equal(ids, values):
+        raise ValueError("ids that are no integers")
+    return ids
+
+
 def _list_scored_ids(query: ScoreQuery) -> NDArray[np.int32]:
     """Return the ids [n, k + M + 1] whose log-probs the rows need; the last is the token's."""
     assert query.head_ids is not None
@@ -212,9 +220,11 @@ def _list_scored_ids(query: ScoreQuery) -> NDArray[np.int32]:
 
 @contextmanager
 def _raise_corrupt() -> Iterator[None]:
+    """Raise Corrupt for a part of an answer that is no id, no number or no log-prob."""
     try:
-        yield
-    except ValueError as error:
+        with np.errstate(over="ignore", invalid="ignore"):
+            yield
+    except (ValueError, TypeError, OverflowError) as error:
         hint = "; start its server with --logprobs-mode raw_logprobs"
         raise _corrupt_answer(f"has {error}{hint if 'softmax' in str(error) else ''}") from error
 

@@ -298,6 +298,16 @@ def test_an_outage_that_lasts_is_told(
         (lambda _: {"choices": [{"prompt_logprobs": [{}] * 40}]}, "cannot be read"),
         (lambda a: _scaled(a, -1.0), "no log-probs of a softmax"),
         (lambda a: _scaled(a, 0.01), "no log-probs of a softmax"),
+        (lambda a: _renamed(a, "-3"), "head_ids from -3 to"),
+        (lambda a: _renamed(a, "99999"), "to 99999, but there are"),
+        (lambda a: _renamed(a, str(1 << 40)), "cannot be read"),
+        (lambda a: _renamed(a, "1.5"), "invalid literal"),
+        (lambda a: _with_entry(a, logprob=[]), "cannot be read"),
+        (lambda a: _with_entry(a, logprob="a text"), "could not convert"),
+        (lambda a: _with_entry(a, logprob=float("nan")), "no log-probs of a softmax"),
+        (lambda a: _with_entry(a, rank="1"), "cannot be read"),
+        (lambda _: [1], "has no prompt_logprobs"),
+        (lambda a: _doubled(a), "an id twice"),
     ],
 )
 def test_an_answer_that_is_no_row_is_corrupt(
@@ -314,6 +324,40 @@ def _scaled(answer: Answer, factor: float) -> Answer:
     for row in filter(None, answer["choices"][0]["prompt_logprobs"]):
         for entry in row.values():
             entry["logprob"] *= factor
+    return answer
+
+
+def _rows_of(answer: Answer) -> list[Answer]:
+    return [row for row in answer["choices"][0]["prompt_logprobs"] if row]
+
+
+def _first_of_head(row: Answer) -> str:
+    return next(name for name, entry in row.items() if entry["rank"] == 1)
+
+
+def _renamed(answer: Answer, name: str) -> Answer:
+    """Give the likeliest id of a row, which is not its token, another name."""
+    row = next(row for row in _rows_of(answer)[5:] if next(iter(row)) != _first_of_head(row))
+    row[name] = row.pop(_first_of_head(row))
+    return answer
+
+
+def _with_entry(answer: Answer, **values: object) -> Answer:
+    row = _rows_of(answer)[5]
+    row[_first_of_head(row)].update(values)
+    return answer
+
+
+def _doubled(answer: Answer) -> Answer:
+    """Name one id in two ways, in the place of the second likeliest."""
+    row = next(
+        row
+        for row in _rows_of(answer)[5:]
+        if all(row[name]["rank"] > 2 or name != next(iter(row)) for name in row)
+    )
+    second = next(name for name, entry in row.items() if entry["rank"] == 2)
+    entry = row.pop(second)
+    row[f"0{_first_of_head(row)}"] = entry
     return answer
 
 
