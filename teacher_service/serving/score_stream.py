@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from clients.teacher.query import MAX_TAIL_SAMPLES
 from protos import teacher_pb2
 from protos.errors import DistillError, Overloaded
 from protos.rpc.failpoints import failpoint
 from protos.rpc.statuses import public_error
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.request_parts import RequestParts
-from teacher_service.serving.validation import MAX_REQUEST_ID_CHARS
+from teacher_service.serving.validation import MAX_REQUEST_ID_CHARS, RequestLimits
 
 # At this limit of a stream, and at that of the process (AnswerBudget), further requests stay in the
 # network until a client takes an answer.
@@ -36,18 +37,21 @@ Answer = Callable[[teacher_pb2.ScoreRequest], AsyncIterator[teacher_pb2.ScoreChu
 class ScoreStream:
     """The tasks of one Score call: a reader, and one task per request in flight.
 
-    `answer` yields the chunks of one request. `budget` bounds the answers of all streams; None: a
-    budget for this stream alone. `cancel` stops all tasks. Create it inside a running event loop.
+    `answer` yields the chunks of one request, or raises for one beyond `limits`. `budget` bounds
+    the answers of all streams; None: a budget for this stream alone. `cancel` stops all tasks.
+    Create it inside a running event loop.
     """
 
     def __init__(
         self,
         requests: AsyncIterator[teacher_pb2.ScoreRequest],
         answer: Answer,
+        limits: RequestLimits,
         budget: AnswerBudget | None = None,
     ) -> None:
         self._requests = requests
         self._answer = answer
+        self._limits = limits
         self._in_flight = 0
         self._share = (budget or AnswerBudget()).share()
         self._fault: DistillError | None = None
@@ -107,7 +111,7 @@ class ScoreStream:
             self._start(request, error)
 
     def _start(self, request: teacher_pb2.ScoreRequest, error: DistillError | None) -> None:
-        size = 0 if error else _estimate_answer_bytes(request)
+        size = 0 if error else _estimate_answer_bytes(request, self._limits)
         self._in_flight += 1
         self._share.take(size)
         task = asyncio.create_task(self._answer_one(request, size, error))
@@ -150,9 +154,18 @@ class ScoreStream:
         await self._outgoing.put(_AnswerEnd(size))
 
 
-def _estimate_answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
-    """Return the estimated memory of the answer, and of its images, in bytes; not validated yet."""
+def _estimate_answer_bytes(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> int:
+    """Return the estimated memory of the answer, and of its images, in bytes.
+
+    The request is not validated yet. One that will be refused for its sizes has no rows.
+    """
     rows = max(0, len(request.token_ids) // 4 - request.start)
+    if (
+        rows >= limits.max_length
+        or request.top_k > limits.max_top_k
+        or request.tail_samples > MAX_TAIL_SAMPLES
+    ):
+        rows = 0
     ids = len(request.head_ids) // 4 or rows * request.top_k
     ids += len(request.draw_ids) // 4
     answer = _HEAD_ID_BYTES * ids + (_ROW_BYTES + _SAMPLE_BYTES * request.tail_samples) * rows

@@ -114,7 +114,8 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         metadata = dict(context.invocation_metadata() or ())
         version = self._read_expected_version(metadata)
         sender = Sender(is_background=metadata.get(TURN_KEY) == LAST_TURN)
-        stream = ScoreStream(request_iterator, partial(self._answer, sender=sender), self._budget)
+        answer = partial(self._answer, sender=sender)
+        stream = ScoreStream(request_iterator, answer, self._limits, self._budget)
         self._streams.add(stream)
         context.add_done_callback(lambda _: stream.cancel())
         try:

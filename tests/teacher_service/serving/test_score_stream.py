@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from protos.errors import Corrupt, InvalidInput, Overloaded
 from teacher_service.serving import request_parts, score_stream
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.score_stream import ScoreStream
+from teacher_service.serving.validation import RequestLimits
 
 ROWS, TOP_K = 4096, 1024
+LIMITS = RequestLimits(vocab_size=1 << 17, max_length=1 << 16, max_top_k=TOP_K)
 
 
 def request(number: int, rows: int = ROWS) -> teacher_pb2.ScoreRequest:
@@ -24,10 +27,12 @@ def request(number: int, rows: int = ROWS) -> teacher_pb2.ScoreRequest:
 class Conversation:
     """A client with `requests`; counts what the stream has read of them."""
 
-    def __init__(self, requests: list[teacher_pb2.ScoreRequest]) -> None:
+    def __init__(
+        self, requests: list[teacher_pb2.ScoreRequest], budget: AnswerBudget | None = None
+    ) -> None:
         self.read = 0
         self._requests = requests
-        self.stream = ScoreStream(self._send(), self._answer)
+        self.stream = ScoreStream(self._send(), self._answer, LIMITS, budget)
         self.chunks = self.stream.chunks()
 
     async def _send(self) -> AsyncIterator[teacher_pb2.ScoreRequest]:
@@ -84,6 +89,31 @@ def test_refused_requests_make_room_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(chunk.error.code == "DATA_LOSS" for chunk in chunks) == 20
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tail_samples": (1 << 32) - 1}, {"top_k": (1 << 32) - 1}, {"token_ids": bytes(1 << 24)}],
+    ids=["tail samples", "head ids", "tokens"],
+)
+def test_a_request_that_will_be_refused_takes_no_room_of_others(sizes: dict[str, Any]) -> None:
+    """Its client does not take the refusal, so what it takes of the budget is not given back."""
+
+    async def main() -> list[int]:
+        budget = AnswerBudget()
+        refused = request(0)
+        for name, value in sizes.items():
+            setattr(refused, name, value)
+        abuser = Conversation([refused], budget)
+        assert await abuser.settled() == 1
+        others = [Conversation([request(number) for number in range(60)], budget) for _ in "ab"]
+        counts = [await other.settled() for other in others]
+        for conversation in (abuser, *others):
+            conversation.stream.cancel()
+        return counts
+
+    # As without the refused request: the first stream takes half of the budget.
+    assert asyncio.run(main()) == [5, 3]
+
+
 def test_drain_answers_what_was_read() -> None:
     async def main() -> list[str]:
         talk = Conversation([request(number) for number in range(60)])
@@ -104,7 +134,7 @@ def test_an_overloaded_teacher_says_when_to_ask_again() -> None:
         yield teacher_pb2.ScoreRequest()
 
     async def main() -> dict[str, int]:
-        chunks = [chunk async for chunk in ScoreStream(requests(), full).chunks()]
+        chunks = [chunk async for chunk in ScoreStream(requests(), full, LIMITS).chunks()]
         return {chunk.error.code: chunk.error.retry_after_ms for chunk in chunks}
 
     assert asyncio.run(main()) == {"RESOURCE_EXHAUSTED": 1000, "INVALID_ARGUMENT": 0}
@@ -145,7 +175,9 @@ def test_parts_are_joined_and_unfinished_ones_refused(monkeypatch: pytest.Monkey
 
     async def main() -> dict[str, str]:
         budget = AnswerBudget(100)
-        chunks = [chunk async for chunk in ScoreStream(requests(), record_ids, budget).chunks()]
+        chunks = [
+            chunk async for chunk in ScoreStream(requests(), record_ids, LIMITS, budget).chunks()
+        ]
         assert budget._used == 0
         return {chunk.request_id: chunk.error.message for chunk in chunks if chunk.error.code}
 
