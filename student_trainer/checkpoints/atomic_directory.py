@@ -17,8 +17,9 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from clients.data.regular_file import read_document
 from clients.runs.fence import own_attempt, require_unfenced
 from clients.runs.file_system import fsync_directory
 from protos.errors import DistillError
@@ -27,7 +28,7 @@ from student_trainer.checkpoints.tensor_file import hash_part
 
 # A disk with less than this free counts as full.
 _FULL_BYTES = 1 << 20
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 # SHA-256 of a file, or of each of its parts.
 Digests = str | Sequence[str]
 
@@ -62,7 +63,7 @@ def publish(path: Path, digests: Mapping[str, Digests]) -> None:
     partial = partial_path(path)
     failpoint("checkpoint-filled")
     manifest = {"files": dict(sorted(digests.items()))}
-    write_synced(partial / _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    write_synced(partial / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     failpoint("checkpoint-listed")
     for directory in (partial, *(entry for entry in partial.rglob("*") if entry.is_dir())):
         fsync_directory(directory)
@@ -131,6 +132,25 @@ def write_synced(path: Path, data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def read_manifest(path: Path) -> Mapping[str, Digests]:
+    """Return the digests in the manifest of a directory, by the relative path of each file.
+
+    Raises OSError if it cannot be read, and ValueError if it is damaged or names a file elsewhere.
+    """
+    manifest = read_document(path / MANIFEST)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{path / MANIFEST} lists no files")
+    for name, digests in files.items():
+        parts = PurePosixPath(name).parts
+        if name != "/".join(parts) or not parts or {"..", "/", MANIFEST} & {*parts} or "\0" in name:
+            raise ValueError(f"{path / MANIFEST} names a file outside its directory: {name!r}")
+        listed = [digests] if isinstance(digests, str) else digests
+        if not isinstance(listed, list) or not listed:
+            raise ValueError(f"{path / MANIFEST} has no digest of {name!r}")
+    return files
+
+
 def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
     """Return whether the files of the manifest exist and have the SHA-256 listed there.
 
@@ -138,10 +158,9 @@ def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
     share of the directory.
     """
     try:
-        files: dict[str, Digests] = json.loads((path / _MANIFEST).read_text())["files"]
         digest_entries = [
             (path / name, number, len(part_digests), digest)
-            for name, file_digests in files.items()
+            for name, file_digests in read_manifest(path).items()
             for part_digests in [[file_digests] if isinstance(file_digests, str) else file_digests]
             for number, digest in enumerate(part_digests)
         ]
@@ -150,7 +169,7 @@ def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
             == digest
             for file, number, part_digests, digest in digest_entries[part::parts]
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError):
         return False
 
 

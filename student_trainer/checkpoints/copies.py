@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -48,12 +48,12 @@ from protos.errors import (
     WrongState,
 )
 from student_trainer.checkpoints import atomic_directory, checkpoint
+from student_trainer.checkpoints.atomic_directory import MANIFEST, read_manifest
 from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
 
 _PAUSE = 0.05  # seconds between two checks of the thread
-_MANIFEST = "manifest.json"
 _FIELD = "checkpoint.copy_to"
 # Keys that may differ between machines or attempts of the same job.
 _IGNORED_KEYS: Mapping[str, Any] = {
@@ -244,11 +244,13 @@ class RunCopies:
         log.info("fetching the checkpoint of step %d from %s", step, self._url)
         self._progress.say(f"fetching the checkpoint of step {step}", step)
         partial = atomic_directory.begin(path)
-        for name in self._folder.tree():
-            if name.startswith(place):
-                file = partial / name.removeprefix(place)
+        with suppress(FileNotFoundError, ValueError):  # such a copy is not intact
+            self._folder.digest(place + MANIFEST, partial / MANIFEST)
+            # No other file of the storage is fetched: a key may have any name.
+            for name in read_manifest(partial):
+                file = partial / name
                 file.parent.mkdir(parents=True, exist_ok=True)
-                self._folder.digest(name, file)
+                self._folder.digest(place + name, file)
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
         if not atomic_directory.is_intact(partial):
@@ -258,7 +260,7 @@ class RunCopies:
             return False
         # Metrics first, as in a save: a checkpoint must not be newer than its metrics.
         self._fetch_metrics(step)
-        atomic_directory.publish(path, _read_manifest(partial))
+        atomic_directory.publish(path, read_manifest(partial))
         return True
 
     def _fetch_metrics(self, step: int) -> None:
@@ -321,20 +323,20 @@ class RunCopies:
         """
         path = self._run.path / place
         with ExitStack() as stack:
-            names = [*_read_manifest(path), _MANIFEST]
+            names = [*read_manifest(path), MANIFEST]
             files = {name: stack.enter_context((path / name).open("rb")) for name in names}
-            manifest = files.pop(_MANIFEST)
+            manifest = files.pop(MANIFEST)
             self._delete_manifest(place)
             for name, file in files.items():
                 self._folder.send(f"{place}/{name}", file)
             if after and (self._run.path / after).exists():
                 self._upload(after)
-            self._folder.send(f"{place}/{_MANIFEST}", manifest)
+            self._folder.send(f"{place}/{MANIFEST}", manifest)
 
     def _delete_manifest(self, place: str) -> None:
         """Delete the manifest first: without it a directory counts as incomplete."""
-        if self._folder.facts(f"{place}/{_MANIFEST}"):
-            self._folder.delete(f"{place}/{_MANIFEST}")
+        if self._folder.facts(f"{place}/{MANIFEST}"):
+            self._folder.delete(f"{place}/{MANIFEST}")
 
     def _complete_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints in the storage, in ascending order."""
@@ -347,7 +349,7 @@ class RunCopies:
             match PurePosixPath(name).parts:
                 case ("checkpoints", directory, *file_parts) if directory[5:].isdecimal():
                     step = int(directory[5:])
-                    is_complete[step] = is_complete.get(step, False) or file_parts == [_MANIFEST]
+                    is_complete[step] = is_complete.get(step, False) or file_parts == [MANIFEST]
         return is_complete
 
     def _delete_old(self) -> None:
@@ -363,13 +365,6 @@ class RunCopies:
         self._delete_manifest(place)
         self._folder.delete_folder(place)
         self._copied.discard(step)
-
-
-def _read_manifest(path: Path) -> Mapping[str, atomic_directory.Digests]:
-    digests: Mapping[str, atomic_directory.Digests] = json.loads((path / _MANIFEST).read_text())[
-        "files"
-    ]
-    return digests
 
 
 def _comparable_values(config: AnyJob) -> Mapping[str, Any]:

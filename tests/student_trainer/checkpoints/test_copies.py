@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import threading
@@ -18,7 +19,11 @@ from clients.runs.progress import Progress, run_to_verdict
 from clients.store.objects import ObjectFolder
 from protos.errors import DistillError, Forbidden, InvalidInput, NotFound, WrongState
 from student_trainer.checkpoints import checkpoint
-from student_trainer.checkpoints.atomic_directory import write_atomically
+from student_trainer.checkpoints.atomic_directory import (
+    is_intact,
+    read_manifest,
+    write_atomically,
+)
 from student_trainer.checkpoints.copies import RunCopies
 
 pytest.importorskip("moto")
@@ -155,6 +160,44 @@ def test_what_is_not_whole_is_not_used(
     second.make(2)
     assert server.read(f"{newest}/model/weights.bin") == b"\x02" * 100_000
     second.copies.close()
+
+
+def test_nothing_is_written_outside_the_run(server: S3Server, prefix: str, tmp_path: Path) -> None:
+    """Whoever may write to the storage may not write to the machine that resumes."""
+    first = Machine(tmp_path / "first", job(prefix))
+    first.copies.fetch(None)
+    first.make(1)
+    first.make(2)
+    first.make(3)
+    first.copies.close()
+    newest = f"{prefix}/the run/checkpoints/step-000003"
+    manifest = json.loads(server.read(f"{newest}/manifest.json"))
+    manifest["files"]["../../../escaped"] = hashlib.sha256(b"x").hexdigest()
+    server.write(f"{newest}/manifest.json", json.dumps(manifest).encode())
+    server.write(f"{prefix}/the run/checkpoints/step-000002/stray", b"x")
+    for key in ("../../../escaped", "../escaped", "/escaped"):
+        server.write(f"{newest}/{key}", b"x")
+        server.write(f"{prefix}/the run/checkpoints/step-000002/{key}", b"x")
+    second = Machine(tmp_path / "second", job(prefix))
+    assert second.resume() == 2
+    assert second.files(2) == first.files(2)
+    assert not [path for path in tmp_path.rglob("*") if path.name in ("escaped", "stray")]
+    second.copies.close()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        *({name: "0"} for name in ("../x", "/x", "a/../../x", "a//x", "", ".", "./x", "x\0")),
+        *({"manifest.json": "0"}, {"x": []}, {"x": 1}, [], None),
+    ],
+    ids=repr,
+)
+def test_a_manifest_with_wrong_names_is_not_read(tmp_path: Path, files: Any) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": files}))
+    with pytest.raises(ValueError, match=r"names a file|no files|no digest"):
+        read_manifest(tmp_path)
+    assert not is_intact(tmp_path)
 
 
 def test_from_an_earlier_step(server: S3Server, prefix: str, tmp_path: Path) -> None:
