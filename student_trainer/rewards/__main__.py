@@ -1,7 +1,7 @@
 """python -m student_trainer.rewards FD: the program of the child process of `judge.py`.
 
 FD is the file descriptor of a socket. The program reads one JSON line per request and answers with
-one JSON line: first the configuration, then answers to score.
+one JSON line, with the number of the request: first the configuration, then answers to score.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     with channel, channel.makefile("r", encoding="utf-8") as lines:
-        config = RewardConfig.model_validate_json(json.loads(next(lines))["config"])
+        first = json.loads(next(lines))
+        config = RewardConfig.model_validate_json(first["config"])
         if config.type != "python":
             resource.setrlimit(resource.RLIMIT_AS, (_MAX_ALGEBRA_BYTES, _MAX_ALGEBRA_BYTES))
         try:
             scorer = make_scorer(config)
         except Exception as error:
-            _send(channel, _describe_refusal(error))
+            _send(channel, first, _describe_refusal(error))
             return
-        _send(channel, {})
+        _send(channel, first, {})
+        process = os.getpid()
         for line in lines:
+            request = json.loads(line)
             # If the trainer is killed, nothing else would end a request that never finishes.
             signal.setitimer(signal.ITIMER_REAL, config.timeout_seconds + 5)
-            _send(channel, _answer_request(scorer, json.loads(line)))
+            reply = _answer_request(scorer, request)
+            if os.getpid() != process:  # the user's code has forked: only the first one replies
+                os._exit(0)
+            _send(channel, request, reply)
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -50,13 +56,13 @@ def _answer_request(scorer: RewardScorer, message: dict[str, Any]) -> dict[str, 
     sample = RewardSample(**message["sample"])
     try:
         if message["what"] == "vote":
-            return {"found": scorer.vote(sample)}
+            return {"value": scorer.vote(sample)}
         value = scorer.score(sample)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         return {"error": f"the reward raised {type(error).__name__}: {str(error)[:500]}"}
     if not math.isfinite(value):
         return {"error": f"the reward returned {value}, which is not a finite number"}
-    return {"found": value}
+    return {"value": value}
 
 
 def _describe_refusal(error: Exception) -> dict[str, str]:
@@ -64,8 +70,8 @@ def _describe_refusal(error: Exception) -> dict[str, str]:
     return {"fault": fault.message, "field": fault.field, "hint": fault.hint}
 
 
-def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    channel.sendall(json.dumps(message).encode() + b"\n")
+def _send(channel: socket.socket, request: dict[str, Any], reply: dict[str, Any]) -> None:
+    channel.sendall(json.dumps({"number": request["number"], **reply}).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Scoring runs code that may hang or crash: a user's function, a regular expression with catastrophic
 backtracking, algebra on the text of a model. In a process of its own it cannot affect the trainer.
 Trainer and child exchange JSON lines over a socket, so that text which the code prints does not
-disturb them. Imports no torch.
+disturb them. Requests are numbered, and a reply has the number of its request. Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Judge:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._number = 0  # of the newest request
+        self._received = b""  # after the newest reply
 
     def start(self) -> None:
         """Start the process and wait until it is ready, for at most SECONDS_TO_START.
@@ -57,7 +59,7 @@ class Judge:
                 pass_fds=[child_socket.fileno()],
                 start_new_session=True,  # so that `close` can also kill the processes it starts
             )
-        self._socket = parent_socket
+        self._socket, self._received = parent_socket, b""
         try:
             startup_reply = self._exchange(
                 {"config": self._config.model_dump_json()}, SECONDS_TO_START
@@ -107,33 +109,41 @@ class Judge:
         reply = self._exchange(message, self._config.timeout_seconds)
         if "error" in reply:
             raise ScoringFailed(reply["error"])
-        return reply["found"]
+        return reply["value"]
 
     def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self._number += 1
+        line = json.dumps({"number": self._number, **message}, default=str) + "\n"
+        deadline = time.monotonic() + seconds
         try:
             assert self._socket is not None
-            line = json.dumps(message, default=str) + "\n"
-            return _send_and_receive(self._socket, line.encode(), time.monotonic() + seconds)
+            self._socket.settimeout(_remaining_seconds(deadline))
+            self._socket.sendall(line.encode())
+            while True:
+                reply: dict[str, Any] = json.loads(self._receive_line(deadline))
+                # A process that the user's code has forked may reply to an earlier request again.
+                if reply["number"] == self._number:
+                    return reply
         except TimeoutError:
             self.close()
             raise ScoringFailed(f"the reward took more than {seconds:g} s") from None
         except OSError as error:
             self.close()
             raise ScoringFailed(f"the process of the reward ended ({error})") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self.close()
+            raise ScoringFailed("the reward wrote to the connection of its process") from None
 
-
-def _send_and_receive(channel: socket.socket, line: bytes, deadline: float) -> dict[str, Any]:
-    channel.settimeout(_remaining_seconds(deadline))
-    channel.sendall(line)
-    reply_bytes = b""
-    while not reply_bytes.endswith(b"\n"):
-        channel.settimeout(_remaining_seconds(deadline))
-        chunk = channel.recv(65536)
-        if not chunk:
-            raise ConnectionError("it closed the connection")
-        reply_bytes += chunk
-    reply: dict[str, Any] = json.loads(reply_bytes)
-    return reply
+    def _receive_line(self, deadline: float) -> bytes:
+        assert self._socket is not None
+        while b"\n" not in self._received:
+            self._socket.settimeout(_remaining_seconds(deadline))
+            chunk = self._socket.recv(65536)
+            if not chunk:
+                raise ConnectionError("it closed the connection")
+            self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
+        return line
 
 
 def _remaining_seconds(deadline: float) -> float:

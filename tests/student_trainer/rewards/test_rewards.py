@@ -68,6 +68,45 @@ def test_every_way_to_fail_costs_one_reward(rewards: Rewards) -> None:
         assert fault.startswith(expected)
 
 
+FORKS = """
+import json, os, stat, sys, time
+def connection():
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                return descriptor
+        except OSError:
+            pass
+def reward(prompt, answer, reference, fields):
+    way, _, value = answer.partition(" ")
+    if way == "child" and os.fork() == 0:
+        return -1.0  # as a pool whose initializer fails, or a forgotten os._exit
+    if way == "parent" and os.fork() > 0:
+        time.sleep(0.2)
+    if way == "exits" and os.fork() == 0:
+        sys.exit(0)
+    if way == "repeats":
+        os.write(connection(), b'{"number": 1, "value": -7}' + bytes([10]))
+    if way == "writes":
+        os.write(connection(), b"no reply" + bytes([10]))
+    return float(value)
+"""
+
+
+def test_replies_are_those_of_their_answers(tmp_path: Path) -> None:
+    """Whatever the function forks or writes, no answer has the reward of another."""
+    file = tmp_path / "mine.py"
+    file.write_text(FORKS)
+    config = RewardConfig(type="python", file=str(file), timeout_seconds=20)
+    ways = ["child", "parent", "exits", "repeats", "plain"]
+    samples = [RewardSample("", f"{ways[n % len(ways)]} {n}") for n in range(25)]
+    with Rewards(config, judges=1) as rewards:
+        assert rewards(samples).values.tolist() == [*range(25)]
+        disturbed = rewards([RewardSample("", "writes 1"), RewardSample("", "plain 2")])
+    np.testing.assert_array_equal(disturbed.values, [np.nan, 2.0])
+    assert disturbed.faults == ("the reward wrote to the connection of its process",)
+
+
 def test_long_answers_do_not_fill_a_pipe(rewards: Rewards) -> None:
     prompt = "x" * (1 << 20)  # more than a socket holds
     assert rewards([RewardSample(prompt, "1"), RewardSample(prompt, "2")]).values.tolist() == [
