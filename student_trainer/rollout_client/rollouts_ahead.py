@@ -18,6 +18,7 @@ With an environment, all turns of a rollout are sampled with the version of its 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -46,6 +48,8 @@ from student_trainer.rollout_client.stored_sequences import (
 from student_trainer.rollout_client.weights.channel import WeightChannel
 from student_trainer.teachers.scored_rollouts import PromptsOfStep
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02  # between two checks whether an order is complete
 
@@ -119,7 +123,10 @@ class RolloutsAhead:
             raise_on_all_ranks(self._accelerator, self._client.sleep if main else lambda: None)
 
     def restore(self, checkpoint: Path) -> None:
-        """Load the rollouts of later steps from a checkpoint; `of_step` does not resample them."""
+        """Load the rollouts of later steps from a checkpoint; `of_step` does not resample them.
+
+        If the data have changed since, it samples those whose prompts are others.
+        """
         self._stored_rollouts = read_rollouts(checkpoint)
 
     def later_files(self, step: int) -> LaterFiles:
@@ -170,14 +177,20 @@ class RolloutsAhead:
     ) -> _RunningOrder:
         """Start the order for the prompts whose rollouts are not stored."""
         order = _RunningOrder(prompts, numbers, self._teacher)
-        missing = []
-        for index, number in enumerate(numbers):
-            if number in self._stored_rollouts:
-                order.take(
-                    index, _add_prompt_fields(self._stored_rollouts.pop(number), prompts[index])
-                )
+        missing, changed = [], 0
+        for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
+            stored_rollout = self._stored_rollouts.pop(number, None)
+            if stored_rollout is not None and _answers(stored_rollout, prompt):
+                order.take(index, _add_prompt_fields(stored_rollout, prompt))
             else:
                 missing.append(index)
+                changed += stored_rollout is not None
+        if changed:
+            log.warning(
+                "the data have changed since the checkpoint: %d stored answers to other prompts"
+                " are left out, and answers to the new ones sampled",
+                changed,
+            )
         if missing:
             drain = weights.in_flight == "drain"
             sampling = self._rollouts.order(
@@ -194,6 +207,11 @@ class RolloutsAhead:
             PendingRows(rollout, self._teacher.score(rollout) if rows is None else rows)
             for rollout, rows in order.scored_rollouts
         ]
+
+
+def _answers(stored_rollout: Rollout, prompt: Prompt) -> bool:
+    """Return whether a stored rollout is an answer to `prompt`."""
+    return np.array_equal(stored_rollout.token_ids[: stored_rollout.start].numpy(), prompt.ids)
 
 
 def _add_prompt_fields(stored_rollout: Rollout, prompt: Prompt) -> Rollout:
