@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from clients.data.outside import parse_json
 from protos.errors import InvalidInput
 
 Message: TypeAlias = Mapping[str, Any]
@@ -213,9 +213,9 @@ def _parse_tools(value: Any, location: str) -> tuple[Mapping[str, Any], ...] | N
     if value is None:
         return None
     try:
-        listed = json.loads(value) if isinstance(value, str) else value
-        tools = [json.loads(element) if isinstance(element, str) else element for element in listed]
-    except (ValueError, TypeError, RecursionError):
+        listed = parse_json(value) if isinstance(value, str) else value
+        tools = [parse_json(element) if isinstance(element, str) else element for element in listed]
+    except (ValueError, TypeError):
         tools = [None]
     if not all(isinstance(tool, dict) for tool in tools):
         raise InvalidInput(

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from clients.data.outside import parse_json, parse_number, parse_text
 from protos.errors import InvalidInput
 from protos.extras import install_command
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
-# One half of a surrogate pair, as an escape sequence; alone it is no valid text.
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -141,17 +137,13 @@ def _without_nulls(value: Any) -> Any:
 def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:
     """Return the record in a line of a .jsonl file; None if the line is blank.
 
-    Lone surrogates, which tokenizers reject, become "?". `location` is the place of the line in
-    messages, such as `data.jsonl:3`. Raises InvalidInput, naming `field`, if the line is not a JSON
-    object in UTF-8.
+    `location` is the place of the line in messages, such as `data.jsonl:3`. Raises InvalidInput,
+    naming `field`, if the line is not a JSON object in UTF-8.
     """
     try:
         text = line.decode("utf-8-sig").strip()
-        record = json.loads(text) if text else None
-        if _SURROGATE.search(text):
-            valid = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
-            record = json.loads(valid)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(text) if text else None
+    except ValueError as error:
         raise InvalidInput(
             f"{location} is not JSON: {error}",
             field=field,
@@ -178,19 +170,15 @@ def text_of(record: Mapping[str, Any], column: str, field: str, location: str) -
             field=field,
             hint="name the column that holds the text",
         )
-    value = record[column]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        kind = f"{value}" if isinstance(value, float) else type(value).__name__
+    try:
+        return parse_text(record[column])
+    except ValueError as error:
+        kind, _, problem = str(error).partition(", ")
         raise InvalidInput(
-            f"{location} has {kind} in column {column!r}, not text",
+            f"{location} has {kind} in column {column!r}, {problem}",
             field=field,
             hint="write it as one string, or remove the row",
-        )
-    # The shortest decimal, without a point or an exponent where there need be none.
-    decimal = format(Decimal(repr(value)), "f")
-    return decimal.removesuffix(".0")
+        ) from error
 
 
 _ADDRESSES = ("data:", "http://", "https://", "s3://", "gs://", "file://")
@@ -230,28 +218,18 @@ def weight_of(record: Mapping[str, Any], column: str, location: str) -> float:
 
     Raises InvalidInput, naming `location`, if the column is missing or holds something else.
     """
-    value = record.get(column)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
-        weight = float(value) if is_number else math.nan  # type: ignore[arg-type]
-    except OverflowError:  # an integer of hundreds of digits
-        weight = math.inf
-    if not 0 <= weight < math.inf:
-        problem = (
-            "has no"
-            if column not in record
-            else f"has {_describe_value(value, weight, is_number)} in"
-        )
+        weight = parse_number(record.get(column))
+        if weight < 0:
+            raise ValueError(f"{weight:g}")
+    except ValueError as error:
+        problem = "has no" if column not in record else f"has {error} in"
         raise InvalidInput(
             f"{location} {problem} column {column!r}, which must hold a number of at least 0",
             field="data.weight_column",
             hint="correct the row, or remove it",
-        )
+        ) from error
     return weight
-
-
-def _describe_value(value: Any, weight: float, is_number: bool) -> str:
-    return f"{weight:g}" if is_number else type(value).__name__
 
 
 def _has_splits(path: str) -> bool:

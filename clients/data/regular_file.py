@@ -5,11 +5,12 @@ exceed memory.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from clients.data.outside import parse_json
 
 # Largest JSON document. The tokenizer.json of a vocabulary of 262,144 tokens has half this size.
 MAX_BYTES = 64 << 20
@@ -34,7 +35,4 @@ def read_document(path: Path) -> Any:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"{path} is longer than {MAX_BYTES >> 20} MiB")
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply") from error
+    return parse_json(data)

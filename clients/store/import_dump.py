@@ -10,7 +10,6 @@ default, --logprobs-mode raw_logprobs).
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.data.models.shape import logits_in
+from clients.data.outside import parse_ids, parse_json
 from clients.data.regular_file import open_regular
 from clients.data.tokens.tokenizer import tokens_in
 from clients.store.facts import PART, SEQUENCES, UNSPLIT, key_of
@@ -166,8 +166,8 @@ def _read_sequences(path: Path) -> Iterator[_DumpedSequence]:
     with open_regular(path) as stream:
         for number, line in enumerate(stream):
             try:
-                yield _sequence_of(json.loads(line))
-            except (*_PARSE_ERRORS, OverflowError) as error:
+                yield _sequence_of(parse_json(line))
+            except _PARSE_ERRORS as error:
                 raise _bad_line(path, number, f"it is no answer of vLLM: {error!r}") from error
 
 
@@ -179,7 +179,7 @@ def _sequence_of(record: Any) -> _DumpedSequence:
         raise ValueError(f"{len(token_ids)} token ids and {len(listed)} prompt_logprobs")
     if type(start) is not int or not 1 <= start < len(token_ids):
         raise ValueError(f"start is {start}, and there are {len(token_ids)} tokens")
-    return _DumpedSequence(np.array(token_ids, np.int32), start, listed)
+    return _DumpedSequence(parse_ids(token_ids), start, listed)
 
 
 def _count_listed_ids(sequence: _DumpedSequence) -> int:

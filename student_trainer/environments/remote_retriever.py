@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import random
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from clients.data.outside import parse_json, parse_text
 from protos.errors import InvalidInput, Unavailable
 from protos.rpc.web_address import web_address
 
@@ -102,12 +102,12 @@ class RemoteRetriever:
     def _request(self, queries: Sequence[str], count: int) -> list[list[str]]:
         question = {"queries": list(queries), "topk": count, "return_scores": True}
         try:
-            answer = json.loads(asyncio.run(self._post(question)))
+            answer = parse_json(asyncio.run(self._post(question)))
         except TimeoutError:
             raise _NoResponse(f"timed out: no complete answer within {self._timeout:g} s") from None
         except httpx.HTTPError as error:
             raise _NoResponse(str(error) or type(error).__name__) from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise _BadResponse(f"the answer is not JSON: {error}") from error
         return _parse_passages(answer, len(queries), count)
 
@@ -159,14 +159,12 @@ def _parse_passages(answer: Any, queries: int, count: int) -> list[list[str]]:
     """Return the texts in a server's response. Raises _BadResponse if its form is wrong."""
     try:
         passage_lists = [
-            [document["document"]["contents"] for document in documents[:count]]
+            [parse_text(document["document"]["contents"]) for document in documents[:count]]
             for documents in answer["result"]
         ]
-    except (TypeError, KeyError, IndexError) as error:
+    except (TypeError, KeyError, IndexError, ValueError) as error:
         raise _BadResponse(f"the answer has no documents with contents: {error!r}") from error
-    if len(passage_lists) != queries or not all(
-        isinstance(text, str) for documents in passage_lists for text in documents
-    ):
+    if len(passage_lists) != queries:
         raise _BadResponse(
             f"the server returned {len(passage_lists)} lists of documents for {queries} queries"
         )

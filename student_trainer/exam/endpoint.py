@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from clients.config.exam import ExamConfig
+from clients.data.outside import parse_ids, parse_json, parse_text
 from protos.errors import (
     DistillError,
     Forbidden,
@@ -157,18 +158,18 @@ class ModelEndpoint:
         self, response: httpx.Response, question: Question, sample: int
     ) -> StoredAnswer:
         try:
-            document = response.json()
+            document = parse_json(response.content)
             choice = document["choices"][0]
             text = choice["message"]["content"] if self._is_chat else choice["text"]
+            [tokens] = parse_ids([document["usage"]["completion_tokens"]])
             return StoredAnswer(
                 prompt=question.number,
                 sample=sample,
-                # A lone surrogate cannot be encoded as UTF-8, so no file could hold it.
-                text=str(text or "").encode("utf-8", "replace").decode(),
-                tokens=int(document["usage"]["completion_tokens"]),
+                text="" if text is None else parse_text(text),
+                tokens=int(tokens),
                 truncated=choice["finish_reason"] == "length",
             )
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise InvalidInput(
                 f"{self._url} returned no completion: {_shorten(response.text)}",
                 field="--endpoint",

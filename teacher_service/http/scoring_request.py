@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from clients.data.outside import parse_ids
 from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2
 from protos.errors import InvalidInput, NotFound
@@ -19,7 +20,6 @@ from teacher_service.serving.validation import RequestLimits, parse_request
 # Maximum sequences of one request: each is a task of its own.
 MAX_SEQUENCES = 1024
 _SCORES_ONLY = "this teacher scores the tokens that it is sent, and generates none"
-_INT32 = np.iinfo(np.int32)
 
 
 class Fields(BaseModel):
@@ -137,12 +137,9 @@ def read_token_lists(value: Any, field: str) -> list[tuple[str, NDArray[np.int32
 def read_token_list(value: Any, field: str) -> NDArray[np.int32]:
     """Return the sequence of a field that is a list of token ids; see `read_token_lists`."""
     try:
-        ids = np.array(value if isinstance(value, list) else None)
-    except ValueError:  # lists of different lengths
-        ids = np.array(None)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind != "i"):
-        refuse(field, "must be a list of integers", "send token ids")
-    return ids.clip(-1, _INT32.max).astype("<i4")
+        return parse_ids(value)
+    except ValueError as error:
+        refuse(field, str(error), "send token ids")
 
 
 def require_start(start: int, token_ids: NDArray[np.int32], field: str) -> None:

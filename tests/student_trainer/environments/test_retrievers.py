@@ -16,6 +16,7 @@ from protos.errors import InvalidInput, Unavailable
 from student_trainer.environments import remote_retriever
 from student_trainer.environments.remote_retriever import RemoteRetriever
 from student_trainer.environments.retriever import LocalRetriever, format_passages, make_retriever
+from tests.student_trainer import tiny
 from tests.student_trainer.environments.server import Library, serve, serve_drips
 
 CORPUS = [
@@ -104,6 +105,29 @@ def test_a_fault_that_passes_is_not_noticed(library: Library, faults: list[int |
     retriever = RemoteRetriever(library.url, timeout_seconds=5)
     library.faults = list(faults)
     assert retriever.passages(["zebra"], 3) == [CORPUS[3:]]
+
+
+def test_passages_of_a_server_are_read_as_those_of_a_file(library: Library, tmp_path: Path) -> None:
+    """Half of a character ends no job, which would leave the other ranks waiting; 33.0 is "33"."""
+    contents: list[object] = ["half \ud83d of a zebra", "a whole zebra \U0001f993", 33.0]
+    library.texts = {"zebra": contents}  # type: ignore[dict-item]
+    expected = ["half ? of a zebra", "a whole zebra \U0001f993", "33"]
+    [passages] = RemoteRetriever(library.url, timeout_seconds=5).passages(["zebra"], 3)
+    assert passages == expected
+    words = format_passages(passages)
+    assert tiny.tokenizer()(words)["input_ids"]
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"contents": entry}) + "\n" for entry in contents))
+    [passages] = LocalRetriever(str(file)).passages(["zebra 33"], 3)
+    assert passages is not None
+    assert sorted(passages) == sorted(expected)
+
+
+@pytest.mark.parametrize("contents", [None, True, ["a"], {"a": 1}, float("nan")])
+def test_a_passage_that_is_no_text_fails_its_query(library: Library, contents: object) -> None:
+    library.texts = {"zebra": [contents], "france": CORPUS[:1]}  # type: ignore[dict-item,list-item]
+    retriever = RemoteRetriever(library.url, timeout_seconds=5)
+    assert retriever.passages(["zebra", "france"], 3) == [None, CORPUS[:1]]
 
 
 def test_one_query_that_breaks_the_server_fails_alone(library: Library) -> None:

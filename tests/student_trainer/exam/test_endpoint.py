@@ -112,6 +112,12 @@ def test_a_server_that_is_gone_is_waited_for_and_gone_on_with(
         assert len(server.requests_by_seed) == 5
 
 
+def completion(content: object = "a text", tokens: object = 7) -> bytes:
+    """Return an answer whose text, or number of tokens, is of another type."""
+    choice = {"message": {"content": content}, "finish_reason": "stop"}
+    return http_response(200, {"choices": [choice], "usage": {"completion_tokens": tokens}})
+
+
 @pytest.mark.parametrize(
     ("answer", "category", "message"),
     [
@@ -125,6 +131,10 @@ def test_a_server_that_is_gone_is_waited_for_and_gone_on_with(
         (http_response(400, {"error": "no chat template"}), InvalidInput, "use --api completions"),
         (http_response(200, {"object": "list"}), InvalidInput, "returned no completion"),
         (http_response(200, {"choices": []}), InvalidInput, "returned no completion"),
+        (completion(content=["a", "b"]), InvalidInput, "returned no completion"),
+        (completion(content=True), InvalidInput, "returned no completion"),
+        (completion(tokens="7"), InvalidInput, "returned no completion"),
+        (completion(tokens=1.5), InvalidInput, "returned no completion"),
     ],
 )
 def test_faults_that_stay_end_it(

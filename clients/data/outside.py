@@ -1,0 +1,79 @@
+"""Reads values that come from outside: JSON, texts, numbers and token ids.
+
+Records, passages, answers of servers and model directories are read with these functions, so that
+all of them accept the same values. Each raises ValueError, whose message is a clause; the caller
+adds the place, the field and the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# One half of a surrogate pair, as an escape sequence; alone it is no valid text.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return the value of a JSON text; of bytes, in UTF-8, with or without a byte order mark.
+
+    Lone surrogates, which tokenizers reject and no file can hold, become "?". Raises ValueError if
+    it is not JSON, or nested too deeply.
+    """
+    text = data if isinstance(data, str) else data.decode("utf-8-sig")
+    try:
+        value = json.loads(text)
+        if _SURROGATE.search(text):
+            valid = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+            value = json.loads(valid)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+def parse_text(value: object) -> str:
+    """Return a value as text; a number becomes its shortest decimal: 72.0 is "72".
+
+    Raises ValueError for anything else, and for numbers that are not finite.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value}, not text")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{type(value).__name__}, not text")
+    # Without a point or an exponent where there need be none.
+    return format(Decimal(repr(value)), "f").removesuffix(".0")
+
+
+def parse_number(value: object) -> float:
+    """Return a finite number. Raises ValueError for anything else, also a text or a bool."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(type(value).__name__)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{number:g}")
+    return number
+
+
+def parse_ids(value: object) -> NDArray[np.int32]:
+    """Return a list of integers as int32 [n]; those beyond int32 become -1 or 2^31 - 1.
+
+    Raises ValueError for anything else, also for numbers with a fraction, and for True.
+    """
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError("must be a list of integers")
+    try:
+        ids = np.array(value, np.int64)
+    except OverflowError as error:
+        raise ValueError("must be a list of integers of 64 bits") from error
+    return ids.clip(-1, np.iinfo(np.int32).max).astype("<i4")
