@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,16 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from clients.config.tables.common import StudentConfig
 from clients.data.images import ImageReader, makes_grids, require_pillow
 from clients.data.models.files import (
+    check_loaded_weights,
     refuse_adapter,
     refuse_code,
     refuse_missing_files,
-    refuse_missing_weights,
     refuse_quantisation,
 )
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
 from student_trainer.model.probes import uses_images
 from student_trainer.model.recomputation import recompute_activations
-
-log = logging.getLogger(__name__)
 
 Check = Callable[[Path, str], None]
 MODEL_CHECKS: Sequence[Check] = (refuse_adapter, refuse_code, refuse_missing_files)
@@ -164,22 +161,15 @@ def load_model(
 def _check_loaded(name: str, model: Any, loading: Mapping[str, Collection[str]]) -> None:
     """Raise InvalidInput unless every weight of the model came from its own files.
 
-    Warn of tensors of the files that the model does not use. `loading`: as `from_pretrained`
-    returns it with `output_loading_info`.
+    `loading`: as `from_pretrained` returns it with `output_loading_info`.
     """
-    unused = sorted(loading["unexpected_keys"])
-    refuse_missing_weights(name, loading["missing_keys"], unused, "student.model")
+    unused = loading["unexpected_keys"]
+    check_loaded_weights(name, loading["missing_keys"], unused, "student.model")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise InvalidInput(
             f"{name} has an adapter beside its weights",
             field="student.model",
             hint="merge it into the weights, or name another model",
-        )
-    if unused:
-        log.warning(
-            "%s has %d tensors that its architecture does not use, such as %s; they are neither"
-            " trained nor exported",
-            *(name, len(unused), unused[0]),
         )
 
 

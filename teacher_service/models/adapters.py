@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from clients.data.models.files import read_object
 from protos.errors import InvalidInput
 
 OPTION = "--adapter"
@@ -76,10 +77,8 @@ def _read_adapter(option: str) -> Adapter:
     for file in (_CONFIGURATION, WEIGHTS):
         if not (path / file).is_file():
             raise _adapter_error(f"{path} has no {file}", "give a directory that peft has saved")
+    config = read_object(path / _CONFIGURATION, OPTION)
     try:
-        config = json.loads((path / _CONFIGURATION).read_text("utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is no object")
         _require_plain(path, config)
         rank = _find_max_rank(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

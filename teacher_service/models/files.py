@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from clients.data.models.files import (
-    WEIGHTS_INDEX,
+    read_object,
     refuse_adapter,
     refuse_code,
     refuse_missing_files,
+    shard_names,
 )
 from protos.errors import InvalidInput
 from teacher_service.models.digests import FileDigests
@@ -98,34 +98,14 @@ def _download(hub_id: str) -> Path:
     return Path(snapshot_path)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the parsed config.json. Raises InvalidInput if it is not a JSON object."""
-    try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
-    except ValueError as error:
-        raise _model_error(
-            f"{path}/config.json is not JSON: {error}", "restore the file"
-        ) from error
-    if not isinstance(config, dict):
-        raise _model_error(f"{path}/config.json is not a JSON object", "restore the file")
-    return config
-
-
 def weight_files(path: Path) -> list[Path]:
     """Return the .safetensors files that from_pretrained() would load, sorted by name.
 
     Empty if the directory has none. Raises InvalidInput if the index of weights is malformed.
     """
-    index = path / WEIGHTS_INDEX
-    if (path / "model.safetensors").is_file() or not index.is_file():
-        return sorted(path.glob("model.safetensors"))
-    try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _model_error(
-            f"{index} is not a valid index of weights", "restore the file"
-        ) from error
-    return [path / name for name in sorted(names)]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    return [path / name for name in sorted(shard_names(path, "--model"))]
 
 
 def file_facts(path: Path, digests: FileDigests) -> dict[str, object]:
@@ -135,7 +115,7 @@ def file_facts(path: Path, digests: FileDigests) -> dict[str, object]:
     change a logit. Files of the tokenizer are not in it, because a teacher gets token ids; the
     engines add the vocabulary. Waits for the digests. Raises InvalidInput if a file is malformed.
     """
-    config = _strip_irrelevant(read_config(path))
+    config = _strip_irrelevant(read_object(path / "config.json", "--model"))
     return {"scheme": _SCHEME, "files": digests.by_name(), "config": config}
 
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors import safe_open
 
 from clients.data.images import ImageReader, makes_grids
-from clients.data.models.files import refuse_missing_weights
+from clients.data.models.files import check_loaded_weights
 from clients.data.tokens.tokenizer import tokens_of
 from protos.errors import InvalidInput
 from teacher_service.models.files import weight_files
@@ -58,9 +58,7 @@ def load_model(
         )
     except Exception as error:  # the library raises any exception for a wrong config
         raise build_load_error(path, str(error)) from error
-    refuse_missing_weights(
-        str(path), loading["missing_keys"], loading["unexpected_keys"], "--model"
-    )
+    check_loaded_weights(str(path), loading["missing_keys"], loading["unexpected_keys"], "--model")
     _require_all_used(path, model, loading["unexpected_keys"])
     return model
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from teacher_service.models.files import read_config
+from clients.data.models.files import read_object
 
 
 def quantisation_of(path: Path) -> Mapping[str, Any] | None:
@@ -15,7 +15,7 @@ def quantisation_of(path: Path) -> Mapping[str, Any] | None:
     A model of text and images may have the entry in its `text_config`. Raises InvalidInput if
     config.json is no JSON object.
     """
-    config = read_config(path)
+    config = read_object(path / "config.json", "--model")
     nested = config.get("text_config")
     quantisation = config.get("quantization_config")
     if quantisation is None and isinstance(nested, dict):

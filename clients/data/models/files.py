@@ -5,7 +5,6 @@ Teacher, student, engines and evaluations share these checks; `field` is the key
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import urllib.error
@@ -14,7 +13,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
+
+log = logging.getLogger(__name__)
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -30,14 +32,22 @@ def refuse_code(path: Path, field: str) -> None:
     The index of the weights is checked because transformers opens every file that it names, in any
     format, even with `use_safetensors=True`.
     """
-    if "auto_map" in _read_json(path / "config.json", field):
+    if "auto_map" in read_object(path / "config.json", field):
         raise InvalidInput(
             f"{path} has its own Python code (auto_map), which is never run",
             field=field,
             hint="use a model whose architecture is part of transformers",
         )
-    shards = _read_json(path / WEIGHTS_INDEX, field).get("weight_map", {})
-    names = shards.values() if isinstance(shards, dict) else [shards]
+    shard_names(path, field)
+
+
+def shard_names(path: Path, field: str) -> frozenset[str]:
+    """Return the files that the index of a directory's weights names; none without an index.
+
+    Raises InvalidInput, naming `field`, if one is not a .safetensors file in the directory.
+    """
+    shards = read_object(path / WEIGHTS_INDEX, field).get("weight_map", {})
+    names = list(shards.values()) if isinstance(shards, dict) else [shards]
     for name in names:
         if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
             raise InvalidInput(
@@ -46,6 +56,7 @@ def refuse_code(path: Path, field: str) -> None:
                 field=field,
                 hint="load the model and save it again with save_pretrained()",
             )
+    return frozenset(names)
 
 
 def refuse_adapter(path: Path, field: str) -> None:
@@ -61,7 +72,7 @@ def refuse_adapter(path: Path, field: str) -> None:
             field=field,
             hint="merge it into the weights, or remove adapter_config.json",
         )
-    base = _read_json(path / ADAPTER_CONFIG, field).get("base_model_name_or_path")
+    base = read_object(path / ADAPTER_CONFIG, field).get("base_model_name_or_path")
     raise InvalidInput(
         f"{path} is an adapter of {base or 'another model'}, not a model",
         field=field,
@@ -71,7 +82,7 @@ def refuse_adapter(path: Path, field: str) -> None:
 
 def refuse_quantised(path: Path, field: str) -> None:
     """Raise InvalidInput if the weights of a model directory are quantised: they cannot learn."""
-    config = _read_json(path / "config.json", field)
+    config = read_object(path / "config.json", field)
     text_config = config.get("text_config")
     entry = config.get("quantization_config")
     if entry is None and isinstance(text_config, dict):
@@ -95,10 +106,9 @@ def refuse_quantisation(model: str, entry: Any, field: str) -> None:
 
 def refuse_missing_files(path: Path, field: str) -> None:
     """Raise InvalidInput if a model directory lacks a file that its index of weights names."""
-    shards = _read_json(path / WEIGHTS_INDEX, field).get("weight_map")
-    if (path / "model.safetensors").is_file() or not isinstance(shards, dict):
+    if (path / "model.safetensors").is_file():
         return
-    missing = sorted({str(name) for name in shards.values() if not (path / str(name)).is_file()})
+    missing = sorted(name for name in shard_names(path, field) if not (path / name).is_file())
     if missing:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise InvalidInput(
@@ -108,15 +118,22 @@ def refuse_missing_files(path: Path, field: str) -> None:
         )
 
 
-def refuse_missing_weights(
+def check_loaded_weights(
     model: str, missing: Collection[str], unused: Collection[str], field: str
 ) -> None:
-    """Raise InvalidInput if the files of a model lack one of its weights.
+    """Raise InvalidInput if the files of a model lack one of its weights; log weights left over.
 
     `missing`: names of weights that are in no file; transformers would fill them with random
-    numbers. `unused`: names in the files that the model does not have.
+    numbers. `unused`: names in the files that the model does not have, as those of the last layers
+    if config.json names too few.
     """
     if not missing:
+        if unused:
+            log.warning(
+                "%s has %d tensors that its architecture does not use, such as %s; check its"
+                " config.json if it should use them",
+                *(model, len(unused), min(unused)),
+            )
         return
     name, hint = min(missing), "save the whole model again, with the config.json it belongs to"
     for other in sorted(unused):
@@ -137,14 +154,18 @@ def _unwrapped_name(wrapped: str, names: Collection[str]) -> str | None:
     return next((name for n in range(len(parts)) if (name := ".".join(parts[n:])) in names), None)
 
 
-def _read_json(file: Path, field: str) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if the file does not exist."""
-    if not file.is_file():
-        return {}
+def read_object(file: Path, field: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a model directory; {} if the file does not exist.
+
+    Raises InvalidInput, naming `field`, if it holds something else or cannot be read.
+    """
     try:
-        content = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{file} is not JSON", field=field, hint="restore the file") from error
+        content = read_document(file)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        problem = "is not JSON" if isinstance(error, ValueError) else f"cannot be read: {error}"
+        raise InvalidInput(f"{file} {problem}", field=field, hint="restore the file") from error
     if not isinstance(content, dict):
         raise InvalidInput(f"{file} is not a JSON object", field=field, hint="restore the file")
     return content

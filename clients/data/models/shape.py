@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.data.models.files import use_caches_if_away
+from clients.data.models.files import read_object, use_caches_if_away
 from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
 
@@ -181,10 +180,4 @@ def config_file(model: str, revision: str | None = None) -> Path:
 def read_shape(model: str, revision: str | None = None) -> tuple[ModelShape, Path]:
     """Return the sizes of a model and the directory of its config.json; see `config_file`."""
     file = config_file(model, revision)
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise InvalidInput(f"{file} is not JSON", field=FIELD, hint="restore the file") from error
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{file} is not a JSON object", field=FIELD, hint="restore the file")
-    return shape_of(config), file.parent
+    return shape_of(read_object(file, FIELD)), file.parent

@@ -140,7 +140,7 @@ def test_a_damaged_file_is_refused(
 ) -> None:
     copy = shutil.copytree(adapters["math"], tmp_path / "copy")
     (copy / file).write_text(content)
-    with pytest.raises(InvalidInput, match=f"{file} (cannot be read|is malformed)") as caught:
+    with pytest.raises(InvalidInput, match=f"{file} (cannot be|is) ") as caught:
         read_adapters([f"math={copy}"])
     assert caught.value.field == "--adapter"
 
