@@ -27,6 +27,7 @@ from clients.store.shards import StoredRows
 from clients.store.writer import StoreWriter
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput
+from protos.rows.checks import are_ids
 from protos.rows.codec import encode_rows
 from protos.rows.prompt_logprobs import rows_of_listed
 
@@ -98,17 +99,21 @@ def import_dump(out: Path, dump: Dump) -> int:
 def _encode_sequence(
     path: Path, number: int, sequence: _DumpedSequence, top_k: int, vocabulary: int
 ) -> StoredRows:
+
+    def require_ids(ids: NDArray[np.int32]) -> None:
+        if not are_ids(ids, vocabulary):
+            worst = ids.min() if ids.min() < 0 else ids.max()
+            problem = f"id {worst} is none of the {vocabulary} ids of the vocabulary"
+            raise _bad_line(path, number, problem, "check --tokenizer and --vocab-size")
+
+    require_ids(sequence.token_ids)
     scored_tokens = sequence.token_ids[sequence.start :]
     try:
         rows = rows_of_listed(sequence.listed[sequence.start :], scored_tokens, top_k)
     except ValueError as error:
         raise _bad_line(path, number, str(error)) from error
     assert rows.head_ids is not None
-    for ids in (sequence.token_ids, rows.head_ids):
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            worst = ids.min() if ids.min() < 0 else ids.max()
-            problem = f"id {worst} is none of the {vocabulary} ids of the vocabulary"
-            raise _bad_line(path, number, problem, "check --tokenizer and --vocab-size")
+    require_ids(rows.head_ids)
     token_bytes = sequence.token_ids.astype("<i4").tobytes()
     return StoredRows(key_of(number), token_bytes, sequence.start, encode_rows(rows))
 

@@ -83,7 +83,7 @@ def test_rows_that_expand_to_more_than_the_capture_has_are_refused(tmp_path: Pat
 
 
 def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
-    with LogitStore(tmp_path, write=True, metadata={"fingerprint": "abc"}):
-        pass
+    with LogitStore(tmp_path, write=True, metadata={"fingerprint": "abc"}) as store:
+        store.append([StoredRows(b"k" * 32, IDS.tobytes(), 2, encode_rows(BLOCK))])
     with pytest.raises(InvalidInput, match="not written by distill capture"):
         LogitDataset(tmp_path)

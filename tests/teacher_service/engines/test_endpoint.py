@@ -302,7 +302,7 @@ def test_an_outage_that_lasts_is_told(
         (lambda a: _renamed(a, "99999"), "to 99999, but there are"),
         (lambda a: _renamed(a, str(1 << 40)), "cannot be read"),
         (lambda a: _renamed(a, "1.5"), "invalid literal"),
-        (lambda a: _with_entry(a, logprob=[]), "cannot be read"),
+        (lambda a: _with_entry(a, logprob=[]), "with a sequence"),
         (lambda a: _with_entry(a, logprob="a text"), "could not convert"),
         (lambda a: _with_entry(a, logprob=float("nan")), "no log-probs of a softmax"),
         (lambda a: _with_entry(a, rank="1"), "cannot be read"),

@@ -366,17 +366,23 @@ def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
         assert row_column is None or row_column.flags.writeable
 
 
-@pytest.mark.parametrize(("requested_samples", "returned_samples"), [(12, 0), (12, 11), (0, 12)])
+@pytest.mark.parametrize(
+    ("requested_samples", "returned_samples", "message"),
+    [
+        (12, 0, "sent 0 tail samples .* but 12 and 0"),
+        (12, 11, "sent 11 tail samples .* but 12 and 0"),
+        (0, 1, "sent 1 tail samples .* but 0 and 0"),
+        (0, 12, "39 rows with k = 4 and 12 samples takes more than"),
+    ],
+)
 def test_another_number_of_samples_than_asked_for_is_refused(
-    requested_samples: int, returned_samples: int
+    requested_samples: int, returned_samples: int, message: str
 ) -> None:
     """As a teacher of an earlier version sends them: it does not know the field."""
     chunks = split_into_chunks(
         answer(query(samples=returned_samples)), query(samples=returned_samples), "1", 0
     )
-    with pytest.raises(
-        Corrupt, match=f"sent {returned_samples} tail samples .* but {requested_samples} and 0"
-    ):
+    with pytest.raises(Corrupt, match=message):
         RowAssembly(query(samples=requested_samples)).add(next(chunks), VOCAB_SIZE)
 
 
