@@ -157,6 +157,13 @@ def _check_message(message: Message, location: str, *, parts: bool) -> None:
             field=_FIELD,
             hint=f"use one of {', '.join(_ROLES)}",
         )
+    listed_calls = message.get("tool_calls", [])
+    if not isinstance(listed_calls, list) or not all(isinstance(c, dict) for c in listed_calls):
+        raise InvalidInput(
+            f"{location} has tool_calls that are no list of objects",
+            field=_FIELD,
+            hint='write a list like [{"type": "function", "function": {...}}], or leave it out',
+        )
     content = message.get("content")
     if parts and isinstance(content, list) and all(map(_is_part, content)):
         return
@@ -212,11 +219,13 @@ def _parse_tools(value: Any, location: str) -> tuple[Mapping[str, Any], ...] | N
     """Return tools that are a list of objects, or JSON text of one, as Parquet files have it."""
     if value is None:
         return None
+    tools: list[Any] = [None]
     try:
         listed = parse_json(value) if isinstance(value, str) else value
-        tools = [parse_json(element) if isinstance(element, str) else element for element in listed]
-    except (ValueError, TypeError):
-        tools = [None]
+        if isinstance(listed, list):
+            tools = [parse_json(entry) if isinstance(entry, str) else entry for entry in listed]
+    except ValueError:
+        pass
     if not all(isinstance(tool, dict) for tool in tools):
         raise InvalidInput(
             f"the column {TOOLS!r} of {location} is no list of tools",

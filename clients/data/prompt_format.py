@@ -141,8 +141,6 @@ class PromptFormat:
         add_answer_start: bool,
         **options: Any,
     ) -> Any:
-        from jinja2 import TemplateError
-
         try:
             return tokenizer.apply_chat_template(
                 list(conversation.messages),
@@ -151,9 +149,9 @@ class PromptFormat:
                 **options,
                 **self.template_arguments,
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            # transformers renders templates in a sandbox: a template that tries to reach Python
-            # internals ends here too.
+        # A template may raise anything, such as ZeroDivisionError. It is rendered in a sandbox: one
+        # that tries to reach Python internals ends here too.
+        except Exception as error:
             suffix = f" on {location}" if location else ""
             raise InvalidInput(
                 f"the model's chat template cannot be used{suffix}: {error}",

@@ -76,18 +76,22 @@ class DataSet:
     def _read_parquet(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         import pyarrow.parquet
 
-        file = pyarrow.parquet.ParquetFile(self.path)
+        try:
+            yield from self._read_table(pyarrow.parquet.ParquetFile(self.path), columns)
+        # A text that is not UTF-8 is a UnicodeDecodeError, which is a ValueError too.
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise InvalidInput(
+                f"{self.path} cannot be read as Parquet: {_first_line(error)}",
+                field=self.field,
+                hint="write the file again, with texts in UTF-8",
+            ) from error
+
+    def _read_table(self, file: Any, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         existing_columns = [name for name in file.schema_arrow.names if name in columns]
         # If the first column does not exist, read all: the error message lists the existing ones.
         selected_columns = existing_columns if columns and columns[0] in existing_columns else None
-        float32_columns = {
-            entry.name
-            for entry in file.schema_arrow
-            if pyarrow.types.is_float32(entry.type) or pyarrow.types.is_float16(entry.type)
-        }
         for batch in file.iter_batches(columns=selected_columns):
-            for record in batch.to_pylist():
-                yield _from_arrow(record, float32_columns)
+            yield from records_in(batch)
 
     def _load_with_datasets(self) -> Any:
         try:
@@ -110,6 +114,17 @@ class DataSet:
                 field=self.field,
                 hint="check its name, data.name, data.split and the network, or give a .jsonl file",
             ) from error
+
+
+def records_in(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yield the records of a pyarrow.RecordBatch, as a .jsonl file would have them.
+
+    Raises ValueError for a text that is not UTF-8.
+    """
+    narrow_types = ("halffloat", "float")
+    float32_columns = {entry.name for entry in batch.schema if str(entry.type) in narrow_types}
+    for record in batch.to_pylist():
+        yield _from_arrow(record, float32_columns)
 
 
 def _from_arrow(record: Mapping[str, Any], float32_columns: Set[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from protos.errors import InvalidInput
 _MARK = "zqmarkzq"
 _ROLES = ("system", "developer", "tool")
 # Keys of the last message: of earlier ones a template may leave the reasoning out.
-_LAST_KEYS = ("reasoning_content", "thinking")
+_LAST_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateParts:

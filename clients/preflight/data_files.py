@@ -24,7 +24,7 @@ from clients.config.tables.reward import RewardConfig
 from clients.data.conversation import columns_named
 from clients.data.images import image_file
 from clients.data.object_urls import is_object_url
-from clients.data.records import FILE_SUFFIXES, images_of, record_in, weight_of
+from clients.data.records import FILE_SUFFIXES, images_of, record_in, records_in, weight_of
 from clients.data.regular_file import open_regular
 from protos.errors import InvalidInput
 
@@ -343,9 +343,10 @@ def _read_parquet_start(file: BinaryIO, data_file: Expected) -> tuple[list[str],
         batch = next(
             parquet_file.iter_batches(batch_size=_MAX_RECORDS, row_groups=[group_with_rows])
         )
-    except (pyarrow.ArrowException, OSError) as error:
+        records = list(records_in(batch))
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _not_parquet_error(data_file, (str(error).splitlines() or ["damaged"])[0]) from error
-    return list(parquet_file.schema_arrow.names), batch.to_pylist()
+    return list(parquet_file.schema_arrow.names), records
 
 
 def _not_parquet_error(data_file: Expected, problem: str) -> InvalidInput:

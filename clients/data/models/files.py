@@ -173,8 +173,6 @@ def read_object(file: Path, field: str) -> dict[str, Any]:
 
 _SECONDS = 3.0
 
-log = logging.getLogger(__name__)
-
 
 def use_caches_if_away() -> None:
     """Set HF_HUB_OFFLINE=1 if the hub cannot be reached, so that its libraries use their caches.

@@ -59,7 +59,9 @@ def answered_ids(
         question = prompt_format.rendered(
             tokenizer, conversation.unanswered(), location, add_answer_start=False
         )
-        require_answer_text(conversation.answer, rendered.removeprefix(question), location)
+        # In a text that does not begin with it, other messages may have the text of the answer.
+        answer_only = rendered.removeprefix(question) if rendered.startswith(question) else ""
+        require_answer_text(conversation.answer, answer_only, location)
     answer = continuation_ids(tokenizer, answer_text)
     with_end = _with_end(answer, answer_end(tokenizer), tokenizer.eos_token_id)
     return plain_ids(tokenizer, prompt), with_end
@@ -135,13 +137,11 @@ def end_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _find_template_end(tokenizer: Any) -> int | None:
-    from jinja2 import TemplateError
-
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     eos: int | None = tokenizer.eos_token_id
     try:
         text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
-    except (TemplateError, ValueError, TypeError):
+    except Exception:  # a template may raise anything
         return eos
     after_answer = text.rpartition(_ANSWER)[2]
     # Llama 3's <|eom_id|> and Phi's <|end|> are special tokens that the tokenizer does not name.

@@ -15,7 +15,7 @@ from clients.data.prompt_format import (
     check_generation,
     template_text,
 )
-from clients.data.tokens.answers import answered_ids, assistant_ids, completion_ids
+from clients.data.tokens.answers import answer_end, answered_ids, assistant_ids, completion_ids
 from clients.data.tokens.tokenizer import chat_template_in
 from protos.errors import InvalidInput
 from tests.student_trainer import tiny
@@ -94,9 +94,11 @@ def test_null_keys_of_parquet_are_left_out(chat_tokenizer: Any) -> None:
     assert conversation == conversation_in({"m": TALK}, "m", "row 1")
 
 
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+
+
 def test_a_message_of_tool_calls_needs_no_text() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    messages = [TALK[0], call, {"role": "tool", "content": "2"}]
+    messages = [TALK[0], CALLING, {"role": "tool", "content": "2"}]
     assert len(conversation_in({"m": messages}, "m", "row 1").messages) == 3
 
 
@@ -113,6 +115,11 @@ def test_a_message_of_tool_calls_needs_no_text() -> None:
         ({"m": TALK, "tools": "f"}, "the column 'tools' of row 1 is no list of tools"),
         ({"m": TALK, "tools": [3]}, "the column 'tools' of row 1 is no list of tools"),
         ({"m": TALK, "tools": 3}, "the column 'tools' of row 1 is no list of tools"),
+        ({"m": TALK, "tools": {}}, "the column 'tools' of row 1 is no list of tools"),
+        ({"m": TALK, "tools": '""'}, "the column 'tools' of row 1 is no list of tools"),
+        ({"m": [*TALK, CALLING | {"tool_calls": 5}]}, "has tool_calls that are no list"),
+        ({"m": [*TALK, CALLING | {"tool_calls": {"function": 1}}]}, "no list of objects"),
+        ({"m": [*TALK, CALLING | {"tool_calls": ["f()"]}]}, "no list of objects"),
     ],
 )
 def test_records_without_a_conversation(record: Any, problem: str) -> None:
@@ -128,6 +135,21 @@ def test_two_system_texts_are_refused() -> None:
     with pytest.raises(InvalidInput, match="row 1 has a system message of its own") as caught:
         form.conversation({"m": messages}, "row 1")
     assert caught.value.field == "data.system"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *("{{ 1 / 0 }}", "{% for n in range(10 ** 9) %}{% endfor %}", "{{ 'a' * 2 ** 70 }}"),
+        *("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ messages[9].content }}"),
+    ],
+)
+def test_whatever_a_template_raises_is_refused(template: str) -> None:
+    tokenizer = tiny.tokenizer(CHARACTERS)
+    tokenizer.chat_template = template
+    with pytest.raises(InvalidInput, match="cannot be used on row 1: "):
+        render_prompt(tokenizer, PromptFormat(messages_column="m"), {"m": TALK})
+    assert answer_end(tokenizer) == tokenizer.eos_token_id
 
 
 def test_a_template_that_fails_names_the_row_and_the_key() -> None:

@@ -83,6 +83,27 @@ def test_structs_of_arrow_have_the_keys_of_their_own_row(tmp_path: Path) -> None
             assert form.conversation(record, "row 1") == form.conversation(other, "row 1")
 
 
+def write_parquet(path: Path, array: pa.Array) -> bytes:
+    pyarrow.parquet.write_table(pa.table({"prompt": array}), path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["cut", "bytes", "not UTF-8"])
+def test_a_damaged_parquet_file_is_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    data = write_parquet(path, pa.array(["a text"] * 100))
+    if damage == "cut":
+        path.write_bytes(data[:-9])
+    elif damage == "bytes":
+        path.write_bytes(data[:4] + b"\xff" * 40 + data[44:])
+    else:
+        latin = pa.array([b"caf\xe9"]).view(pa.binary())
+        write_parquet(path, pa.Array.from_buffers(pa.string(), 1, latin.buffers()))
+    with pytest.raises(InvalidInput, match="cannot be read as Parquet") as caught:
+        read_all(str(path), "prompt")
+    assert (caught.value.field, bool(caught.value.hint)) == ("data.path", True)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
 def test_float32_columns_hold_the_decimals_that_were_written(kind: str, tmp_path: Path) -> None:
     table = pa.table({"answer": pa.array([0.1, 2.5, None], pa.float32()), "n": [0.1, 2.5, None]})

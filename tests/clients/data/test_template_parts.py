@@ -113,6 +113,17 @@ def test_an_answer_that_is_stripped_is_refused() -> None:
     answered_ids(FORM, words_with(TRIMMING), thinking, "row 7")
 
 
+def test_an_answer_is_not_looked_for_in_earlier_messages() -> None:
+    """A template that writes the newest question only, and removes <think> from answers."""
+    stripping = FULL.replace("{{ m.content or '' }}", "{{ m.content.split('</think>')[-1] }}")
+    newest = stripping.replace(
+        "{% for m in messages %}", "{{ messages | length }}{% for m in messages %}"
+    )
+    thinking = talk({**USER, "content": "<think>1"}, {**ANSWER, "content": "<think>1</think>"})
+    with pytest.raises(InvalidInput, match="row 7"):
+        answered_ids(FORM, words_with(newest), thinking, "row 7")
+
+
 def test_without_a_template_nothing_is_left_out() -> None:
     plain = PromptFormat(chat_template=False)
     assert not TemplateParts(plain, words_with(WITHOUT_SYSTEM)).has_new(SYSTEM)

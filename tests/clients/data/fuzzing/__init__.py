@@ -1,0 +1,1 @@
+"""Random records, chat templates, tokenizers and model directories, against independent readers."""
