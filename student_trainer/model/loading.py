@@ -38,6 +38,9 @@ MODEL_CHECKS: Sequence[Check] = (refuse_adapter, refuse_code, refuse_missing_fil
 
 # Dtypes of safetensors whose values float32 holds exactly.
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Parts of the names of configuration entries that make training differ from evaluation: dropout,
+# noise on the inputs of routers, and the factors that RWKV applies to its weights for evaluation.
+_NOISE = ("drop", "jitter", "rescale_every")
 
 
 def load_config(student: StudentConfig) -> Any:
@@ -110,7 +113,7 @@ def load_model(
     `directory`: the model directory of a checkpoint; None: load the weights of `student.model`. If
     the student has adapters, the checkpoint has only the adapters, and the frozen weights come from
     `student.model`. Weights are float32, except that the frozen weights of a student with adapters
-    have the dtype of the computation. Dropout is off.
+    have the dtype of the computation. Dropout and other noise is off.
 
     `mapped`: leave float32 weights in the dtype of their files, mapped into memory, so that all
     processes of a machine share it. `cast_weights` makes them float32.
@@ -124,7 +127,7 @@ def load_model(
     weights_source = student
     if directory is not None and student.lora is None:
         weights_source = student.model_copy(update={"model": str(directory)})
-    config = _without_dropout(load_config(weights_source))
+    config = _without_noise(load_config(weights_source))
     # Frozen weights are never updated, so they can be stored in the dtype of the computation.
     in_bf16 = student.lora is not None and computes_in_bfloat16(student)
     model, loading = _load_pretrained(
@@ -140,6 +143,7 @@ def load_model(
         output_loading_info=True,
     )
     _check_loaded(weights_source.model, model, loading)
+    _warn_of_auxiliary_loss(config)
     if mapped and not in_bf16:
         _restore_buffers(model, config)
     if images is not None:
@@ -151,7 +155,7 @@ def load_model(
             )
         model.image_processor = images.processor  # saved with the model
     if student.lora is not None:
-        add_adapters(model, student)
+        add_adapters(model, student, with_images=images is not None)
         if directory is not None:
             load_adapters(directory, model)
     recompute_activations(model, student.gradient_checkpointing)
@@ -236,17 +240,28 @@ def _restore_buffers(model: Any, config: Any) -> None:
             module.config.dtype = torch.float32
 
 
-def _without_dropout(config: Any) -> Any:
-    """Set all dropout rates to 0: with dropout, the trained model differs from the sampling one.
+def _without_noise(config: Any) -> Any:
+    """Set what differs between training and evaluation to 0: dropout, jitter, RWKV's rescaling.
 
-    Dropout would also make a run irreproducible.
+    With noise, the trained model differs from the sampling one, and a run is irreproducible.
     """
     # A model of images and text has a configuration for each of the two.
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for name, value in part.to_dict().items() if part is not None else ():
-            if ("drop" in name) and isinstance(value, float):
-                setattr(part, name, 0.0)
+            is_rate = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_rate and any(noise in name for noise in _NOISE):
+                setattr(part, name, type(value)(0))
     return config
+
+
+def _warn_of_auxiliary_loss(config: Any) -> None:
+    text_config = config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        log.warning(
+            "output_router_logits is set: the router's auxiliary loss (router_aux_loss_coef %s) is"
+            " not part of any method's loss, and is not trained on",
+            getattr(text_config, "router_aux_loss_coef", "unset"),
+        )
 
 
 def _load_pretrained(

@@ -14,25 +14,28 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from clients.config.tables.common import StudentConfig
 from protos.errors import InvalidInput
+from student_trainer.model.probes import body_of
 
 FILE, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER = "default"
 
 
-def add_adapters(model: Any, student: StudentConfig) -> None:
-    """Freeze the model and add an adapter to every linear layer except the head, in place.
+def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = False) -> None:
+    """Freeze the model and add an adapter to every linear layer that a forward pass calls.
 
-    The model keeps its class, its decoder, its head and its `generate`. Adapters are float32. With
-    `student.lora.train_head` the head is trained too, in full. Raises InvalidInput (`student.lora`)
-    for a mixture of experts stacked in one parameter, since `merge_adapters` could not merge such
-    adapters.
+    In place. The head gets none. The model keeps its class, its decoder, its head and its
+    `generate`. Adapters are float32. With `student.lora.train_head` the head is trained too, in
+    full. `with_images`: the parts of the model that read images are called too. Raises InvalidInput
+    (`student.lora`) for a model without such layers, and for a mixture of experts stacked in one
+    parameter, since `merge_adapters` could not merge such adapters.
     """
     # These imports take half a second; only jobs with adapters need them.
     from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.lora import ParamWrapper
+    from peft.tuners.lora import LoraLayer, ParamWrapper
 
     assert student.lora is not None
     settings = LoraConfig(
@@ -40,10 +43,22 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
         base_model_name_or_path=student.model,
         revision=student.revision,
         target_modules="all-linear",
+        exclude_modules=_modules_without_adapters(model, with_images),
         r=student.lora.rank,
         lora_alpha=student.lora.alpha or 2 * student.lora.rank,
     )
-    inject_adapter_in_model(settings, model)
+    try:
+        inject_adapter_in_model(settings, model)
+    except ValueError as error:
+        raise InvalidInput(
+            f"peft cannot add adapters to {student.model!r}: {error}",
+            field="student.lora",
+            hint="remove the table to train all weights",
+        ) from error
+    settings.exclude_modules = None  # the target modules are the names of those that have adapters
+    settings.target_modules = {
+        name for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise InvalidInput(
             "adapters do not work with a mixture of experts",
@@ -60,6 +75,44 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
         settings.ensure_weight_tying = len(settings.modules_to_save) > 1
     for parameter in trainable_weights(model).values():  # peft gives them the frozen dtype
         parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None:
+    """Return the names of the linear modules that adapters would not change; None: no module.
+
+    An adapter works only where the model calls the module. State-space mixers (Mamba) pass the
+    weights of all their modules but the input projection to a fused kernel, if it is installed.
+    Experts are called by some tokens only, and count as called.
+    """
+    text_modules = set(body_of(model).modules())
+    called_modules = set(model.modules()) - text_modules if with_images else set()
+    names = {
+        module: name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+    handles = [
+        module.register_forward_hook(lambda module, *_: called_modules.add(module))
+        for module in names
+    ]
+    try:
+        model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    kernel_modules = {
+        module
+        for mixer in model.modules()
+        if hasattr(mixer, "A_log") and hasattr(mixer, "D")
+        for name, module in mixer.named_children()
+        if name != "in_proj"
+    }
+    return [
+        name
+        for module, name in names.items()
+        if module in kernel_modules or (module not in called_modules and "expert" not in name)
+    ] or None
 
 
 def has_adapters(model: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -19,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from benchmarks.models.tiny_configs import make_tiny_config
 from clients.config.tables.common import StudentConfig
 from student_trainer.model.loading import cast_weights, count_weights, load_model
 from tests.student_trainer import tiny
@@ -129,3 +132,52 @@ def test_weights_are_counted_without_loading_them(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     expected = sum(parameter.numel() for parameter in model.parameters())
     assert count_weights(StudentConfig(model=str(tmp_path))) == expected
+
+
+JITTER = {
+    "phimoe": {"input_jitter_noise": 0.1},  # its router has noise by default
+    "mixtral": {"router_jitter_noise": 0.1},
+    "dbrx": {"moe_jitter_eps": 0.1},
+    "rwkv": {"num_hidden_layers": 3, "rescale_every": 1},
+}
+
+
+@pytest.mark.filterwarnings("default")  # those of the model's own code
+@pytest.mark.parametrize("kind", JITTER)
+def test_training_computes_what_evaluation_computes(kind: str, tmp_path: Path) -> None:
+    config = make_tiny_config(CONFIG_MAPPING[kind], kind)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name, value in JITTER[kind].items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ids = torch.arange(12)[None]
+
+    def logits(model: Any) -> list[torch.Tensor]:
+        passes = (
+            model(input_ids=ids, use_cache=False).logits for model in (model.eval(), model.train())
+        )
+        return list(passes)
+
+    with torch.no_grad():
+        noisy = logits(AutoModelForCausalLM.from_pretrained(tmp_path))
+        model = load_model(StudentConfig(model=str(tmp_path)))
+        weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        evaluated, trained = logits(model)
+    assert torch.equal(evaluated, trained)
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+    if kind != "rwkv":
+        assert not torch.equal(*noisy)
+    torch.testing.assert_close(evaluated, noisy[0])
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_auxiliary_loss_of_routers_is_not_trained_on(
+    told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Qwen3MoeConfig(**SHAPE, **EXPERTS, output_router_logits=told)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    load_model(StudentConfig(model=str(tmp_path)))
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("router_aux_loss_coef 0.001" in message for message in messages) == told

@@ -10,13 +10,20 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
+from benchmarks.models.tiny_configs import make_tiny_config
 from clients.config.tables.common import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.export import export_model
 from student_trainer.losses import LogitMap
+from student_trainer.model import lora
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import add_adapters, trainable_weights
 from student_trainer.model.probes import find_logit_map
@@ -133,6 +140,32 @@ def test_a_mixture_of_experts_is_refused_before_it_learns() -> None:
         )
     )
     with pytest.raises(InvalidInput, match="mixture of experts") as caught:
+        add_adapters(model, config(Path("unused")))
+    assert caught.value.field == "student.lora"
+
+
+@pytest.mark.filterwarnings("default")  # those of the model's own code
+@pytest.mark.parametrize("kind", ["mamba", "falcon_h1", "jamba", "granitemoehybrid"])
+def test_adapters_of_state_space_models_all_learn(kind: str) -> None:
+    """Kernels read the weights of other modules of a mixer, so an adapter there changes nothing."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_tiny_config(CONFIG_MAPPING[kind], kind))
+    add_adapters(model, config(Path("unused")))
+    targets = model.peft_config["default"].target_modules
+    assert targets
+    assert {name.split(".")[-1] for name in targets if ".mamba." in name or "mixer" in name} <= {
+        "in_proj"
+    }
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert [name for name, adapter in adapters.items() if adapter.grad is None] == []
+    assert len(adapters) == 2 * len(targets)
+
+
+def test_adapters_that_peft_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "_modules_without_adapters", lambda *_: None)
+    model = AutoModelForCausalLM.from_config(make_tiny_config(CONFIG_MAPPING["mamba"], "mamba"))
+    with pytest.raises(InvalidInput, match="peft cannot add adapters") as caught:
         add_adapters(model, config(Path("unused")))
     assert caught.value.field == "student.lora"
 
