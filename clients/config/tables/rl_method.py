@@ -70,7 +70,7 @@ class RLConfig(Table):
     ] = None
     """KL estimator for top_k = 0; default k4 (forward_kl: k5). The mean gradient of k1 is zero."""
     importance_clip: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.0, 2.0]])] = None
-    """[MIN, MAX] of importance weights of sampled tokens; [0, MAX] is TIS. None: unbiased."""
+    """[MIN, MAX] of importance weights of sampled tokens; [0, MAX] is TIS. None: no bound."""
     importance_mask: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.5, 5.0]])] = None
     """[MIN, MAX]: sampled tokens with another importance weight count 0 (IcePop: [0.5, 5])."""
     max_prompt_tokens: Count = 512

@@ -325,3 +325,51 @@ def test_dual_clip_by_hand() -> None:
         assert is_beyond.tolist() == [
             (r > 1.28 if advantage > 0 else r < 0.8 or r > 3.0) for r in ratios
         ]
+
+
+def test_prefixes_of_another_policy_bias_whole_answers() -> None:
+    """Weights of tokens leave a bias in the gradient of answers of two tokens; products do not."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random_logits(spread: float) -> tuple[Tensor, Tensor]:
+        shapes = (4,), (4, 4)  # of the first token, and of the second given the first
+        first, second = (
+            spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+            for shape in shapes
+        )
+        return first, second
+
+    student = [logits.requires_grad_() for logits in random_logits(1.0)]
+    shifts = random_logits(0.3)
+    rewards = random_logits(1.0)[1]
+
+    def token_logprobs(logits: Any) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of both tokens of every answer, [4, 4] each."""
+        return logits[0].log_softmax(0)[:, None].expand(4, 4), logits[1].log_softmax(1)
+
+    logprobs = token_logprobs(student)
+    sampler_logprobs = token_logprobs(
+        [p.detach() + d for p, d in zip(student, shifts, strict=True)]
+    )
+    answer_probs = sum(sampler_logprobs).exp()
+    weights = [
+        importance_weights(p.flatten(), mu.flatten()).reshape(4, 4)
+        for p, mu in zip(logprobs, sampler_logprobs, strict=True)
+    ]
+
+    def gradient(loss: Tensor) -> Tensor:
+        parts = torch.autograd.grad(loss, student, retain_graph=True)
+        return torch.cat([part.flatten() for part in parts])
+
+    exact = gradient((sum(logprobs).exp() * rewards).sum())
+    of_tokens, of_products = (
+        gradient(
+            sum(
+                (answer_probs * weight * rewards * p).sum()
+                for weight, p in zip(token_weights, logprobs, strict=True)
+            )
+        )
+        for token_weights in (weights, [weights[0] * weights[1]] * 2)
+    )
+    assert (of_products - exact).norm() < EXACT
+    assert (of_tokens - exact).norm() > 0.05 * exact.norm()
