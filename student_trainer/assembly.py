@@ -84,8 +84,10 @@ from student_trainer.run.model_checks import (
     check_top_k,
     check_vocabulary,
     check_width,
+    max_sequence_length,
 )
 from student_trainer.run.provenance import write_environment
+from student_trainer.run.self_test import run_self_test, samples_in_trainer
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.teacher_input import reads_another_prompt
 
@@ -120,7 +122,7 @@ def assemble(
         check_same_store(stores.training, checkpoint.read_facts(checkpoint_path))
     progress.say("loading student", step)
     wait_for_shared_gpus(config, service, accelerator)
-    student = _load_student(config, checkpoint_path, accelerator, vocab_size, reader)
+    student = _load_student(config, checkpoint_path, accelerator, vocab_size, reader, tokenizer)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
@@ -197,8 +199,9 @@ def _load_student(
     accelerator: Accelerator,
     vocab_size: int,
     reader: ImageReader | None,
+    tokenizer: Any,
 ) -> Replicated | Sharded:
-    """Collective. Load the student, distribute it, choose its attention, and compile it.
+    """Collective. Load the student, distribute it, choose its attention, test and compile it.
 
     `checkpoint_path`: the checkpoint with the weights; None: load those that the job names.
     `vocab_size`: number of ids that teacher and student have in common. `reader`: the reader of the
@@ -221,6 +224,7 @@ def _load_student(
     student.choose_attention(config.student)
     if reader is not None:  # image positions assume that each sequence has a line of its own
         student.trained.layout = student.full.layout = "padded"
+    run_self_test(student, tokenizer, samples=samples_in_trainer(config))
     if config.student.compile:
         compile_layers(student.trained)
     return student
@@ -257,7 +261,7 @@ def _prepare_method(
     require_trainable(config.student)
     text_config = load_config(config.student).get_text_config()
     refuse_indivisible_heads(text_config.to_dict(), config.train.context_parallel)
-    max_length = getattr(text_config, "max_position_embeddings", None)
+    max_length = max_sequence_length(text_config)
     if isinstance(config, OfflineJob):
         assert stores is not None
         return _prepare_offline(config, teachers, stores, tokenizer, text_config, reader)
@@ -312,7 +316,7 @@ def _prepare_offline(
 
     `text_config`: the configuration of the student's text model.
     """
-    store, max_length = stores.training, getattr(text_config, "max_position_embeddings", None)
+    store, max_length = stores.training, max_sequence_length(text_config)
     alignment = open_cross_tokenizer_store(config, stores, tokenizer, max_length)
     if alignment is None:
         vocab_size = _count_common_ids(

@@ -108,6 +108,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             for kind in ("full_attention", "sliding_attention")
         }
     },
+    # A layer of each kind.
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        "logits_scaling": 8.0,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     # Its checkpoints have these entries. The class has no defaults that work.
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": GROUPS}},
     **{name: {"unpadded_vocab_size": VOCAB} for name in ("inkling2_text", "inkling2_loop_text")},

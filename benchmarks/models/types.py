@@ -1,11 +1,14 @@
 """Every causal language model of the installed transformers as teacher and as student.
 
-    python -m benchmarks.models.types [--only TYPE...] [--out docs/models.md]
+    python -m benchmarks.models.types [--only TYPE...] [--out docs/models.md] [--resume FILE]
 
 For each type a tiny random model is made, saved and loaded. As a teacher: rows of the hf engine
 against log_softmax of the model's own logits, in float64. As a student: the gradient of a Top-k KL
-through the fused operator against the gradient through the model's own logits. Writes a page with
-the share that works, and the reason for each type that does not. Takes ten minutes.
+through the fused operator against the gradient through the model's own logits; the self-test of a
+job's start; the log-probs that sampling records in a ragged batch against a plain forward pass;
+the gradients of LoRA adapters; and exports, with and without adapters, against what was trained.
+Writes a page with the share that works, and the reason for each type that does not. Takes twenty
+minutes. `--resume`: a file with an outcome a line, to which each new one is appended.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import multiprocessing
 import re
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,21 +28,26 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from accelerate import Accelerator
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.models.tiny_configs import VOCAB, make_tiny_config
 from benchmarks.shared.pages import format_table, write_page
-from clients.config.tables.common import StudentConfig
+from clients.config.tables.common import LoraConfig, StudentConfig
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError
 from protos.rows.codec import RowBlock
+from student_trainer.checkpoints.export import export_model
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.loading import load_model
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
+from student_trainer.parallel.sharding import Replicated
+from student_trainer.rollouts.sampler import Sampler, rollout_noise
+from student_trainer.run import self_test
 from teacher_service.engines.hf import HfEngine
 from teacher_service.serving.self_test import run_self_test
 
@@ -55,7 +64,11 @@ each as a tiny model with random weights, made and checked by
 `python -m benchmarks.models.types`. Teacher: rows of the hf engine against `log_softmax` of the
 model's own logits, within {rows_within:g} nats. Student: the gradient of the fused operator against
 that through the model's own logits, within {gradients_within:g} of its norm; or, where the head is
-no scaled or capped linear layer, a finite gradient through all logits.
+no scaled or capped linear layer, a finite gradient through all logits. Sampling: the self-test of a
+job passes, and the log-probs recorded in a batch of prompts of several lengths are those of a plain
+forward pass, within {rows_within:g} nats. LoRA: each adapter gets a gradient, and the merged export
+computes what was trained. Export: transformers loads it with no weight missing, and it computes
+what was trained. A cell that does not begin with "works" is the error that refuses the model.
 
 {shares}
 
@@ -71,6 +84,9 @@ class Outcome:
     model: str
     teacher: str = ""
     student: str = ""
+    sampling: str = ""
+    adapters: str = ""
+    export: str = ""
     head: str = ""
     rows_error: float | None = None
     gradient_error: float | None = None
@@ -79,6 +95,7 @@ class Outcome:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", help="these types, and print only")
+    parser.add_argument("--resume", type=Path, help="a file with the outcomes so far")
     parser.add_argument("--out", type=Path, default=Path("docs/models.md"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -87,9 +104,18 @@ def main(arguments: list[str] | None = None) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     outcomes = []
+    if options.resume and options.resume.exists():
+        outcomes = [Outcome(**json.loads(line)) for line in options.resume.read_text().splitlines()]
+    examined = {outcome.type for outcome in outcomes}
     for name in options.only or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if name in examined:
+            continue
         outcomes.append(examine_in_process(name))
-        print(json.dumps(asdict(outcomes[-1])), flush=True)
+        line = json.dumps(asdict(outcomes[-1]))
+        print(line, flush=True)
+        if options.resume:
+            with options.resume.open("a") as file:
+                file.write(line + "\n")
     if not options.only:
         write_page(options.out, format_page(outcomes))
 
@@ -111,7 +137,7 @@ def examine_in_process(name: str) -> Outcome:
     finally:
         process.kill()
         process.join()
-    return Outcome(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], reason, reason)
+    return Outcome(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], *[reason] * 5)
 
 
 def examine(name: str) -> Outcome:
@@ -123,8 +149,8 @@ def examine(name: str) -> Outcome:
         try:
             save_tiny_model(name, path)
         except Exception as error:
-            outcome.teacher = outcome.student = f"no tiny model: {reason_of(error)}"
-            return outcome
+            reason = f"no tiny model: {reason_of(error)}"
+            return Outcome(name, outcome.model, *[reason] * 5)
         ids = np.random.default_rng(0).integers(5, VOCAB - 5, TOKENS).astype(np.int32)
         try:
             outcome.rows_error = rows_error(path, ids)
@@ -136,6 +162,12 @@ def examine(name: str) -> Outcome:
             compare_gradients(path, ids, outcome)
         except Exception as error:
             outcome.student = reason_of(error)
+        for part, check in CHECKS.items():
+            try:
+                result = check(path, root)
+            except Exception as error:
+                result = reason_of(error)
+            setattr(outcome, part, result)
     return outcome
 
 
@@ -215,6 +247,79 @@ def compare_gradients(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -
     outcome.student = WORKS if is_near else f"the gradient is off by {outcome.gradient_error:.2g}"
 
 
+def check_sampling(path: Path, _: str) -> str:
+    """Run the self-test, sample in a ragged batch, and compare with plain forward passes."""
+    model = load_model(StudentConfig(model=str(path), dtype="float32")).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    student = Replicated(Accelerator(cpu=True), Student(model))
+    student.choose_attention(StudentConfig(model=str(path)))
+    result = self_test.run_self_test(student, tokenizer, samples=True)
+    sampler = Sampler(
+        model, tokenizer, top_k=0, temperature=1.0, equal_lengths=result.equal_lengths
+    )
+    before = [torch.arange(5, 5 + length) for length in (3, 9, 6)]
+    limits = [6, 5, 6]
+    noise = [rollout_noise(number, 0, 6) for number in range(len(before))]
+    samples = sampler.write(before, limits, noise)
+    error = 0.0
+    for prompt_ids, sample in zip(before, samples, strict=True):
+        ids = torch.cat([prompt_ids, sample.token_ids])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0].double()
+        logprobs = logits.log_softmax(1).gather(1, ids[1:, None])[len(prompt_ids) - 1 :, 0]
+        error = max(error, float((logprobs - sample.token_logprobs).abs().max()))
+    if not error < ROWS_WITHIN:
+        return f"sampled log-probs are off by {error:.2g} nats"
+    notes = ["one sequence a line"] if result.layout == "padded" else []
+    notes += ["prompts of one length"] if result.equal_lengths else []
+    notes += [f"no gradient: {result.untrained[0]}"] if result.untrained else []
+    return ", ".join([WORKS, *notes])
+
+
+def check_adapters(path: Path, root: str) -> str:
+    """Give adapters random values, check that each gets a gradient, and export the merged model."""
+    model = load_model(StudentConfig(model=str(path), dtype="float32", lora=LoraConfig(rank=2)))
+    adapters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    generator = torch.Generator().manual_seed(0)
+    for weight in adapters.values():
+        weight.data = 0.1 * torch.randn(weight.shape, generator=generator)
+    ids = torch.arange(5, 5 + TOKENS)[None]
+    logits = model.train()(input_ids=ids, use_cache=False).logits
+    logits[0, :-1].log_softmax(1).gather(1, ids[0, 1:, None]).sum().backward()
+    for name, weight in adapters.items():
+        if weight.grad is None or not bool(weight.grad.isfinite().all()):
+            return f"{name} gets no finite gradient"
+    return _compare_export(model.eval(), path, Path(root, "merged"))
+
+
+def check_export(path: Path, root: str) -> str:
+    """Export the student, load it again, and compare."""
+    model = load_model(StudentConfig(model=str(path), dtype="float32")).eval()
+    return _compare_export(model, path, Path(root, "export"))
+
+
+def _compare_export(model: Any, path: Path, out: Path) -> str:
+    export_model(out, model=model, tokenizer=AutoTokenizer.from_pretrained(path))
+    exported, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    if loading["missing_keys"]:
+        return f"the export lacks {min(loading['missing_keys'])}"
+    ids = torch.arange(5, 5 + TOKENS)[None]
+    with torch.no_grad():
+        logprobs, exported_logprobs = (
+            loaded(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+            for loaded in (model, exported.eval())
+        )
+    error = float((logprobs - exported_logprobs).abs().max())
+    return WORKS if error < ROWS_WITHIN else f"the export is off by {error:.2g} nats"
+
+
+CHECKS: dict[str, Callable[[Path, str], str]] = {
+    "sampling": check_sampling,
+    "adapters": check_adapters,
+    "export": check_export,
+}
+
+
 def compute_gradients(student: Student, batch: Batch) -> list[torch.Tensor]:
     """Return the gradients of a reverse Top-k KL in the weights, in order."""
     student.zero_grad()
@@ -243,6 +348,14 @@ def format_page(outcomes: list[Outcome]) -> str:
         "teacher and fused student": sum(
             outcome.teacher == WORKS and outcome.student == WORKS for outcome in outcomes
         ),
+        **{
+            label: sum(getattr(outcome, part).startswith(WORKS) for outcome in outcomes)
+            for part, label in (
+                ("sampling", "sampling"),
+                ("adapters", "LoRA"),
+                ("export", "export"),
+            )
+        },
     }
     shares = [
         [label, f"{count} of {total}", f"{100 * count / total:.0f}%"]
@@ -253,7 +366,10 @@ def format_page(outcomes: list[Outcome]) -> str:
             f"`{outcome.type}`",
             outcome.head or "plain",
             outcome.teacher.replace("|", "/"),
-            outcome.student.replace("|", "/"),
+            *(
+                cell.replace("|", "/")
+                for cell in (outcome.student, outcome.sampling, outcome.adapters, outcome.export)
+            ),
         ]
         for outcome in sorted(outcomes, key=lambda outcome: outcome.type)
     ]
@@ -263,7 +379,9 @@ def format_page(outcomes: list[Outcome]) -> str:
         rows_within=ROWS_WITHIN,
         gradients_within=GRADIENTS_WITHIN,
         shares=format_table(["", "types", "share"], shares),
-        types=format_table(["type", "head", "teacher", "student"], types),
+        types=format_table(
+            ["type", "head", "teacher", "student", "sampling", "LoRA", "export"], types
+        ),
     )
 
 

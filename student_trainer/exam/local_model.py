@@ -21,6 +21,7 @@ from student_trainer.exam.answer_requests import (
 from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
+from student_trainer.rollouts.sampling_probe import probe_sampling
 
 _BATCH_TOKENS = 65536
 
@@ -55,6 +56,7 @@ class LocalModel:
             top_k=0,
             temperature=config.temperature or 1.0,
             top_p=config.top_p,
+            equal_lengths=probe_sampling(loaded, self._tokenizer).equal_lengths,
         )
 
     def answer(

@@ -96,6 +96,7 @@ def plain_rollouts(
         batch_tokens=sampling_batch(config),
         bf16=computes_in_bfloat16(config.student),
         never=student.full.placeholder,
+        equal_lengths=student.full.equal_lengths,
     )
 
 

@@ -80,7 +80,13 @@ def make_rollouts(
     bf16 = computes_in_bfloat16(config.student)
     return SearchRollouts(
         conversations,
-        Sampler(student.full.model, material.tokenizer, **sampling, bf16=bf16),
+        Sampler(
+            student.full.model,
+            material.tokenizer,
+            **sampling,
+            bf16=bf16,
+            equal_lengths=student.full.equal_lengths,
+        ),
         material.tokenizer,
         stream_tokens=config.method.max_new_tokens,
     )

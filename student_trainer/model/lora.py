@@ -22,10 +22,11 @@ from student_trainer.model.probes import body_of
 
 FILE, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER = "default"
+_PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
 
 
 def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = False) -> None:
-    """Freeze the model and add an adapter to every linear layer that a forward pass calls.
+    """Freeze the model and add an adapter to every linear layer that the logits depend on.
 
     In place. The head gets none. The model keeps its class, its decoder, its head and its
     `generate`. Adapters are float32. With `student.lora.train_head` the head is trained too, in
@@ -77,30 +78,41 @@ def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = Fals
         parameter.data = parameter.data.float()
 
 
-@torch.no_grad()
 def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None:
-    """Return the names of the linear modules that adapters would not change; None: no module.
+    """Return the names of the linear modules whose adapters would not learn; None: no module.
 
-    An adapter works only where the model calls the module. State-space mixers (Mamba) pass the
-    weights of all their modules but the input projection to a fused kernel, if it is installed.
-    Experts are called by some tokens only, and count as called.
+    An adapter learns where the model calls the module, and the logits depend on the result: not on
+    that of an indexer, which chooses keys. A subclass that computes something else, such as a
+    product in groups, has none. State-space mixers (Mamba) pass the weights of all their
+    modules but the input projection to a fused kernel, if it is installed. Experts are called by
+    some tokens only, and count as called.
     """
     text_modules = set(body_of(model).modules())
-    called_modules = set(model.modules()) - text_modules if with_images else set()
     names = {
         module: name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
     }
-    handles = [
-        module.register_forward_hook(lambda module, *_: called_modules.add(module))
-        for module in names
-    ]
+    offsets: dict[nn.Module, Tensor] = {}
+
+    def add_offset(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        zero = output.new_zeros(1).requires_grad_()
+        return output + offsets.setdefault(module, zero)
+
+    plain_modules = {module for module in names if type(module).forward in _PLAIN_FORWARDS}
+    handles = [module.register_forward_hook(add_offset) for module in plain_modules]
     try:
-        model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False)
+        with torch.enable_grad():
+            ids = torch.arange(4, device=model.device)[None]
+            logits = model(input_ids=ids, use_cache=False).logits
+            gradients = torch.autograd.grad(logits.sum(), [*offsets.values()], allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
+    learning_modules = set(names) - text_modules if with_images else set()
+    learning_modules |= {
+        module for module, gradient in zip(offsets, gradients, strict=True) if gradient is not None
+    }
     kernel_modules = {
         module
         for mixer in model.modules()
@@ -111,7 +123,9 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
     return [
         name
         for module, name in names.items()
-        if module in kernel_modules or (module not in called_modules and "expert" not in name)
+        if module in kernel_modules
+        or module not in plain_modules
+        or (module not in learning_modules and "expert" not in name)
     ] or None
 
 

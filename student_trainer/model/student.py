@@ -35,7 +35,8 @@ class Student(nn.Module):
     whether its layers are compiled; `compile_layers` (`compilation.py`) sets it. `bf16`: whether it
     computes in bfloat16. `linear`: the linear modules that every forward pass calls. `vocab_size`:
     number of ids that rows cover: the softmax is over their logits. `placeholder`: the token that
-    stands for an image; None: no batch has images.
+    stands for an image; None: no batch has images. `equal_lengths`: whether only prompts of one
+    length are sampled together; the self-test (`run/self_test.py`) sets it.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Student(nn.Module):
         self.linear = frozenset(linear)
         self.layout: Layout = "padded"
         self.compiled = False
+        self.equal_lengths = False
         if self._logit_map is None:
             log.info(
                 "the head is not one linear layer with a scale or a cap: computing full logits,"

@@ -34,6 +34,7 @@ class HuggingFaceRollouts:
         vocab_size: int | None = None,
         bf16: bool = False,
         never: int | None = None,
+        equal_lengths: bool = False,
     ) -> None:
         """Set up the sampler.
 
@@ -41,7 +42,8 @@ class HuggingFaceRollouts:
         `max_new_tokens`: limit of a completion. `batch_tokens`: maximum tokens of a batch, with
         padding. `draws`: ids per token to draw from the tail; greedy rollouts have none.
         `vocab_size`: sample from the first `vocab_size` ids; None: from all. `bf16`: compute in
-        bfloat16. `never`: an id that is not sampled (the placeholder of images).
+        bfloat16. `never`: an id that is not sampled (the placeholder of images). `equal_lengths`:
+        see `Sampler`.
         """
         self._sampler = Sampler(
             model,
@@ -52,6 +54,7 @@ class HuggingFaceRollouts:
             vocab_size=vocab_size,
             bf16=bf16,
             never=never,
+            equal_lengths=equal_lengths,
         )
         self._max_new_tokens = max_new_tokens
         self._batch_tokens = batch_tokens

@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from clients.data.models.rope_switch import rope_switch
 from clients.data.tokens.answers import end_ids
 from student_trainer.data.images import SequenceImages, image_inputs
 from student_trainer.data.rollout import TailDraws
@@ -97,6 +98,7 @@ class Sampler:
         vocab_size: int | None = None,
         bf16: bool = False,
         never: int | None = None,
+        equal_lengths: bool = False,
     ) -> None:
         """Set up the sampler of `model`, a transformers causal LM.
 
@@ -105,6 +107,8 @@ class Sampler:
         from the tail, the ids outside the head. All records are of the policy before `top_p`:
         softmax(logits / temperature). `vocab_size`: the policy has only the first `vocab_size` ids;
         None: all. `bf16`: compute in bfloat16. `never`: an id that is not sampled.
+        `equal_lengths`: the model's results change with padding (`probe_sampling`), so that only
+        sequences of one length share a batch.
         """
         self._model = model
         self._top_k = top_k
@@ -114,6 +118,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self._bf16 = bf16
         self._never = never
+        self._equal_lengths = equal_lengths
+        self._rope_switch = rope_switch(model.config.get_text_config())
         self._ends = end_ids(model, tokenizer)
         # Read after the end of a sequence only; the tokenizer's own may be an id without embedding.
         self._pad = 0
@@ -138,13 +144,38 @@ class Sampler:
         images[i]: the images of before[i], if any. While this method runs, the model has another
         `generation_config`. No gradient.
         """
+        lengths = [len(tokens) for tokens in before]
+        longest = max(lengths) + max(limits)
+        if not self._equal_lengths and (self._rope_switch is None or longest <= self._rope_switch):
+            lengths = [0] * len(before)
+        completions: dict[int, SampledTokens] = {}
+        for length in sorted(set(lengths)):
+            rows = [row for row, other_length in enumerate(lengths) if other_length == length]
+            batch = self._write_batch(
+                [before[row] for row in rows],
+                [limits[row] for row in rows],
+                None if noise is None else [noise[row] for row in rows],
+                None if draw_noise is None else [draw_noise[row] for row in rows],
+                [images[row] for row in rows] if images else (),
+                marks=marks,
+                is_cancelled=is_cancelled,
+            )
+            completions |= zip(rows, batch, strict=True)
+        return [completions[row] for row in range(len(before))]
+
+    def _write_batch(
+        self,
+        before: Sequence[Tensor],
+        limits: Sequence[int],
+        noise: Sequence[Tensor] | None,
+        draw_noise: Sequence[Tensor] | None,
+        images: Sequence[SequenceImages | None],
+        *,
+        marks: Marks | None,
+        is_cancelled: Callable[[], bool],
+    ) -> list[SampledTokens]:
+        """Sample one batch, padded on the left; see `write`."""
         device = self._model.device
-        width = max(map(len, before))
-        ids = torch.zeros(len(before), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, tokens in enumerate(before):
-            ids[row, width - len(tokens) :] = tokens
-            mask[row, width - len(tokens) :] = 1
         uniforms, draw_uniforms = (
             None if numbers is None else pad_sequence(list(numbers), batch_first=True).to(device)
             for numbers in (noise, draw_noise if self._draws else None)
@@ -159,31 +190,68 @@ class Sampler:
             self._vocab_size,
             self._never,
         )
-        inputs = image_inputs(images, ids) or {}
+        width = max(map(len, before))
         stop_criteria = _Stop(width, torch.tensor(limits, device=device), marks, is_cancelled)
+        sequences = self._generate(before, max(limits), recorder, [stop_criteria], images)
+        records = zip(sequences[:, width:].cpu(), *recorder.records(), limits, strict=True)
+        return [self._truncate(*columns, marks) for columns in records]
+
+    def plain_ids(self, count: int) -> Tensor:
+        """Return `count` token ids [count] int64 of the policy that end no completion."""
+        vocab_size = self._vocab_size or self._model.config.get_text_config().vocab_size
+        ids = [token_id for token_id in range(min(vocab_size, 64)) if token_id not in self._ends]
+        return torch.tensor((ids * count)[-count:])
+
+    @torch.no_grad()
+    def continuation_logits(self, before: Sequence[Tensor], after: Tensor) -> Tensor:
+        """Return the logits [B, n, V] from which `write` would sample the tokens `after` [B, n].
+
+        Row [i, t] is computed from before[i] and after[i, :t], in one batch, token by token.
+        `after` has no end tokens.
+        """
+        forcer = _TokenForcer(after.to(self._model.device))
+        self._generate(before, after.shape[1], forcer, [], ())
+        return torch.stack(forcer.logits, 1)
+
+    def _generate(
+        self,
+        before: Sequence[Tensor],
+        max_tokens: int,
+        processor: LogitsProcessor,
+        stop_criteria: Sequence[StoppingCriteria],
+        images: Sequence[SequenceImages | None],
+    ) -> Tensor:
+        """Return the sequences, padded on the left, with the tokens that `processor` chooses."""
+        device = self._model.device
+        width = max(map(len, before))
+        ids = torch.zeros(len(before), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(before):
+            ids[row, width - len(tokens) :] = tokens
+            mask[row, width - len(tokens) :] = 1
+        inputs = image_inputs(images, ids) or {}
         own_config = self._model.generation_config
-        self._model.generation_config = self._generation_config(limits)
+        self._model.generation_config = self._generation_config(max_tokens)
         try:
             with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
-                sequences = self._model.generate(
+                sequences: Tensor = self._model.generate(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     generation_config=self._model.generation_config,
                     **{name: tensor.to(device) for name, tensor in inputs.items()},
                     **{CACHE_ARGUMENT: make_cache(self._model, bf16=self._bf16)},
-                    logits_processor=LogitsProcessorList([recorder]),
-                    stopping_criteria=StoppingCriteriaList([stop_criteria]),
+                    logits_processor=LogitsProcessorList([processor]),
+                    stopping_criteria=StoppingCriteriaList(stop_criteria),
                 )
         finally:
             self._model.generation_config = own_config
-        completions = zip(sequences[:, width:].cpu(), *recorder.records(), limits, strict=True)
-        return [self._truncate(*columns, marks) for columns in completions]
+        return sequences
 
-    def _generation_config(self, limits: Sequence[int]) -> GenerationConfig:
+    def _generation_config(self, max_tokens: int) -> GenerationConfig:
         # The model's own generation config (top_p, repetition_penalty, ...) must not change the
         # distribution: the loss is computed for softmax(logits / temperature).
         return GenerationConfig(
-            max_new_tokens=max(limits),
+            max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=self._ends or None,
             pad_token_id=self._pad,
@@ -248,6 +316,22 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
             for row in self._marks.may_close(sampled_ids[:, -1]).nonzero().flatten().tolist():
                 is_stopped[row] |= self._marks.closed_by(sampled_ids[row])
         return is_stopped
+
+
+class _TokenForcer(LogitsProcessor):  # type: ignore[misc]
+    """Makes a greedy `generate` take given tokens, and keeps the logits.
+
+    logits: of each step, [B, V] float32.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens  # [B, n]
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens = self._tokens[:, len(self.logits), None]
+        self.logits.append(scores.float())
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
 class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]

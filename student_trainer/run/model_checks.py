@@ -5,11 +5,14 @@ The checks that need no tokenizer are in `clients/preflight/files.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from clients.config.kinds import AnyTraining
 from clients.data.models.files import use_caches_if_away
+from clients.data.models.rope_switch import rope_switch
 from clients.data.records import FILE_SUFFIXES
 from clients.data.tokens.tokenizer import first_difference
 from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing
@@ -17,6 +20,8 @@ from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
 from student_trainer.data.captured_stores import TrainingStore
 from student_trainer.teachers.connections import Connection
+
+log = logging.getLogger(__name__)
 
 
 def check_hub(config: AnyTraining) -> None:
@@ -29,6 +34,24 @@ def check_hub(config: AnyTraining) -> None:
     if local_data and Path(config.student.model).is_dir():
         return
     use_caches_if_away()
+
+
+def max_sequence_length(text_config: Any) -> int | None:
+    """Return the most tokens of a sequence of the student; None: no limit.
+
+    `text_config`: the configuration of the student's text model. Logs a warning if LongRoPE sets
+    the limit: longer sequences have other rotary factors, and would change those beside them.
+    """
+    max_length: int | None = getattr(text_config, "max_position_embeddings", None)
+    switch = rope_switch(text_config)
+    if switch is None or (max_length is not None and max_length <= switch):
+        return max_length
+    log.warning(
+        "the student has other rotary factors beyond %d tokens (LongRoPE): longer sequences are"
+        " refused; to train on them, make short_factor equal to long_factor in its config.json",
+        switch,
+    )
+    return switch
 
 
 def check_top_k(top_k: int, width: int, field: str) -> None:

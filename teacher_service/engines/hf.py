@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from clients.data.models.rope_switch import rope_switch
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rows.codec import RowBlock
@@ -108,6 +109,7 @@ class HfEngine:
             raise build_not_linear_error(model)
         self._head = Head(*load_head_weights(head), scale_and_cap=scale_and_cap)
         self._batch_invariant = batch_invariant
+        self._rope_switch = rope_switch(self._model.config.get_text_config())
         self._weights = ModelWeights(self._model)
         self._adapters = HfAdapters(self._model, adapters)
         progress.begin("computing the digests of its files")
@@ -163,8 +165,12 @@ class HfEngine:
         if self._batch_invariant:
             return [answer for query in queries for answer in self._score_together([query])]
         answers: dict[int, RowBlock | DistillError] = {}
-        # A model that gets images takes every placeholder of the batch for one of them.
-        kinds = [(query.adapter, isinstance(query, ExpandedQuery)) for query in queries]
+        # A model that gets images takes every placeholder of the batch for one of them. One with
+        # LongRoPE takes the rotary factors of all sequences from the longest one.
+        kinds = [
+            (query.adapter, isinstance(query, ExpandedQuery), self._has_long_factors(query))
+            for query in queries
+        ]
         for kind in sorted(set(kinds)):
             indices = [index for index, query_kind in enumerate(kinds) if query_kind == kind]
             rows = self._score_together([queries[index] for index in indices])
@@ -172,7 +178,7 @@ class HfEngine:
         return [answers[index] for index in range(len(queries))]
 
     def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
-        """Score queries of one adapter in one batch, all with images or all without."""
+        """Score queries of one kind in one batch; see `score`."""
         self._adapters.use(queries[0].adapter)
         hidden_states = self._compute_hidden_states(queries)
         # Row t is computed from the state after tokens 0..t-1.
@@ -202,6 +208,9 @@ class HfEngine:
         output = body(input_ids=token_ids, attention_mask=mask, use_cache=False, **images)
         states: Tensor = output.last_hidden_state
         return states
+
+    def _has_long_factors(self, query: ScoreQuery) -> bool:
+        return self._rope_switch is not None and len(query.token_ids) - 1 > self._rope_switch
 
     def _max_length(self) -> int:
         return max_length_of(self._model)

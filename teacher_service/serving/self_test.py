@@ -45,7 +45,9 @@ def run_self_test(engine: ScoringEngine) -> float:
     repeated_rows = _score(engine, [query])[0]
     max_chosen_ids = info.limits.max_chosen_ids
     gather_queries = [gather_query] if max_chosen_ids is None or max_chosen_ids else []
-    longer = ScoreQuery(tokens, 1, top_k=k)  # begins with the short one
+    # It begins with the short one, and is shorter than the reversed one, which may have other
+    # rotary factors (LongRoPE).
+    longer = ScoreQuery(tokens[: 2 * short_length], 1, top_k=k)
     batched_rows, _, prefix_rows, *gathered_blocks = _score(
         engine, [query, reversed_query, longer, *gather_queries]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.models.types import SLOW, WORKS, Outcome, examine, format_page
+from benchmarks.models.types import SLOW, WORKS, Outcome, examine, examine_in_process, format_page
 
 
 @pytest.mark.filterwarnings("default")  # those of the model's own code
@@ -20,6 +20,40 @@ def test_a_type_that_works(name: str, head: str) -> None:
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("name", "sampling", "adapters"),
+    [
+        ("llama", "works", "works"),
+        ("gpt2", "works, one sequence a line", "works"),
+        ("deepseek_v4", "works, prompts of one length", "adapters do not work with"),
+        ("rwkv", "the self-test of the student failed: sampling two sequences", "works"),
+        ("xlstm", "the self-test of the student failed: sampling fails", "works"),
+        ("phimoe", "works", "adapters do not work with"),
+        ("mixtral", "works", "adapters do not work with"),
+        ("mamba", "works, one sequence a line", "works"),
+        ("falcon_h1", "works, one sequence a line", "works"),
+        ("jamba", "works, one sequence a line", "works"),
+        ("phi3", "works", "works"),
+        ("gemma3_text", "works", "works"),
+    ],
+)
+def test_a_student(name: str, sampling: str, adapters: str) -> None:
+    outcome = examine(name)
+    assert outcome.sampling.startswith(sampling)
+    assert outcome.adapters.startswith(adapters)
+    assert outcome.export == WORKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_no_student_works_wrongly(name: str) -> None:
+    """A type works, or the program refuses it."""
+    outcome = examine_in_process(name)
+    assert "off by" not in outcome.sampling + outcome.adapters + outcome.export
+    assert "lacks" not in outcome.adapters + outcome.export
+
+
+@pytest.mark.filterwarnings("default")
 # The head of Bert has another layer before it, that of Dory a factor for each id.
 @pytest.mark.parametrize("name", ["bert", "dory"])
 def test_a_type_whose_head_is_not_linear(name: str) -> None:
@@ -30,9 +64,18 @@ def test_a_type_whose_head_is_not_linear(name: str) -> None:
 
 def test_the_page() -> None:
     outcomes = [
-        Outcome(name, model, WORKS if number else "it | broke", WORKS if number else SLOW)
+        Outcome(
+            name,
+            model,
+            WORKS if number else "it | broke",
+            WORKS if number else SLOW,
+            f"{WORKS}, prompts of one length",
+            *[WORKS if number else "it | broke"] * 2,
+        )
         for number, (name, model) in enumerate(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     ]
     text = format_page(outcomes)
     assert f"| teacher | {len(outcomes) - 1} of {len(outcomes)} | 99% |" in text
-    assert f"| plain | it / broke | {SLOW} |" in text
+    assert f"| sampling | {len(outcomes)} of {len(outcomes)} | 100% |" in text
+    row = f"it / broke | {SLOW} | works, prompts of one length | it / broke | it / broke"
+    assert f"| plain | {row} |" in text

@@ -29,6 +29,7 @@ from student_trainer.rollout_service.engines.student_model import (
 )
 from student_trainer.rollouts.hf import batches
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, rollout_noise
+from student_trainer.rollouts.sampling_probe import probe_sampling
 
 Returned = TypeVar("Returned")
 
@@ -58,6 +59,10 @@ class HfRolloutEngine:
             raise InvalidInput(error.message, field="--model", hint=error.hint) from error
         self._model = model_on_cpu.to(_open_device(device)).eval()
         self._bf16 = computes_in_bfloat16(student)
+        probe = probe_sampling(self._model, self._tokenizer, bf16=self._bf16)
+        if probe.fault is not None:
+            raise InvalidInput(probe.fault, field="--model", hint="use --engine vllm")
+        self._equal_lengths = probe.equal_lengths
         self._shapes = snapshot_shapes(self._model)
         self._marks: tuple[tuple[str, ...], Marks] | None = None
         self._version: int | None = None  # of the weights; None: not verified
@@ -134,6 +139,7 @@ class HfRolloutEngine:
             draws=settings.draws,
             vocab_size=settings.vocab_size,
             bf16=self._bf16,
+            equal_lengths=self._equal_lengths,
         )
         requests = order.sequences[batch]
         noise = draw_noise = None

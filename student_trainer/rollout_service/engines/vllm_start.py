@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from clients.data.models.rope_switch import rope_switch
 from protos.errors import InvalidInput
 from protos.vllm_processes import executor, set_environment, stdout_on_stderr
 
@@ -48,6 +49,7 @@ def start_vllm(
     set_environment()
     # Select the model runner whose sampler can be replaced.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    from transformers import AutoConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -61,8 +63,9 @@ def start_vllm(
         worker_cls=_WORKER,
         distributed_executor_backend=executor(tensor_parallel_size),
         additional_config={"service_pid": os.getpid()},
-        # The longest context that fits in memory, at most the model's own maximum.
-        max_model_len=-1,
+        # vLLM then has the short rotary factors of LongRoPE, as the trainer. Without: the longest
+        # context that fits in memory, at most the model's own maximum.
+        max_model_len=rope_switch(AutoConfig.from_pretrained(model).get_text_config()) or -1,
         skip_tokenizer_init=True,
         trust_remote_code=False,
         load_format="auto" if adapters else "dummy",

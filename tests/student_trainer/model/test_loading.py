@@ -155,10 +155,7 @@ def test_training_computes_what_evaluation_computes(kind: str, tmp_path: Path) -
     ids = torch.arange(12)[None]
 
     def logits(model: Any) -> list[torch.Tensor]:
-        passes = (
-            model(input_ids=ids, use_cache=False).logits for model in (model.eval(), model.train())
-        )
-        return list(passes)
+        return [model.train(mode)(input_ids=ids, use_cache=False).logits for mode in (False, True)]
 
     with torch.no_grad():
         noisy = logits(AutoModelForCausalLM.from_pretrained(tmp_path))

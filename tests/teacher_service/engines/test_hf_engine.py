@@ -216,3 +216,49 @@ def test_the_limit_of_a_model_of_text_and_images_is_in_its_text_config(tiny_mode
     # XLNet says -1 for no limit.
     engine._model.config = transformers.Qwen3Config(max_position_embeddings=-1)
     assert engine._max_length() == 4096
+
+
+def test_rows_do_not_depend_on_a_longer_query_that_has_other_rotary_factors(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """LongRoPE; the self-test, with 23 tokens beside 7, passes too."""
+    switch = 16
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    torch.manual_seed(0)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": switch,
+        "short_factor": [1.0] * 8,
+        "long_factor": [8.0] * 8,
+    }
+    config = transformers.Phi3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=switch,
+        rope_parameters=rope,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = transformers.Phi3ForCausalLM(config)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(std=0.5)
+    model.save_pretrained(tmp_path)
+    engine = HfEngine(str(tmp_path), device="cpu")
+    run_self_test(engine)
+    queries = [ScoreQuery(tokens, 1, top_k=4) for tokens in sequences([12, 17, 18, 40, 9])]
+    for together, query in zip(rows(engine, queries), queries, strict=True):
+        (alone,) = rows(engine, [query])
+        np.testing.assert_allclose(together.head_logprobs, alone.head_logprobs, atol=1e-3)
+        with torch.no_grad():
+            ids = torch.from_numpy(query.token_ids.astype(np.int64))[None, :-1]
+            exact = model(input_ids=ids, use_cache=False).logits[0].log_softmax(1)
+        token_logprobs = exact.gather(1, torch.from_numpy(query.token_ids[1:, None]).long())[:, 0]
+        np.testing.assert_allclose(together.token_logprobs, token_logprobs.numpy(), atol=1e-3)

@@ -1,0 +1,74 @@
+"""A probe: does a model sample from the policy that its plain forward pass computes?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from student_trainer.rollouts.sampler import Sampler
+
+_SHORT, _LONG, _STEPS, _TOP_K = 4, 9, 3, 8
+
+
+@dataclass(frozen=True)
+class SamplingProbe:
+    """How sampling with `model.generate` compares with a forward pass of the whole sequence.
+
+    fault: why the model cannot sample, or samples from another policy; None: it samples from its
+    own. equal_lengths: whether a longer sequence in the batch changes the policy, or padding fails.
+    """
+
+    fault: str | None
+    equal_lengths: bool
+
+
+@torch.no_grad()
+def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> SamplingProbe:
+    """Compare sampling alone, in pairs, and in a padded batch with a plain forward pass.
+
+    `model`: a transformers causal LM, in evaluation mode. It runs ten times on at most 11 tokens.
+    """
+    tolerance = rounding(model, bf16=bf16)
+    sampler = Sampler(model, tokenizer, top_k=0, temperature=1.0, bf16=bf16)
+    short, long = sampler.plain_ids(_SHORT + _STEPS), sampler.plain_ids(_LONG + _STEPS).flip(0)
+    before = [short[:_SHORT], long[:_SHORT], long[:_LONG]]
+    after = torch.stack([short[_SHORT:], long[_SHORT:][:_STEPS], long[_LONG:]])
+    try:
+        alone, paired = (
+            sampler.continuation_logits(before[:count], after[:count])[0] for count in (1, 2)
+        )
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            ids = short[None, :-1].to(model.device)
+            plain = model(input_ids=ids, use_cache=False).logits[0, -_STEPS:].float()
+    except Exception as error:  # models without sampling raise any exception
+        return SamplingProbe(f"sampling fails: {error}", equal_lengths=True)
+    differences = {
+        "a sequence with a cache": _largest_difference(plain, alone),
+        "two sequences of one length": _largest_difference(plain, paired),
+    }
+    for case, difference in differences.items():
+        if not difference <= tolerance:
+            fault = f"sampling {case} differs by {difference:.2g} nats from a plain forward pass"
+            return SamplingProbe(fault, equal_lengths=True)
+    try:
+        padded = sampler.continuation_logits(before[::2], after[::2])[0]
+    except Exception:
+        return SamplingProbe(None, equal_lengths=True)
+    return SamplingProbe(None, equal_lengths=not _largest_difference(plain, padded) <= tolerance)
+
+
+def rounding(model: Any, *, bf16: bool) -> float:
+    """Return the largest difference in nats that rounding leaves between equal log-probs."""
+    if bf16 or model.dtype != torch.float32:
+        return 0.2
+    return 2e-2 if model.device.type == "cuda" else 1e-3  # TF32 on a GPU
+
+
+def _largest_difference(logits: Tensor, other_logits: Tensor) -> float:
+    """Return the largest difference of the log-probs of the likeliest ids [n, V], in nats."""
+    logprobs, other_logprobs = (values.log_softmax(-1) for values in (logits, other_logits))
+    top_ids = logprobs.topk(min(_TOP_K, logprobs.shape[-1])).indices
+    return float((logprobs - other_logprobs).gather(-1, top_ids).abs().max())
