@@ -103,21 +103,21 @@ def main(arguments: list[str] | None = None) -> None:
     logging.disable(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    outcomes = []
+    outcomes: dict[str, Outcome] = {}
     if options.resume and options.resume.exists():
-        outcomes = [Outcome(**json.loads(line)) for line in options.resume.read_text().splitlines()]
-    examined = {outcome.type for outcome in outcomes}
+        lines = map(json.loads, options.resume.read_text().splitlines())
+        outcomes = {values["type"]: Outcome(**values) for values in lines}
     for name in options.only or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if name in examined:
+        if name in outcomes:
             continue
-        outcomes.append(examine_in_process(name))
-        line = json.dumps(asdict(outcomes[-1]))
+        outcomes[name] = examine_in_process(name)
+        line = json.dumps(asdict(outcomes[name]))
         print(line, flush=True)
         if options.resume:
             with options.resume.open("a") as file:
                 file.write(line + "\n")
     if not options.only:
-        write_page(options.out, format_page(outcomes))
+        write_page(options.out, format_page([*outcomes.values()]))
 
 
 def examine_in_process(name: str) -> Outcome:
