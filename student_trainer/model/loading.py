@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
 from student_trainer.model.probes import uses_images
 from student_trainer.model.recomputation import recompute_activations
+
+log = logging.getLogger(__name__)
 
 Check = Callable[[Path, str], None]
 MODEL_CHECKS: Sequence[Check] = (refuse_adapter, refuse_code, refuse_missing_files)
