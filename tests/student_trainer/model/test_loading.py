@@ -164,9 +164,9 @@ def test_training_computes_what_evaluation_computes(kind: str, tmp_path: Path) -
         evaluated, trained = logits(model)
     assert torch.equal(evaluated, trained)
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
-    if kind != "rwkv":
-        assert not torch.equal(*noisy)
-    torch.testing.assert_close(evaluated, noisy[0])
+    assert not torch.equal(*noisy)
+    # RWKV's evaluation rounds other numbers; training does not rescale.
+    torch.testing.assert_close(evaluated, noisy[1 if kind == "rwkv" else 0])
 
 
 @pytest.mark.parametrize("told", [False, True])
