@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.tables.common import (
-    MAX_DRAWS,
     Address,
     Count,
     Name,
@@ -50,8 +49,6 @@ class OnPolicyConfig(Table):
     """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples."""
     horizon: Literal["word", "answer"] = "word"
     """With another tokenizer: what a token answers for, its word or all that follows (noisier)."""
-    control_variate: bool = False
-    """With another tokenizer: the teacher scores head ids where words begin, for less noise."""
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
@@ -106,11 +103,6 @@ class OnPolicyJob(TrainingJob):
         if self.teachers:
             remedy = "has no effect: the job has `teachers`; leave one of them out"
             raise refusal(self, "teacher.tokenizer", remedy)
-        if self.control_ids > MAX_DRAWS:
-            remedy = (
-                f"is at most {MAX_DRAWS} with method.control_variate; lower it, or leave that out"
-            )
-            raise refusal(self, "teacher.top_k", remedy)
         return self
 
     @model_validator(mode="after")
@@ -142,7 +134,7 @@ class OnPolicyJob(TrainingJob):
                 ),
                 (
                     self.teacher.tokenizer != "same",
-                    "method.horizon method.control_variate",
+                    "method.horizon",
                     "it is for a teacher with another tokenizer; set teacher.tokenizer",
                 ),
                 (
@@ -153,7 +145,7 @@ class OnPolicyJob(TrainingJob):
                 ),
                 (
                     not self.teacher.roles,
-                    "method.horizon method.control_variate",
+                    "method.horizon",
                     "teacher.roles are for the rows of every token; leave one of them out",
                 ),
                 *other_tokens_rules(self.teacher, chat_template=self.data.chat_template),
@@ -193,11 +185,6 @@ class OnPolicyJob(TrainingJob):
     def draws(self) -> int:
         """Ids per row that the student draws from its own tail; 0: the loss reads none."""
         return self.teacher.tail_draws if self.method.tail_mode == "bucket+draws" else 0
-
-    @property
-    def control_ids(self) -> int:
-        """Head ids per row of the control variate; 0: the loss reads none."""
-        return self.top_k if self.method.control_variate else 0
 
     @property
     def tail_samples(self) -> int:

@@ -165,8 +165,6 @@ def _check_scorer(
             field="method.tail",
             hint=f"install the same version on the teacher's machine, or use '{alternative_tail}'",
         )
-    if isinstance(config, OnPolicyJob) and config.control_ids:
-        _check_control(info, label, config.control_ids)
     if isinstance(config, OnPolicyJob) and config.tail_samples > info.max_tail_samples:
         raise InvalidInput(
             f"the {label} draws {info.max_tail_samples} tail samples per row, not"
@@ -184,19 +182,6 @@ def _check_scorer(
             " each exceed the size of one query",
             field=key,
             hint=f"lower it, or the draws: {max_ids} ids fit in a row",
-        )
-
-
-def _check_control(info: TeacherInfo, label: str, ids: int) -> None:
-    """Check that the teacher scores the `ids` per row of the control variate, and one head id."""
-    max_ids = info.max_tail_draws
-    if info.max_chosen_ids is not None:
-        max_ids = min(max_ids, max(0, info.max_chosen_ids - 1))
-    if ids > max_ids:
-        raise InvalidInput(
-            f"the {label} scores {max_ids} more ids per row, not {ids}",
-            field="method.control_variate",
-            hint=f"set teacher.top_k = {max_ids}" if max_ids else "leave it out",
         )
 
 

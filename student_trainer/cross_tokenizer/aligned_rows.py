@@ -23,9 +23,8 @@ class AlignedRows(RowBlock):
     word [n] int64: the word of each token (for a store: its unit, which may be a chunk), from 0,
     without gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that match one
     teacher token. spelled: the answer is the student's canonical encoding of its bytes. weights
-    [n, M]: of the ids `tail_sample_ids` [n, M]; stored rows only, see `mapped_kl`. matched
-    [n, K] bool: head ids of the student with `head_logprobs` of the teacher, see `MatchedHead`;
-    None: the head is a placeholder.
+    [n, M]: of the ids `tail_sample_ids` [n, M]; stored rows only, see `mapped_kl`. The
+    head is a placeholder.
     """
 
     word: NDArray[np.int64]
@@ -33,7 +32,6 @@ class AlignedRows(RowBlock):
     one_to_one: NDArray[np.bool_]
     spelled: bool
     weights: NDArray[np.float32] | None = None
-    matched: NDArray[np.bool_] | None = None
 
     def taken(self, places: NDArray[np.int64] | slice) -> AlignedRows:
         """Return the rows at `places`, in that order; word numbers stay unchanged."""
@@ -63,7 +61,7 @@ class AlignedBatch(Batch):
 
     word [N] int64, below N: no two answers share a number. learned, one_to_one [N] bool: as in
     AlignedRows. spelled [S] bool. left_out [S] bool: no token is learned. weights [N, M]: of
-    `sample_ids`; matched [N, K] bool: of `head_ids`; None unless the rows have them.
+    `sample_ids`; None unless the rows have them.
     """
 
     word: Tensor
@@ -72,7 +70,6 @@ class AlignedBatch(Batch):
     spelled: Tensor
     left_out: Tensor
     weights: Tensor | None = None
-    matched: Tensor | None = None
 
     def without_rows(self) -> AlignedBatch:
         """Return a batch with one input token and no rows; see `Batch.without_rows`."""
@@ -111,5 +108,4 @@ def make_aligned_batch(
         spelled=torch.tensor([block.spelled for block in rows], device=device),
         left_out=torch.tensor([not block.learned.any() for block in rows], device=device),
         weights=None if rows[0].weights is None else concatenate("weights"),
-        matched=None if rows[0].matched is None else concatenate("matched"),
     )

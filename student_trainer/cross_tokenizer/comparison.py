@@ -146,17 +146,12 @@ def _refuse_unused_keys(config: OnPolicyJob | RLJob, reason: str) -> None:
     """Raise InvalidInput if the job sets a key that applies to tokens aligned by bytes only."""
     if isinstance(config, RLJob):
         return
-    method = config.method
-    for key, is_set in (
-        ("horizon", method.horizon != "word"),
-        ("control_variate", method.control_variate),
-    ):
-        if is_set:
-            raise InvalidInput(
-                f"has no effect: {reason}, and the loss is that of every token",
-                field=f"method.{key}",
-                hint="leave it out",
-            )
+    if config.method.horizon != "word":
+        raise InvalidInput(
+            f"has no effect: {reason}, and the loss is that of every token",
+            field="method.horizon",
+            hint="leave it out",
+        )
 
 
 def build_teacher_input(

@@ -32,15 +32,6 @@ K_w = log p - log q of all tokens of word w,
 The terms log p of K_w before token i do not change the mean. The second form ignores the effect of
 a token on later words, as the per-token KL with one tokenizer does, and has less variance.
 
-Where token i begins a word, rows lower the variance (`MatchedHead`). Let S be student ids that also
-begin a word, each with the bytes of one teacher token v. The encoding of the preceding text is the
-same for each of them, so q(v) is in the teacher's row at that position. If a_i is in S, subtract
-
-    sum_{u in S} h(u) (1[u = a_i] - p(u) / p(S)) grad log p(u),    h(u) = log p(u) - log q(v) + K
-
-with K the cost of the word that has ended. Its mean over a_i in S is 0 for any h. The factor of
-grad log p(a_i) then contains only the word's other tokens and, for "answer", later words.
-
 In a store, the teacher has written the answers: tokens b, bytes x, and a = s(x) is the student's
 encoding. The gradient of the mean of -log p(a) is that of the forward KL, and needs no log q.
 `mapped_kl` has the same mean gradient and less variance, because it reads the teacher's rows where
@@ -54,7 +45,6 @@ bytes of a run of teacher tokens; `clients/cross_tokenizer/alignment.py` also de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -62,7 +52,6 @@ from torch import Tensor
 
 from student_trainer.losses.advantages import gae
 from student_trainer.losses.rows import LOWEST_LOGPROB, Rows
-from student_trainer.losses.topk import topk_kl
 
 # Where the sum of costs in a token's advantage ends: at the end of its word or of the answer.
 Horizon = Literal["word", "answer"]
@@ -74,21 +63,6 @@ UNIT_TEMPERATURE = 100.0
 _MIN_NEG_LOG = 1e-6
 
 
-@dataclass(frozen=True)
-class MatchedHead:
-    """Head ids of N tokens, for the control variate of those that begin a word.
-
-    student_logprobs [N, K]: log p; the gradient flows through them. teacher_logprobs [N, K]: log q
-    of the same bytes, where matched. matched [N, K] bool: the set S of each token, empty for a
-    token that begins no word. is_token [N, K] bool: whether the id is the token.
-    """
-
-    student_logprobs: Tensor
-    teacher_logprobs: Tensor
-    matched: Tensor
-    is_token: Tensor
-
-
 def cross_tokenizer_kl(
     student_logprobs: Tensor,
     teacher_shares: Tensor,
@@ -98,7 +72,6 @@ def cross_tokenizer_kl(
     *,
     horizon: Horizon,
     importance: Tensor | None = None,
-    head: MatchedHead | None = None,
 ) -> Tensor:
     """Return the cost of each token, [N] in nats, with the gradient A_i grad log p_i.
 
@@ -107,40 +80,17 @@ def cross_tokenizer_kl(
     below N: the word of each token, numbered differently in each answer, and its answer; the tokens
     of each are adjacent, in order, and all in the call. `learned` [N] bool: other tokens have
     neither cost nor gradient. `importance` [N]: the detached p/mu if another policy mu sampled the
-    tokens; it multiplies the gradient. None: 1. `head`: lowers the variance of the gradient without
-    changing its mean.
+    tokens; it multiplies the gradient. None: 1.
 
     The costs of a word sum to K_w. The mean of the costs is not a per-token KL.
     """
     log_p = student_logprobs.clamp(min=LOWEST_LOGPROB)
     zeros = torch.zeros_like(log_p.detach())
     costs = torch.where(learned, (log_p - teacher_shares).detach(), zeros)
-    weights, head_controls = word_advantages(costs, word, answer, horizon), zeros
-    if head is not None:
-        token_controls, head_controls = _control_variates(head, costs_before(costs, word, answer))
-        weights = weights - token_controls
-    gradient = weights * (log_p - log_p.detach()) + head_controls
+    gradient = word_advantages(costs, word, answer, horizon) * (log_p - log_p.detach())
     if importance is not None:
         gradient = importance.detach() * gradient
     return costs + torch.where(learned, gradient, zeros)
-
-
-def _control_variates(head: MatchedHead, previous_cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Return h(a_i) [N], and the sum over S of p(u) / p(S) h(u) log p(u) [N], whose value is 0.
-
-    Both are 0 for a token that is not in S. `previous_cost` [N]: the cost of the word that ended.
-    """
-    is_used = head.matched & (head.matched & head.is_token).any(1, keepdim=True)
-    log_p, log_q = (
-        torch.where(is_used, logprobs.clamp(min=LOWEST_LOGPROB), torch.zeros_like(logprobs))
-        for logprobs in (head.student_logprobs, head.teacher_logprobs)
-    )
-    advantages = torch.where(
-        is_used, (log_p - log_q).detach() + previous_cost[:, None], torch.zeros_like(log_p)
-    )
-    head_probs = log_p.detach().masked_fill(~is_used, LOWEST_LOGPROB).softmax(1)
-    head_controls = (head_probs * advantages * (log_p - log_p.detach())).sum(1)
-    return (advantages * head.is_token).sum(1), head_controls
 
 
 def word_advantages(costs: Tensor, word: Tensor, answer: Tensor, horizon: Horizon) -> Tensor:
@@ -232,30 +182,3 @@ def chunk_divergence(
     is_first = torch.ones_like(learned)
     is_first[1:] = unit[1:] != unit[:-1]
     return temperature * torch.where(is_first & learned, unit_divergences[unit], zeros)
-
-
-def controlled_topk_kl(
-    student: Rows, teacher: Rows, token_in_head: Tensor, advantages: Tensor
-) -> Tensor:
-    """Return a loss [N] with the mean gradient of A_i grad log p_i, and less variance for q near p.
-
-        J_i = sum_{u in S} p(u) (log p(u) - sg log q(v(u))) + P_t log(P_t/Q_t)
-              + r_i sg(A_i - l(a_i))
-
-    S are student ids u whose bytes are one teacher token v(u). l(a_i) is the log of p/q if a_i is
-    in S, otherwise log(P_t/Q_t); r_i = p_i / sg(p_i). The teacher's rows, at the ids v(u) and the
-    token v(a_i), must be those after its encoding of the bytes before token i, whether or not that
-    is a prefix of its encoding of the answer: selecting tokens by this property is biased.
-    `token_in_head` [N] bool: whether a_i is in S. `advantages` [N]: A_i.
-
-    The first two terms alone, which match tokens by their text, are biased: the student emitting u
-    and the teacher emitting v(u) are different events. With one tokenizer, and A_i the cost of one
-    token, J_i is `topk_kl` with the tail `bucket+sampled`.
-    """
-    matched = topk_kl(student, teacher, token_in_head, direction="reverse", tail="bucket")
-    log_p = student.token_logprobs.clamp(min=LOWEST_LOGPROB)
-    tail_log_ratio = student.tail_logmass.clamp(min=LOWEST_LOGPROB)
-    tail_log_ratio = tail_log_ratio - teacher.tail_logmass.clamp(min=LOWEST_LOGPROB)
-    token_log_ratio = log_p - teacher.token_logprobs.clamp(min=LOWEST_LOGPROB)
-    head_log_ratio = torch.where(token_in_head, token_log_ratio, tail_log_ratio).detach()
-    return matched + (log_p - log_p.detach()).exp() * (advantages.detach() - head_log_ratio)

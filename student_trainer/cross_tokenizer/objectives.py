@@ -11,7 +11,6 @@ from torch import Tensor
 from student_trainer.cross_tokenizer.aligned_rows import AlignedBatch, make_aligned_batch
 from student_trainer.cross_tokenizer.losses import (
     Horizon,
-    MatchedHead,
     chunk_divergence,
     cross_tokenizer_kl,
     mapped_kl,
@@ -62,7 +61,6 @@ class CrossTokenizerObjective:
                 batch.learned[index],
                 horizon=self.horizon,
                 importance=importance_weights(rows.token_logprobs, sampling[index]),
-                head=_build_matched_head(batch, rows, index),
             )
 
         return weight_loss(loss, batch.sequence_weights)
@@ -89,17 +87,6 @@ class CrossTokenizerObjective:
         assert isinstance(batch, AlignedBatch)
         costs = out.rows.token_logprobs - batch.teacher.token_logprobs
         return {"eval/kl": torch.where(batch.learned, costs, torch.zeros_like(costs))}
-
-
-def _build_matched_head(batch: AlignedBatch, rows: Rows, index: Index) -> MatchedHead | None:
-    if batch.matched is None:
-        return None
-    return MatchedHead(
-        rows.head_logprobs,
-        batch.teacher.head_logprobs[index],
-        batch.matched[index],
-        batch.head_ids[index] == batch.token_ids[index, None],
-    )
 
 
 @dataclass(frozen=True)

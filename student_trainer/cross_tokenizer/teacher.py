@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +20,6 @@ from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from student_trainer.cross_tokenizer.aligned_rows import AlignedRows
-from student_trainer.cross_tokenizer.matched_heads import HeadMap, MatchedHeads
 from student_trainer.data.rollout import Rollout
 from student_trainer.teachers.remote import map_future
 from student_trainer.teachers.source import resolved
@@ -46,21 +44,18 @@ class CrossTokenizerTeacher:
         *,
         temperature: float,
         max_length: int,
-        heads: HeadMap | None = None,
     ) -> None:
         """Store the settings of the requests.
 
         `prompt`: returns the prompt ids [P] that the teacher reads for a rollout. `temperature`:
         divides the teacher's logits. `max_length`: maximum number of tokens that the teacher reads;
-        longer answers are left out. `heads`: request the student's head ids too, for the control
-        variate; None: request only the log-probs of tokens.
+        longer answers are left out.
         """
         self._client = client
         self._aligner = aligner
         self._prompt = prompt
         self._temperature = temperature
         self._max_length = max_length
-        self._heads = heads
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request the rows of the completion; never blocks. Otherwise as `RemoteTeacher.score`."""
@@ -68,34 +63,21 @@ class CrossTokenizerTeacher:
         alignment = self._aligner.align(ids, has_end=not rollout.truncated)
         prompt_ids = self._prompt(rollout).numpy().astype(np.int32)
         if alignment is None or len(prompt_ids) + len(alignment.reader_ids) > self._max_length:
-            return resolved(_skipped_rows(rollout, matched=self._heads is not None))
+            return resolved(_skipped_rows(rollout))
         query = ScoreQuery(
             token_ids=np.concatenate([prompt_ids, alignment.reader_ids]),
             start=len(prompt_ids),
             top_k=1,  # only the log-probs of the tokens are read
             temperature=self._temperature,
         )
-        heads = None
-        if self._heads is not None:
-            heads = self._heads.match(ids, rollout.head_ids.numpy(), alignment)
-            # As draws, because the draws of a row may be equal; the head is the first id only.
-            draw_ids = heads.teacher_ids(query.rows)
-            query = replace(query, top_k=None, head_ids=draw_ids[:, :1], draw_ids=draw_ids)
-        return map_future(
-            self._client.submit(query), partial(aligned_rows, rollout, alignment, heads)
-        )
+        return map_future(self._client.submit(query), partial(aligned_rows, rollout, alignment))
 
     def finish(self) -> None:
         """Do nothing: the service answers each request on its own."""
 
 
-def aligned_rows(
-    rollout: Rollout, alignment: Alignment, heads: MatchedHeads | None, rows: RowBlock
-) -> AlignedRows:
-    """Return the rows of a rollout. `rows`: one for each of the teacher's tokens.
-
-    `heads`: the heads whose `teacher_ids` are the draws of `rows`; None: the rows have no draws.
-    """
+def aligned_rows(rollout: Rollout, alignment: Alignment, rows: RowBlock) -> AlignedRows:
+    """Return the rows of a rollout. `rows`: one for each of the teacher's tokens."""
     logprobs = np.where(alignment.reader_settled, rows.token_logprobs, 0.0)
     learned = alignment.read & alignment.settled
     begins = np.append(True, alignment.word[1:] != alignment.word[:-1])
@@ -111,19 +93,12 @@ def aligned_rows(
         shares[stop_position], learned[stop_position] = IMPOSSIBLE, True
     is_canonical = not (alignment.read & ~alignment.canonical).any()
     word = np.cumsum(begins) - 1
-    aligned = _build_rows(
-        rollout, shares, word, learned, alignment.one_to_one, spelled=is_canonical
-    )
-    if heads is None:
-        return aligned
-    assert rows.draw_logprobs is not None, "they were asked for"
-    logprobs = np.where(heads.matched, rows.draw_logprobs[heads.teacher_rows], 0)
-    return replace(aligned, head_logprobs=logprobs.astype(np.float32), matched=heads.matched)
+    return _build_rows(rollout, shares, word, learned, alignment.one_to_one, spelled=is_canonical)
 
 
-def _skipped_rows(rollout: Rollout, *, matched: bool) -> AlignedRows:
+def _skipped_rows(rollout: Rollout) -> AlignedRows:
     no_tokens = np.zeros(len(rollout.completion), np.bool_)
-    rows = _build_rows(
+    return _build_rows(
         rollout,
         no_tokens.astype(float),
         no_tokens.astype(np.int64),
@@ -131,9 +106,6 @@ def _skipped_rows(rollout: Rollout, *, matched: bool) -> AlignedRows:
         no_tokens,
         spelled=False,
     )
-    if not matched:
-        return rows
-    return replace(rows, matched=np.zeros(rollout.head_ids.shape, np.bool_))
 
 
 def _build_rows(

@@ -35,13 +35,11 @@ from typing import Any
 from accelerate import Accelerator
 
 from clients.config.on_policy import OnPolicyJob
-from clients.data.tokens.answers import answer_end
 from student_trainer.cross_tokenizer.comparison import (
     SpecialTokenPair,
     TokenizerPair,
     build_teacher_input,
 )
-from student_trainer.cross_tokenizer.matched_heads import HeadMap
 from student_trainer.cross_tokenizer.objectives import CrossTokenizerObjective
 from student_trainer.cross_tokenizer.teacher import CrossTokenizerTeacher
 from student_trainer.data.prompts import ItemsOfSteps, Prompt
@@ -151,9 +149,14 @@ def on_policy_method(
         teacher = TeachersByName(sources)
     else:
         objective = CrossTokenizerObjective(config.method.horizon, objective.temperature)
-        # A row needs a head, but only the control variate reads it.
-        sampling_options |= {"top_k": max(1, config.control_ids), "draws": 0}
-        teacher = _make_cross_tokenizer_teacher(config, teachers[""], pair, tokenizer)
+        sampling_options |= {"top_k": 1, "draws": 0}  # a row needs a head, but the loss reads none
+        teacher = CrossTokenizerTeacher(
+            teachers[""].client,
+            pair.aligner,
+            teacher_prompt(config, pair.tokenizer),
+            temperature=config.method.temperature,
+            max_length=teachers[""].info.max_length,
+        )
     engine_rollouts = None
     if engine is not None:
         engine_rollouts = engine.rollouts(sampling_settings(config, **sampling_options))
@@ -204,20 +207,3 @@ def _make_remote_teachers(
         )
         for name, connection in teachers.items()
     }
-
-
-def _make_cross_tokenizer_teacher(
-    config: OnPolicyJob, connection: Connection, pair: TokenizerPair, tokenizer: Any
-) -> TeacherSource:
-    """Return the teacher service. `tokenizer`: the student's."""
-    heads = None
-    if config.control_ids:
-        heads = HeadMap.build(pair.aligner, answer_end(tokenizer))
-    return CrossTokenizerTeacher(
-        connection.client,
-        pair.aligner,
-        teacher_prompt(config, pair.tokenizer),
-        temperature=config.method.temperature,
-        max_length=connection.info.max_length,
-        heads=heads,
-    )

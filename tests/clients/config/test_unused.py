@@ -37,7 +37,6 @@ REFUSED = [
     (ON_POLICY + FORWARD, "method.head = 'teacher'", "for reverse_kl with one tokenizer"),
     (ON_POLICY + "teacher.tokenizer = 'auto'\n", "method.head = 'teacher'", "with one tokenizer"),
     (ON_POLICY, "method.horizon = 'answer'", "set teacher.tokenizer"),
-    (ON_POLICY, "method.control_variate = true", "set teacher.tokenizer"),
     (ON_POLICY, "teacher.roles = { a = 'b' }", "set teacher.tokenizer"),
     (
         ON_POLICY + "teacher.tokenizer = 'auto'\nteacher.roles = { a = 'b' }\n",
@@ -139,7 +138,6 @@ USED = [
     ON_POLICY + "data.eval_path = 'org/data'\ndata.split = 'test'\n",
     ON_POLICY + "teacher.tail_draws = 4\n",
     ON_POLICY + "teacher.tokenizer = 'auto'\nmethod.horizon = 'answer'\n",
-    ON_POLICY + "teacher.tokenizer = 'auto'\nmethod.control_variate = true\nteacher.top_k = 8\n",
     ON_POLICY + FORWARD + "teacher.tokenizer = 'auto'\nteacher.roles = { a = 'b' }\n",
     ON_POLICY + "teacher.context = '{answer}'\nteacher.template_arguments = { thinking = true }\n",
     LOADED + "teacher.context = '{answer}'\n",

@@ -152,23 +152,3 @@ def test_a_live_teacher_may_be_wider_than_the_store() -> None:
     other_tokenizer = replace(INFO, tokenizer_fingerprint="u", takes_vocab_size=True)
     with pytest.raises(WrongState, match="the tokenizer_fingerprint of the teacher differs"):
         check_live_teacher(other_tokenizer, "teacher", store)
-
-
-def test_the_ids_of_the_control_variate() -> None:
-    base_job = make_job(top_k=32, tail="bucket+sampled")
-    teacher = {**base_job.teacher.model_dump(exclude_unset=True), "tokenizer": "auto"}
-    method = {"control_variate": True, "tail": "bucket+sampled"}
-    values = base_job.model_dump(exclude_unset=True) | {"teacher": teacher, "method": method}
-    config = OnPolicyJob.model_validate(values)
-    check_teachers(config, {"": replace(INFO, max_chosen_ids=33)})
-    for info, max_ids in (
-        (replace(INFO, max_chosen_ids=32), 31),
-        (replace(INFO, max_tail_draws=0), 0),
-    ):
-        with pytest.raises(
-            InvalidInput, match=f"scores {max_ids} more ids per row, not 32"
-        ) as caught:
-            check_teachers(config, {"": info})
-        assert caught.value.field == "method.control_variate"
-    with pytest.raises(ValueError, match="is at most 256"):
-        OnPolicyJob.model_validate(values | {"teacher": {**teacher, "top_k": 257}})

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from student_trainer.cross_tokenizer.losses import (
-    Horizon,
-    MatchedHead,
-    controlled_topk_kl,
     costs_to_come,
     cross_tokenizer_kl,
     word_advantages,
@@ -236,25 +231,22 @@ def test_a_word_is_all_that_changes_if_nothing_else_does(wordy: Answers) -> None
         assert float(advantages[i]) == pytest.approx(float(cost[is_relevant].sum()), abs=EXACT)
 
 
-def rows_of_matches(toy: Answers) -> tuple[Rows, Rows, Tensor, Tensor]:
+def rows_of_matches(toy: Answers) -> tuple[Rows, Rows, Tensor]:
     """Return rows of every token at the student's ids that are one teacher token, or the end.
 
-    Also return which sampled tokens are among them, and whether the teacher's encoding of the text
-    before is a prefix of that of the answer. After 5 bytes, only the end is possible.
+    Also return which sampled tokens are among them. After 5 bytes, only the end is possible.
     """
     shared = [token for token in toy.student.vocabulary if token in toy.teacher.vocabulary]
     student_ids = [toy.student.vocabulary.index(token) for token in shared]
     teacher_ids = [toy.teacher.vocabulary.index(token) for token in shared]
     p, q = toy.student.logprobs(), toy.teacher.logprobs().detach()
-    student_rows, teacher_rows, token_columns, on_path = [], [], [], []
+    student_rows, teacher_rows, token_columns = [], [], []
     for answer in toy.all:
-        encoding = toy.encode("".join(answer))
         for i, (row, column) in enumerate(toy.student.places(answer)):
             prefix_encoding = toy.encode("".join(answer[:i]))
             student_rows.append(row)
             teacher_rows.append(toy.teacher.places(prefix_encoding)[-1][0])
             token_columns.append(column)
-            on_path.append(encoding[: len(prefix_encoding)] == prefix_encoding)
     student, teacher = p[student_rows], q[teacher_rows]
     sampled_ids = torch.tensor(token_columns)
     match = {student_ids[i]: teacher_ids[i] for i in range(len(shared))}
@@ -276,117 +268,16 @@ def rows_of_matches(toy: Answers) -> tuple[Rows, Rows, Tensor, Tensor]:
         rows(student, student_ids, sampled_ids),
         rows(teacher, teacher_ids, teacher_tokens),
         in_head,
-        torch.tensor(on_path),
     )
 
 
-def test_the_control_variate_is_unbiased(toy: Answers) -> None:
-    of_tokens, answer = toy.of_tokens()
-    advantages = costs_to_come((of_tokens - toy.shares_to_the_end()).detach(), answer)
-    student, teacher, in_head, on_path = rows_of_matches(toy)
-    loss = controlled_topk_kl(student, teacher, in_head, advantages)
-    exact = exact_gradient(toy)
-    assert relative_error(gradient(mean_loss(loss, toy, answer), toy), exact) < EXACT
-    # Biased if used only where the prefix is on the answer's path: later tokens decide that.
-    uncontrolled = (of_tokens - of_tokens.detach()) * advantages
-    student, teacher, in_head, _ = rows_of_matches(toy)
-    mixed_loss = torch.where(
-        on_path, controlled_topk_kl(student, teacher, in_head, advantages), uncontrolled
-    )
-    bias = relative_error(gradient(mean_loss(mixed_loss, toy, answer), toy), exact)
-    print(f"control variate where it fits: {bias:.0%}")
-    assert bias > 0.01
-
-
-def heads_of_words(toy: Answers, *, within: bool = False) -> MatchedHead:
-    """Return S of every token that begins a word: ids that begin a word and are one teacher token.
-
-    `within`: also within words, where the teacher's encoding of the text before is a prefix of that
-    of the answer.
-    """
-    student_tokens, teacher_tokens = toy.student.vocabulary, toy.teacher.vocabulary
-    p, q = toy.student.logprobs(), toy.teacher.logprobs().detach()
-    student_rows, teacher_rows, sampled_ids, matched = [], [], [], []
-    for answer in toy.all:
-        encoding = (*toy.encode("".join(answer)), END)
-        for i, (row, column) in enumerate(toy.student.places(answer)):
-            prefix = "".join(answer[:i])
-            prefix_encoding = toy.encode(prefix)
-            fits = [
-                u in teacher_tokens
-                and (within or not prefix or (prefix[-1] != " " and u[:1] in ("", " ")))
-                for u in student_tokens
-            ]
-            is_usable = fits[column] and encoding[: len(prefix_encoding)] == prefix_encoding
-            student_rows.append(row)
-            teacher_rows.append(toy.teacher.places(prefix_encoding)[-1][0])
-            sampled_ids.append(column)
-            matched.append([is_usable and fit for fit in fits])
-    columns = [teacher_tokens.index(u) if u in teacher_tokens else 0 for u in student_tokens]
-    is_sampled = torch.nn.functional.one_hot(torch.tensor(sampled_ids), len(student_tokens)).bool()
-    return MatchedHead(
-        p[student_rows], q[teacher_rows][:, columns], torch.tensor(matched), is_sampled
-    )
-
-
-def controlled_loss(toy: Answers, horizon: Horizon, head: MatchedHead | None) -> Tensor:
-    of_tokens, answer = toy.of_tokens()
-    word, shares = toy.words()
-    arguments = (of_tokens, shares, word, answer, select_all(of_tokens))
-    return cross_tokenizer_kl(*arguments, horizon=horizon, head=head)
-
-
-@pytest.fixture(params=[TEACHER_OF_WORDS, ("a", " ", " a", "aaa")])
-def words_of(request: pytest.FixtureRequest) -> Answers:
-    student, teacher = Table(STUDENT_OF_WORDS, 1), Table(request.param, 2)
-    return Answers(student, teacher, greedy(request.param))
-
-
-@pytest.mark.parametrize("horizon", ["word", "answer"])
-def test_heads_of_words_do_not_change_the_mean(words_of: Answers, horizon: Horizon) -> None:
-    _, answer = words_of.of_tokens()
-
-    def mean(head: MatchedHead | None) -> Tensor:
-        return gradient(
-            mean_loss(controlled_loss(words_of, horizon, head), words_of, answer), words_of
-        )
-
-    head = heads_of_words(words_of)
-    assert bool((head.matched.sum(1) > 1).any())
-    assert relative_error(mean(head), mean(None)) < EXACT
-    if horizon == "answer":
-        assert relative_error(mean(head), exact_gradient(words_of)) < EXACT
-    # Within a word, the encoding of the text before depends on the token.
-    bias = relative_error(mean(heads_of_words(words_of, within=True)), mean(None))
-    print(f"heads within words, {horizon}: {bias:.0%}")
-    assert bias > 0.01
-
-
-@pytest.mark.parametrize("horizon", ["word", "answer"])
-def test_heads_of_words_lower_the_variance(words_of: Answers, horizon: Horizon) -> None:
-    """The variance of an answer's gradient, summed over all parameters."""
-    _, answer = words_of.of_tokens()
-    p = costs(words_of)[0].detach().exp()
-    variances = []
-    for head in (None, heads_of_words(words_of)):
-        loss = controlled_loss(words_of, horizon, head)
-        answer_losses = torch.zeros(len(p), dtype=loss.dtype).index_add(0, answer, loss)
-        answer_gradients = torch.stack(
-            [gradient(answer_loss, words_of) for answer_loss in answer_losses]
-        ).flatten(1)
-        variances.append(float(p @ (answer_gradients - p @ answer_gradients).square().sum(1)))
-    print(f"variance of the gradient, {horizon}: {variances[0]:.3f} -> {variances[1]:.3f}")
-    assert variances[1] < 0.9 * variances[0]
-
-
-def test_importance_weights_multiply_the_control_variate_too(wordy: Answers) -> None:
+def test_importance_weights_multiply_the_gradient(wordy: Answers) -> None:
     of_tokens, answer = wordy.of_tokens()
     word, shares = wordy.words()
     weights = torch.rand(len(word), generator=torch.Generator().manual_seed(0)).double() + 0.5
     arguments = (of_tokens, shares, word, answer, select_all(of_tokens))
-    options: dict[str, Any] = {"horizon": "word", "head": heads_of_words(wordy)}
-    weighted_loss = cross_tokenizer_kl(*arguments, **options, importance=weights) / weights
-    unweighted_loss = cross_tokenizer_kl(*arguments, **options)
+    weighted_loss = cross_tokenizer_kl(*arguments, horizon="word", importance=weights) / weights
+    unweighted_loss = cross_tokenizer_kl(*arguments, horizon="word")
     weighted_gradient, unweighted_gradient = (
         gradient(mean_loss(loss, wordy, answer), wordy) for loss in (weighted_loss, unweighted_loss)
     )
@@ -396,39 +287,11 @@ def test_importance_weights_multiply_the_control_variate_too(wordy: Answers) -> 
 def test_matched_tokens_alone_are_biased(toy: Answers) -> None:
     """GOLD's loss of matched tokens, with all other tokens in one bucket."""
     _, answer = toy.of_tokens()
-    student, teacher, in_head, _ = rows_of_matches(toy)
+    student, teacher, in_head = rows_of_matches(toy)
     matched = topk_kl(student, teacher, in_head, direction="reverse", tail="bucket")
     bias = relative_error(gradient(mean_loss(matched, toy, answer), toy), exact_gradient(toy))
     print(f"matched tokens: {bias:.0%}")
     assert bias > 0.1
-
-
-def test_with_one_tokenizer_the_control_variate_is_bucket_and_sampled() -> None:
-    generator = torch.Generator().manual_seed(0)
-    p, q = (
-        torch.randn(7, 9, dtype=torch.float64, generator=generator).log_softmax(1) for _ in range(2)
-    )
-    p.requires_grad_()
-    tokens = torch.tensor([0, 3, 8, 1, 2, 5, 7])
-
-    def rows(table: Tensor) -> Rows:
-        token_logprobs = table.gather(1, tokens[:, None])[:, 0]
-        return Rows(table[:, :4], table[:, 4:].logsumexp(1), token_logprobs)
-
-    student, teacher, in_head = rows(p), rows(q), tokens < 4
-    cost = (student.token_logprobs - teacher.token_logprobs).detach()
-    controlled_value = controlled_topk_kl(student, teacher, in_head, cost).sum()
-    bucket_value = topk_kl(
-        student, teacher, in_head, direction="reverse", tail="bucket+sampled"
-    ).sum()
-    assert float(controlled_value.detach()) == pytest.approx(
-        float(bucket_value.detach()), abs=EXACT
-    )
-    controlled_gradient, bucket_gradient = (
-        torch.autograd.grad(value, p, retain_graph=True)[0]
-        for value in (controlled_value, bucket_value)
-    )
-    assert float((controlled_gradient - bucket_gradient).abs().max()) < EXACT
 
 
 def minimize_loss(form: str) -> float:
