@@ -41,8 +41,8 @@ HttpPortOption = Annotated[
     typer.Option(
         min=0,
         max=65535,
-        help="Also answer HTTP on this port, as vLLM (/v1/completions) and SGLang (/generate) do; "
-        "0: any free port. Default: no HTTP.",
+        help="Also answer HTTP on this port, as vLLM (/v1/completions) does; 0: any free port. "
+        "Default: no HTTP.",
     ),
 ]
 DtypeOption = Annotated[

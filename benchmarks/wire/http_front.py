@@ -3,10 +3,9 @@
     python -m benchmarks.wire.http_front [--quick] [--out benchmarks/results/http_front.json]
 
 One process serves prepared rows of a vocabulary of 151,936 on both ports, so that only the service
-is measured. The clients: TeacherClient; the parser of TRL's VLLMClient on an answer of
-/v1/completions; and the standard library's JSON parser on an answer of SGLang's /generate. HTTP
-clients send one sequence of 512 tokens at a time, TeacherClient all of them. float32 over HTTP,
-float16 over gRPC, as the clients ask.
+is measured. The clients: TeacherClient, and the parser of TRL's VLLMClient on an answer of
+/v1/completions. HTTP clients send one sequence of 512 tokens at a time, TeacherClient all of them.
+float32 over HTTP, float16 over gRPC, as the clients ask.
 """
 
 from __future__ import annotations
@@ -126,10 +125,7 @@ def measure_protocols(k: int, count: int) -> dict[str, dict[str, float]]:
                 **grpc_bytes(grpc_port, k),
             }
         }
-        for name, ask in (
-            ("/v1/completions", ask_completions(connection, k)),
-            ("/generate", ask_generate(connection, k)),
-        ):
+        for name, ask in (("/v1/completions", ask_completions(connection, k)),):
             size = ask(random_sequences(1, seed=9)[0])
             run = score_over_http(ask)
             results[name] = {**measure_rounds(process, run, count), "bytes": size / TOKENS}
@@ -177,22 +173,6 @@ def ask_completions(connection: http.client.HTTPConnection, k: int) -> Ask:
         (choice,) = json.loads(answer)["choices"]
         rows = VLLMClient._format_sequence_logprobs(choice, ids, 1, k)
         assert len(rows["logprobs"]) == TOKENS
-        return len(body) + len(answer)
-
-    return ask
-
-
-def ask_generate(connection: http.client.HTTPConnection, k: int) -> Ask:
-    def ask(ids: list[int]) -> int:
-        fields = {
-            "input_ids": ids,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "top_logprobs_num": k,
-        }
-        body, answer = post(connection, "/generate", fields)
-        assert len(json.loads(answer)["meta_info"]["input_top_logprobs"]) == TOKENS + 1
         return len(body) + len(answer)
 
     return ask

@@ -29,8 +29,8 @@ from teacher_service.engines.base import (
 from teacher_service.engines.endpoint_http import HttpEndpoint, RequestRejected
 from teacher_service.engines.endpoint_wire import (
     CHOSEN_IDS,
+    COMPLETIONS,
     ECHO,
-    SGLANG,
     VLLM,
     LikeliestWire,
     build_chosen_ids_body,
@@ -50,7 +50,7 @@ _MAX_VOCABULARY = 1 << 22  # no vocabulary is larger
 
 
 class EndpointEngine:
-    """A model behind the HTTP interface of vLLM or SGLang, or one that echoes prompts.
+    """A model behind the HTTP interface of vLLM, or one that echoes prompts.
 
     The server does not identify its weights: the fingerprint covers the model's name on the server,
     its limits and the tokenizer. Start a teacher with another `served_model`, or without a cache,
@@ -65,7 +65,7 @@ class EndpointEngine:
         served_model: str,
         max_top_k: int,
         step_tokens: int,
-        wires: Sequence[LikeliestWire] = (VLLM, SGLANG, ECHO),
+        wires: Sequence[LikeliestWire] = (VLLM, ECHO),
     ) -> None:
         """Connect, and probe what the server supports.
 
@@ -150,7 +150,7 @@ class EndpointEngine:
             raise InvalidInput(f"this teacher's endpoint {problem}", field=field, hint=hint)
 
     async def _fetch_top_k(self, query: ScoreQuery) -> RowBlock:
-        answer = await self._http.post(self._wire.path, self._wire.build_body(query, self._model))
+        answer = await self._http.post(COMPLETIONS, self._wire.build_body(query, self._model))
         return self._wire.read_rows(query, answer)
 
     async def _fetch_chosen(self, query: ScoreQuery) -> RowBlock:
@@ -170,8 +170,7 @@ class EndpointEngine:
                 f"{self._http.url} returns no log-probs of prompts",
                 field="--model",
                 hint="give a server whose /v1/completions answers prompt_logprobs, such as vLLM, or"
-                " echoes the ids of a prompt with logprobs; or whose /generate answers"
-                " return_logprob, such as SGLang",
+                " echoes the ids of a prompt with logprobs",
             )
         vocab_size = await self._find_vocab_size(len(vocabulary))
         max_likeliest_ids = await self._find_limit(
@@ -267,7 +266,7 @@ class EndpointEngine:
     async def _takes_token(self, token: int) -> bool:
         query = ScoreQuery(np.full(2, token, np.int32), 1, top_k=1)
         try:
-            await self._http.post(self._wire.path, self._wire.build_body(query, self._model))
+            await self._http.post(COMPLETIONS, self._wire.build_body(query, self._model))
         except RequestRejected:
             return False
         return True

@@ -1,10 +1,9 @@
 """Requests to a server for the log-probs of a prompt, and the rows in its answers.
 
 vLLM has two ways: `/inference/v1/generate` scores given ids of each row, sent as one array;
-`/v1/completions` returns the k likeliest ids of each row, and the sampled token, as JSON. SGLang's
-`/generate` has equivalent fields, but its given ids are the same for all rows. Other servers
-echo the prompt with log-probs, as OpenAI's `/v1/completions` once did. In all, the head's log-probs
-and the token's come from the server; the tail mass is one minus the head's.
+`/v1/completions` returns the k likeliest ids of each row, and the sampled token, as JSON. Other
+servers echo the prompt with log-probs, as OpenAI's `/v1/completions` once did. In all, the head's
+log-probs and the token's come from the server; the tail mass is one minus the head's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from protos.rows.codec import RowBlock
 from protos.rows.prompt_logprobs import block_of_head, rows_of_listed
 
 CHOSEN_IDS = "/inference/v1/generate"
-_COMPLETIONS = "/v1/completions"
+COMPLETIONS = "/v1/completions"
 _ID_PREFIX = "token_id:"
 
 
@@ -86,49 +85,6 @@ def _read_vllm_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
         return rows_of_listed(row_entries, query.token_ids[query.start :], query.k)
 
 
-def _build_sglang_body(query: ScoreQuery, model: str) -> dict[str, Any]:
-    """Return the SGLang body for the same rows as `_build_vllm_body`; SGLang serves one model."""
-    return {
-        "input_ids": query.token_ids.tolist(),
-        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-        "return_logprob": True,
-        # The first token after it has the first log-prob.
-        "logprob_start_len": query.start - 1,
-        "top_logprobs_num": query.k,
-    }
-
-
-def _read_sglang_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
-    """Return the rows in the answer to `_build_sglang_body`; a log-prob is [NATS, ID, ...] there.
-
-    Raises Corrupt if the rows do not match the query.
-    """
-    tokens = query.token_ids[query.start :]
-    try:
-        meta_info = answer["meta_info"]
-        token_entries = [entry[:2] for entry in meta_info["input_token_logprobs"][-query.rows :]]
-        head_entries = [
-            [entry[:2] for entry in row] for row in meta_info["input_top_logprobs"][-query.rows :]
-        ]
-        token_logprobs, head = (
-            np.array(token_entries, np.float64),
-            np.array(head_entries, np.float64),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _corrupt_answer(f"has no log-probs of the input: {error!r}") from error
-    if token_logprobs.shape != (query.rows, 2) or not np.array_equal(token_logprobs[:, 1], tokens):
-        raise _corrupt_answer("has log-probs of other tokens")
-    if head.shape != (query.rows, query.k, 2):
-        expected = [query.rows, query.k]
-        raise _corrupt_answer(f"has {list(head.shape[:2])} likeliest ids in place of {expected}")
-    with _raise_corrupt():
-        return block_of_head(
-            _to_ids(head[:, :, 1]),
-            head[:, :, 0].astype(np.float32),
-            token_logprobs[:, 0].astype(np.float32),
-        )
-
-
 def _build_echo_body(query: ScoreQuery, model: str) -> dict[str, Any]:
     """Return the body that asks for the prompt with the log-probs of k + 1 ids of each row."""
     return {
@@ -187,26 +143,16 @@ def _select_top_k(logprob_by_name: Mapping[str, float], k: int) -> list[tuple[fl
 class LikeliestWire:
     """The request and answer format of a server for the `top_k` likeliest ids of each row.
 
-    `build_body` returns the JSON body of a POST to `path` for a query and a model name; `read_rows`
-    reads the answer, and raises Corrupt if its rows do not match the query.
+    `build_body` returns the JSON body of a POST to COMPLETIONS for a query and a model name;
+    `read_rows` reads the answer, and raises Corrupt if its rows do not match the query.
     """
 
-    path: str
     build_body: Callable[[ScoreQuery, str], dict[str, Any]]
     read_rows: Callable[[ScoreQuery, Mapping[str, Any]], RowBlock]
 
 
-VLLM = LikeliestWire(_COMPLETIONS, _build_vllm_body, _read_vllm_rows)
-SGLANG = LikeliestWire("/generate", _build_sglang_body, _read_sglang_rows)
-ECHO = LikeliestWire(_COMPLETIONS, _build_echo_body, _read_echo_rows)
-
-
-def _to_ids(values: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Return numbers of JSON as ids. Raises ValueError if one is no integer of 32 bits."""
-    ids = values.astype(np.int32)
-    if not np.array_equal(ids, values):
-        raise ValueError("ids that are no integers")
-    return ids
+VLLM = LikeliestWire(_build_vllm_body, _read_vllm_rows)
+ECHO = LikeliestWire(_build_echo_body, _read_echo_rows)
 
 
 def _list_scored_ids(query: ScoreQuery) -> NDArray[np.int32]:

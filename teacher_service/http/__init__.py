@@ -1,1 +1,1 @@
-"""The HTTP front of the teacher: the scoring endpoints of vLLM and SGLang, for other trainers."""
+"""The HTTP front of the teacher: the scoring endpoints of vLLM, for other trainers."""

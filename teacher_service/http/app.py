@@ -25,7 +25,6 @@ from teacher_service.http.clients import HttpClient, HttpClients
 from teacher_service.http.completions import read_completions
 from teacher_service.http.faults import fault_answer, on_error, on_http_error
 from teacher_service.http.gate import HEALTH
-from teacher_service.http.generate import read_generation
 from teacher_service.http.scoring_request import ScoringRequest, refuse
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.answer_budget import MAX_ANSWER_BYTES
@@ -88,10 +87,6 @@ class HttpTeacher:
         """POST /inference/v1/generate."""
         return read_chosen_ids(body, self.limits, self.dispatcher.info)
 
-    def generate(self, body: bytes) -> ScoringRequest:
-        """POST /generate."""
-        return read_generation(body, self.limits)
-
 
 @dataclass(frozen=True)
 class ScoringPage:
@@ -102,7 +97,12 @@ class ScoringPage:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; if the client disconnects, its queries leave the queue."""
-        size = _read_content_length(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            fault = InvalidInput("must be application/json", field="Content-Type", hint="send JSON")
+            await fault_answer(fault, 415)(scope, receive, send)
+            return
+        size = _read_content_length(headers)
         if size > MAX_BODY_BYTES:
             await _build_too_large_answer(size)(scope, receive, send)
             return
@@ -172,7 +172,6 @@ def make_app(teacher: HttpTeacher) -> ASGIApp:
         Route("/metrics", teacher.exposition),
         Route("/v1/completions", ScoringPage(teacher, teacher.completions), methods=["POST"]),
         Route("/inference/v1/generate", ScoringPage(teacher, teacher.chosen_ids), methods=["POST"]),
-        Route("/generate", ScoringPage(teacher, teacher.generate), methods=["POST"]),
     ]
     faults: Mapping[Any, Any] = {
         DistillError: on_error,

@@ -1,6 +1,6 @@
 """Access control in front of the HTTP application.
 
-The token comes as `Authorization: Bearer TOKEN`. The clients of TRL, ms-swift and slime send no
+The token comes as `Authorization: Bearer TOKEN`. The clients of TRL and ms-swift send no
 header of their own, but they send the user and password of a URL: `http://any:TOKEN@host:port` is
 accepted too.
 """
@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protos.auth.access import Role, Tokens
-from protos.errors import DistillError, Unauthenticated
+from protos.errors import DistillError, Forbidden, Unauthenticated
 from protos.rpc.http_server import require_our_name
 from teacher_service.http.faults import fault_answer
 
@@ -45,6 +45,10 @@ class TokenGate:
         await self._app(scope, receive, send)
 
     def _admit(self, headers: Headers, path: str) -> None:
+        if "origin" in headers:
+            raise Forbidden(
+                "requests of web pages are refused", hint="send them without the header Origin"
+            )
         require_our_name(headers.get("host", ""), self._host, f"use http://{self._host}:PORT")
         if not self._tokens or path == HEALTH:
             return

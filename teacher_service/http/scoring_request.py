@@ -83,7 +83,7 @@ def require(
 def require_temperature(value: float | None, field: str) -> None:
     """Raise InvalidInput unless log-probs at this temperature are those of temperature 1.
 
-    At 0 vLLM and SGLang take the likeliest token, and do not scale log-probs.
+    At 0 vLLM takes the likeliest token, and does not scale log-probs.
     """
     require(value, (1, 0, None), field, "log-probs here are those of temperature 1")
 

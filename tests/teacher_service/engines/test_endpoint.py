@@ -49,8 +49,6 @@ class VllmLike(ThreadingHTTPServer):
         self.shut = False  # for chosen ids, as vLLM without --enable-scale-out
 
     def answer(self, path: str, body: Answer) -> tuple[int, Answer]:
-        if path == "/generate":  # of SGLang
-            return 404, {"detail": "Not Found"}
         tokens = np.array(body.get("prompt", body.get("token_ids")), np.int32)
         if (tokens >= self.vocab).any():
             return 400, {"error": {"message": "Token id is out of vocabulary"}}

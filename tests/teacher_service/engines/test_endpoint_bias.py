@@ -22,7 +22,6 @@ from protos.rows.codec import RowBlock
 from student_trainer.losses import Rows, Tail, rows_from_logits, topk_kl
 from teacher_service.engines.endpoint_wire import (
     ECHO,
-    SGLANG,
     VLLM,
     LikeliestWire,
     read_chosen_ids_rows,
@@ -44,13 +43,6 @@ def build_listed_answer(y: int) -> dict[str, Any]:
         for token_id in ids
     }
     return {"choices": [{"prompt_logprobs": [None, row]}]}
-
-
-def build_nested_answer(y: int) -> dict[str, Any]:
-    """The answer of SGLang."""
-    top = [[float(TEACHER[token_id]), token_id, None] for token_id in ORDER[:K]]
-    tokens = [[None, 0, None], [float(TEACHER[y]), y, None]]
-    return {"meta_info": {"input_token_logprobs": tokens, "input_top_logprobs": [None, top]}}
 
 
 def build_echoed_answer(y: int, *, count: int = K + 2) -> dict[str, Any]:
@@ -128,7 +120,6 @@ def assert_unbiased(estimate: Tensor, exact: Tensor) -> None:
     ("wire", "answer"),
     [
         (VLLM, build_listed_answer),
-        (SGLANG, build_nested_answer),
         (ECHO, build_echoed_answer),
         (ECHO, echoed_in_place),
     ],

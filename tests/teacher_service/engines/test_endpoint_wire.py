@@ -15,7 +15,7 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.checks import check_rows
 from protos.rows.codec import RowBlock
-from teacher_service.engines.endpoint_wire import ECHO, SGLANG, VLLM, read_chosen_ids_rows
+from teacher_service.engines.endpoint_wire import ECHO, VLLM, read_chosen_ids_rows
 
 VOCABULARY, START, K = 12, 2, 3
 TOKENS = np.array([1, 5, 3, 7, 2], np.int32)
@@ -38,19 +38,6 @@ def make_vllm_answer() -> Any:
             {str(i): {"logprob": float(LOGPROBS[position, i]), "rank": ranks[i]} for i in ids}
         )
     return {"choices": [{"prompt_logprobs": rows}]}
-
-
-def make_sglang_answer() -> Any:
-    def entry(position: int, token_id: int) -> list[Any]:
-        return [float(LOGPROBS[position, token_id]), int(token_id), None]
-
-    positions = range(START, len(TOKENS))
-    return {
-        "meta_info": {
-            "input_token_logprobs": [entry(p, TOKENS[p]) for p in positions],
-            "input_top_logprobs": [[entry(p, i) for i in ORDER[p, :K]] for p in positions],
-        }
-    }
 
 
 def make_echo_answer() -> Any:
@@ -85,7 +72,6 @@ TOP_QUERY = ScoreQuery(TOKENS, START, top_k=K)
 CHOSEN_QUERY = ScoreQuery(TOKENS, START, head_ids=ORDER[START:, :K].astype(np.int32))
 CASES: dict[str, tuple[ScoreQuery, Callable[[ScoreQuery, Any], RowBlock], Callable[[], Any]]] = {
     "vllm": (TOP_QUERY, VLLM.read_rows, make_vllm_answer),
-    "sglang": (TOP_QUERY, SGLANG.read_rows, make_sglang_answer),
     "echo": (TOP_QUERY, ECHO.read_rows, make_echo_answer),
     "chosen ids": (CHOSEN_QUERY, read_chosen_ids_rows, make_chosen_ids_answer),
 }

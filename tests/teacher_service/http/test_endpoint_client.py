@@ -1,24 +1,16 @@
-"""The endpoint engine, made for the servers of vLLM and SGLang, in front of a teacher's HTTP front.
-
-No SGLang is run here.
-"""
+"""The endpoint engine, made for vLLM's server, in front of a teacher's HTTP front."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from clients.teacher.query import ScoreQuery
-from protos.errors import Corrupt
 from protos.rows.codec import RowBlock
 from teacher_service.engines.endpoint import EndpointEngine
-from teacher_service.engines.endpoint_wire import SGLANG, VLLM, LikeliestWire
 from teacher_service.engines.hf import HfEngine
 from tests.teacher_service.conftest import StartTeacher
 from tests.teacher_service.http.asking import Site
@@ -40,17 +32,13 @@ def site(start_teacher: StartTeacher, tiny_model: Path, monkeypatch: pytest.Monk
     return Site(start_teacher(*options, "--http-port", "0", "--max-top-k", "32"))
 
 
-@pytest.mark.parametrize("wires", [(VLLM, SGLANG), (SGLANG,)])
-def test_the_rows_of_the_model(
-    site: Site, tiny_model: Path, wires: tuple[LikeliestWire, ...]
-) -> None:
+def test_the_rows_of_the_model(site: Site, tiny_model: Path) -> None:
     engine = EndpointEngine(
         site.url,
         tokenizer=str(tiny_model),
         served_model="",
         max_top_k=1024,
         step_tokens=4096,
-        wires=wires,
     )
     try:
         assert engine.info.vocab_size == VOCAB_SIZE
@@ -80,31 +68,3 @@ def test_the_rows_of_the_model(
             assert block.draw_logprobs is not None
             np.testing.assert_allclose(block.draw_logprobs, expected.draw_logprobs, atol=0.01)
         np.testing.assert_allclose(block.token_logprobs, expected.token_logprobs, atol=1e-5)
-
-
-def test_an_answer_in_sglangs_form_that_is_no_rows(site: Site) -> None:
-    query = ScoreQuery(np.arange(9, dtype=np.int32), 3, top_k=4)
-    body = SGLANG.build_body(query, "")
-    answer = site.ask(SGLANG.path, body).json()
-    assert SGLANG.read_rows(query, answer).k == 4
-
-    def refused(message: str, change: Callable[[dict[str, Any]], object]) -> None:
-        changed = copy.deepcopy(answer)
-        change(changed["meta_info"])
-        with pytest.raises(Corrupt, match=message):
-            SGLANG.read_rows(query, changed)
-
-    refused("has no log-probs of the input", lambda meta_info: meta_info.pop("input_top_logprobs"))
-    refused(
-        "has log-probs of other tokens", lambda meta_info: meta_info["input_token_logprobs"].pop()
-    )
-    head = "input_top_logprobs"
-    refused(
-        "likeliest ids in place of",
-        lambda meta_info: [row_entries.pop() for row_entries in meta_info[head][1:]],
-    )
-    refused(
-        "has no log-probs of the input", lambda meta_info: meta_info["input_top_logprobs"][5].pop()
-    )
-    wrong = [1.0, 3, None]
-    refused("no log-probs of a softmax", lambda meta_info: meta_info[head][5].__setitem__(0, wrong))
