@@ -6,13 +6,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.exam import Temperature, TopP, evaluated_data_rules
 from clients.config.tables.after import After, check_outputs
 from clients.config.tables.common import Count, Name, Priority, ResourcesConfig, Table
-from clients.config.tables.data import DataConfig
+from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.tables.labels import Labels
 from clients.config.tables.reward import RewardConfig
-from clients.config.unused import refuse_unused
+from clients.config.unused import Rule, refuse_unused
 
 
 class EvaluatedModel(Table):
@@ -31,12 +30,21 @@ class EvalMethod(Table):
     """Number of prompts, sampled by the seed; default: all."""
     samples: Count = 32
     """Answers per prompt."""
-    temperature: Temperature = 0.8
+    temperature: Annotated[float, Field(ge=0)] = 0.8
     """Sampling temperature; 0: greedy decoding."""
-    top_p: TopP = 0.9
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Nucleus sampling: draw from the likeliest tokens with this total probability."""
     max_new_tokens: Count = 1024
     """Maximum number of tokens of an answer."""
+
+
+def evaluated_data_rules(data: DataConfig | None) -> list[Rule]:
+    """Return the rules of keys of `data` that an evaluation has no use for."""
+    return [
+        *prompt_rules(data),
+        (False, "data.mix data.weight_column", "it is for training; leave it out"),
+        (False, "data.image_column", "an evaluation reads no images; leave it out"),
+    ]
 
 
 class EvalJob(Table):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from math import inf
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from protos.errors import TimedOut, Unavailable
+from protos.rpc.backoff import backoff
 from protos.rpc.channel import SERVER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
 from protos.rpc.transport import STREAM_OPEN
@@ -66,21 +66,18 @@ class ServerConnection:
         `work` must continue where it stopped. Raises Unavailable if the server cannot be reached,
         or `progress()` does not change, for the patience of the client.
         """
-        away_since, last_progress, pauses = 0.0, progress(), _backoff_pauses()
+        away_since, last_progress, failures = 0.0, progress(), 0
         while True:
             try:
                 return work()
             except Unavailable as fault:
                 failed_at, current_progress = time.monotonic(), progress()
                 if not away_since or current_progress != last_progress:
-                    away_since, last_progress, pauses = (
-                        failed_at,
-                        current_progress,
-                        _backoff_pauses(),
-                    )
+                    away_since, last_progress, failures = failed_at, current_progress, 0
                 if fault.field or failed_at - away_since > self._patience:
                     raise
-            time.sleep(next(pauses))
+            failures += 1
+            time.sleep(backoff(failures, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS))
             self._wait_for_server(away_since + self._patience)
 
     def lasting(
@@ -91,13 +88,13 @@ class ServerConnection:
         `open_stream` must open it behind the last message received.
         """
         away_since: float | None = None
-        pauses = _backoff_pauses()
+        failures = 0
         while True:
             # Any: grpc's types do not say that a response iterator is also a grpc.Call.
             call: Any = open_stream()
             try:
                 if STREAM_OPEN in call.initial_metadata():
-                    away_since, pauses = None, _backoff_pauses()
+                    away_since, failures = None, 0
                 yield from call
                 return
             except grpc.RpcError as error:
@@ -108,7 +105,8 @@ class ServerConnection:
                     raise fault from error
             finally:
                 call.cancel()
-            time.sleep(next(pauses))
+            failures += 1
+            time.sleep(backoff(failures, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS))
             self._wait_for_server(min(deadline or inf, away_since + self._patience))
 
     def _wait_for_server(self, deadline: float) -> None:
@@ -121,11 +119,3 @@ class ServerConnection:
             connection.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
         except grpc.FutureTimeoutError:
             connection.cancel()
-
-
-def _backoff_pauses() -> Iterator[float]:
-    """Yield growing pauses in seconds, with jitter so that not all clients reconnect at once."""
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
-        yield pause * random.uniform(0.5, 1.0)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

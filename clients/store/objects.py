@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest
 from clients.store.shards import ShardFacts, require_arrow
 from protos.errors import Corrupt, DistillError, Forbidden, NotFound, Unavailable, WrongState
+from protos.rpc.backoff import backoff
 from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -265,8 +267,9 @@ class ObjectFolder:
         """Return the result of `work`; retry with backoff while the storage does not answer."""
         import pyarrow
 
-        deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
-        while True:
+        deadline = time.monotonic() + self._patience
+        for failures in count(1):
+            pause = backoff(failures, _FIRST_PAUSE, _LONGEST_PAUSE)
             try:
                 answer = work()
                 self._has_answered = True
@@ -301,11 +304,11 @@ class ObjectFolder:
                         hint="complete files are kept; resume the job when it answers, or correct"
                         f" {_VARIABLES[self._scheme]} in the environment",
                     ) from error
-            log.warning("%s: %s; next try in %g s", self.name, reason, pause)
+            log.warning("%s: %s; next try in %.1f s", self.name, reason, pause)
             resume_at = time.monotonic() + pause
             while time.monotonic() < resume_at and not self._stopped():
                 time.sleep(_FIRST_PAUSE)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise AssertionError("the attempts have no end")
 
     def _no_bucket(self) -> NotFound:
         return NotFound(f"{self.name}: there is no such bucket", hint="create it, or name another")

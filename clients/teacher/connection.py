@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.query import IDENTITY_KEY, LAST_TURN, TURN_KEY, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated, WrongState
+from protos.rpc.backoff import backoff
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
 from protos.rpc.transport import MAX_MESSAGE_BYTES
@@ -206,8 +206,7 @@ class TeacherConnection:
             # During its own weight update this client may see the teacher with a new identity.
             if isinstance(fault, PERMANENT_FAULTS) and self._identity.changes == changes:
                 self._on_wrong_teacher(fault)
-            backoff = min(_MAX_BACKOFF_SECONDS, 0.05 * 2**self._failures)
-            self._window.wait_closed(backoff * random.uniform(0.5, 1.0))
+            self._window.wait_closed(backoff(self._failures + 1, 0.05, _MAX_BACKOFF_SECONDS))
 
     def _stream_until_fault(self) -> DistillError | None:
         """Run one stream to its end; return its error, or None if the teacher ended it normally."""

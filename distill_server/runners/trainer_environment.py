@@ -11,7 +11,8 @@ _FILES = frozenset({"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"})
 _ALLOWED = frozenset(
     {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
     | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
-    | {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"}
+    | {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"}
+    | {"http_proxy", "https_proxy", "all_proxy", "no_proxy"}
     | {"TOKENIZERS_PARALLELISM"}
     # The address of object storage and the files with its credentials; not the keys themselves.
     | {"AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_CA_BUNDLE"}

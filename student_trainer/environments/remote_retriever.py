@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import random
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -18,26 +17,20 @@ from typing import Any
 import httpx
 
 from clients.data.outside import parse_json, parse_text
-from protos.errors import InvalidInput, Unavailable
-from protos.rpc.web_address import web_address
+from protos.errors import Corrupt, InvalidInput, TimedOut, Unavailable
+from protos.rpc.web_client import WebAnswer, WebClient, parse_web_address
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 4  # requests until the client gives up
-_FIRST_PAUSE_SECONDS = 0.25  # doubled after each attempt, times a random number from 0.5 to 1.5
 _MAX_BYTES = 64 << 20
 _FIELD = "environment.retriever"
 # Metadata services of AWS and Alibaba with credentials, besides the link-local 169.254.169.254.
 _METADATA_ADDRESSES = ("fd00:ec2::254", "100.100.100.200")
-_jitter = random.Random()  # not the global generator, which other code draws from
 
 
 class _BadResponse(Exception):
     """The response of the server has no passages."""
-
-
-class _NoResponse(Exception):
-    """There was no complete response."""
 
 
 class RemoteRetriever:
@@ -49,13 +42,12 @@ class RemoteRetriever:
         Raises InvalidInput if the address is not valid or is a link-local or metadata address,
         Unavailable if there is no answer like that of a retrieval server.
         """
-        _refuse_metadata_address(url)
-        self._url = url
+        self._url = parse_web_address(url, _FIELD)
+        _refuse_metadata_address(self._url)
         self._timeout = timeout_seconds
-        self._tls = httpx.create_ssl_context()  # created once, since it reads all CA certificates
         try:
-            self._request_with_retries(["test"], 1)
-        except (_BadResponse, _NoResponse) as error:
+            self._request(["test"], 1)
+        except (_BadResponse, Unavailable, TimedOut) as error:
             raise Unavailable(
                 f"no retriever at {url}: {error}",
                 field=_FIELD,
@@ -69,7 +61,7 @@ class RemoteRetriever:
         queries fail.
         """
         try:
-            return list(self._request_with_retries(queries, count))
+            return list(self._request(queries, count))
         except _BadResponse as error:
             log.warning(
                 "a request with %d queries failed, sending each alone: %s", len(queries), error
@@ -77,7 +69,7 @@ class RemoteRetriever:
             # Other processes are waiting, so all queries share the time limit of one.
             deadline = time.monotonic() + _ATTEMPTS * self._timeout
             return [self._request_alone(query, count, deadline) for query in queries]
-        except _NoResponse as error:
+        except (Unavailable, TimedOut) as error:
             log.warning("the retriever at %s failed: %s", self._url, error)
             return [None] * len(queries)
 
@@ -86,61 +78,44 @@ class RemoteRetriever:
             log.warning("skipped the query %r: the queries before it took too long", query)
             return None
         try:
-            return self._request([query], count)[0]
-        except (_BadResponse, _NoResponse) as error:
+            return self._request([query], count, attempts=1)[0]
+        except (_BadResponse, Unavailable, TimedOut) as error:
             log.warning("the query %r failed: %s", query, error)
             return None
 
-    def _request_with_retries(self, queries: Sequence[str], count: int) -> list[list[str]]:
-        for attempt in range(_ATTEMPTS - 1):
-            try:
-                return self._request(queries, count)
-            except (_BadResponse, _NoResponse):
-                time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt * _jitter.uniform(0.5, 1.5))
-        return self._request(queries, count)
-
-    def _request(self, queries: Sequence[str], count: int) -> list[list[str]]:
+    def _request(
+        self, queries: Sequence[str], count: int, attempts: int = _ATTEMPTS
+    ) -> list[list[str]]:
         question = {"queries": list(queries), "topk": count, "return_scores": True}
         try:
-            answer = parse_json(asyncio.run(self._post(question)))
-        except TimeoutError:
-            raise _NoResponse(f"timed out: no complete answer within {self._timeout:g} s") from None
-        except httpx.HTTPError as error:
-            raise _NoResponse(str(error) or type(error).__name__) from error
+            answer = asyncio.run(self._post(question, attempts))
+        except Corrupt as error:
+            raise _BadResponse(str(error)) from error
+        if answer.status != 200:
+            raise _BadResponse(f"the server answered {answer.status} {answer.reason}")
+        try:
+            return _parse_passages(parse_json(answer.body), len(queries), count)
         except ValueError as error:
             raise _BadResponse(f"the answer is not JSON: {error}") from error
-        return _parse_passages(answer, len(queries), count)
 
-    async def _post(self, question: Mapping[str, Any]) -> bytes:
-        """Send one request and read the response, all within one time limit.
-
-        A server that sends its response byte by byte times out like one that sends nothing.
-        """
-        async with (
-            asyncio.timeout(self._timeout),
-            httpx.AsyncClient(timeout=None, verify=self._tls) as client,
-            client.stream("POST", self._url, json=question) as response,
-        ):
-            if response.status_code != 200:
-                raise _BadResponse(
-                    f"the server answered {response.status_code} {response.reason_phrase}"
-                )
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > _MAX_BYTES:
-                    raise _BadResponse(f"the answer is longer than {_MAX_BYTES >> 20} MiB")
-            return bytes(body)
+    async def _post(self, question: Mapping[str, Any], attempts: int) -> WebAnswer:
+        async with WebClient(
+            self._url,
+            attempts=attempts,
+            answer_seconds=self._timeout,
+            connections=1,
+            max_bytes=_MAX_BYTES,
+        ) as client:
+            return await client.request("POST", body=question)
 
 
-def _refuse_metadata_address(url: str) -> None:
+def _refuse_metadata_address(url: httpx.URL) -> None:
     """Raise InvalidInput for link-local and metadata addresses, where clouds keep credentials.
 
     The author of the job file may be another person, who must not reach this machine's network.
     """
-    parsed = web_address(url, _FIELD)
     try:
-        addresses = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
     except OSError:
         return  # a proxy may resolve the name; if not, the first request fails
     for *_, address in addresses:

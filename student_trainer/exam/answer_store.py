@@ -1,31 +1,29 @@
 """The answers of one model on disk, so that a killed evaluation can continue.
 
-    settings.json         the settings that determine the answers; different ones are refused
-    part-000001.parquet   answers, written atomically
-    journal.jsonl         answers that are not in a part yet; the answers of one `add` per line
-    lock                  held by the process that has the directory open
+    answers.jsonl   the settings that determine the answers, then the answers of one `add` per line
 
-A line of the journal is written to the operating system before `add` returns, so a killed process
-loses no answer. Only one process can have the directory open.
+A line is written to the operating system before `add` returns, so a killed process loses no answer.
+Only one process can have the file open.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import pyarrow
-import pyarrow.parquet
+from typing import Any
 
 from clients.runs.file_system import lock_file
-from protos.errors import InvalidInput, WrongState
+from protos.errors import DistillError, InvalidInput, WrongState
+from student_trainer.exam.questions import Question
 
-_ROWS_PER_PART = 4096
+log = logging.getLogger(__name__)
+
+AnswerRequest = tuple[Question, int]  # a question, and the number of the answer to sample
 
 
 @dataclass(frozen=True)
@@ -42,138 +40,112 @@ class StoredAnswer:
     truncated: bool
 
 
-SCHEMA = pyarrow.schema(
-    [
-        ("prompt", pyarrow.int64()),
-        ("sample", pyarrow.int64()),
-        ("text", pyarrow.string()),
-        ("tokens", pyarrow.int64()),
-        ("truncated", pyarrow.bool_()),
-    ]
-)
+class ExamStopped(Exception):
+    """A stop of the evaluation was requested. Answers received until then are on disk."""
 
 
 class AnswerStore:
-    """The directory with the answers of one model. A context manager, which holds the lock."""
+    """The answers of one model, and the prompts that it refuses. A context manager."""
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], *, rows_per_part: int = _ROWS_PER_PART
+        self,
+        directory: Path,
+        settings: Mapping[str, Any],
+        on_answers: Callable[[Sequence[StoredAnswer]], None] = lambda answers: None,
     ) -> None:
-        """Open the directory and read its answers. `rows_per_part`: answers per Parquet file.
+        """Open the file and read its answers. `on_answers` is called with each `add`, after it.
 
         Raises InvalidInput if its answers have different settings, WrongState if another process
         has it open.
         """
-        path.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._rows = rows_per_part
-        self._lock = (path / "lock").open("w")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / "answers.jsonl"
+        self._on_answers = on_answers
+        self._answers: dict[tuple[int, int], StoredAnswer] = {}
+        self._refusals: dict[int, DistillError] = {}
+        self._file = self._path.open("a+b", buffering=0)
         try:
-            lock_file(self._lock, path / "lock", wait=False)
-        except BlockingIOError:
-            self._lock.close()
-            raise WrongState(
-                f"another evaluation is writing to {path}",
-                hint="wait until it ends, or use another directory",
-            ) from None
-        try:
-            self._check_settings(settings)
-            self._answers = {(a.prompt, a.sample): a for a in self._read_parts()}
-            self._unwritten = [a for a in self._read_journal() if self._add_if_new(a)]
-            self._journal: IO[bytes] = self._rewrite_journal()
-        except BaseException:
-            self._lock.close()
+            lock_file(self._file.fileno(), self._path, wait=False)
+            self._read(settings)
+        except BaseException as error:
+            self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise WrongState(
+                    f"another evaluation is writing to {directory}",
+                    hint="wait until it ends, or use another directory",
+                ) from None
             raise
 
     def __enter__(self) -> AnswerStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._journal.close()
-        self._lock.close()
-
-    def __contains__(self, key: tuple[int, int]) -> bool:
-        """Return whether the answer (prompt, sample) is stored."""
-        return key in self._answers
+        self._file.close()
 
     def get(self, prompt: int, sample: int) -> StoredAnswer | None:
         """Return the answer (prompt, sample), or None if it is not stored."""
         return self._answers.get((prompt, sample))
 
     def add(self, *answers: StoredAnswer) -> None:
-        """Store all answers or none. Once it returns, killing the process loses none of them.
+        """Store all answers or none. Once it returns, killing the process loses none of them."""
+        self._write([asdict(answer) for answer in answers])
+        self._answers |= {(answer.prompt, answer.sample): answer for answer in answers}
+        self._on_answers(answers)
 
-        Skips answers (prompt, sample) that are already stored.
-        """
-        new_answers = [answer for answer in answers if self._add_if_new(answer)]
-        if not new_answers:
-            return
-        line = _format_line(new_answers)
-        if self._journal.write(line) < len(line):
+    @property
+    def refused(self) -> int:
+        """Number of prompts that the model refused in this process."""
+        return len(self._refusals)
+
+    def is_refused(self, question: Question) -> bool:
+        """Return whether the model has refused the prompt in this process."""
+        return question.number in self._refusals
+
+    def refuse(self, question: Question, error: DistillError) -> None:
+        """Record a prompt that the model refused, such as a too long one; the first error stays."""
+        self._refusals.setdefault(question.number, error)
+
+    def require_answers(self, least_refusals: int = 1) -> None:
+        """Raise the first refusal if there are `least_refusals` and no answer at all."""
+        if self.refused >= least_refusals and not self._answers:
+            raise next(iter(self._refusals.values()))
+
+    def warn_of_refusals(self, model: str) -> None:
+        """Log a warning if prompts were refused."""
+        if self._refusals:
+            error = next(iter(self._refusals.values()))
+            message = "%s refused %d prompts, which count as wrong; first: %s"
+            log.warning(message, model, self.refused, error)
+
+    def _write(self, content: object) -> None:
+        line = json.dumps(content).encode() + b"\n"
+        if self._file.write(line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        self._unwritten += new_answers
-        if len(self._unwritten) >= self._rows:
-            self.write_part()
 
-    def write_part(self) -> None:
-        """Move the answers of the journal to a Parquet file."""
-        if self._unwritten:
-            table = pyarrow.Table.from_pylist(list(map(asdict, self._unwritten)), SCHEMA)
-            write_parquet(table, self._path / f"part-{len(self._list_parts()) + 1:06}.parquet")
-            self._unwritten = []
-        # A kill before this line leaves answers in both files; reading skips the second copy.
-        self._journal.truncate(0)
-
-    def _add_if_new(self, answer: StoredAnswer) -> bool:
-        return self._answers.setdefault((answer.prompt, answer.sample), answer) is answer
-
-    def _list_parts(self) -> list[Path]:
-        return sorted(self._path.glob("part-*.parquet"))
-
-    def _read_parts(self) -> Iterator[StoredAnswer]:
-        for part in self._list_parts():
-            for row in pyarrow.parquet.read_table(part).to_pylist():
-                yield StoredAnswer(**row)
-
-    def _read_journal(self) -> Iterator[StoredAnswer]:
-        file = self._path / "journal.jsonl"
-        for line in file.read_bytes().splitlines(keepends=True) if file.exists() else ():
-            if line.endswith(b"\n"):  # the last line may be incomplete
-                entries = json.loads(line)
-                for entry in entries if isinstance(entries, list) else [entries]:
-                    yield StoredAnswer(**entry)
-
-    def _rewrite_journal(self) -> IO[bytes]:
-        temporary_path = self._path / "journal.jsonl.tmp"
-        temporary_path.write_bytes(b"".join(_format_line([answer]) for answer in self._unwritten))
-        file = temporary_path.replace(self._path / "journal.jsonl")
-        return file.open("ab", buffering=0)
-
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        file = self._path / "settings.json"
-        if not file.exists():
-            temporary_path = file.with_suffix(".tmp")
-            temporary_path.write_text(json.dumps(settings, indent=2) + "\n")
-            temporary_path.replace(file)
-        stored_settings = json.loads(file.read_text())
-        different_keys = [key for key in settings if stored_settings.get(key) != settings[key]]
-        if different_keys:
-            key = different_keys[0]
-            raise InvalidInput(
-                f"{self._path} holds answers for {key} = {stored_settings.get(key)},"
-                f" not {settings[key]}",
-                field="--out",
-                hint="use another directory, or the settings of these answers",
-            )
+    def _read(self, settings: Mapping[str, Any]) -> None:
+        self._file.seek(0)
+        data = self._file.read()
+        complete_bytes = data.rfind(b"\n") + 1  # the last line may be incomplete
+        self._file.truncate(complete_bytes)
+        header, *lines = data[:complete_bytes].split(b"\n")
+        if not header:
+            self._write(settings)
+            return
+        stored_settings = json.loads(header)
+        for key, value in settings.items():
+            if stored_settings.get(key) != value:
+                raise InvalidInput(
+                    f"{self._path.parent} holds answers for {key} = {stored_settings.get(key)},"
+                    f" not {value}",
+                    field="--out",
+                    hint="use another directory, or the settings of these answers",
+                )
+        for line in filter(None, lines):
+            for fields in json.loads(line):
+                answer = StoredAnswer(**fields)
+                self._answers[answer.prompt, answer.sample] = answer
 
 
-def write_parquet(table: pyarrow.Table, file: Path) -> None:
-    """Write `table` to `file` atomically."""
-    temporary_path = file.with_suffix(".tmp")
-    pyarrow.parquet.write_table(table, temporary_path)
-    os.replace(temporary_path, file)
-
-
-def _format_line(answers: Sequence[StoredAnswer]) -> bytes:
-    records = [asdict(answer) for answer in answers]
-    return json.dumps(records[0] if len(records) == 1 else records).encode() + b"\n"
+def derive_seed(seed: int, prompt: int, sample: int) -> int:
+    """Return the seed of answer `sample` to question `prompt`: 31 bits, which all servers take."""
+    return (seed * 1_000_003 + prompt * 8191 + sample) % (1 << 31)

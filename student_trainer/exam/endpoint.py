@@ -1,19 +1,15 @@
 """Answers of an OpenAI-compatible server, many requests at once.
 
-A request is retried up to 8 times with exponential, jittered pauses if a retry may help: no
-connection, an incomplete response, a timeout, status 408, 429 or 5xx. The evaluation ends if the
-retries fail, if the server does not know the model (404), or if it rejects the key (401, 403). Any
-other error refuses its prompt only.
+A request is tried up to 12 times with growing pauses while a retry may help; see WebClient. The
+evaluation ends if all fail, if the server does not know the model (404), or if it rejects the key
+(401, 403). Any other error refuses its prompt only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import httpx
 
 from clients.config.exam import ExamConfig
 from clients.data.outside import parse_ids, parse_json, parse_text
@@ -26,21 +22,18 @@ from protos.errors import (
     Unauthenticated,
     Unavailable,
 )
-from protos.rpc.http_keys import key_header, retry_after
-from protos.rpc.web_address import web_address
-from student_trainer.exam.answer_requests import AnswerRequest, Refusals, StoreAnswers, derive_seed
-from student_trainer.exam.answer_store import StoredAnswer
+from protos.rpc.web_client import WebAnswer, WebClient, parse_web_address
+from student_trainer.exam.answer_store import (
+    AnswerRequest,
+    AnswerStore,
+    StoredAnswer,
+    derive_seed,
+)
 from student_trainer.exam.questions import Question
 
 API_KEY = "OPENAI_API_KEY"
-MAX_ATTEMPTS = 8
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 30.0
-_REFUSALS: Mapping[int, type[DistillError]] = {
-    401: Unauthenticated,
-    403: Forbidden,
-    404: NotFound,
-}
+MAX_ATTEMPTS = 12
+_MAX_BYTES = 64 << 20
 # With this many refused prompts and no answer, the cause is not the prompts: stop.
 _MAX_REFUSALS = 3
 
@@ -58,107 +51,63 @@ class ModelEndpoint:
         self._model = model
         self._is_chat = config.api == "chat"
         path = "/chat/completions" if self._is_chat else "/completions"
-        self._url = str(web_address(config.endpoint.rstrip("/") + path, "--endpoint"))
+        self._url = parse_web_address(config.endpoint.rstrip("/") + path, "--endpoint")
 
-    def answer(
-        self, requests: Sequence[AnswerRequest], store_answers: StoreAnswers, refusals: Refusals
-    ) -> None:
-        """Request all answers and pass each to `store_answers` when it arrives, in any order.
+    def answer(self, requests: Sequence[AnswerRequest], store: AnswerStore) -> None:
+        """Request all answers and store each when it arrives, in any order.
 
         Raises a DistillError that ends the evaluation; stored answers stay valid.
         """
         try:
-            asyncio.run(self._answer(requests, store_answers, refusals))
+            asyncio.run(self._answer(requests, store))
         except ExceptionGroup as group:
             # Several requests may fail at once; the first of their errors is raised.
             distill_errors = group.subgroup(DistillError)
             raise (distill_errors or group).exceptions[0] from None
 
-    async def _answer(
-        self, requests: Sequence[AnswerRequest], store_answers: StoreAnswers, refusals: Refusals
-    ) -> None:
+    async def _answer(self, requests: Sequence[AnswerRequest], store: AnswerStore) -> None:
         remaining_requests = iter(requests)
-        worker_count = min(self._config.in_flight, len(requests))
-        header = key_header(API_KEY)
+        in_flight = self._config.in_flight
         async with (
-            httpx.AsyncClient(
-                headers=header,
-                timeout=None,  # `_request_answer` limits the time of a full answer instead
-                limits=httpx.Limits(
-                    max_connections=worker_count, max_keepalive_connections=worker_count
-                ),
+            WebClient(
+                self._url,
+                attempts=MAX_ATTEMPTS,
+                answer_seconds=self._config.patience_seconds,
+                connections=in_flight,
+                max_bytes=_MAX_BYTES,
+                key_variable=API_KEY,
             ) as client,
             asyncio.TaskGroup() as tasks,
         ):
-            for _ in range(worker_count):
-                tasks.create_task(
-                    self._run_worker(client, remaining_requests, store_answers, refusals)
-                )
+            for _ in range(min(in_flight, len(requests))):
+                tasks.create_task(self._run_worker(client, remaining_requests, store))
 
     async def _run_worker(
-        self,
-        client: httpx.AsyncClient,
-        remaining_requests: Iterator[AnswerRequest],
-        store_answers: StoreAnswers,
-        refusals: Refusals,
+        self, client: WebClient, remaining_requests: Iterator[AnswerRequest], store: AnswerStore
     ) -> None:
         for question, sample in remaining_requests:
-            if question in refusals:
+            if store.is_refused(question):
                 continue
             try:
-                store_answers(await self._request_answer(client, question, sample))
+                store.add(await self._request_answer(client, question, sample))
             except InvalidInput as error:
-                refusals.add(question, error)
-                if len(refusals) >= _MAX_REFUSALS and not refusals.answered:
-                    raise
+                store.refuse(question, error)
+                store.require_answers(_MAX_REFUSALS)
 
     async def _request_answer(
-        self, client: httpx.AsyncClient, question: Question, sample: int
-    ) -> StoredAnswer:
-        body = self._build_body(question, sample)
-        for attempt in range(MAX_ATTEMPTS):
-            pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
-            try:
-                async with asyncio.timeout(self._config.patience_seconds):
-                    response = await client.post(self._url, json=body)
-            except TimeoutError:
-                failure = self._timeout_error()
-            except (httpx.TransportError, httpx.DecodingError) as error:
-                failure = self._connection_error(error)
-            else:
-                if response.status_code == 200:
-                    return self._parse_answer(response, question, sample)
-                failure = self._status_error(response)
-                pause = max(pause, retry_after(response.headers))
-            if not isinstance(failure, Unavailable | TimedOut):
-                raise failure
-            if attempt + 1 < MAX_ATTEMPTS:
-                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-        raise failure
-
-    def _build_body(self, question: Question, sample: int) -> dict[str, Any]:
-        config, conversation = self._config, question.conversation
-        prompt_fields: dict[str, Any] = {"prompt": question.text}
-        if self._is_chat:
-            prompt_fields = {"messages": list(conversation.messages)}
-            if conversation.tools is not None:
-                prompt_fields["tools"] = list(conversation.tools)
-            if config.data is not None and config.data.template_arguments:
-                prompt_fields["chat_template_kwargs"] = config.data.template_arguments
-        return {
-            "model": self._model,
-            **prompt_fields,
-            "max_tokens": config.max_tokens,
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "seed": derive_seed(config.seed, question.number, sample),
-        }
-
-    def _parse_answer(
-        self, response: httpx.Response, question: Question, sample: int
+        self, client: WebClient, question: Question, sample: int
     ) -> StoredAnswer:
         try:
-            document = parse_json(response.content)
+            answer = await client.request("POST", body=self.build_body(question, sample))
+        except (Unavailable, TimedOut) as error:
+            error.hint = "run the same command to continue"
+            if isinstance(error, TimedOut):
+                error.hint = f"raise --patience or lower --in-flight, and {error.hint}"
+            raise
+        if answer.status != 200:
+            raise self._build_status_error(answer)
+        try:
+            document = parse_json(answer.body)
             choice = document["choices"][0]
             text = choice["message"]["content"] if self._is_chat else choice["text"]
             [tokens] = parse_ids([document["usage"]["completion_tokens"]])
@@ -171,38 +120,39 @@ class ModelEndpoint:
             )
         except (ValueError, LookupError, TypeError) as error:
             raise InvalidInput(
-                f"{self._url} returned no completion: {_shorten(response.text)}",
+                f"{self._url} returned no completion: {answer.text}",
                 field="--endpoint",
                 hint="give the address of an OpenAI-compatible server, such as http://HOST:PORT/v1",
             ) from error
 
-    def _timeout_error(self) -> DistillError:
-        return TimedOut(
-            f"{self._url} returned no answer within {self._config.patience_seconds:g} s",
-            hint="raise --patience or lower --in-flight, and run the same command to continue",
-        )
+    def build_body(self, question: Question, sample: int) -> dict[str, Any]:
+        """Return the body of the request for answer `sample` to a question."""
+        config, conversation = self._config, question.conversation
+        prompt_fields: dict[str, Any] = {"prompt": question.text}
+        if self._is_chat:
+            prompt_fields = {"messages": list(conversation.messages)}
+            if conversation.tools is not None:
+                prompt_fields["tools"] = list(conversation.tools)
+            if config.data is not None and config.data.template_arguments:
+                prompt_fields["chat_template_kwargs"] = config.data.template_arguments
+        return {
+            "model": self._model,
+            **prompt_fields,
+            "max_tokens": config.method.max_new_tokens,
+            "temperature": config.method.temperature,
+            "top_p": config.method.top_p,
+            "seed": derive_seed(config.seed, question.number, sample),
+        }
 
-    def _connection_error(self, error: httpx.RequestError) -> DistillError:
-        reason = str(error) or type(error).__name__
-        return Unavailable(
-            f"{self._url} cannot be reached: {reason}", hint="run the same command to continue"
-        )
-
-    def _status_error(self, response: httpx.Response) -> DistillError:
-        status = response.status_code
-        message = f"{self._url} answered {status}: {_shorten(response.text)}"
-        if status in (408, 429) or status >= 500:
+    def _build_status_error(self, answer: WebAnswer) -> DistillError:
+        message = f"{self._url} answered {answer.status}: {answer.text}"
+        if answer.is_temporary:
             return Unavailable(message, hint="run the same command later to continue")
-        if status in (401, 403):
-            return _REFUSALS[status](message, hint=f"set the key in ${API_KEY}")
-        if status == 404:
-            return NotFound(
-                message, field="MODEL", hint="use a model name that the server lists at /v1/models"
-            )
+        if answer.status in (401, 403):
+            refusal = Unauthenticated if answer.status == 401 else Forbidden
+            return refusal(message, hint=f"set the key in ${API_KEY}")
+        if answer.status == 404:
+            hint = "use a model name that the server lists at /v1/models"
+            return NotFound(message, field="MODEL", hint=hint)
         hint = "if the model has no chat template, use --api completions" if self._is_chat else ""
         return InvalidInput(message, field="--endpoint", hint=hint)
-
-
-def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else line[:297] + "..."

@@ -20,9 +20,9 @@ from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress, run_program
 from clients.store.copies import files_on_disk
 from protos.errors import DistillError
-from student_trainer.exam import evaluation
-from student_trainer.exam.answer_requests import ExamStopped
-from student_trainer.exam.answer_store import StoredAnswer
+from student_trainer.exam.answer_store import ExamStopped, StoredAnswer
+from student_trainer.exam.evaluation import Watcher
+from student_trainer.exam.evaluation import run as run_exam
 
 _SECONDS_BETWEEN_LINES = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -62,7 +62,7 @@ def evaluate(run: RunDirectory, job: AnyJob, progress: Progress) -> Verdict:
     config = build_exam_config(job, run)
     try:
         with closing(JobWatcher(run, progress, models=len(config.models))) as watcher:
-            watcher.end(evaluation.run(config, watcher))
+            watcher.end(run_exam(config, watcher))
     except ExamStopped:
         return "cancelled"
     except DistillError as error:
@@ -79,26 +79,17 @@ def build_exam_config(job: EvalJob, run: RunDirectory) -> ExamConfig:
     anchor = Path(job.student.model) / "anchor"
     if (anchor / "config.json").is_file():
         models["anchor"] = str(anchor)
-    method = job.method
     return ExamConfig(
         models=models,
         out=str(run.evaluation),
+        method=job.method,
         reward=job.reward,
         data=job.data,
-        prompts=method.prompts,
-        samples=method.samples,
-        temperature=method.temperature,
-        top_p=method.top_p,
-        max_tokens=method.max_new_tokens,
         seed=job.seed,
-        endpoint=None,
-        api="chat",
-        in_flight=1,
-        patience_seconds=1.0,
     )
 
 
-class JobWatcher:
+class JobWatcher(Watcher):
     """Counts answers as steps, and writes a line of metrics about once a second.
 
     The metrics of the last step are the results. Call `close` at the end.

@@ -41,7 +41,7 @@ class Question:
 
 
 def load_questions(config: ExamConfig) -> list[Question]:
-    """Load or generate the questions; `config.prompts` of them are chosen by the seed.
+    """Load or generate the questions; `config.method.prompts` of them are chosen by the seed.
 
     Raises InvalidInput if the data cannot be read, is empty, or lacks prompts or references.
     """
@@ -49,7 +49,7 @@ def load_questions(config: ExamConfig) -> list[Question]:
         prompt_format = PromptFormat(template=config.reward.template)
         task = Task(config.reward.task, config.reward.options)
         task_questions = TaskQuestions(
-            task, config.seed, config.prompts or _DEFAULT_PROMPTS
+            task, config.seed, config.method.prompts or _DEFAULT_PROMPTS
         ).held_out
         return [
             Question(
@@ -73,7 +73,7 @@ def load_questions(config: ExamConfig) -> list[Question]:
             hint="give a data set with at least one row",
         )
     order = np.random.default_rng(config.seed).permutation(len(questions))
-    return [questions[index] for index in sorted(order[: config.prompts])]
+    return [questions[index] for index in sorted(order[: config.method.prompts])]
 
 
 def fingerprint(config: ExamConfig) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 from numpy.typing import NDArray
 
-from student_trainer.exam.answer_store import StoredAnswer, write_parquet
+from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.questions import Question
 from student_trainer.exam.scores import estimate, estimate_share, majority, pass_at_k
 from student_trainer.rewards import Rewards, RewardSample
@@ -38,6 +39,12 @@ class GradedAnswers:
         """Which answers are right, [P, n] bool. Refused or unscored answers are not right."""
         return np.nan_to_num(self.reward) >= RIGHT
 
+    def map_answers(self, function: Callable[[StoredAnswer], float]) -> NDArray[np.float64]:
+        """Return `function` of each answer, [P, n]; NaN for a refused prompt."""
+        return np.array(
+            [[np.nan if a is None else function(a) for a in row] for row in self.answers]
+        )
+
 
 def judge(
     questions: Sequence[Question],
@@ -51,17 +58,10 @@ def judge(
         for answer in question_answers
         if answer is not None
     ]
-    has_answer = np.array(
-        [[answer is not None for answer in question_answers] for question_answers in answers]
-    )
-    rewards_of_answers = np.full(has_answer.shape, np.nan)
-    rewards_of_answers[has_answer] = rewards(samples).values
-    answer_votes = iter(rewards.vote(samples))
-    votes = [
-        ["" if answer is None else next(answer_votes) for answer in question_answers]
-        for question_answers in answers
-    ]
-    return GradedAnswers(questions, answers, rewards_of_answers, votes)
+    values, votes = iter(rewards(samples).values), iter(rewards.vote(samples))
+    reward = [[np.nan if a is None else next(values) for a in row] for row in answers]
+    vote_rows = [["" if a is None else next(votes) for a in row] for row in answers]
+    return GradedAnswers(questions, answers, np.array(reward, np.float64), vote_rows)
 
 
 def save(graded: GradedAnswers, file: Path) -> None:
@@ -78,15 +78,15 @@ def save(graded: GradedAnswers, file: Path) -> None:
             "vote": vote,
             "reward": None if np.isnan(reward) else float(reward),
         }
-        for question, question_answers, question_votes, question_rewards in zip(
+        for question, *columns in zip(
             graded.questions, graded.answers, graded.votes, graded.reward, strict=True
         )
-        for answer, vote, reward in zip(
-            question_answers, question_votes, question_rewards, strict=True
-        )
+        for answer, vote, reward in zip(*columns, strict=True)
         if answer is not None
     ]
-    write_parquet(pyarrow.Table.from_pylist(rows), file)
+    temporary_path = file.with_suffix(".tmp")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary_path)
+    temporary_path.replace(file)
 
 
 def summarize(name: str, graded: GradedAnswers, baseline: GradedAnswers | None) -> dict[str, Any]:
@@ -97,37 +97,27 @@ def summarize(name: str, graded: GradedAnswers, baseline: GradedAnswers | None) 
     prompts.
     """
     right = graded.right
-    sample_count = right.shape[1]
-    given_answers = [
-        [answer for answer in question_answers if answer is not None]
-        for question_answers in graded.answers
-    ]
-    tokens = [
-        np.mean([answer.tokens for answer in question_answers])
-        for question_answers in given_answers
-        if question_answers
-    ]
-    truncated_flags = [
-        answer.truncated for question_answers in given_answers for answer in question_answers
-    ]
-    pass_estimates = {
-        f"pass@{k}": asdict(estimate_share(pass_at_k(right, k))) for k in _list_ks(sample_count)
-    }
+    samples = right.shape[1]
+    tokens = graded.map_answers(lambda answer: answer.tokens)
+    truncated = graded.map_answers(lambda answer: answer.truncated)
+    has_answer = ~np.isnan(tokens)
     row: dict[str, Any] = {
         "model": name,
         "prompts": len(right),
-        "samples": sample_count,
-        **pass_estimates,
-        f"maj@{sample_count}": asdict(estimate_share(majority(graded.votes, right))),
+        "samples": samples,
+        **{
+            f"pass@{k}": asdict(estimate_share(pass_at_k(right, k)))
+            for k in sorted({*(1 << bit for bit in range(samples.bit_length())), samples})
+        },
+        f"maj@{samples}": asdict(estimate_share(majority(graded.votes, right))),
         "reward": asdict(estimate(np.nan_to_num(graded.reward).mean(1))),
-        "tokens": asdict(estimate(np.array(tokens))),
-        "truncated": float(np.mean(truncated_flags)),
+        "tokens": asdict(estimate(np.nanmean(tokens[has_answer.any(1)], axis=1))),
+        "truncated": float(np.nanmean(truncated)),
         "errors": int(np.isnan(graded.reward).sum()),
-        "refused": graded.reward.size - len(truncated_flags),
+        "refused": int((~has_answer).sum()),
     }
     if baseline is not None:
-        gain = pass_at_k(right, 1) - pass_at_k(baseline.right, 1)
-        row["gain"] = asdict(estimate(gain))
+        row["gain"] = asdict(estimate(pass_at_k(right, 1) - pass_at_k(baseline.right, 1)))
     return row
 
 
@@ -139,11 +129,10 @@ def format_row(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, str]
 def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the columns of the table, with only the first and the last of the pass@k."""
     names = [name for name in rows[0] if name.startswith("pass@")]
-    columns = ["model", *dict.fromkeys((names[0], names[-1]))]
-    if len(rows) > 1:
-        columns.append("gain")
+    gain = ["gain"] if len(rows) > 1 else []
     votes = [name for name in rows[0] if name.startswith("maj@") and name != "maj@1"]
-    return [*columns, *votes, "tokens", "truncated", "errors"]
+    first_and_last = dict.fromkeys((names[0], names[-1]))
+    return ["model", *first_and_last, *gain, *votes, "tokens", "truncated", "errors"]
 
 
 def _format_cell(column: str, value: Any) -> str:
@@ -157,9 +146,3 @@ def _format_cell(column: str, value: Any) -> str:
             return f"{100 * value:.1f}"
         case _:
             return str(value)
-
-
-def _list_ks(n: int) -> list[int]:
-    """Return 1, 2, 4, ... up to n, and n."""
-    powers = [1 << bit for bit in range(n.bit_length()) if 1 << bit <= n]
-    return sorted({*powers, n})

@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-PATIENCE_SECONDS = 60.0
 # For a server that does not say how many tokens it reads.
 _MAX_LENGTH = 4096
 _MAX_VOCABULARY = 1 << 22  # no vocabulary is larger
@@ -80,7 +79,7 @@ class EndpointEngine:
         """
         self.step_tokens = step_tokens
         self.requested_tokens = 0
-        self._http = HttpEndpoint(url, patience_seconds=PATIENCE_SECONDS)
+        self._http = HttpEndpoint(url)
         try:
             vocabulary = load_vocabulary(model_directory(tokenizer))
         except InvalidInput as error:

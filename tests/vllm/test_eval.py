@@ -96,11 +96,13 @@ def exam(data: Path, out: Path, **changes: Any) -> ExamConfig:
         "out": str(out),
         "reward": RewardConfig(type="regex", pattern=PATTERN),
         "data": DataConfig(path=str(data)),
-        "prompts": PROMPTS,
-        "samples": SAMPLES,
-        "temperature": 2.0,  # the most that vLLM takes: the logits are far apart
-        "top_p": 0.9,
-        "max_tokens": 2,
+        "method": {
+            "type": "eval",
+            "prompts": PROMPTS,
+            "samples": SAMPLES,
+            "temperature": 2.0,  # the most that vLLM takes: the logits are far apart
+            "max_new_tokens": 2,
+        },
         "seed": 0,
         "endpoint": None,
         "api": "completions",
@@ -137,7 +139,7 @@ def test_killed_and_gone_on_with(data: Path, endpoint: str, tmp_path: Path) -> N
         *("--samples", str(SAMPLES), "--max-tokens", "2", "--out", str(tmp_path)),
     ]
     first = subprocess.Popen(command)
-    journal = tmp_path / "tiny" / "journal.jsonl"
+    journal = tmp_path / "tiny" / "answers.jsonl"
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= 100):
         assert first.poll() is None, "it was done before it was killed"
         time.sleep(0.005)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 # A model's display name is a directory name and a table cell.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 # Settings that do not affect an answer: a later command may change them and use the same directory.
-_IRRELEVANT_TO_ANSWERS = {"out", "reward", "prompts", "samples", "in_flight", "patience_seconds"}
+_IRRELEVANT_TO_ANSWERS: dict[str, Any] = {
+    **dict.fromkeys(("out", "reward", "in_flight", "patience_seconds"), True),
+    "method": {"prompts", "samples"},
+}
 
 
 ModelsArgument = Annotated[
@@ -104,11 +107,14 @@ def exam(
         **_parse_tables(reward, data, sets or []),
         "models": _name_models(models, local=not endpoint),
         "out": out or "?",
-        "prompts": prompts or None,
-        "samples": samples,
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_tokens": max_tokens,
+        "method": {
+            "type": "eval",
+            "prompts": prompts or None,
+            "samples": samples,
+            "temperature": temperature,
+            "top_p": top_p,
+            "max_new_tokens": max_tokens,
+        },
         "seed": seed,
         "endpoint": endpoint or None,
         "api": api,
@@ -208,7 +214,10 @@ def _validate_config(values: Mapping[str, Any]) -> ExamConfig:
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         path, message = next(iter(describe(detail, ExamConfig)))
-        field = ".".join(path) if len(path) > 1 else "--" + path[0].replace("_", "-")
+        field = ".".join(path)
+        if path[0] not in ("data", "reward"):
+            option = path[-1].removesuffix("_seconds").replace("max_new_", "max_")
+            field = "--" + option.replace("_", "-")
         raise InvalidInput(message, field=field) from None
     _check_settings(config)
     return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 
 from protos.errors import InvalidInput, Unavailable, WrongState
 from protos.extras import install_command
+from protos.rpc.transport import is_loopback
 
 _TIMEOUT_SECONDS = 10.0
 _SHOWN_CHARS = 150
@@ -104,7 +104,7 @@ class RayJobs:
         answer = self._call_cluster(
             lambda client: client._do_request("GET", "/api/authentication_mode")
         )
-        return "token" not in answer.text and not _is_loopback(self._host)
+        return "token" not in answer.text and not is_loopback(self._host)
 
     def _call_cluster(self, request: Callable[[Any], _T]) -> _T:
         try:
@@ -156,10 +156,3 @@ def summarize_error(error: Exception) -> str:
     if not lines:
         return type(error).__name__
     return lines[-1 if "Traceback" in str(error) else 0][:_SHOWN_CHARS]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

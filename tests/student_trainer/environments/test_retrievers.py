@@ -13,7 +13,7 @@ import pytest
 
 from clients.config.tables.environment import SearchConfig
 from protos.errors import InvalidInput, Unavailable
-from student_trainer.environments import remote_retriever
+from protos.rpc import web_client
 from student_trainer.environments.remote_retriever import RemoteRetriever
 from student_trainer.environments.retriever import LocalRetriever, format_passages, make_retriever
 from tests.student_trainer import tiny
@@ -79,7 +79,7 @@ def test_neither_a_file_nor_an_address_is_refused(retriever: str) -> None:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(web_client, "FIRST_PAUSE_SECONDS", 0.001)
     library = Library({"france": CORPUS[:3], "zebra": CORPUS[3:]})
     with serve(library) as url:
         library.url = url
@@ -138,7 +138,7 @@ def test_one_query_that_breaks_the_server_fails_alone(library: Library) -> None:
 
 
 def test_a_server_that_is_gone_is_no_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(web_client, "FIRST_PAUSE_SECONDS", 0.001)
     with serve(Library({})) as url:
         retriever = RemoteRetriever(url, timeout_seconds=5)
     assert retriever.passages(["a", "b"], 3) == [None, None]
@@ -157,7 +157,7 @@ def test_what_is_no_retriever_is_refused_at_once(library: Library, path: str) ->
 
 
 def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(web_client, "FIRST_PAUSE_SECONDS", 0.001)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepted by the kernel, never answered
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/retrieve"
         with pytest.raises(Unavailable, match="timed out"):
@@ -172,7 +172,7 @@ def test_a_server_that_drips_bytes_is_given_up(
     monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
     """Each byte arrives in time, but the answer never ends: only a deadline ends the request."""
-    monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(web_client, "FIRST_PAUSE_SECONDS", 0.001)
     with (
         serve_drips(text) as url,
         pytest.raises(Unavailable, match=r"no complete answer within 0\.2 s"),

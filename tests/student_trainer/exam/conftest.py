@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clients.config.evaluation import EvalMethod
 from clients.config.exam import ExamConfig
 from clients.config.tables.data import DataConfig
 from clients.config.tables.reward import RewardConfig
@@ -38,15 +39,12 @@ def exam(material: Material, out: Path, **changes: Any) -> ExamConfig:
         "out": str(out),
         "reward": RewardConfig(type="exact_match"),
         "data": DataConfig(path=str(material.prompts)),
-        "prompts": 10,
-        "samples": 24,
-        "temperature": 0.8,
-        "top_p": 0.6,
-        "max_tokens": 2,
         "seed": 0,
         "endpoint": None,
         "api": "completions",
         "in_flight": 8,
         "patience_seconds": 60.0,
     }
-    return ExamConfig(**{**values, **changes})
+    method = {"type": "eval", "prompts": 10, "samples": 24, "top_p": 0.6, "max_new_tokens": 2}
+    method |= {key: changes.pop(key) for key in [*changes] if key in EvalMethod.model_fields}
+    return ExamConfig(**{**values, "method": method, **changes})

@@ -96,10 +96,10 @@ def test_answers_are_the_seed_s_and_judged_again_without_being_asked_again(
         texts[answer["prompt"], answer["sample"]] == answer["text"] for answer in small_table
     )
     assert sum(answer["reward"] for answer in table) / 240 == pytest.approx(row["pass@1"]["mean"])
-    time_before = (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns
+    time_before = (tmp_path / "one" / "tiny" / "answers.jsonl").stat().st_mtime_ns
     looser = exam(material, tmp_path / "one", reward={"type": "regex", "pattern": "="})
     assert run(looser)[0]["pass@1"]["mean"] > row["pass@1"]["mean"]
-    assert (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns == time_before
+    assert (tmp_path / "one" / "tiny" / "answers.jsonl").stat().st_mtime_ns == time_before
 
 
 def test_greedy(material: Material, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
     assert (row["prompts"], row["refused"], row["errors"]) == (30, 20 * 2, 20 * 2)
     assert 0 < row["pass@2"]["mean"] <= 1 / 3
     with pytest.raises(InvalidInput, match="exceed the 7 tokens that the model can read") as caught:
-        run(exam(material, tmp_path / "long", **short, max_tokens=4))
+        run(exam(material, tmp_path / "long", **short, max_new_tokens=4))
     assert (caught.value.field, caught.value.hint) == (
         "--max-tokens",
         "lower it, or remove long prompts",

@@ -22,7 +22,7 @@ from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, InvalidInput, Unavailable
 from protos.rows.codec import RowBlock
-from teacher_service.engines import endpoint as module
+from teacher_service.engines import endpoint_http
 from teacher_service.engines.endpoint import EndpointEngine
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.models.loading import load_vocabulary
@@ -275,7 +275,7 @@ def test_a_limit_of_rate_and_an_outage_are_waited_out(
 def test_an_outage_that_lasts_is_told(
     server: VllmLike, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(endpoint_http, "ATTEMPTS", 2)
     engine = engine_of(server, tiny_model)
     server.faults = [(503, {})] * 1000
     [answer] = engine.score([query(server)])

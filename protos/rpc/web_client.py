@@ -1,0 +1,225 @@
+"""The client of somebody else's HTTP server: address, key, proxy and retries. Needs httpx."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from protos.errors import Corrupt, InvalidInput, TimedOut, Unavailable
+from protos.rpc.backoff import backoff
+from protos.rpc.transport import is_loopback
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 10.0
+_LONGEST_RETRY_AFTER_SECONDS = 60.0
+_CONNECT_SECONDS = 5.0
+_MAX_PORT = 65535
+_MAX_MESSAGE_CHARS = 300
+
+
+@dataclass(frozen=True)
+class WebAnswer:
+    """The answer of a server, of any status."""
+
+    status: int
+    reason: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the server is busy, restarts or limits the rate: a retry may help."""
+        return self.status in (408, 425, 429) or self.status >= 500
+
+    @property
+    def text(self) -> str:
+        """The body as one line of at most 300 characters, for messages."""
+        return " ".join(self.body.decode("utf-8", "replace").split())[:_MAX_MESSAGE_CHARS]
+
+
+class WebClient:
+    """One server, for one event loop; a context manager.
+
+    $HTTP_PROXY, $HTTPS_PROXY, $ALL_PROXY and $NO_PROXY apply, but a loopback address is never
+    reached through a proxy, which would get the keys and the texts of the requests.
+    """
+
+    def __init__(
+        self,
+        url: httpx.URL,
+        *,
+        attempts: int,
+        answer_seconds: float,
+        connections: int,
+        max_bytes: int,
+        key_variable: str = "",
+    ) -> None:
+        """Prepare the connections; they open on first use.
+
+        `attempts`: of one request. `answer_seconds`: of one attempt. `max_bytes`: of an answer.
+        `key_variable`: the environment variable whose value is sent as a bearer token, if it is
+        set. Raises InvalidInput if no header can have the key, or the proxy cannot be used.
+        """
+        self._url = url
+        self._attempts = attempts
+        self._answer_seconds = answer_seconds
+        self._max_bytes = max_bytes
+        self._slots = asyncio.Semaphore(connections)
+        self._proxy = find_proxy(url)
+        try:
+            self._client = httpx.AsyncClient(
+                headers=_build_key_header(key_variable) if key_variable else None,
+                timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+                limits=httpx.Limits(max_connections=None),
+                proxy=self._proxy,
+                trust_env=False,  # only for the certificates, in `_tls_context`
+                verify=_tls_context(),
+            )
+        except (ImportError, ValueError) as error:
+            raise InvalidInput(
+                f"the proxy of the environment cannot be used: {error}",
+                hint=f"correct HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, or set NO_PROXY={url.host}",
+            ) from error
+
+    async def __aenter__(self) -> WebClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def request(self, method: str, path: str = "", body: object = None) -> WebAnswer:
+        """Return the answer to a JSON body, sent to `path` below the address; follows no redirect.
+
+        Retries with growing pauses while the server does not answer, or with a temporary status;
+        honours Retry-After up to 60 s. After the last attempt, returns the answer with that status,
+        or raises Unavailable or TimedOut. Raises Corrupt if the answer is longer than `max_bytes`.
+        """
+        url = str(self._url).rstrip("/") + path if path else str(self._url)
+        for failures in range(1, self._attempts + 1):
+            is_last, pause = failures == self._attempts, _choose_pause(failures)
+            try:
+                answer = await self._request_once(method, url, body)
+            except (Unavailable, TimedOut) as fault:
+                if is_last:
+                    raise
+                reason = fault.message
+            else:
+                if is_last or not answer.is_temporary:
+                    return answer
+                reason = f"{url} answered {answer.status}"
+                pause = max(pause, _retry_after(answer.headers))
+            log.info("%s; the request is repeated in %.1f s", reason, pause)
+            await asyncio.sleep(pause)
+        raise AssertionError("there is at least one attempt")
+
+    async def _request_once(self, method: str, url: str, body: object) -> WebAnswer:
+        """Send a request and read the answer, all within the time limit.
+
+        A server that sends its answer byte by byte times out like one that sends nothing.
+        """
+        try:
+            async with (
+                self._slots,
+                asyncio.timeout(self._answer_seconds),
+                self._client.stream(method, url, json=body) as response,
+            ):
+                content = bytearray()
+                async for chunk in response.aiter_bytes():
+                    content += chunk
+                    if len(content) > self._max_bytes:
+                        limit = f"{self._max_bytes >> 20} MiB"
+                        raise Corrupt(f"the answer of {url} is longer than {limit}")
+                status, reason = response.status_code, response.reason_phrase
+                return WebAnswer(status, reason, response.headers, bytes(content))
+        except TimeoutError:
+            raise TimedOut(
+                f"{url}{self._describe_proxy()} timed out: there was no complete answer within"
+                f" {self._answer_seconds:g} s"
+            ) from None
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            reason = str(error) or type(error).__name__
+            raise Unavailable(
+                f"{url} cannot be reached{self._describe_proxy()}: {reason}"
+            ) from error
+
+    def _describe_proxy(self) -> str:
+        """Return the words that name the proxy, without its password; "" if there is none."""
+        if self._proxy is None:
+            return ""
+        proxy = httpx.URL(self._proxy)
+        return f" through the proxy {proxy.scheme}://{proxy.host}:{proxy.port or ''}".rstrip(":")
+
+
+def parse_web_address(text: str, field: str) -> httpx.URL:
+    """Return the URL in `text`.
+
+    Raises InvalidInput (`field`) if it has no valid host or port. The error of a request to such an
+    address would be less clear.
+    """
+    try:
+        url = httpx.URL(text)
+        url.host.encode("idna")  # encoded as for a DNS look-up
+        if not url.host or (url.port or 0) > _MAX_PORT:
+            raise ValueError("it has no host" if not url.host else f"there is no port {url.port}")
+    except (httpx.InvalidURL, ValueError) as error:
+        raise InvalidInput(
+            f"{text!r} is not a valid address: {error}",
+            field=field,
+            hint="give an address like http://HOST:PORT/PATH",
+        ) from error
+    return url
+
+
+def find_proxy(url: httpx.URL) -> str | None:
+    """Return the proxy of the environment for `url`; None for a loopback address or without one."""
+    if is_loopback(url.host) or proxy_bypass(url.netloc.decode()):
+        return None
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    return f"http://{proxy}" if proxy and "://" not in proxy else proxy or None
+
+
+def _build_key_header(variable: str) -> dict[str, str]:
+    """Return the header with the key in an environment variable; {} if it is not set.
+
+    Space around the key, as a file has at its end, is left out. Raises InvalidInput, without the
+    key, if no header can have it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidInput(
+            f"${variable} has characters that no key has", hint="check how it was copied"
+        )
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _choose_pause(failures: int) -> float:
+    return backoff(failures, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds of Retry-After, at most 60; 0 if it is missing or a date."""
+    try:
+        seconds = float(headers.get("Retry-After", "0"))
+    except ValueError:
+        return 0.0
+    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER_SECONDS)
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """Return the trusted certificates, with $SSL_CERT_FILE; made once, because it reads all."""
+    return httpx.create_ssl_context()
