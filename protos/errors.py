@@ -152,12 +152,12 @@ CATEGORIES: tuple[type[DistillError], ...] = (
 
 
 # Errors of services and machines, not of the job: the unchanged job may succeed later.
-_INFRASTRUCTURE = frozenset(error.__name__ for error in (Unavailable, Overloaded, TimedOut))
+_INFRASTRUCTURE = frozenset(error.code.value for error in (Unavailable, Overloaded, TimedOut))
 
 
-def is_infrastructure(error: str) -> bool:
-    """Return True if a class name names an error of services or machines, not of the job."""
-    return error in _INFRASTRUCTURE
+def is_infrastructure(code: str) -> bool:
+    """Return True if an ErrorCode names an error of services or machines, not of the job."""
+    return code in _INFRASTRUCTURE
 
 
 def error_of(code: str, message: str, *, field: str = "", hint: str = "") -> DistillError:

@@ -58,8 +58,9 @@ class Status:
     step: int = 0
     max_steps: int = 0
     reason: str = ""
-    # Class name of the DistillError that caused a failure ("Unavailable"); selects the exit code.
-    error: str = ""
+    # ErrorCode and field of the DistillError that caused a failure; "" for other failures.
+    code: str = ""
+    field: str = ""
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ class Progress:
             self._write_status(status)
         self._status = status
 
-    def end(self, verdict: Verdict, reason: str = "", error: str = "") -> None:
-        """Write the final verdict.
+    def end(self, verdict: Verdict, reason: str = "", error: DistillError | None = None) -> None:
+        """Write the final verdict; `error`: the cause of a failure, with its own reason.
 
         "failed" is written by the process that failed, on any rank; the first failure is kept.
         Other verdicts are written by the main process.
@@ -89,9 +89,11 @@ class Progress:
                 written_status.verdict,
             ) != (self._status.attempt, verdict)
             self._main = is_first_failure
-        self._write_status(
-            dataclasses.replace(self._status, verdict=verdict, reason=reason, error=error)
-        )
+        status = dataclasses.replace(self._status, verdict=verdict, reason=reason)
+        if error is not None:
+            code, field = error.code.value, error.field
+            status = dataclasses.replace(status, reason=str(error), code=code, field=field)
+        self._write_status(status)
 
     def die(self, reason: str) -> None:
         """Write why this attempt ends without a verdict, unless another process wrote one."""
@@ -162,7 +164,7 @@ def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
 def _end_as_failed(progress: Progress, error: DistillError) -> int:
     # Where the status cannot be written, the server decides by the exit code.
     with contextlib.suppress(OSError):
-        progress.end("failed", str(error), type(error).__name__)
+        progress.end("failed", error=error)
     print(f"error: {error}", file=sys.stderr)
     return error.exit_code
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from clients.jobs.job import JobState
@@ -39,9 +38,6 @@ class Policy:
     longest_wait: float = 30.0
     give_up_after: float = 24 * 3600.0
     linger: float = 60.0
-
-
-_FIELD = re.compile(r"([a-z_][\w.-]*): ")
 
 
 @dataclass(frozen=True)
@@ -84,9 +80,10 @@ def verdict_of(
     if verdict == "cancelled" and is_cancelling:
         return JobEnded(JobState.CANCELLED, reason or "cancelled on request")
     if status is not None and verdict == "failed":
-        if not is_infrastructure(status.error):
+        if not is_infrastructure(status.code):
             return JobEnded(JobState.FAILED, reason or "the trainer gave no reason")
-        attempt_died = DeadAttempt(reason, blameless=True, waits_for=_extract_field(reason))
+        waits_for = status.field or "a service that the job needs"
+        attempt_died = DeadAttempt(reason, blameless=True, waits_for=waits_for)
     elif verdict == "cancelled" and not is_blameless_loss:
         # No user requested it: the machine is drained, or the attempt was preempted.
         attempt_died = DeadAttempt(reason or "the trainer was stopped by SIGTERM", blameless=True)
@@ -103,12 +100,6 @@ def verdict_of(
         if is_cancelling
         else attempt_died
     )
-
-
-def _extract_field(reason: str) -> str:
-    """Return the field that a message of a DistillError names, or a general description."""
-    match = _FIELD.match(reason)
-    return match[1] if match else "a service that the job needs"
 
 
 def _describe_end(outcome: Exited | Lost | CancelledInCluster, step: int) -> str:

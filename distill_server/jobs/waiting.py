@@ -139,7 +139,7 @@ class Waits:
             config = await asyncio.to_thread(with_paths, config, self._runs, jobs_read)
             await self._preflight(config, self._runs / job.id)
         except DistillError as error:
-            return error if is_infrastructure(type(error).__name__) else None
+            return error if is_infrastructure(error.code) else None
         except Exception:
             log.exception("job %s: the preflight failed", job.id)
         return None

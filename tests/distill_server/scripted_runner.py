@@ -63,11 +63,9 @@ class ScriptedRunner(LocalRunner):
             del self.alive[key]
             self._outcomes[key] = outcome
 
-    def say(
-        self, runs: Path, job_id: str, verdict: Verdict, step: int = 1, error: str = ""
-    ) -> None:
+    def say(self, runs: Path, job_id: str, verdict: Verdict, step: int = 1, code: str = "") -> None:
         attempt = next(number for job, number in self.alive if job == job_id)
-        status = Status(attempt, verdict, "training", step, max_steps=5, error=error)
+        status = Status(attempt, verdict, "training", step, max_steps=5, code=code)
         RunDirectory(runs / job_id).write_status(status)
 
 

@@ -51,7 +51,7 @@ class Trainer:
 
     def say(self, verdict: str, phase: str = "", reason: str = "") -> None:
         status: dict[str, Any] = {"attempt": self.attempt, "verdict": verdict, "phase": phase}
-        status |= {"step": self.step, "max_steps": self.max_steps, "reason": reason, "error": ""}
+        status |= {"step": self.step, "max_steps": self.max_steps, "reason": reason}
         replace(self.run / "status.json", json.dumps(status))
 
     def checkpoint(self) -> None:

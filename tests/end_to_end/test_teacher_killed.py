@@ -132,7 +132,7 @@ def is_evaluating(run: RunDirectory) -> bool:
 def assert_told_failure(run: RunDirectory) -> Status:
     status = run.read_status()
     assert status is not None
-    assert (status.verdict, status.error) == ("failed", "Unavailable")
+    assert (status.verdict, status.code) == ("failed", "UNAVAILABLE")
     assert f"has not answered for {PATIENCE} s" in status.reason
     assert "start the teacher again" in status.reason
     return status
@@ -174,7 +174,7 @@ def test_two_processes_lose_their_teacher(
         assert process.wait() != 0
     status = run.read_status()
     assert status is not None
-    assert (status.verdict, status.error) == ("failed", "Unavailable")
+    assert (status.verdict, status.code) == ("failed", "UNAVAILABLE")
     assert "teacher" in status.reason
     mortal_teacher.start()
     finish(run, 2)

@@ -13,14 +13,7 @@ import typer
 from clients.cli.commands.jobs import max_steps_of
 from clients.cli.output import Output
 from clients.cli.settings import NameOption, SetOption, overrides, settings_of
-from protos.errors import (
-    CATEGORIES,
-    DistillError,
-    ExitCode,
-    InternalFault,
-    InvalidInput,
-    WrongState,
-)
+from protos.errors import ExitCode, InvalidInput, WrongState, error_of
 
 if TYPE_CHECKING:
     from clients.config.file import JobFile
@@ -132,7 +125,7 @@ def _run_and_conclude(
     if remove_if_refused and status is not None and _is_refusal(status):
         # The job was refused before its first step: there is nothing to resume.
         shutil.rmtree(run.path)
-        raise _error_class(status.error)(status.reason)
+        raise error_of(status.code, status.reason)
     conclusion = conclude(output, progress, **_output_paths(run))
     if conclusion is ExitCode.JOB_FAILED:
         output.say(f"trainer log: {run.log_file(attempt)}")
@@ -284,7 +277,3 @@ def _new_attempt(run: RunDirectory, status: Status | None) -> int:
 
 def _is_refusal(status: Status) -> bool:
     return status.verdict == "failed" and status.phase == "preflight"
-
-
-def _error_class(name: str) -> type[DistillError]:
-    return next((category for category in CATEGORIES if category.__name__ == name), InternalFault)

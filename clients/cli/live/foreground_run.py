@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 
 from clients.cli.live.display import display
@@ -25,7 +24,6 @@ from protos.errors import ExitCode
 SECONDS_BETWEEN_POLLS = 0.2
 # SIGTERM requests a last checkpoint from the trainer; a job server waits for the same time.
 SECONDS_TO_STOP = 60.0
-_ERROR = "error: "
 
 
 def run_attempt(
@@ -57,9 +55,7 @@ def run_attempt(
             elif not has_ended:
                 time.sleep(SECONDS_BETWEEN_POLLS)
         if not follower.over:
-            final_event = follower.trainer_died(
-                *_final_reason(run.log_file(attempt), trainer.returncode, signals.kill)
-            )
+            final_event = follower.trainer_died(*_final_reason(trainer.returncode, signals.kill))
             progress.add(final_event)
             view.show(final_event)
     if signals.kill:
@@ -134,13 +130,10 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _final_reason(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
+def _final_reason(returncode: int, killed: bool) -> tuple[str, JobState]:
     if killed:
         return "killed; it can resume from its last checkpoint", JobState.CANCELLED
-    errors = [
-        line for line in log.read_text(errors="replace").splitlines() if line.startswith(_ERROR)
-    ]
-    if errors and returncode > 0:
-        return errors[-1].removeprefix(_ERROR), JobState.FAILED
+    if returncode == ExitCode.WRONG_STATE:
+        return "another program is running in the run directory; stop it", JobState.FAILED
     ending = f"by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
-    return f"the trainer ended {ending} and printed no error; read its log", JobState.FAILED
+    return f"the trainer ended {ending} without a verdict; read its log", JobState.FAILED

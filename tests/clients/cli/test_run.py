@@ -91,7 +91,7 @@ def test_a_refused_run_leaves_nothing(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:
     trainer("""
-        tell("failed", "preflight", reason="no teacher at x; start one", error="Unavailable")
+        tell("failed", "preflight", reason="no teacher at x; start one", code="UNAVAILABLE")
         sys.exit(4)
     """)
     assert main(["run", job_file()]) == ExitCode.UNREACHABLE
@@ -104,7 +104,7 @@ def test_a_run_that_fails_later_is_kept(
 ) -> None:
     trainer("""
         log(1, loss=0.5)
-        tell("failed", "training", 1, reason="loss is not finite", error="Corrupt")
+        tell("failed", "training", 1, reason="loss is not finite", code="DATA_LOSS")
         sys.exit(1)
     """)
     assert main(["run", job_file(name="job.toml")]) == ExitCode.JOB_FAILED
@@ -121,7 +121,7 @@ def test_a_trainer_that_dies_without_a_word(
 ) -> None:
     trainer("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert main(["run", job_file()]) == ExitCode.JOB_FAILED
-    assert "by signal 9 and printed no error" in capsys.readouterr().out
+    assert "by signal 9 without a verdict" in capsys.readouterr().out
     assert only_run().log_file(1).exists()
 
 
@@ -135,7 +135,7 @@ def test_an_attempt_that_died_with_another_process_says_so(
     assert main(["run", job_file()]) == ExitCode.JOB_FAILED
     output = capsys.readouterr().out
     assert "another process of the trainer is lost: Read error" in output
-    assert "printed no error" not in output
+    assert "without a verdict" not in output
 
 
 def test_resume_is_a_new_attempt(
@@ -242,13 +242,11 @@ def test_a_trainer_that_finds_another_one_says_so(
     """Both were started at the same time; the status file belongs to the other trainer."""
     trainer("""
         run.write_status(Status(7, "running", "training", 1, max_steps))
-        print("error: another trainer is at work; wait", file=sys.stderr)
         sys.exit(6)
     """)
     assert main(["run", job_file()]) == ExitCode.WRONG_STATE
     captured = capsys.readouterr()
-    assert "FAILED  0/500 steps  another trainer is at work; wait  run" in captured.out
-    assert "printed no error" not in captured.out + captured.err
+    assert "FAILED  0/500 steps  another program is running in the run directory" in captured.out
     status = only_run().read_status()
     assert status is not None
     assert status.attempt == 7

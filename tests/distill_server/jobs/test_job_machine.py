@@ -190,8 +190,8 @@ class Jobs(RuleBasedStateMachine):
     ) -> None:
         """The trainer writes `verdict` and ends; "away": it failed because its teacher was away."""
         job_id, job = self.pick_active(which)
-        error = "Unavailable" if verdict == "away" else ""
-        self.runner.say(self.runs, job_id, "failed" if verdict == "away" else verdict, error=error)
+        code = "UNAVAILABLE" if verdict == "away" else ""
+        self.runner.say(self.runs, job_id, "failed" if verdict == "away" else verdict, code=code)
         self.runner.end(job_id, outcome)
         self.server.look()
         rebooted = outcome == Lost(True)

@@ -12,6 +12,7 @@ from distill_server.jobs.progress import progress_changes, status_of
 from distill_server.jobs.store import Change
 from distill_server.jobs.verdict import DeadAttempt, JobEnded, verdict_of
 from distill_server.runners.interface import Exited, Lost
+from protos.errors import DistillError, Overloaded, TimedOut, Unavailable
 
 
 def lines(attempt: int, *steps: int) -> str:
@@ -177,17 +178,17 @@ def test_an_attempt_that_died_may_say_why() -> None:
     assert verdict_of(RUNNING, 37, status, Exited(1)) == DeadAttempt(status.reason, blameless=False)
 
 
-@pytest.mark.parametrize("error", ["Unavailable", "Overloaded", "TimedOut"])
-def test_what_the_job_runs_on_is_not_its_fault(error: str) -> None:
+@pytest.mark.parametrize("error", [Unavailable, Overloaded, TimedOut])
+def test_what_the_job_runs_on_is_not_its_fault(error: type[DistillError]) -> None:
     reason = "teachers.math-2: the teacher has not answered for 60 s; start it again"
-    status = Status(1, "failed", reason=reason, error=error)
+    status = Status(1, "failed", reason=reason, code=error.code, field="teachers.math-2")
     assert verdict_of(RUNNING, 37, status, Exited(4)) == DeadAttempt(
         reason, True, "teachers.math-2"
     )
     assert verdict_of(CANCELLING, 37, status, Exited(4)) == JobEnded(
         JobState.CANCELLED, f"cancelled; {reason}"
     )
-    plain = Status(1, "failed", reason="no answer: none", error=error)
+    plain = Status(1, "failed", reason="no answer: none", code=error.code)
     assert verdict_of(RUNNING, 37, plain, Exited(4)) == DeadAttempt(
         "no answer: none", True, "a service that the job needs"
     )

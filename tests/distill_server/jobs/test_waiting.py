@@ -19,6 +19,7 @@ from protos.errors import Unavailable, WrongState
 from tests.distill_server.conftest import job_config
 from tests.distill_server.scripted_runner import SmallServer, small_server
 
+FIELD = "teacher.address"
 REASON = "teacher.address: the teacher has not answered for 60 s; start the teacher again"
 HOUR = 3600.0
 
@@ -63,11 +64,11 @@ class Site:
                 file.write(json.dumps({"attempt": attempt, "step": step, "loss": 1.0}) + "\n")
 
     def end_attempt(
-        self, job_id: str, outcome: Exited | Lost, error: str = "", step: int = 1
+        self, job_id: str, outcome: Exited | Lost, code: str = "", step: int = 1
     ) -> Job:
         attempt = self.job(job_id).attempt
-        if error:
-            status = Status(attempt, "failed", "training", step, 5, REASON, error)
+        if code:
+            status = Status(attempt, "failed", "training", step, 5, REASON, code, FIELD)
             RunDirectory(self.server.runs / job_id).write_status(status)
         self.server.runner.end(job_id, outcome)
         self.server.look()
@@ -88,7 +89,7 @@ def test_a_teacher_that_is_away_fails_no_job_and_holds_no_slot(site: Site) -> No
     site.server.look()
     site.teacher.is_away = True
     for job_id in (first_id, second_id):  # the slot goes to the second at once
-        job = site.end_attempt(job_id, Exited(4), "Unavailable")
+        job = site.end_attempt(job_id, Exited(4), "UNAVAILABLE")
         assert (job.state, job.attempt, job.reason) == (JobState.QUEUED, 2, REASON)
         assert re.fullmatch(
             r"WAITING teacher\.address: no answer since \d\d:\d\d UTC; next try in 5 s", job.phase
@@ -116,7 +117,7 @@ def test_the_wait_outlives_the_server(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
     site.teacher.is_away = True
-    site.end_attempt(job_id, Exited(4), "TimedOut")
+    site.end_attempt(job_id, Exited(4), "DEADLINE_EXCEEDED")
     since = site.server.store.attempt(site.job(job_id)).waiting_since
     assert since == site.now[0]
     site.server.close()
@@ -135,7 +136,7 @@ def test_a_wait_ends_after_the_bound(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
     site.teacher.is_away = True
-    site.end_attempt(job_id, Exited(4), "Unavailable")
+    site.end_attempt(job_id, Exited(4), "UNAVAILABLE")
     site.advance(HOUR - 1)
     assert site.job(job_id).state is JobState.QUEUED
     site.advance(31)
@@ -150,12 +151,12 @@ def test_the_bound_holds_over_attempts_without_progress(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
     site.make_steps(job_id, 1, 2)
-    job = site.end_attempt(job_id, Exited(4), "Overloaded")
+    job = site.end_attempt(job_id, Exited(4), "RESOURCE_EXHAUSTED")
     while job.state is JobState.QUEUED:
         while not site.server.runner.alive:
             site.advance(5)
         site.advance(HOUR / 4)
-        job = site.end_attempt(job_id, Exited(4), "Overloaded")
+        job = site.end_attempt(job_id, Exited(4), "RESOURCE_EXHAUSTED")
     assert (job.state, job.attempt) == (JobState.FAILED, 5)
 
 
@@ -165,7 +166,7 @@ def test_progress_begins_a_new_wait(site: Site) -> None:
     for step in range(1, 8):
         site.make_steps(job_id, step)
         site.advance(HOUR / 2)
-        job = site.end_attempt(job_id, Exited(4), "Unavailable", step)
+        job = site.end_attempt(job_id, Exited(4), "UNAVAILABLE", step)
         assert "next try in 5 s" in job.phase
         site.advance(5)
     assert list(site.server.runner.alive) == [(job_id, 8)]
@@ -175,7 +176,7 @@ def test_what_is_wrong_with_the_job_is_told_by_its_trainer(site: Site) -> None:
     job_id = site.submit()
     site.server.look()
     site.teacher.is_wrong = True
-    site.end_attempt(job_id, Exited(4), "Unavailable")
+    site.end_attempt(job_id, Exited(4), "UNAVAILABLE")
     site.advance(5)
     assert list(site.server.runner.alive) == [(job_id, 2)]
     assert site.end_attempt(job_id, Exited(6), "WrongState").state is JobState.FAILED
@@ -185,7 +186,7 @@ def test_a_waiting_job_is_cancelled_and_resumed_without_a_wait(site: Site) -> No
     job_id = site.submit()
     site.server.look()
     site.teacher.is_away = True
-    site.end_attempt(job_id, Exited(4), "Unavailable")
+    site.end_attempt(job_id, Exited(4), "UNAVAILABLE")
     site.server.cancel(job_id, now=False)
     site.advance(60)
     assert site.job(job_id).state is JobState.CANCELLED

@@ -68,7 +68,7 @@ def stored_job(server: SmallServer, job: Job) -> Job:
 
 
 def end_job(server: SmallServer, job: Job, verdict: Any = "succeeded") -> None:
-    server.runner.say(server.runs, job.id, verdict, error="InvalidInput")
+    server.runner.say(server.runs, job.id, verdict, code="INVALID_ARGUMENT")
     server.runner.end(job.id, Exited(0))
     server.look()
 

@@ -22,7 +22,7 @@ def end_one(server: SmallServer, rng: random.Random) -> None:
     """End a random running attempt with a random verdict."""
     job_id, _ = rng.choice(sorted(server.runner.alive))
     verdict: Verdict = rng.choice(["succeeded", "succeeded", "succeeded", "failed"])
-    server.runner.say(server.runs, job_id, verdict, error="InvalidInput")
+    server.runner.say(server.runs, job_id, verdict, code="INVALID_ARGUMENT")
     server.runner.end(job_id, Exited(0))
 
 

@@ -110,7 +110,7 @@ def test_a_job_that_waited_is_removed_in_its_wait(server: SmallServer) -> None:
     """A job that waited for a teacher is cancelled and removed while its next try is scheduled."""
     (job,) = submit(server, make_job("one"))
     server.look()
-    server.runner.say(server.runs, job.id, "failed", error="Unavailable")
+    server.runner.say(server.runs, job.id, "failed", code="UNAVAILABLE")
     server.runner.end(job.id, Exited(4))
     server.look()
     assert stored_job(server, job).phase.startswith("WAITING")

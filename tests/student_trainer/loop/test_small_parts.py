@@ -16,7 +16,7 @@ from clients.preflight.files import check_processes, check_student
 from clients.runs import progress as progress_module
 from clients.runs.directory import Control, RunDirectory
 from clients.runs.progress import Progress
-from protos.errors import InvalidInput
+from protos.errors import Corrupt, InvalidInput
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.rewards.text_match import exact_match
 from student_trainer.run.model_checks import check_hub
@@ -75,11 +75,12 @@ def test_progress_is_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) ->
         ("saving", 3), ("training", 4),
     ]  # fmt: skip
     progress.say("training", 5)
-    progress.end("failed", "no reason", "Corrupt")
+    progress.end("failed", error=Corrupt("no reason", field="data.path", hint="none"))
     status = run.read_status()
     assert status is not None
     assert (status.attempt, status.verdict, status.step, status.max_steps) == (2, "failed", 5, 9)
-    assert (status.reason, status.error) == ("no reason", "Corrupt")
+    assert status.reason == "data.path: no reason; none"
+    assert (status.code, status.field) == ("DATA_LOSS", "data.path")
 
 
 def test_wishes_to_stop(run: RunDirectory) -> None:

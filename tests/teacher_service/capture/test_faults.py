@@ -117,7 +117,7 @@ def test_a_full_disk(new_run: NewRun, data: Path, words: Path) -> None:
     assert finish(limited, file_bytes=8_000) == ExitCode.JOB_FAILED
     status = limited.read_status()
     assert status is not None
-    assert (status.verdict, status.error) == ("failed", "InternalFault")
+    assert (status.verdict, status.code) == ("failed", "INTERNAL")
     assert status.reason.startswith(f"cannot write {limited.store}: File too large; ")
     assert [file.name for file in limited.store.iterdir()] != []
     assert {file.name for file in limited.store.iterdir()} == {"lock", "manifest.json"}
