@@ -226,6 +226,4 @@ def _create_dashboard(port: int | None, external_url: str, tls: TlsFiles) -> Das
     from distill_server.dashboard.serve import Dashboard, external_host
 
     external_host(external_url)
-    return Dashboard(
-        *(port, external_url, tls), on_ready=lambda url: print(f"dashboard at {url}", flush=True)
-    )
+    return Dashboard(port, external_url, tls, lambda url: print(f"dashboard at {url}", flush=True))

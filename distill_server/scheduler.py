@@ -82,8 +82,13 @@ class Scheduler:
         self.teachers = StartedTeachers(runs, policy, self._files, self.wake)
         needs = TeacherNeeds(store, runs, self.teachers, self._files, self.wake)
         self.order = StartOrder(
-            *(store, policy.machine, self.waits, needs),
-            *(self._is_resting, self._contain_errors, quotas),
+            store,
+            policy.machine,
+            waits=self.waits,
+            needs=needs,
+            is_resting=self._is_resting,
+            boundary=self._contain_errors,
+            quotas=quotas,
         )
         # By job: one task at a time reads or writes its run directory.
         self._tasks: dict[str, asyncio.Task[None]] = {}

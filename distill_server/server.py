@@ -30,7 +30,6 @@ from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
 from distill_server.scheduler import Policy, Scheduler
-from distill_server.teachers.persistent import PersistentTeachers
 from distill_server.uploads import Uploads, collect_garbage, named_uploads
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
@@ -78,17 +77,28 @@ async def run_server(
         quotas = Quotas(connection, store, tokens.quotas)
         scheduler = Scheduler(store, runs, runner, policy, quotas, preflight, files)
         control = JobControl(
-            *(store, runs, scheduler.wake, policy.machine, policy.max_queued, preflight, files),
-            partial(runner.stop, now=False),
+            store,
+            runs,
+            scheduler.wake,
+            machine=policy.machine,
+            max_queued=policy.max_queued,
+            preflight=preflight,
+            files=files,
+            stop_trainer=partial(runner.stop, now=False),
         )
         streams, uploads = Streams(store, runs, notifier, files), Uploads(runs)
-        persistent_teachers = PersistentTeachers(
-            scheduler.teachers, policy.machine, files, scheduler.order.held_shares
-        )
         removals = Removals(connection, store, runs, files, notifier.notify)
         service = DistillService(
-            *(store, runs, control, streams, removals, files),
-            *(scheduler.teachers, uploads, persistent_teachers, audit, tokens),
+            store,
+            runs,
+            control,
+            streams,
+            removals,
+            files=files,
+            teachers=scheduler.teachers,
+            uploads=uploads,
+            audit=audit,
+            tokens=tokens,
         )
         server_metrics = ServerMetrics(store, policy.machine, scheduler.teachers, runs, files)
         page = _create_metrics_page(server_metrics)
@@ -96,8 +106,16 @@ async def run_server(
         dashboard_context = contextlib.nullcontext(lambda port: None)
         if dashboard is not None:
             dashboard_context = dashboard.serving(
-                *(endpoint, runs, store, notifier, control, streams, scheduler, policy.machine),
-                *(page.registry, audit),
+                endpoint,
+                runs,
+                store,
+                notifier=notifier,
+                control=control,
+                streams=streams,
+                scheduler=scheduler,
+                machine=policy.machine,
+                registry=page.registry,
+                audit=audit,
             )
         async with dashboard_context as announce:
             ready = partial(_call_both, on_ready, announce)

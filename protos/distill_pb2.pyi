@@ -683,7 +683,6 @@ class StartedTeacher(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     ACTIVE_STREAMS_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """names its directory in the server's .teachers"""
     model: _builtins.str
@@ -704,8 +703,6 @@ class StartedTeacher(_message.Message):
     """
     active_streams: _builtins.int
     """of its callers"""
-    kept: _builtins.bool
-    """it was started by StartTeacher, and runs until StopTeacher"""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids of the active jobs that use it"""
@@ -727,55 +724,14 @@ class StartedTeacher(_message.Message):
         reason: _builtins.str = ...,
         queued_tokens: _builtins.int = ...,
         active_streams: _builtins.int = ...,
-        kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_streams", b"active_streams", "address", b"address", "attempt", b"attempt", "engine", b"engine", "gpus", b"gpus", "jobs", b"jobs", "kept", b"kept", "key", b"key", "model", b"model", "queued_tokens", b"queued_tokens", "reason", b"reason", "since", b"since", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_streams", b"active_streams", "address", b"address", "attempt", b"attempt", "engine", b"engine", "gpus", b"gpus", "jobs", b"jobs", "key", b"key", "model", b"model", "queued_tokens", b"queued_tokens", "reason", b"reason", "since", b"since", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartedTeacher: _TypeAlias = StartedTeacher  # noqa: Y015
-
-@_typing.final
-class StartTeacherRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEACHER_JSON_FIELD_NUMBER: _builtins.int
-    teacher_json: _builtins.str
-    """the table `teacher` of a job with `model`, as JSON"""
-    def __init__(
-        self,
-        *,
-        teacher_json: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["teacher_json", b"teacher_json"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StartTeacherRequest: _TypeAlias = StartTeacherRequest  # noqa: Y015
-
-@_typing.final
-class StopTeacherRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    key: _builtins.str
-    """of StartedTeacher, or an unambiguous prefix of it"""
-    def __init__(
-        self,
-        *,
-        key: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StopTeacherRequest: _TypeAlias = StopTeacherRequest  # noqa: Y015
 
 @_typing.final
 class BeginUploadRequest(_message.Message):

@@ -94,16 +94,6 @@ class DistillStub(object):
                 request_serializer=protos_dot_distill__pb2.ListTeachersRequest.SerializeToString,
                 response_deserializer=protos_dot_distill__pb2.ListTeachersResponse.FromString,
                 _registered_method=True)
-        self.StartTeacher = channel.unary_unary(
-                '/distill.v1.Distill/StartTeacher',
-                request_serializer=protos_dot_distill__pb2.StartTeacherRequest.SerializeToString,
-                response_deserializer=protos_dot_distill__pb2.StartedTeacher.FromString,
-                _registered_method=True)
-        self.StopTeacher = channel.unary_unary(
-                '/distill.v1.Distill/StopTeacher',
-                request_serializer=protos_dot_distill__pb2.StopTeacherRequest.SerializeToString,
-                response_deserializer=protos_dot_distill__pb2.StartedTeacher.FromString,
-                _registered_method=True)
         self.BeginUpload = channel.unary_unary(
                 '/distill.v1.Distill/BeginUpload',
                 request_serializer=protos_dot_distill__pb2.BeginUploadRequest.SerializeToString,
@@ -203,19 +193,6 @@ class DistillServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StartTeacher(self, request, context):
-        """Starts a teacher that runs until StopTeacher, and that jobs with the same model and options share.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StopTeacher(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def BeginUpload(self, request, context):
         """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name.
         """
@@ -299,16 +276,6 @@ def add_DistillServicer_to_server(servicer, server):
                     servicer.ListTeachers,
                     request_deserializer=protos_dot_distill__pb2.ListTeachersRequest.FromString,
                     response_serializer=protos_dot_distill__pb2.ListTeachersResponse.SerializeToString,
-            ),
-            'StartTeacher': grpc.unary_unary_rpc_method_handler(
-                    servicer.StartTeacher,
-                    request_deserializer=protos_dot_distill__pb2.StartTeacherRequest.FromString,
-                    response_serializer=protos_dot_distill__pb2.StartedTeacher.SerializeToString,
-            ),
-            'StopTeacher': grpc.unary_unary_rpc_method_handler(
-                    servicer.StopTeacher,
-                    request_deserializer=protos_dot_distill__pb2.StopTeacherRequest.FromString,
-                    response_serializer=protos_dot_distill__pb2.StartedTeacher.SerializeToString,
             ),
             'BeginUpload': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginUpload,
@@ -650,60 +617,6 @@ class Distill(object):
             '/distill.v1.Distill/ListTeachers',
             protos_dot_distill__pb2.ListTeachersRequest.SerializeToString,
             protos_dot_distill__pb2.ListTeachersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StartTeacher(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/distill.v1.Distill/StartTeacher',
-            protos_dot_distill__pb2.StartTeacherRequest.SerializeToString,
-            protos_dot_distill__pb2.StartedTeacher.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StopTeacher(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/distill.v1.Distill/StopTeacher',
-            protos_dot_distill__pb2.StopTeacherRequest.SerializeToString,
-            protos_dot_distill__pb2.StartedTeacher.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,9 +50,6 @@ class DistillStub:
     """A pinned job is not removed, by nobody."""
     ListTeachers: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]
     """The teachers that the server runs for jobs with `teacher.model`."""
-    StartTeacher: _grpc.UnaryUnaryMultiCallable[_distill_pb2.StartTeacherRequest, _distill_pb2.StartedTeacher]
-    """Starts a teacher that runs until StopTeacher, and that jobs with the same model and options share."""
-    StopTeacher: _grpc.UnaryUnaryMultiCallable[_distill_pb2.StopTeacherRequest, _distill_pb2.StartedTeacher]
     BeginUpload: _grpc.UnaryUnaryMultiCallable[_distill_pb2.BeginUploadRequest, _distill_pb2.BeginUploadResponse]
     """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name."""
     SendFiles: _grpc.StreamUnaryMultiCallable[_distill_pb2.FilePart, _distill_pb2.SendFilesResponse]
@@ -82,9 +79,6 @@ class DistillAsyncStub(DistillStub):
     """A pinned job is not removed, by nobody."""
     ListTeachers: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]  # type: ignore[assignment]
     """The teachers that the server runs for jobs with `teacher.model`."""
-    StartTeacher: _aio.UnaryUnaryMultiCallable[_distill_pb2.StartTeacherRequest, _distill_pb2.StartedTeacher]  # type: ignore[assignment]
-    """Starts a teacher that runs until StopTeacher, and that jobs with the same model and options share."""
-    StopTeacher: _aio.UnaryUnaryMultiCallable[_distill_pb2.StopTeacherRequest, _distill_pb2.StartedTeacher]  # type: ignore[assignment]
     BeginUpload: _aio.UnaryUnaryMultiCallable[_distill_pb2.BeginUploadRequest, _distill_pb2.BeginUploadResponse]  # type: ignore[assignment]
     """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name."""
     SendFiles: _aio.StreamUnaryMultiCallable[_distill_pb2.FilePart, _distill_pb2.SendFilesResponse]  # type: ignore[assignment]
@@ -183,21 +177,6 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.ListTeachersResponse, _abc.Awaitable[_distill_pb2.ListTeachersResponse]]:
         """The teachers that the server runs for jobs with `teacher.model`."""
-
-    @_abc_1.abstractmethod
-    def StartTeacher(
-        self,
-        request: _distill_pb2.StartTeacherRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_distill_pb2.StartedTeacher, _abc.Awaitable[_distill_pb2.StartedTeacher]]:
-        """Starts a teacher that runs until StopTeacher, and that jobs with the same model and options share."""
-
-    @_abc_1.abstractmethod
-    def StopTeacher(
-        self,
-        request: _distill_pb2.StopTeacherRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_distill_pb2.StartedTeacher, _abc.Awaitable[_distill_pb2.StartedTeacher]]: ...
 
     @_abc_1.abstractmethod
     def BeginUpload(

@@ -22,7 +22,6 @@ from typing import TypeVar
 import grpc
 
 from clients.config.kinds import AnyJob
-from clients.config.tables.teacher import TeacherLink
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
@@ -257,16 +256,6 @@ class DistillClient:
         """Return the teachers that the server runs."""
         request = pb.ListTeachersRequest()
         return [*map(teacher_of, self._connection.call(self._stub.ListTeachers, request).teachers)]
-
-    def start_teacher(self, teacher: TeacherLink) -> StartedTeacher:
-        """Start a teacher of `teacher.model`; it runs until `stop_teacher`. Does not wait."""
-        request = pb.StartTeacherRequest(teacher_json=teacher.model_dump_json())
-        return teacher_of(self._connection.call(self._stub.StartTeacher, request))
-
-    def stop_teacher(self, key: str) -> StartedTeacher:
-        """Stop a teacher by its key, or a prefix of it; one with jobs ends after the last."""
-        teacher = self._connection.call(self._stub.StopTeacher, pb.StopTeacherRequest(key=key))
-        return teacher_of(teacher)
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None

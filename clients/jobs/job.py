@@ -108,7 +108,6 @@ class StartedTeacher:
     why it ended last. `address` is HOST:PORT on the server's machine, "" before it listens. `jobs`
     are the ids of the active jobs that use it. `since` is the Unix time of its newest start, and
     `attempt` the number of that start, from 1.
-    `kept`: a person started it, and it runs until a person stops it.
     `queued_tokens` wait for its model; `active_streams` are those of its callers.
     """
 
@@ -122,6 +121,5 @@ class StartedTeacher:
     since: float
     attempt: int
     reason: str
-    kept: bool = False
     queued_tokens: int = 0
     active_streams: int = 0

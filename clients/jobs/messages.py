@@ -53,16 +53,18 @@ def event_of(event: pb.JobEvent) -> JobEvent:
 def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
     """Return a teacher of a server."""
     return StartedTeacher(
-        *(
-            teacher.key,
-            teacher.model,
-            teacher.engine,
-            teacher.state,
-            teacher.address,
-            tuple(teacher.jobs),
-        ),
-        *(tuple(teacher.gpus), teacher.since, teacher.attempt, teacher.reason, teacher.kept),
-        *(teacher.queued_tokens, teacher.active_streams),
+        key=teacher.key,
+        model=teacher.model,
+        engine=teacher.engine,
+        state=teacher.state,
+        address=teacher.address,
+        jobs=tuple(teacher.jobs),
+        gpus=tuple(teacher.gpus),
+        since=teacher.since,
+        attempt=teacher.attempt,
+        reason=teacher.reason,
+        queued_tokens=teacher.queued_tokens,
+        active_streams=teacher.active_streams,
     )
 
 

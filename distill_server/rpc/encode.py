@@ -69,7 +69,6 @@ def encode_teacher(
         since=teacher.since,
         attempt=teacher.record.attempt,
         reason=teacher.failure or teacher.trouble,
-        kept=teacher.record.kept,
         queued_tokens=load.queued_tokens if load else 0,
         active_streams=load.active_streams if load else 0,
     )

@@ -26,7 +26,6 @@ from distill_server.rpc.encode import (
 )
 from distill_server.rpc.streams import Streams
 from distill_server.teachers.load import request_loads
-from distill_server.teachers.persistent import PersistentTeachers
 from distill_server.teachers.started import TeacherProcess
 from distill_server.uploads import UploadFile, Uploads
 from protos import distill_pb2 as pb
@@ -57,7 +56,6 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         files: RunFiles | None = None,
         teachers: Iterable[TeacherProcess] = (),
         uploads: Uploads | None = None,
-        persistent_teachers: PersistentTeachers | None = None,
         audit: Audit | None = None,
         tokens: Tokens | None = None,
     ) -> None:
@@ -69,7 +67,6 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._files = files or RunFiles()
         self._teachers = teachers
         self._uploads = uploads or Uploads(runs)
-        self._persistent_teachers = persistent_teachers
         self.audit = audit or Audit(None)
         self._tokens = tokens or Tokens()
 
@@ -181,25 +178,6 @@ class DistillService(distill_pb2_grpc.DistillServicer):
                 for teacher in self._teachers
             ]
         )
-
-    @audited
-    async def StartTeacher(
-        self, request: pb.StartTeacherRequest, context: _Context
-    ) -> pb.StartedTeacher:
-        """Start a teacher, or keep one that runs for jobs, until StopTeacher."""
-        assert self._persistent_teachers is not None, "a server has them"
-        return self._encode_teacher(await self._persistent_teachers.start(request.teacher_json))
-
-    @audited
-    async def StopTeacher(
-        self, request: pb.StopTeacherRequest, context: _Context
-    ) -> pb.StartedTeacher:
-        """Stop a teacher, or let it end with its last job."""
-        assert self._persistent_teachers is not None, "a server has them"
-        return self._encode_teacher(await self._persistent_teachers.stop(request.key))
-
-    def _encode_teacher(self, teacher: TeacherProcess) -> pb.StartedTeacher:
-        return encode_teacher(teacher, self._store.users_of_teachers().get(teacher.key, ()))
 
     @audited
     async def BeginUpload(

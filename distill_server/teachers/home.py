@@ -38,16 +38,12 @@ _LINE_CHARS = 500
 
 @dataclass(frozen=True)
 class Record:
-    """The content of teacher.json. `port` is that of the newest attempt, 0 before it listens.
-
-    `kept`: a user started the teacher, and it runs until a user stops it.
-    """
+    """The content of teacher.json. `port` is that of the newest attempt, 0 before it listens."""
 
     teacher: Mapping[str, str | int | bool | None]
     attempt: int
     port: int
     gpus: tuple[str, ...] | None
-    kept: bool = False
 
     @property
     def link(self) -> TeacherLink:

@@ -165,24 +165,20 @@ class StartedTeachers:
             teacher.used_at = time.monotonic()
         return teacher
 
-    def start(
-        self, key: str, config: TeacherLink, shares: Sequence[Share], *, kept: bool = False
-    ) -> TeacherProcess:
-        """Start a teacher; `shares` are those in use. `kept`: see Record.
+    def start(self, key: str, config: TeacherLink, shares: Sequence[Share]) -> TeacherProcess:
+        """Start a teacher; `shares` are those in use.
 
         Raises LookupError, with what it must wait for, if the machine has too little free.
         """
         running_count = sum(not teacher.failure for teacher in self._teachers.values())
         if running_count >= self._machine.slots:
-            kept_count = sum(teacher.record.kept for teacher in self._teachers.values())
-            stop = f", {kept_count} until distill teacher down" if kept_count else ""
-            raise LookupError(f"the end of another teacher; {running_count} run{stop}")
+            raise LookupError(f"the end of another teacher; {running_count} run")
         gpus = self._machine.gpus_for(config, shares)
         options = homes.options_of(config).model_dump(include=set(homes.OPTIONS))
         teacher = TeacherProcess(
             key,
             homes.home_of(self._runs, key),
-            Record(options, attempt=0, port=0, gpus=gpus, kept=kept),
+            Record(options, attempt=0, port=0, gpus=gpus),
             used_at=time.monotonic(),
         )
         self._teachers[key] = teacher
@@ -192,33 +188,11 @@ class StartedTeachers:
     def list_idle(self, needed: Iterable[str]) -> list[TeacherProcess]:
         """Return the running teachers that no active job uses and that are not `needed`."""
         used_keys = {*self._users, *needed}
-        unused_teachers = (
-            teacher for key, teacher in self._teachers.items() if key not in used_keys
-        )
         return [
             teacher
-            for teacher in unused_teachers
-            if not teacher.is_stopping and not teacher.record.kept
+            for key, teacher in self._teachers.items()
+            if key not in used_keys and not teacher.is_stopping
         ]
-
-    async def set_kept(self, teacher: TeacherProcess, *, kept: bool) -> None:
-        """Keep a teacher without jobs until this is called again with False."""
-        while teacher.task is not None:  # it may write the record, too
-            await asyncio.wait({teacher.task})
-        teacher.record = replace(teacher.record, kept=kept)
-        teacher.used_at = time.monotonic()
-        if teacher.record.attempt:  # else its start writes the record
-            await self._files.start(partial(homes.write_record, teacher.home, teacher.record))
-
-    def stop_if_unused(self, teacher: TeacherProcess) -> None:
-        """Stop a teacher that no active job uses, or remove it if it does not run."""
-        if teacher.key in self._users or teacher.is_stopping:
-            return
-        if teacher.is_running:
-            self.stop(teacher)
-        else:
-            teacher.is_stopping = True
-        self._wake()
 
     def stop(self, teacher: TeacherProcess) -> None:
         """Send SIGTERM to a teacher; it is removed when it has ended."""
@@ -345,8 +319,7 @@ class StartedTeachers:
         self._runner.start(teacher.home, attempt=attempt, processes=1, from_step=None, share=share)
 
     def _is_idle(self, teacher: TeacherProcess) -> bool:
-        is_late = time.monotonic() - teacher.used_at > self._policy.linger
-        return is_late and not teacher.record.kept
+        return time.monotonic() - teacher.used_at > self._policy.linger
 
     def _is_needed(self, teacher: TeacherProcess) -> bool:
-        return teacher.record.kept or teacher.key in self._users
+        return teacher.key in self._users

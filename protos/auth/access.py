@@ -47,8 +47,6 @@ REQUIRED_ROLES: Mapping[str, Role | None] = {
     "/distill.v1.Distill/RemoveJob": Role.SUBMIT,
     "/distill.v1.Distill/PinJob": Role.SUBMIT,
     "/distill.v1.Distill/ListTeachers": Role.READ,
-    "/distill.v1.Distill/StartTeacher": Role.SUBMIT,
-    "/distill.v1.Distill/StopTeacher": Role.SUBMIT,
     "/distill.v1.Distill/BeginUpload": Role.SUBMIT,
     "/distill.v1.Distill/SendFiles": Role.SUBMIT,
     "/distill.v1.Distill/GetArtifact": Role.READ,

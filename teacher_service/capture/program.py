@@ -264,7 +264,10 @@ def _load_or_make_plan(
         )
     log.info(
         "%d sequences with %d rows in %d files%s",
-        *(len(plan), plan.rows, len(plan.files) - 1, plan.omissions and f"; {plan.omissions}"),
+        len(plan),
+        plan.rows,
+        len(plan.files) - 1,
+        plan.omissions and f"; {plan.omissions}",
     )
     return plan
 

@@ -95,7 +95,7 @@ def test_messages_that_are_none(services: tuple[Program, Program], garbage: byte
         assert len(program.log.read_text()) == size
 
 
-WITHOUT_DATABASE = ("BeginUpload", "SendFiles", "StartTeacher", "StopTeacher")
+WITHOUT_DATABASE = ("BeginUpload", "SendFiles")
 
 
 def test_defects_are_told_as_an_id(tmp_path: Path) -> None:

@@ -110,8 +110,3 @@ def test_code_of_the_working_directory_is_not_run(program: str, tmp_path: Path) 
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert not (tmp_path / "executed").exists(), process.stderr
     assert "Traceback" not in process.stderr
-
-
-def test_a_key_of_a_teacher_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["teacher", "up", "org/model", "--set", "gpsu=2"]) == ExitCode.USAGE
-    assert "teacher.gpsu: unknown key; did you mean 'gpus'?" in capsys.readouterr().err
