@@ -72,7 +72,7 @@ class EndCommand:
             job = self._ended_jobs.get()
             try:
                 self._run_command(job)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (a command must not end the thread)
                 log.warning("--on-end: job %s: the command cannot run: %s", job.id, error)
 
     def _run_command(self, job: Job) -> None:

@@ -54,7 +54,7 @@ class RunFiles:
         def run() -> None:
             try:
                 answer = call()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (the caller raises it)
                 reason = error
                 settle: Callable[[], None] = lambda: future.set_exception(reason)  # noqa: E731
             else:

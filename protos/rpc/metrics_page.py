@@ -90,7 +90,7 @@ class MetricsPage:
         def run() -> None:
             try:
                 future.set_result(call())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (the caller raises it)
                 future.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)

@@ -78,7 +78,7 @@ def _guard_unary(behavior: Any, method: str) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behavior(request, context)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the call is ended with it)
             await _abort_call(context, error, method)
 
     return call
@@ -89,7 +89,7 @@ def _guard_stream(behavior: Any, method: str) -> Any:
         try:
             async for message in behavior(request, context):
                 yield message
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the call is ended with it)
             await _abort_call(context, error, method)
 
     return call

@@ -183,7 +183,7 @@ class RunCopies:
             try:
                 work()
                 self._error = None
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (the next save raises it)
                 log.warning("%s: %s", self._url, error)
                 self._error = _as_distill_error(error)
             finally:

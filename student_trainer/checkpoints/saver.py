@@ -273,7 +273,7 @@ class _BackgroundWrite:
     def _run(self) -> None:
         try:
             self._write(self._stop)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the trainer raises it)
             log.warning("the checkpoint %s could not be written: %s", self.path.name, error)
             self.error = atomic_directory.as_disk_error(error, self.path) or error
 

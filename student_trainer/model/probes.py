@@ -118,7 +118,7 @@ def uses_images(model: Any, reader: ImageReader) -> bool:
         try:
             device_inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
             hidden = model.base_model(**device_inputs, use_cache=False).last_hidden_state
-        except Exception:  # models raise any exception for inputs that they do not support
+        except Exception:  # noqa: BLE001 (a model may raise anything)
             return False
         last_states.append(hidden[0, -1])
     return not torch.equal(*last_states)

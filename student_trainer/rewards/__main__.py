@@ -36,7 +36,7 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (_MAX_ALGEBRA_BYTES, _MAX_ALGEBRA_BYTES))
         try:
             scorer = make_scorer(config)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the parent raises it)
             _send(channel, first, _describe_refusal(error))
             return
         _send(channel, first, {})
@@ -58,7 +58,7 @@ def _answer_request(scorer: RewardScorer, message: dict[str, Any]) -> dict[str, 
         if message["what"] == "vote":
             return {"value": scorer.vote(sample)}
         value = scorer.score(sample)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the user's code raises)
         return {"error": f"the reward raised {type(error).__name__}: {str(error)[:500]}"}
     if not math.isfinite(value):
         return {"error": f"the reward returned {value}, which is not a finite number"}

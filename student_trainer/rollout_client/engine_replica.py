@@ -182,7 +182,7 @@ class PartRequest:
     def _run(self) -> None:
         try:
             self._send_until_complete()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the order raises it)
             self.error = error
         self.accepted.set()
         self._on_done(self.error)

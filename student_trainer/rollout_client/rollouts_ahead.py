@@ -262,7 +262,7 @@ class _RunningOrder:
             try:
                 for number, rollout in sampling:
                     self.take(indices[number], rollout)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (the future raises it)
                 self.completion.set_exception(error)
             else:
                 self.completion.set_result(None)

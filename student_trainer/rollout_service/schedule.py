@@ -163,7 +163,7 @@ class Schedule:
             await self._load_weights(weights)
             self.loaded_version = weights
             self.loads += 1
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the waiting orders fail with it)
             self.loaded_version = None
             waiting_entries = [
                 entry for entry in self._waiting_entries if _is_same_version(entry.weights, weights)

@@ -168,7 +168,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         try:
             with self._metrics.order():
                 await self._sample_to_end(order, entry, results)
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 (the order is answered with it)
             error = raised
         self._schedule.leave(entry)  # already now: the client may read the last sequences slowly
         log_fields = {"sequences": len(order.sequences), "number": order.weights.number}

@@ -57,7 +57,7 @@ class ThreadedTracker:
             while (step_metrics := self._steps.get()) is not None:
                 tracker.log(*step_metrics)
             tracker.close()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a tracker must not end the run)
             log.warning("%s failed; the run continues without it: %r", self._name, error)
 
 

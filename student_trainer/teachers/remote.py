@@ -86,7 +86,7 @@ def map_future(rows: Future[RowBlock], change: Callable[[RowBlock], RowBlock]) -
     def set_mapped(completed: Future[RowBlock]) -> None:
         try:
             mapped.set_result(change(completed.result()))
-        except BaseException as error:  # a cancelled future's error is no subclass of Exception
+        except BaseException as error:  # noqa: BLE001 (the future raises it, also a cancellation)
             mapped.set_exception(error)
 
     rows.add_done_callback(set_mapped)

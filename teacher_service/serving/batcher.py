@@ -132,14 +132,14 @@ class Batcher(Dispatcher):
         """Score a short query; return the error of the engine, or None."""
         try:
             self._engine.score([build_probe_query(self._engine.info)])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the caller judges it)
             return error if is_defect(error) else None
         return None
 
     def _score_each(self, queries: Sequence[ScoreQuery]) -> list[EngineAnswer | Exception]:
         try:
             return self._run_forward(queries)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (each query is retried alone)
             # Retry each query alone, so that a bad query fails only itself, and a transient error
             # fails no query.
             name = type(error).__name__
@@ -149,7 +149,7 @@ class Batcher(Dispatcher):
     def _score_alone(self, query: ScoreQuery) -> EngineAnswer | Exception:
         try:
             return self._run_forward([query])[0]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the query fails with it)
             return error
 
     def _run_forward(self, queries: Sequence[ScoreQuery]) -> list[EngineAnswer | Exception]:

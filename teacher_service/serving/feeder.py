@@ -126,7 +126,7 @@ class Feeder(Dispatcher):
         except asyncio.CancelledError:
             entry.answer.cancel()
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the query fails with it)
             answer = error
         if entry.answer.done():
             return
@@ -146,7 +146,7 @@ class Feeder(Dispatcher):
             block = await self._continuous.score_one(query, schedule)
         except DistillError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the query is retried once)
             log.warning("a query failed with %s; a second try follows", type(error).__name__)
             block = await self._continuous.score_one(query, schedule)
         self._metrics.record_forward(
@@ -160,7 +160,7 @@ class Feeder(Dispatcher):
         """Score a short query; return the error of the engine, or None."""
         try:
             await self._continuous.score_one(build_probe_query(self._engine.info), QuerySchedule())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the caller judges it)
             return error if is_defect(error) else None
         return None
 

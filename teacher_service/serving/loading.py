@@ -108,7 +108,7 @@ async def run_in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | Non
         result, error = None, None
         try:
             result = work()
-        except BaseException as work_error:
+        except BaseException as work_error:  # noqa: BLE001 (the event loop raises it)
             error = work_error
         loop.call_soon_threadsafe(set_outcome, result, error)
 

@@ -149,7 +149,7 @@ class ScoreStream:
                 raise error
             async for chunk in self._answer(request):
                 await self._outgoing.put(chunk)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the request is answered with it)
             await self._outgoing.put(_build_error_chunk(request, error))
         await self._outgoing.put(_AnswerEnd(size))
 

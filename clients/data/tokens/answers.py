@@ -141,7 +141,7 @@ def _find_template_end(tokenizer: Any) -> int | None:
     eos: int | None = tokenizer.eos_token_id
     try:
         text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
-    except Exception:  # a template may raise anything
+    except Exception:  # noqa: BLE001 (a template may raise anything)
         return eos
     after_answer = text.rpartition(_ANSWER)[2]
     # Llama 3's <|eom_id|> and Phi's <|end|> are special tokens that the tokenizer does not name.

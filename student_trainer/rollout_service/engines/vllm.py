@@ -277,7 +277,7 @@ class VllmRolloutEngine:
         except EngineDeadError:
             self._watch.check()
             running_order.fail(_stopping_error())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the order fails with it)
             running_order.fail(error)
 
     async def _sample_sequence(
