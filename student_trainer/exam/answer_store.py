@@ -126,7 +126,8 @@ class AnswerStore:
         self._file.seek(0)
         data = self._file.read()
         complete_bytes = data.rfind(b"\n") + 1  # the last line may be incomplete
-        self._file.truncate(complete_bytes)
+        if complete_bytes < len(data):
+            self._file.truncate(complete_bytes)
         header, *lines = data[:complete_bytes].split(b"\n")
         if not header:
             self._write(settings)

@@ -68,9 +68,7 @@ def rows_of(teacher_ids: np.ndarray) -> RowBlock:
 def aligned_answer(ids: np.ndarray, *, ended: bool) -> AlignedRows:
     alignment = ALIGNER.align(ids, has_end=ended)
     assert alignment is not None
-    return aligned_rows(
-        rollout_of(ids, ended=ended), alignment, None, rows_of(alignment.reader_ids)
-    )
+    return aligned_rows(rollout_of(ids, ended=ended), alignment, rows_of(alignment.reader_ids))
 
 
 def encode_text(text: str) -> np.ndarray:
