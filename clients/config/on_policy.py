@@ -46,7 +46,8 @@ class OnPolicyConfig(Table):
     head: Literal["student", "teacher"] = "student"
     """reverse_kl: whose likeliest ids a row has; teacher: noisier, for one that takes no ids."""
     tail: OnPolicyTail | None = None
-    """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples."""
+    """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples.
+    none, published and sampled are for reproduction."""
     horizon: Literal["word", "answer"] = "word"
     """With another tokenizer: what a token answers for, its word or all that follows (noisier)."""
     rollouts_per_prompt: Count = 1

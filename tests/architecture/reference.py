@@ -51,7 +51,8 @@ def format_rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             default = "required" if is_required else f"`{json.dumps(field.default)}`"
             if field.default is None:
                 default = "none"
-            yield f"| `{prefix}{name}` | {default} | {field.description} |"
+            description = " ".join((field.description or "").split())
+            yield f"| `{prefix}{name}` | {default} | {description} |"
         if nested_model is not None:
             yield from format_rows(nested_model, f"{prefix}{name}.")
 

@@ -62,13 +62,14 @@ class RLConfig(Table):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 32
     """Head ids per row, as `teacher.top_k` of `on_policy`. 0: rows of the sampled token only."""
     tail: Tail | None = None
-    """Estimate of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled."""
+    """Estimate of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled.
+    none, published and sampled are for reproduction."""
     tail_draws: TailDraws = 48
     """Ids per row that the student draws from its tail: for bucket+draws, or kl_in = "reward"."""
     estimator: Annotated[
         Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
     ] = None
-    """KL estimator for top_k = 0; default k4 (forward_kl: k5). The mean gradient of k1 is zero."""
+    """KL estimator for top_k = 0, for reproduction; default k4 (forward_kl: k5). k1: gradient 0."""
     importance_clip: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.0, 2.0]])] = None
     """[MIN, MAX] of importance weights of sampled tokens; [0, MAX] is TIS. None: no bound."""
     importance_mask: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.5, 5.0]])] = None
