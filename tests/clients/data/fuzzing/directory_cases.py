@@ -52,7 +52,10 @@ def run_tokenizer_case(random: Random, folder: Path) -> str:
         return "read"
     backend.no_truncation()
     backend.no_padding()
-    for text in _TEXTS:
+    special = {token.content for token in backend.get_added_tokens_decoder().values()}
+    # tokenizer_config.json names special tokens too, so they are added where the file lacks them.
+    texts = _TEXTS if special >= {*SPECIAL} else [text for text in _TEXTS if "<|" not in text]
+    for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         expected = backend.encode(text, add_special_tokens=False).ids
         assert ids == expected, f"{text!r} is {ids} in place of {expected}"
