@@ -33,14 +33,9 @@ class Versions:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
+    def publish(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         self.newest = WeightsVersion("run/1", number, self._path, "drain")
         return self.newest
-
-    def push(self, number: int) -> WeightsVersion:
-        return self.write(number)
-
-    def restore_lost(self, version: WeightsVersion, number: int) -> None: ...
 
     def delete_before(self, number: int) -> None: ...
 
