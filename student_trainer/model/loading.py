@@ -64,8 +64,17 @@ def require_trainable(student: StudentConfig) -> None:
 
 
 def load_tokenizer(student: StudentConfig) -> Any:
-    """Return the tokenizer of the student's model. Raises InvalidInput as `load_config` does."""
-    return _load_pretrained(student, AutoTokenizer.from_pretrained, checks=(refuse_code,))
+    """Return the tokenizer of the student's model.
+
+    Raises InvalidInput as `load_config` does, also if it raises for a text.
+    """
+    return _load_pretrained(student, _load_probed_tokenizer, checks=(refuse_code,))
+
+
+def _load_probed_tokenizer(model: str, **options: Any) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(model, **options)
+    tokenizer("a text, \u2603 and a character that no vocabulary has: \U0010fffd")
+    return tokenizer
 
 
 def load_image_reader(student: StudentConfig, field: str = "data.image_column") -> ImageReader:

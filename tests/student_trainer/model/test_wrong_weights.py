@@ -15,9 +15,10 @@ from torch import Tensor
 from clients.config.tables.common import StudentConfig
 from clients.preflight.files import check_student
 from protos.errors import InvalidInput
-from student_trainer.model.loading import load_model, require_trainable
+from student_trainer.model.loading import load_model, load_tokenizer, require_trainable
 from teacher_service.models.files import model_directory
 from teacher_service.models.loading import load_model as load_teacher
+from tests.clients.data.fuzzing.tokenizer_files import write_tokenizer
 from tests.student_trainer import tiny
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -174,3 +175,14 @@ def test_a_shard_that_is_away(directory: Path, tmp_path: Path) -> None:
             check(StudentConfig(model=str(sharded)))
     with pytest.raises(InvalidInput, match=f"lacks {shards[1].name}, which"):
         model_directory(str(sharded))
+
+
+def test_a_tokenizer_that_raises_for_a_text_is_refused(tmp_path: Path) -> None:
+    """A Unigram model without an unknown token: the package raises a bare Exception."""
+    file = write_tokenizer(tmp_path, "unigram") / "tokenizer.json"
+    document = json.loads(file.read_text())
+    document["model"] |= {"unk_id": None, "byte_fallback": False}
+    file.write_text(json.dumps(document))
+    with pytest.raises(InvalidInput, match="unknown token") as caught:
+        load_tokenizer(StudentConfig(model=str(tmp_path)))
+    assert (caught.value.field, bool(caught.value.hint)) == ("student.model", True)

@@ -45,6 +45,7 @@ def run_tokenizer_case(random: Random, folder: Path) -> str:
         return "refused"
     try:
         backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+        backend.encode(_TEXTS[3])
     except Exception as error:
         raise AssertionError(f"loads a file that tokenizers refuses: {error}") from error
     if name == "tokenizer_config.json":  # it may add tokens, or name another class
