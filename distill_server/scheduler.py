@@ -23,9 +23,8 @@ from clients.runs.directory import Control, RunDirectory, Status, replace_file
 from clients.runs.metrics_file import MetricsTail
 from clients.runs.started_services import write_address
 from distill_server.jobs.job_file import parse_config
-from distill_server.jobs.observation import observe
+from distill_server.jobs.observation import observe, progress_changes
 from distill_server.jobs.preflight import Preflight, accept_all
-from distill_server.jobs.progress import progress_changes
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import ACTIVE, Attempt, Change, JobStore
 from distill_server.jobs.verdict import DeadAttempt, JobEnded, verdict_of

@@ -34,7 +34,7 @@ from benchmarks.shared.process_memory import anonymous_bytes, track_peak_of_chil
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
-from student_trainer.model.recomputation import recompute_activations
+from student_trainer.model.loading import recompute_activations
 from student_trainer.model.student import Student
 
 STEPS = 3

@@ -38,8 +38,8 @@ from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_r
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.loop.optimizer import make_optimizer
+from student_trainer.model.loading import recompute_activations
 from student_trainer.model.lora import add_adapters
-from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
 from student_trainer.parallel.sharding import distribute
 from student_trainer.rollouts.hf import HuggingFaceRollouts

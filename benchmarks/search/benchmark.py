@@ -36,7 +36,7 @@ from clients.config.tables.data import DataConfig
 from student_trainer.data.prompts import load_prompts
 from student_trainer.environments.retriever import Retriever, make_retriever
 from student_trainer.model.loading import load_model, load_tokenizer
-from student_trainer.rewards.text_match import same_words
+from student_trainer.rewards.sample import same_words
 from student_trainer.rollouts.sampler import Sampler
 from student_trainer.rollouts.search import SearchConversations, SearchRollouts
 

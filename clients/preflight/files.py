@@ -13,6 +13,7 @@ from clients.config.evaluation import EvalJob, EvaluatedModel
 from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob, AnyTraining, SamplingJob
 from clients.config.offline import OfflineJob
+from clients.config.sft import SFTJob
 from clients.config.tables.common import StudentConfig, TrainingJob
 from clients.data.models.files import (
     refuse_adapter,
@@ -21,8 +22,9 @@ from clients.data.models.files import (
     refuse_quantised,
 )
 from clients.data.object_urls import is_object_url, place_of, redact_place
+from clients.data.prompt_format import check_chat_template, check_generation
 from clients.data.records import FILE_SUFFIXES
-from clients.preflight.chat_template import check_template
+from clients.data.tokens.tokenizer import chat_template_in
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages, check_trackers
@@ -36,6 +38,25 @@ _ON_DISK = frozenset(
     {"teacher.model", "teacher.tokenizer", "data.tokenizer", "data.image_folder", "reward.file"}
 )
 RELATIVE_PATH_HINT = "relative paths start at the current directory"
+
+
+def check_template(config: AnyTraining | EvalJob) -> None:
+    """Raise InvalidInput if the student's tokenizer has no chat template that the job's keys need.
+
+    A hub id, and files that cannot be interpreted, are left to the job's program.
+    """
+    path = Path(config.student.model)
+    if config.data is None or not path.is_dir():
+        return
+    if isinstance(config, OfflineJob) and config.data.eval_prompts is None:
+        return
+    try:
+        template = chat_template_in(path)
+    except (OSError, ValueError):
+        return
+    check_chat_template(config.data.prompt_format, template)
+    if isinstance(config, SFTJob) and config.method.train_on == "all":
+        check_generation(template)
 
 
 def check_here(

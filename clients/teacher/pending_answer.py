@@ -1,4 +1,7 @@
-"""The future of one query; waiting for it in any way sends its request."""
+"""The future of one query, and its rows: every row once, all from one scoring.
+
+Waiting for a future in any way sends its request.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,120 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import Any, Protocol
 
+import numpy as np
+
 from clients.teacher.query import ScoreQuery, answer_bytes
-from clients.teacher.row_assembly import RowAssembly
-from protos.rows.codec import RowBlock
+from protos import teacher_pb2
+from protos.errors import Corrupt
+from protos.rows.checks import check_rows
+from protos.rows.codec import RowBlock, decode_rows, max_encoded_bytes
 
 _ENTRY_BYTES = 2048  # estimated memory of a request and its future, rows excluded
+
+
+class RowAssembly:
+    """The rows of `query` received so far, possibly over several connections. Not thread-safe."""
+
+    def __init__(self, query: ScoreQuery) -> None:
+        self._query = query
+        self.restart()
+
+    @property
+    def next_position(self) -> int:
+        """Position of the first missing row."""
+        return self._query.start + self._received_rows
+
+    @property
+    def resume_position(self) -> int:
+        """The `next_position` of a request for the missing rows; 0 if no row was received."""
+        return self.next_position if self._received_rows else 0
+
+    def restart(self) -> None:
+        """Discard all rows."""
+        self._received_rows = 0
+        self._block: RowBlock | None = None
+        self._digest: int | None = None
+
+    def continues(self, chunk: teacher_pb2.ScoreChunk) -> bool:
+        """True if the chunk is from the same scoring as the rows received so far."""
+        return self._digest in (None, chunk.scoring_digest)
+
+    def add(self, chunk: teacher_pb2.ScoreChunk, vocab_size: int) -> RowBlock | None:
+        """Append a chunk; return all rows, with head ids, once they are complete, else None.
+
+        `vocab_size`: number of the teacher's logits. Raises Corrupt if rows are missing, duplicate,
+        damaged or of an unexpected shape or dtype, or have other ids, or numbers that are no
+        log-probs.
+        """
+        query, expected_position = self._query, self.next_position
+        missing_rows = len(query.token_ids) - expected_position
+        max_bytes = max_encoded_bytes(missing_rows, query.k, query.tail_samples or query.tail_draws)
+        block = decode_rows(chunk.payload, max_bytes)
+        if chunk.first_position != expected_position or not 0 < len(block) <= missing_rows:
+            raise Corrupt(
+                f"the teacher sent {len(block)} rows from position {chunk.first_position}, but 1 to"
+                f" {missing_rows} rows from position {expected_position} were expected"
+            )
+        chosen_by_teacher = block.head_ids is not None
+        if block.k != query.k or chosen_by_teacher != (query.head_ids is None):
+            with_ids = "with" if chosen_by_teacher else "without"
+            raise Corrupt(
+                f"the teacher sent rows {with_ids} head ids and with k = {block.k}, but the query"
+                f" has k = {query.k}"
+            )
+        if (block.tail_samples, block.tail_draws) != (query.tail_samples, query.tail_draws):
+            raise Corrupt(
+                f"the teacher sent {block.tail_samples} tail samples and {block.tail_draws} tail"
+                f" draws per row, but {query.tail_samples} and {query.tail_draws} were requested"
+            )
+        if len(block) != chunk.count or chunk.last != (len(block) == missing_rows):
+            raise Corrupt(
+                f"the teacher sent {len(block)} rows, but announced {chunk.count} rows and last ="
+                f" {chunk.last}"
+            )
+        if (block.head_logprobs.dtype == np.float32) != query.f32:
+            raise Corrupt(
+                f"the teacher sent {block.head_logprobs.dtype} log-probs, but"
+                f" {'float32' if query.f32 else 'float16'} was requested"
+            )
+        check_rows(block, query.vocab_size or vocab_size)
+        self._digest = chunk.scoring_digest
+        block_so_far = self._copy_rows(block)
+        return block_so_far if chunk.last else None
+
+    def _copy_rows(self, block: RowBlock) -> RowBlock:
+        # Copy into one allocation: decoded rows are read-only views that keep the message alive,
+        # and torch needs writable arrays.
+        if self._block is None:
+            self._block = _allocate_block(self._query)
+        target = self._block
+        start, end = self._received_rows, self._received_rows + len(block)
+        for column in fields(RowBlock):
+            values = getattr(block, column.name)
+            if values is not None:
+                getattr(target, column.name)[start:end] = values
+        self._received_rows = end
+        return target
+
+
+def _allocate_block(query: ScoreQuery) -> RowBlock:
+    shape = (query.rows, query.k)
+    has_samples, draw_shape = query.tail_samples > 0, (query.rows, query.tail_draws)
+    logprob_dtype = np.float32 if query.f32 else np.float16
+    return RowBlock(
+        head_ids=np.empty(shape, np.int32) if query.head_ids is None else query.head_ids,
+        head_logprobs=np.empty(shape, logprob_dtype),
+        tail_logmass=np.empty(query.rows, np.float32),
+        token_logprobs=np.empty(query.rows, np.float32),
+        tail_sample_ids=np.empty((query.rows, query.tail_samples), np.int32)
+        if has_samples
+        else None,
+        tail_sample_logprob=np.empty(query.rows, np.float32) if has_samples else None,
+        draw_logprobs=np.empty(draw_shape, logprob_dtype) if query.tail_draws else None,
+    )
 
 
 class Window(Protocol):

@@ -26,13 +26,16 @@ from starlette.types import ASGIApp
 from clients.jobs.job import Job, JobState
 from clients.jobs.view import WINDOW, JobView
 from clients.runs.directory import RunDirectory
-from distill_server.dashboard.attempts import attempts_of
-from distill_server.dashboard.checkpoints import checkpoints_of
 from distill_server.dashboard.feeds import Turns, feed, job_messages, list_messages, log_messages
 from distill_server.dashboard.gate import STATIC, DashboardGate
+from distill_server.dashboard.job_details import (
+    attempts_of,
+    checkpoints_of,
+    sample_steps,
+    samples_of,
+)
 from distill_server.dashboard.places import Places
 from distill_server.dashboard.responses import job_record, on_error
-from distill_server.dashboard.samples import sample_steps, samples_of
 from distill_server.dashboard.shared_reads import SharedReads
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier

@@ -11,14 +11,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.data.regular_file import open_regular
+from clients.jobs.job import Job, JobState
 from clients.runs.directory import Control, RunDirectory, Status
 from clients.runs.metrics_file import MetricsTail, Point
-from distill_server.jobs.progress import status_of
+from distill_server.jobs.store import Change
 from distill_server.runners.interface import Outcome, Runner, Running
 
 # By run directory: held from the read of control.json to the write that follows.
 _CONTROL_LOCKS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
+
+
+def status_of(run: RunDirectory, attempt: int) -> Status | None:
+    """Return the status of this attempt's trainer.
+
+    None if the file is missing, unreadable, or was written by another attempt.
+    """
+    status = run.read_status()
+    return status if status is not None and status.attempt == attempt else None
+
+
+def progress_changes(
+    job: Job, status: Status | None, points: Sequence[Point], runner_phase: str = ""
+) -> list[Change]:
+    """Return the changes since the last poll of a PREPARING, RUNNING or CANCELLING job.
+
+    `points` are the new metrics. `runner_phase`, if any, replaces the trainer's phase.
+    """
+    changes = []
+    if status is not None and status.max_steps and not job.max_steps:
+        changes.append(Change(max_steps=status.max_steps))
+    phase = runner_phase or (status.phase if status is not None else job.phase)
+    has_started = bool(points) or (status is not None and bool(status.phase or status.step))
+    if job.state is JobState.PREPARING and has_started:
+        changes.append(Change(JobState.RUNNING, phase=phase))
+    elif phase != job.phase:
+        changes.append(Change(phase=phase))
+    changes += [Change(step=point.step, metrics=point.metrics) for point in points]
+    return changes
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.tables.common import TrainingJob
+from clients.data.models.shape import logits_in
+from clients.data.tokens.tokenizer import first_difference, tokens_in
 from clients.preflight.files import check_here
 from clients.preflight.rollouts import check_rollouts
 from clients.preflight.teachers import (
@@ -28,15 +31,17 @@ from clients.preflight.teachers import (
     label_of,
     services_of,
 )
-from clients.teacher.client import TeacherClient, TeacherInfo
-from distill_server.jobs.student_tokens import StudentTokens
+from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing
+from clients.teacher.client import TeacherClient
+from clients.teacher.info import TeacherInfo
+from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import Forbidden, Unauthenticated, WrongState
 
-log = logging.getLogger(__name__)
+_MAX_CACHED = 256
 
+log = logging.getLogger(__name__)
 # Raises a DistillError. The path is the run directory, or for a new job the directory of all runs.
 Preflight: TypeAlias = Callable[[AnyJob, Path], Awaitable[None]]
-
 # More than the 5 s time limit of a teacher's answer, less than the 10 s that a client waits.
 _MAX_SECONDS = 8.0
 # A teacher's info is reused this long, so that a burst of submits causes one request per teacher.
@@ -46,8 +51,79 @@ _REMEDY = (
     "name a file or directory that exists on the distill server's machine, or send yours:"
     " distill submit --upload"
 )
-
 _T = TypeVar("_T")
+
+
+class StudentTokens:
+    """Compares students with teachers and caches each result until one of the two changes.
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        # Reading a large vocabulary holds the GIL for about 0.1 s, so one thread at a time reads.
+        self._lock = threading.Lock()
+        self._differences: dict[tuple[str, int, int, str], str] = {}
+
+    def check(
+        self, model: Path, info: TeacherInfo, label: str, vocabulary: Callable[[], Sequence[str]]
+    ) -> None:
+        """Check the model directory of a student against the teacher's info.
+
+        `vocabulary` requests the teacher's tokens; it is called only if the fingerprints of the
+        tokenizers differ. Raises WrongState if a token certainly differs, or if the numbers of
+        logits differ by more than padding.
+        """
+        difference = self._find_difference(model, info.tokenizer_fingerprint, vocabulary)
+        if difference:
+            raise other_tokenizer(difference, label)
+        width = logits_in(model)
+        if width is not None and width != info.vocab_size:
+            with self._lock:
+                tokens = tokens_in(model) or []
+            shared_ids = common_ids(width, info.vocab_size, label, tokens)
+            require_narrowing(info, shared_ids, label, "student.model")
+
+    def _find_difference(
+        self, model: Path, fingerprint: str, vocabulary: Callable[[], Sequence[str]]
+    ) -> str:
+        """Return a sentence about a certain difference, or ""."""
+        try:
+            file_stat = (model / "tokenizer.json").stat()
+        except OSError:
+            return ""
+        key = (str(model), file_stat.st_mtime_ns, file_stat.st_size, fingerprint)
+        with self._lock:
+            if key in self._differences:
+                return self._differences[key]
+            tokens = tokens_in(model)
+            if tokens is None or tokenizer_fingerprint(tokens) == fingerprint:
+                return self._cache_difference(key, "")
+        # Outside the lock: a slow teacher must not delay the checks against other teachers.
+        difference = _compare_tokens(tokens, vocabulary())
+        with self._lock:
+            return self._cache_difference(key, difference)
+
+    def _cache_difference(self, key: tuple[str, int, int, str], difference: str) -> str:
+        if len(self._differences) >= _MAX_CACHED:
+            self._differences.clear()
+        self._differences[key] = difference
+        return difference
+
+
+def _compare_tokens(student_tokens: Sequence[str], teacher_tokens: Sequence[str]) -> str:
+    """Return a sentence about the first token that certainly differs, or ""."""
+    # Another file may name the ids that tokenizer.json leaves empty, so only an id with two
+    # different tokens is a difference.
+    compared_tokens = [
+        student_token or teacher_token
+        for student_token, teacher_token in zip(student_tokens, teacher_tokens, strict=False)
+    ]
+    return (
+        ""
+        if compared_tokens == [*teacher_tokens[: len(compared_tokens)]]
+        else first_difference(teacher_tokens, compared_tokens)
+    )
 
 
 async def accept_all(config: AnyJob, run: Path) -> None:

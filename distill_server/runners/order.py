@@ -17,10 +17,13 @@ from typing import Any
 from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import raise_fence
-from distill_server.runners.attempt_tokens import attempt_tokens
 from distill_server.runners.interface import CommandFactory
 from distill_server.runners.machine import Share
-from distill_server.runners.trainer_environment import threads_of, trainer_environment
+from distill_server.runners.trainer_environment import (
+    attempt_tokens,
+    threads_of,
+    trainer_environment,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Selects the environment variables that a trainer receives from a server or a cluster node."""
+"""The environment variables of a trainer: those that it may see, and the tokens of its attempt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 
 from distill_server.runners.machine import Share
+from protos.auth.scoped_token import scoped_token
+from protos.rpc.channel import ROLLOUTS_TOKEN, TEACHER_TOKEN, token_of
 
 _FILES = frozenset({"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"})
 _ALLOWED = frozenset(
@@ -60,3 +62,18 @@ def trainer_environment(
 def threads_of(share: Share, processes: int) -> int:
     """Return the number of CPU threads of each process, at least 1."""
     return max(1, share.cpus // processes)
+
+
+def attempt_tokens(job_id: str, attempt: int) -> dict[str, str]:
+    """Return $DISTILL_TEACHER_TOKEN and $DISTILL_ROLLOUTS_TOKEN of one attempt.
+
+    A token that the server does not have is left out. Each is scoped to the attempt and derived
+    from the server's own at each start, so a token that is replaced in the server's file takes
+    effect with the next attempt. Raises InvalidInput if a file cannot be read.
+    """
+    parents = {name: token_of(name) for name in (TEACHER_TOKEN, ROLLOUTS_TOKEN)}
+    return {
+        name: scoped_token(parent, job_id, attempt, rollouts=name == ROLLOUTS_TOKEN)
+        for name, parent in parents.items()
+        if parent
+    }

@@ -27,7 +27,7 @@ from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.passes import run_passes
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards.rollout_rewards import RolloutRewards
-from student_trainer.rewards.text_match import exact_match
+from student_trainer.rewards.sample import exact_match
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.source import PendingRows
 

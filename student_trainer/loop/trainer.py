@@ -45,19 +45,22 @@ from student_trainer.checkpoints.saver import Saver
 from student_trainer.critic import CriticAdvantages
 from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.packing import micro_batches
-from student_trainer.loop.anchor_watch import StabilityWatch
 from student_trainer.loop.efficiency import Efficiency
 from student_trainer.loop.evaluation import Evaluation, write_samples
-from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
-from student_trainer.loop.optimizer import set_learning_rate
-from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
-from student_trainer.loop.schedule import learning_rate
+from student_trainer.loop.optimizer import learning_rate, set_learning_rate
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.loop.step_metrics import (
     combine_updates,
     compute_means,
     count_lengths,
     sum_over_ranks,
+)
+from student_trainer.loop.watches import (
+    HeadWatch,
+    RewardWatch,
+    StabilityWatch,
+    learns_from_a_head,
+    learns_from_groups,
 )
 from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 from student_trainer.parallel.gradients import clip_gradients

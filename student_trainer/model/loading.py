@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -18,6 +20,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
@@ -32,18 +35,52 @@ from clients.data.models.files import (
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
 from student_trainer.model.probes import uses_images
-from student_trainer.model.recomputation import recompute_activations
+
+_ATEN = torch.ops.aten
+# Expensive operators, whose outputs the selective policy stores. Flash attention of the package
+# flash-attn and the grouped products of experts are other operators, and are recomputed.
+PRODUCTS = [
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+]
 
 log = logging.getLogger(__name__)
-
 Check = Callable[[Path, str], None]
 MODEL_CHECKS: Sequence[Check] = (refuse_adapter, refuse_code, refuse_missing_files)
-
 # Dtypes of safetensors whose values float32 holds exactly.
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Parts of the names of configuration entries that make training differ from evaluation: dropout,
 # noise on the inputs of routers, and the factors that RWKV applies to its weights for evaluation.
 _NOISE = ("drop", "jitter", "rescale_every")
+
+
+def recompute_activations(model: Any, policy: bool | int | str) -> None:
+    """Let the layers of a transformers model recompute their activations, in place.
+
+    `policy`: the job's `student.gradient_checkpointing`. True: every layer recomputes all of them.
+    n >= 2: every n-th layer does. "selective": every layer keeps the outputs of matrix products and
+    of attention, and recomputes the rest (Korthikanti et al., arXiv 2205.05198). Gradients are the
+    same with every policy.
+    """
+    if policy is False:
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if policy == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
+    # The newer name of the method; the older one warns if both exist.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)(options)
+    if policy is not True and isinstance(policy, int):
+        layers = (
+            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+        )
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number % policy == 0
 
 
 def load_config(student: StudentConfig) -> Any:

@@ -13,8 +13,17 @@ from typing import Any
 
 from clients.config.tables.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards.sample import MARK, RewardSample, conclusion, missing_package
-from student_trainer.rewards.text_match import exact_match, f1, final_answer, normalized, same_words
+from student_trainer.rewards.sample import (
+    MARK,
+    RewardSample,
+    conclusion,
+    exact_match,
+    f1,
+    final_answer,
+    missing_package,
+    normalized,
+    same_words,
+)
 
 
 @dataclass(frozen=True)

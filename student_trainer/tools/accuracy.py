@@ -15,7 +15,7 @@ from clients.config.tables.data import DataConfig
 from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import greedy_answers
 from student_trainer.model.loading import load_model, load_tokenizer
-from student_trainer.rewards.text_match import exact_match
+from student_trainer.rewards.sample import exact_match
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 
 

@@ -34,7 +34,11 @@ ENVELOPE_BYTES = _ENVELOPE.size
 
 
 def seal(key: bytes, payload: bytes) -> bytes:
-    """Return the value to store under `key`: the envelope and `payload`."""
+    """Return the value to store under `key`: the envelope and `payload`.
+
+    Little-endian: magic "DRds", version u8, key [32], payload length u64, xxh3-128 of the payload
+    [16], payload.
+    """
     return _envelope(key, payload) + payload
 
 

@@ -21,8 +21,7 @@ from teacher_service.engines.base import (
     compute_fingerprint,
     with_adapters,
 )
-from teacher_service.engines.hf_adapters import HfAdapters
-from teacher_service.engines.hf_weights import ModelWeights
+from teacher_service.engines.hf_weights import HfAdapters, ModelWeights
 from teacher_service.engines.images import (
     ExpandedQuery,
     build_image_inputs,

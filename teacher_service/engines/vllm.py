@@ -40,12 +40,12 @@ from teacher_service.models.digests import FileDigests
 from teacher_service.models.files import (
     file_facts,
     model_directory,
+    quantisation_of,
     release_of,
     weight_files,
 )
 from teacher_service.models.load_progress import LoadProgress, read_failure
 from teacher_service.models.loading import load_skeleton, load_vocabulary, max_length_of
-from teacher_service.models.quantisation import quantisation_of
 
 _SCHEDULER = "teacher_service.engines.vllm_scheduler.SharingScheduler"
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"

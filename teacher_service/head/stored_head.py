@@ -16,9 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from protos.errors import InvalidInput
-from teacher_service.models.files import weight_files
+from teacher_service.models.files import block_of, quantisation_of, weight_files
 from teacher_service.models.loading import build_load_error
-from teacher_service.models.quantisation import block_of, quantisation_of
 
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 # A weight with these values times the scales beside it is what the methods below store.

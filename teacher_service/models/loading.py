@@ -15,9 +15,8 @@ from clients.data.images import ImageReader, makes_grids
 from clients.data.models.files import check_loaded_weights
 from clients.data.tokens.tokenizer import tokens_of
 from protos.errors import InvalidInput
-from teacher_service.models.files import weight_files
+from teacher_service.models.files import quantisation_of, weight_files
 from teacher_service.models.placement import AUTO, Memory
-from teacher_service.models.quantisation import quantisation_of
 
 log = logging.getLogger(__name__)
 

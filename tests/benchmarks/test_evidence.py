@@ -26,7 +26,7 @@ from benchmarks.shared.results import add_run, load_results
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses import Direction
-from student_trainer.model.recomputation import recompute_activations
+from student_trainer.model.loading import recompute_activations
 from student_trainer.model.student import Student
 from tests.student_trainer import tiny
 

@@ -19,9 +19,9 @@ from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE as FENCE
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
-from distill_server.runners.attempt_tokens import attempt_tokens
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import Share
+from distill_server.runners.trainer_environment import attempt_tokens
 from protos.auth.access import REQUIRED_ROLES, Role, Tokens, read_tokens
 from protos.auth.scoped_token import scoped_token
 from protos.errors import Forbidden, InvalidInput

@@ -17,7 +17,6 @@ from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import raise_fence
 from clients.runs.launch import trainer_command
-from distill_server.runners.attempt_tokens import attempt_tokens
 from distill_server.runners.interface import (
     KILL_GRACE_SECONDS,
     CommandFactory,
@@ -39,7 +38,7 @@ from distill_server.runners.local.shim_files import (
     kill_processes,
 )
 from distill_server.runners.machine import Share
-from distill_server.runners.trainer_environment import trainer_environment
+from distill_server.runners.trainer_environment import attempt_tokens, trainer_environment
 
 # The longest time from a shim's claim to its shim.json: milliseconds, unless the machine is busy.
 _START_SECONDS = 30.0

@@ -15,9 +15,8 @@ import pytest
 
 from clients.cli.app import main
 from clients.cli.plots.panels import Curve, Panel, choose_ticks, panels_of, smooth_curve
-from clients.cli.plots.report_page import report_page
+from clients.cli.plots.report_page import panel_svg, report_page
 from clients.cli.plots.stages import bars_of, stages_of
-from clients.cli.plots.svg import panel_svg
 from clients.cli.plots.text import HEIGHT, panel_text
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobEvent, JobState

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.cli.live.run_follower import RunFollower
+from clients.cli.live.foreground_run import RunFollower
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobEvent, JobState
 from clients.runs.directory import Control, RunDirectory, Status

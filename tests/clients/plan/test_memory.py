@@ -43,7 +43,7 @@ from clients.plan.memory_plan import (
 )
 from protos.errors import InvalidInput
 from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
-from student_trainer.model.recomputation import PRODUCTS
+from student_trainer.model.loading import PRODUCTS
 from student_trainer.model.student import Student
 
 # The size-related keys of the published config.json of Qwen2.5-7B.

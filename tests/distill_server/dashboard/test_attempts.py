@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clients.jobs.job import TERMINAL, Job, JobState
-from distill_server.dashboard.attempts import attempts_of
+from distill_server.dashboard.job_details import attempts_of
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import Attempt, Change, JobStore
 from distill_server.runners.machine import Share

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from clients.runs.directory import RunDirectory
-from distill_server.dashboard import checkpoints
-from distill_server.dashboard.checkpoints import checkpoints_of
+from distill_server.dashboard import job_details
+from distill_server.dashboard.job_details import checkpoints_of
 from distill_server.dashboard.shared_reads import SharedReads
 from distill_server.jobs.run_files import RunFiles
 from protos.errors import Unavailable
@@ -68,7 +68,7 @@ def test_checkpoints_are_sized_and_bounded(tmp_path: Path, monkeypatch: pytest.M
     assert sizes == {step: step + 3 for step in range(5, 500, 5)} | {500: 503 + link}
     run.checkpoint(505).mkdir()
     assert [checkpoint["step"] for checkpoint in checkpoints_of(run)] == [*range(505, 5, -5)]
-    monkeypatch.setattr(checkpoints, "_MAX_FILES", 1)
+    monkeypatch.setattr(job_details, "_MAX_FILES", 1)
     assert checkpoints_of(run)[-1]["bytes"] in (3, 10)
 
 

@@ -21,7 +21,7 @@ from clients.preflight.disk import check_space
 from clients.teacher import connection as teacher_connection
 from clients.teacher.query import tokenizer_fingerprint
 from distill_server.jobs import preflight
-from distill_server.jobs.student_tokens import StudentTokens
+from distill_server.jobs.preflight import StudentTokens
 from protos.errors import DistillError, InvalidInput, NotFound, Unavailable, WrongState
 from tests.distill_server.jobs.preflight_site import (
     TOKENS,

@@ -8,7 +8,7 @@ import pytest
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory, Status
 from clients.runs.metrics_file import MetricsTail, Point
-from distill_server.jobs.progress import progress_changes, status_of
+from distill_server.jobs.observation import progress_changes, status_of
 from distill_server.jobs.store import Change
 from distill_server.jobs.verdict import DeadAttempt, JobEnded, verdict_of
 from distill_server.runners.interface import Exited, Lost

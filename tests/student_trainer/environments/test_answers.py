@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from student_trainer.rewards.text_match import f1, normalized, same_words
+from student_trainer.rewards.sample import f1, normalized, same_words
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from student_trainer.exam.scores import estimate, estimate_share, majority, pass_at_k
+from student_trainer.exam.report import estimate, estimate_share, majority, pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clients.config.rl import RLJob
-from student_trainer.loop.anchor_watch import StabilityWatch, contraction
+from student_trainer.loop.watches import StabilityWatch, contraction
 from student_trainer.teachers.anchor import Anchor
 from tests.student_trainer import tiny
 from tests.student_trainer.teachers.anchors import move, spread_student

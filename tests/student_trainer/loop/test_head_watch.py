@@ -9,7 +9,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.metrics_file import Point, read_points
 from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
-from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
+from student_trainer.loop.watches import HeadWatch, learns_from_a_head
 from student_trainer.rewards import make_rewards
 from tests.student_trainer import tiny
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
+from student_trainer.loop.watches import RewardWatch, learns_from_groups
 from tests.end_to_end.processes import metrics_of
 from tests.student_trainer import tiny
 from tests.student_trainer.methods.test_rl import trainer_of

@@ -17,8 +17,8 @@ from clients.runs import progress as progress_module
 from clients.runs.directory import Control, RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import Corrupt, InvalidInput
-from student_trainer.loop.schedule import learning_rate
-from student_trainer.rewards.text_match import exact_match
+from student_trainer.loop.optimizer import learning_rate
+from student_trainer.rewards.sample import exact_match
 from student_trainer.run.model_checks import check_hub
 from tests.student_trainer import tiny
 

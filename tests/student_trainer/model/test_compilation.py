@@ -20,8 +20,8 @@ from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeh
 from student_trainer.data.packing import Layout
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.compilation import compile_layers
+from student_trainer.model.loading import recompute_activations
 from student_trainer.model.lora import add_adapters
-from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.parallel.passes import run_passes

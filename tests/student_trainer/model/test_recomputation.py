@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from clients.config.tables.common import StudentConfig
-from student_trainer.model.recomputation import recompute_activations
+from student_trainer.model.loading import recompute_activations
 from student_trainer.model.student import Student
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_lora import batch_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from clients.teacher.client import TeacherClient
+from clients.teacher.pending_answer import RowAssembly
 from clients.teacher.query import MAX_TAIL_DRAWS, ScoreQuery, request_of, requests_of, row_key
-from clients.teacher.row_assembly import RowAssembly
 from protos.errors import Corrupt, InvalidInput
 from protos.rows.codec import RowBlock
 from protos.rpc.transport import MAX_MESSAGE_BYTES
@@ -21,7 +21,7 @@ from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm_wire import decode_query, encode_query, slice_query
 from teacher_service.head.scoring import score_hidden
 from teacher_service.serving.answer_budget import AnswerBudget
-from teacher_service.serving.request_parts import RequestParts
+from teacher_service.serving.score_stream import RequestParts
 from teacher_service.serving.validation import RequestLimits, parse_request
 from tests.teacher_service.conftest import StartTeacher
 

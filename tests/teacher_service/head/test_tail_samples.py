@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from clients.teacher.pending_answer import RowAssembly
 from clients.teacher.query import MAX_TAIL_SAMPLES, ScoreQuery
-from clients.teacher.row_assembly import RowAssembly
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock, decode_rows, encode_rows
 from student_trainer.losses import Rows, exact_kl, rows_from_logits, topk_kl

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from teacher_service.http.json_text import (
+from teacher_service.http.completions import (
     format_integers,
     format_literal,
     format_logprobs,

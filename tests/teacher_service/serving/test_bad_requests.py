@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clients.teacher.pending_answer import RowAssembly
 from clients.teacher.query import ScoreQuery, request_of
-from clients.teacher.row_assembly import RowAssembly
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock

@@ -15,8 +15,8 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from clients.teacher.pending_answer import RowAssembly
 from clients.teacher.query import ScoreQuery, request_of
-from clients.teacher.row_assembly import RowAssembly
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.rows.codec import RowBlock
 from protos.rpc.transport import CHANNEL_OPTIONS

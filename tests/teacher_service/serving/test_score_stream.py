@@ -10,7 +10,7 @@ import pytest
 
 from protos import teacher_pb2
 from protos.errors import Corrupt, InvalidInput, Overloaded
-from teacher_service.serving import request_parts, score_stream
+from teacher_service.serving import score_stream
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.score_stream import ScoreStream
 from teacher_service.serving.validation import RequestLimits
@@ -152,7 +152,7 @@ def parts_of(
 
 
 def test_parts_are_joined_and_unfinished_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_parts, "MAX_REQUEST_BYTES", 20)
+    monkeypatch.setattr(score_stream, "MAX_REQUEST_BYTES", 20)
     ids_by_request: dict[str, bytes] = {}
 
     async def record_ids(

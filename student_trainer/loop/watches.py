@@ -1,0 +1,167 @@
+"""Warnings of a run: flat rewards, an unstable anchor, probability that leaves the head."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+
+from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
+from clients.config.tables.common import TrainingJob
+from clients.runs.metrics_file import Point
+from student_trainer.teachers.anchor import Anchor
+
+log = logging.getLogger(__name__)
+
+_STEPS = 5  # one step may be chance: with few prompts, all of them easy or hard
+_FLAT = "reward/flat_groups"
+
+_MASS = "topk/student_mass"
+
+
+class RewardWatch:
+    """Logs one warning if all groups of several consecutive steps have equal rewards.
+
+    The advantages of such a step are 0, and so is its policy gradient. Its forward and backward
+    passes still run, to measure the entropy, the ratio and the KLs.
+    """
+
+    def __init__(self) -> None:
+        self._flat_since: int | None = None
+        self._last_flat_step = 0
+        self._warned = False
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check reward/flat_groups of `step`."""
+        if metrics.get(_FLAT) != 1.0:
+            self._flat_since = None
+            return
+        self._last_flat_step = step
+        if self._flat_since is None:
+            self._flat_since = step
+        if step - self._flat_since + 1 >= _STEPS and not self._warned:
+            self._warned = True
+            log.warning(
+                "step %d: for %d steps, all answers to each prompt have had equal rewards, so the "
+                "policy gradient is zero: check the reward on the samples, choose prompts that the "
+                "student sometimes gets right, or raise method.rollouts_per_prompt",
+                step,
+                _STEPS,
+            )
+
+    @property
+    def note(self) -> str:
+        """The state in a few words, for the phase of the job; "" if there is nothing to say."""
+        if self._flat_since is None or self._last_flat_step - self._flat_since + 1 < _STEPS:
+            return ""
+        return f"all rewards equal since step {self._flat_since}"
+
+
+def learns_from_groups(config: TrainingJob) -> bool:
+    """Return whether the advantages come from groups of rewards; a critic needs no differences."""
+    if not isinstance(config, RLJob) or config.reward is None:
+        return False
+    return config.method.reward_weight > 0 and config.method.advantages != "gae"
+
+
+def contraction(
+    *, tau: float, update_period: int, learning_rate: float, beta: float, curvature: float
+) -> float:
+    """Return tau |1 - alpha beta lambda|^P, the factor of the gap after one period.
+
+    Near the point where student (theta) and anchor (phi) are equal, the gap d = theta - phi follows
+
+        d <- (1 - alpha beta lambda) d + alpha g     with each update of the student
+        d <- tau d                                   with each update of the anchor, every P updates
+
+    where alpha is the learning rate, beta the weight of the KL, lambda the curvature of the KL and
+    g the rest of the gradient. The gap is stable if the factor is below 1.
+    """
+    return float(tau * abs(1 - learning_rate * beta * curvature) ** update_period)
+
+
+class StabilityWatch:
+    """Logs one warning if the metrics of a step indicate an unstable gap to the anchor.
+
+    The estimate is local and rough. The curvature is the one along the gap, 2 KL / |d|^2. AdamW's
+    effective rate is bounded by its longest step, alpha sqrt(n) for n weights, divided by the norm
+    of the gradient.
+    """
+
+    def __init__(self, config: RLJob, anchor: Anchor) -> None:
+        """Collective: measures the norm of the anchor."""
+        self._tau, self._period = config.anchor.tau, config.anchor.update_period
+        self._beta = config.method.beta
+        self._anchor_norm, self._sqrt_elements = anchor.size(), math.sqrt(anchor.elements)
+        self._version = float(anchor.version)
+        self._warned = False
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check the metrics of `step`. Requires anchor/gap, anchor/version, grad_norm and lr."""
+        distance = metrics["anchor/gap"] * self._anchor_norm
+        if metrics["anchor/version"] != self._version:
+            # The KL was measured before the anchor moved; the move multiplied the gap by tau.
+            self._version = metrics["anchor/version"]
+            distance = distance / self._tau if self._tau else 0.0
+        gradient = metrics["grad_norm"]
+        if self._warned or not (distance and gradient):
+            return
+        gap_factor = contraction(
+            tau=self._tau,
+            update_period=self._period,
+            learning_rate=metrics["lr"] * self._sqrt_elements / gradient,
+            beta=self._beta,
+            curvature=2 * max(metrics.get("kl/anchor", 0.0), 0.0) / distance**2,
+        )
+        if gap_factor >= 1:
+            self._warned = True
+            log.warning(
+                "step %d: the KL to the anchor may be unstable: tau |1 - alpha beta lambda|^P is "
+                "about %.2g and should be below 1; lower method.beta or train.learning_rate",
+                step,
+                gap_factor,
+            )
+
+
+class HeadWatch:
+    """Logs one warning if the student's head mass falls below half of its first value.
+
+    Each attempt warns once, so the log of a resumed run has the warning too.
+    """
+
+    def __init__(self, history: Iterable[Point]) -> None:
+        """`history`: metrics before this attempt; their first head mass is the reference."""
+        masses = (point.metrics.get(_MASS) for point in history)
+        self._reference_mass = next((mass for mass in masses if mass is not None), None)
+        self._warned = False
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check topk/student_mass of `step`; does nothing if the metric is missing."""
+        mass = metrics.get(_MASS)
+        if mass is None or not math.isfinite(mass) or self._warned:
+            return
+        if self._reference_mass is None:
+            self._reference_mass = mass
+        if mass < self._reference_mass / 2:
+            self._warned = True
+            log.warning(
+                "step %d: the head holds %.2f of the student's probability, at first it held %.2f: "
+                "a KL over the head alone can push it out; raise top_k, or use the default tail",
+                step,
+                mass,
+                self._reference_mass,
+            )
+
+
+def learns_from_a_head(config: TrainingJob) -> bool:
+    """Return whether the loss has a KL over a head; rewards alone may move the mass anywhere."""
+    if isinstance(config, SFTJob):
+        return False
+    if not isinstance(config, RLJob):
+        return True
+    method = config.method
+    learns_from_teacher = config.teacher is not None and method.teacher_beta > 0
+    return (
+        bool(method.top_k) and method.kl_in == "loss" and (method.beta > 0 or learns_from_teacher)
+    )
