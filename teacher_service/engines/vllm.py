@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from clients.data.models.files import quantisation_of
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
@@ -40,7 +41,6 @@ from teacher_service.models.digests import FileDigests
 from teacher_service.models.files import (
     file_facts,
     model_directory,
-    quantisation_of,
     release_of,
     weight_files,
 )
@@ -322,7 +322,7 @@ def _exclude_head(path: Path) -> dict[str, Any]:
 
     The scoring head takes its place, but some platforms have no kernel for it.
     """
-    quantisation = dict(quantisation_of(path) or {})
+    quantisation = dict(quantisation_of(path, "--model") or {})
     if quantisation.get("quant_method") == "compressed-tensors":
         quantisation["ignore"] = [*(quantisation.get("ignore") or []), "re:.*lm_head"]
     return {"quantization_config": quantisation}

@@ -15,8 +15,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from clients.data.models.files import quantisation_of
 from protos.errors import InvalidInput
-from teacher_service.models.files import block_of, quantisation_of, weight_files
+from teacher_service.models.files import block_of, weight_files
 from teacher_service.models.loading import build_load_error
 
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -61,7 +62,7 @@ def find_weight(path: Path, names: Sequence[str]) -> StoredWeight:
         return StoredWeight(weight)
     scales = [name for name in tensors if name.removeprefix(layer) in _SCALE_NAMES]
     expected_tensors = {weight, *scales, layer + "bias", layer + _ACTIVATION_SCALE}
-    quantisation = quantisation_of(path) or {}
+    quantisation = quantisation_of(path, "--model") or {}
     is_supported = (
         quantisation.get("quant_method") in _METHODS
         and tensors[weight].dtype in _SCALED_DTYPES
@@ -94,7 +95,8 @@ def read_weight(path: Path, stored: StoredWeight, ids: range | None = None) -> T
     """
     if stored.scales is None:
         return read_tensor(path, stored.weight, ids)
-    scales, block = read_tensor(path, stored.scales), block_of(quantisation_of(path) or {})
+    scales = read_tensor(path, stored.scales)
+    block = block_of(quantisation_of(path, "--model") or {})
     skipped_rows = 0
     if ids is not None:
         shape = _list_layer_tensors(path, [stored.weight])[stored.weight].shape

@@ -138,20 +138,6 @@ def _model_error(message: str, hint: str) -> InvalidInput:
     return InvalidInput(message, field="--model", hint=hint)
 
 
-def quantisation_of(path: Path) -> Mapping[str, Any] | None:
-    """Return the entry `quantization_config` of the model at `path`; None if it has none.
-
-    A model of text and images may have the entry in its `text_config`. Raises InvalidInput if
-    config.json is no JSON object.
-    """
-    config = read_object(path / "config.json", "--model")
-    nested = config.get("text_config")
-    quantisation = config.get("quantization_config")
-    if quantisation is None and isinstance(nested, dict):
-        quantisation = nested.get("quantization_config")
-    return quantisation if isinstance(quantisation, dict) else None
-
-
 def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the rows and columns of a weight that share one scale; None if no block is given."""
     groups = quantisation.get("config_groups") or {}

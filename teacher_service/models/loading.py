@@ -12,10 +12,10 @@ import transformers
 from safetensors import safe_open
 
 from clients.data.images import ImageReader, makes_grids
-from clients.data.models.files import check_loaded_weights
+from clients.data.models.files import check_loaded_weights, quantisation_of
 from clients.data.tokens.tokenizer import tokens_of
 from protos.errors import InvalidInput
-from teacher_service.models.files import quantisation_of, weight_files
+from teacher_service.models.files import weight_files
 from teacher_service.models.placement import AUTO, Memory
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def load_skeleton(path: Path, *, dtype: str) -> Any:
     weights are not needed; the files are then not compared with the model. Raises InvalidInput as
     `load_model` does.
     """
-    if quantisation_of(path) is None:
+    if quantisation_of(path, "--model") is None:
         return load_model(path, dtype=dtype, device="meta")
     _check_dtype(dtype)
     dtype_options = {} if dtype == "auto" else {"dtype": dtype}

@@ -9,7 +9,7 @@ import logging
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,22 @@ def refuse_adapter(path: Path, field: str) -> None:
 
 def refuse_quantised(path: Path, field: str) -> None:
     """Raise InvalidInput if the weights of a model directory are quantised: they cannot learn."""
+    if (entry := quantisation_of(path, field)) is not None:
+        refuse_quantisation(str(path), entry, field)
+
+
+def quantisation_of(path: Path, field: str) -> Mapping[str, Any] | None:
+    """Return the entry `quantization_config` of the model at `path`; None if it has none.
+
+    A model of text and images may have the entry in its `text_config`. Raises InvalidInput, naming
+    `field`, if config.json is no JSON object.
+    """
     config = read_object(path / "config.json", field)
     text_config = config.get("text_config")
     entry = config.get("quantization_config")
     if entry is None and isinstance(text_config, dict):
         entry = text_config.get("quantization_config")
-    if isinstance(entry, dict):
-        refuse_quantisation(str(path), entry, field)
+    return entry if isinstance(entry, dict) else None
 
 
 def refuse_quantisation(model: str, entry: Any, field: str) -> None:
