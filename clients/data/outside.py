@@ -11,10 +11,11 @@ import json
 import math
 import re
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # One half of a surrogate pair, as an escape sequence; alone it is no valid text.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -70,6 +71,8 @@ def parse_ids(value: object) -> NDArray[np.int32]:
 
     Raises ValueError for anything else, also for numbers with a fraction, and for True.
     """
+    import numpy as np  # here, because job files are read without numpy
+
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("must be a list of integers")
     try:

@@ -27,7 +27,14 @@ from teacher_service.models.files import model_directory
 from teacher_service.models.loading import load_model as load_teacher
 from tests.clients.data.fuzzing.tokenizer_files import KINDS, SPECIAL, write_tokenizer
 
-_TEXTS = ("the roller, 17+25=42", " x  y\n\n\t", "", "é日本🦓", f"a{SPECIAL[1]}b", "<0x41>▁")
+_TEXTS = (
+    "the roller, 17+25=42",
+    " x  y\n\n\t",
+    "",
+    "\u00e9\u65e5\u672c\U0001f993",
+    f"a{SPECIAL[1]}b",
+    "<0x41>\u2581",
+)
 _JUNK: tuple[Any, ...] = (None, True, 0, -1, 3, 1.5, 1 << 40, "", "many", [], {}, ["a"], {"a": 1})
 _DTYPES = {"F32": np.float32, "F16": np.float16}
 

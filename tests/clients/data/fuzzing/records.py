@@ -20,11 +20,11 @@ _WORDS = (
     *("the", "roller", "17", "+25=", "42", "as", "class", "x < y", "a|b", "{name}", "{{ bos }}"),
     *(
         "{% if %}",
-        "é",
-        "ü\u0308",
-        "日本",
-        "🦓",
-        "👩‍👩‍👧",
+        "\u00e9",
+        "\u00fc\u0308",
+        "\u65e5\u672c",
+        "\U0001f993",
+        "\U0001f469\u200d\U0001f469\u200d\U0001f467",
         "\u202eabc",
         "\u200b",
         "\ufeff",
@@ -232,7 +232,7 @@ def _make_tool(random: Random) -> dict[str, Any]:
 
 
 def _make_call(random: Random) -> dict[str, Any]:
-    arguments: Any = random.choice([{"city": "é"}, '{"city": "x"}'])
+    arguments: Any = random.choice([{"city": "\u00e9"}, '{"city": "x"}'])
     function = {"name": random.choice(["weather", "sum"]), "arguments": arguments}
     return {"type": "function", "function": function} if random.random() < 0.8 else function
 
