@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clients.config.tables.common import TrainConfig
+from clients.runs.metrics_file import Point
+
+log = logging.getLogger(__name__)
 
 
 def make_optimizer(settings: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -56,3 +61,33 @@ def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
             return train.learning_rate * remaining_share
         case "cosine":
             return train.learning_rate * (1 - math.cos(math.pi * remaining_share)) / 2
+
+
+def schedule_warning(train: TrainConfig, max_steps: int) -> str:
+    """Return a sentence if the run ends within its warm-up, otherwise ""."""
+    if train.warmup_steps <= max_steps:
+        return ""
+    last = learning_rate(train, max_steps, max_steps)
+    return (
+        f"train.warmup_steps = {train.warmup_steps} is longer than the run of {max_steps} steps:"
+        f" the learning rate ends at {last:.3g}, not at {train.learning_rate:.3g}"
+    )
+
+
+def warn_of_schedule(train: TrainConfig, max_steps: int, history: Sequence[Point]) -> None:
+    """Log a warning if the run ends within its warm-up, or if a resumed run has another schedule.
+
+    `history`: the metrics before this attempt. The learning rate of their last step is that of
+    another schedule if `max_steps` or a key of `train` has changed since.
+    """
+    if warning := schedule_warning(train, max_steps):
+        log.warning("%s", warning)
+    rates = {point.step: point.metrics["lr"] for point in history if "lr" in point.metrics}
+    if not rates or (step := max(rates)) >= max_steps:
+        return
+    if not math.isclose(rates[step], learning_rate(train, step, max_steps), rel_tol=1e-6):
+        log.warning(
+            "the schedule has changed: the learning rate of step %d is %.3g, that of step %d was"
+            " %.3g",
+            *(step + 1, learning_rate(train, step + 1, max_steps), step, rates[step]),
+        )

@@ -47,7 +47,7 @@ from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.packing import micro_batches
 from student_trainer.loop.efficiency import Efficiency
 from student_trainer.loop.evaluation import Evaluation, write_samples
-from student_trainer.loop.optimizer import learning_rate, set_learning_rate
+from student_trainer.loop.optimizer import learning_rate, set_learning_rate, warn_of_schedule
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.loop.step_metrics import (
     combine_updates,
@@ -57,6 +57,7 @@ from student_trainer.loop.step_metrics import (
 )
 from student_trainer.loop.watches import (
     HeadWatch,
+    LearningWatch,
     RewardWatch,
     StabilityWatch,
     learns_from_a_head,
@@ -131,10 +132,12 @@ class Trainer:
             before_publication=self._metrics.sync if self._metrics is not None else lambda: None,
             after_publication=self._delete_old,
         )
-        # Consecutive updates, up to the last one, whose gradient was not finite.
+        # Consecutive skipped updates, up to the last one.
         self._skipped_updates = 0
-        self._watches: list[HeadWatch | StabilityWatch | RewardWatch] = []
-        self._reward_watch = RewardWatch()
+        self._has_tokens = True  # of the gradients
+        self._reward_watch, self._learning_watch = RewardWatch(), LearningWatch(config)
+        self._watches: list[HeadWatch | StabilityWatch | RewardWatch | LearningWatch]
+        self._watches = [self._learning_watch]
         if learns_from_groups(config):
             self._watches.append(self._reward_watch)
         if isinstance(config, RLJob) and parts.anchor is not None:
@@ -161,6 +164,8 @@ class Trainer:
 
     def _train(self) -> Verdict:
         config = self._config
+        if self._metrics is not None:
+            warn_of_schedule(config.train, config.max_steps, read_points(self._run.metrics))
         if self._step == 0:
             metrics = self._evaluate()
             _require_finite(metrics)
@@ -203,9 +208,10 @@ class Trainer:
         is_unchanged = bool(skipped) and min(skipped) == 1
         if max_over_ranks(self._accelerator, int(is_unchanged)):
             raise Corrupt(
-                "no gradient of the run was finite, so nothing was learned",
-                field="train.learning_rate",
-                hint="check the student and the data: not even the first gradient was finite",
+                "every update of the run was skipped, so nothing was learned",
+                field="data.path",
+                hint="check the data, the rewards and the student; distill preview shows which"
+                " tokens are learned",
             )
 
     def _is_due(self, interval: int) -> bool:
@@ -286,12 +292,12 @@ class Trainer:
         learned_at = time.monotonic()
         failpoint("gradients-ready")
         norm = self._update(rate)
-        if self._anchor is not None and math.isfinite(norm):
+        is_skipped = self._skipped_updates > 0
+        if self._anchor is not None and not is_skipped:
             self._anchor.after_update()
         seconds = {"time/optim": time.monotonic() - learned_at}
         seconds |= {"time/teacher_wait": wait_seconds} if self._config.teacher_addresses else {}
-        is_skipped = float(not math.isfinite(norm))
-        return {**means, "grad_norm": norm, "grad_norm/skipped": is_skipped, **seconds}
+        return {**means, "grad_norm": norm, "grad_norm/skipped": float(is_skipped), **seconds}
 
     def _measure_anchor(self) -> dict[str, float]:
         if self._anchor is None:
@@ -333,6 +339,7 @@ class Trainer:
                     sums = {name: sums.get(name, 0) + value for name, value in metric_sums.items()}
         totals = {**sum_over_ranks(self._accelerator, sums), **lengths}
         totals["loss"] = (totals["loss"][0], max(weight_sum, 1.0))
+        self._has_tokens = weight_sum > 0
         return {**compute_means(totals), "tokens": tokens, "flops": flops_of_all}, wait_seconds
 
     def _add_gradients(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
@@ -354,26 +361,37 @@ class Trainer:
     def _update(self, rate: float) -> float:
         """Update the weights, and return the norm of the gradient before clipping.
 
-        An update with a gradient that is not finite is skipped on all ranks. Raises Corrupt after
-        more than `train.max_skipped_updates` skipped updates in a row.
+        An update is skipped on all ranks if the gradient is not finite, or if no token is learned:
+        all are masked, or have the weight 0. In RL a gradient of zero is an update, because rewards
+        may be equal. Raises Corrupt after more than `train.max_skipped_updates`
+        skipped updates in a row.
         """
         set_learning_rate(self._optimizer, rate)
         norm = clip_gradients(self._student, self._config.train.max_grad_norm)
-        if math.isfinite(norm):
+        is_finite = math.isfinite(norm)
+        learns = self._has_tokens and (norm > 0 or isinstance(self._config, RLJob))
+        is_skipped = not (is_finite and learns)
+        if not is_skipped:
             self._optimizer.step()
-            self._skipped_updates = 0
-        else:
-            self._skipped_updates += 1
         self._optimizer.zero_grad()
+        self._skipped_updates = self._skipped_updates + 1 if is_skipped else 0
+        problem = "the gradient is zero: no token is learned"
+        field, remedy = (
+            "data.path",
+            "check masks and weights: distill preview shows what is learned",
+        )
+        if not is_finite:
+            problem, field = "the gradient is not finite", "train.learning_rate"
+            remedy = "lower the learning rate and resume from the checkpoint before this step"
         if self._skipped_updates > self._config.train.max_skipped_updates:
             raise Corrupt(
-                f"the gradient of step {self._step + 1} is not finite, for the update number "
-                f"{self._skipped_updates} in a row",
-                field="train.learning_rate",
-                hint="lower the learning rate and resume from the checkpoint before this step",
+                f"step {self._step + 1}: {problem}, for the update number {self._skipped_updates}"
+                " in a row",
+                field=field,
+                hint=remedy,
             )
-        if self._skipped_updates and self._accelerator.is_main_process:
-            log.warning("step %d: the gradient is not finite; update skipped", self._step + 1)
+        if is_skipped and self._accelerator.is_main_process:
+            log.warning("step %d: %s; update skipped", self._step + 1, problem)
         return norm
 
     def _evaluate(self) -> dict[str, float]:
@@ -398,7 +416,7 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write(self._step, metrics)
             failpoint("metrics-written")
-        note = self._reward_watch.note
+        note = self._reward_watch.note or self._learning_watch.note
         self._progress.say(f"training ({note})" if note else "training", self._step)
 
     def _save(self, metrics: Mapping[str, float] | None = None) -> None:

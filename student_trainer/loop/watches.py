@@ -1,11 +1,13 @@
-"""Warnings of a run: flat rewards, an unstable anchor, probability that leaves the head."""
+"""Warnings of a run: cut answers, zero gradients, flat rewards, an anchor or a head that drifts."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 
+from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import TrainingJob
@@ -18,6 +20,7 @@ _STEPS = 5  # one step may be chance: with few prompts, all of them easy or hard
 _FLAT = "reward/flat_groups"
 
 _MASS = "topk/student_mass"
+_CUT_SHARE = 0.2  # of the answers of several steps
 
 
 class RewardWatch:
@@ -165,3 +168,58 @@ def learns_from_a_head(config: TrainingJob) -> bool:
     return (
         bool(method.top_k) and method.kl_in == "loss" and (method.beta > 0 or learns_from_teacher)
     )
+
+
+class LearningWatch:
+    """Logs one warning if many answers are cut, and one if gradients are zero, in several steps.
+
+    A cut answer teaches no end. A zero gradient has no token to learn: all of them are masked, or
+    have the weight 0, or all rewards of a group are equal.
+    """
+
+    def __init__(self, config: AnyTraining) -> None:
+        self._limit = config.method.max_new_tokens
+        self._steps = min(_STEPS, config.max_steps)
+        self._cut_shares = deque[float](maxlen=self._steps)
+        self._gradients = deque[float](maxlen=self._steps)
+        self._warned = set[str]()
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check length/truncated and grad_norm of `step`."""
+        self._cut_shares.append(metrics.get("length/truncated", 0.0))
+        is_flat = metrics.get(_FLAT) == 1  # RewardWatch says so
+        self._gradients.append(1.0 if is_flat else metrics["grad_norm"])
+        if self._cut_share > _CUT_SHARE:
+            self._warn(
+                "cut",
+                f"step {step}: {self._cut_share:.0%} of the answers of {self._steps} steps are cut"
+                f" at method.max_new_tokens = {self._limit}: raise it, or check that the student"
+                " writes an end token (distill preview shows which tokens end an answer)",
+            )
+        if self._is_idle:
+            self._warn(
+                "idle",
+                f"step {step}: the gradients of {self._steps} steps are zero, so nothing is"
+                " learned: all tokens are masked, or have the weight 0, or have no advantage",
+            )
+
+    @property
+    def note(self) -> str:
+        """The state in a few words, for the phase of the job; "" if there is nothing to say."""
+        notes = [f"{self._cut_share:.0%} of answers cut"] if self._cut_share > _CUT_SHARE else []
+        return ", ".join(notes + ["nothing learned: zero gradients"] * self._is_idle)
+
+    @property
+    def _cut_share(self) -> float:
+        """The mean share of the last steps; 0 before there are enough of them."""
+        is_full = len(self._cut_shares) == self._steps
+        return sum(self._cut_shares) / self._steps if is_full else 0.0
+
+    @property
+    def _is_idle(self) -> bool:
+        return len(self._gradients) == self._steps and not any(self._gradients)
+
+    def _warn(self, kind: str, sentence: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("%s", sentence)

@@ -12,7 +12,7 @@ topk/gradient_sd     sd that k and M independent draws leave in a token's gradie
 length/mean          mean number of learned tokens of a sequence
 length/truncated     share of the student's answers that were cut at max_new_tokens
 grad_norm            norm of the gradient before clipping
-grad_norm/skipped    share of updates without a finite gradient, which changed no weight
+grad_norm/skipped    share of updates that changed no weight: no finite gradient, or no token
 lr                   learning rate
 tokens               learned tokens of the step, over all processes
 tokens_per_sec       learned tokens per second of the step, over all processes

@@ -15,9 +15,11 @@ from clients.data.tokens.tokenizer import first_difference
 from clients.preflight.files import check_processes, check_student
 from clients.runs import progress as progress_module
 from clients.runs.directory import Control, RunDirectory
+from clients.runs.metrics_file import Point
 from clients.runs.progress import Progress
 from protos.errors import Corrupt, InvalidInput
-from student_trainer.loop.optimizer import learning_rate
+from student_trainer.loop.optimizer import learning_rate, warn_of_schedule
+from student_trainer.loop.watches import LearningWatch
 from student_trainer.rewards.sample import exact_match
 from student_trainer.run.model_checks import check_hub
 from tests.student_trainer import tiny
@@ -44,6 +46,58 @@ def test_schedules_never_leave_their_range(schedule: str, warmup: int, steps: in
     top = min(warmup, steps)
     assert all_rates[:top] == sorted(all_rates[:top])
     assert all_rates[top:] == sorted(all_rates[top:], reverse=True)
+
+
+def test_a_warm_up_that_never_ends(caplog: pytest.LogCaptureFixture) -> None:
+    train = TrainConfig(learning_rate=2.0, warmup_steps=8)
+    warn_of_schedule(train, 8, [])
+    assert not caplog.messages
+    warn_of_schedule(train, 4, [])
+    assert caplog.messages == [
+        "train.warmup_steps = 8 is longer than the run of 4 steps: the learning rate ends at 1,"
+        " not at 2"
+    ]
+
+
+def test_a_resumed_run_with_another_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    """With 4 steps a linear schedule is at 0.5 in the last one; with 8 it goes on at 1."""
+    train = TrainConfig(learning_rate=2.0, schedule="linear")
+    history = [Point(step, {"lr": 2 - 0.5 * (step - 1)}) for step in range(1, 5)]
+    for steps in (4, 8):
+        warn_of_schedule(train, steps, history)
+    warn_of_schedule(train, 4, history[:2])
+    assert caplog.messages == [
+        "the schedule has changed: the learning rate of step 5 is 1, that of step 4 was 0.5"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "note", "warning"),
+    [
+        ({"length/truncated": 1.0, "grad_norm": 1.0}, "100% of answers cut", "are cut at method"),
+        ({"length/truncated": 0.1, "grad_norm": 1.0}, "", ""),
+        ({"grad_norm": 0.0}, "nothing learned: zero gradients", "the gradients of 5 steps"),
+    ],
+)
+def test_a_run_that_does_not_learn_says_so_once(
+    material: tiny.Material,
+    metrics: dict[str, float],
+    note: str,
+    warning: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = LearningWatch(tiny.job(material))
+    for step in range(1, 5):
+        watch.see(step, metrics)
+    assert (watch.note, caplog.messages) == ("", [])
+    for step in range(5, 9):
+        watch.see(step, metrics)
+    assert watch.note == note
+    assert len(caplog.messages) == bool(warning)
+    assert all(warning in message for message in caplog.messages)
+    for step in range(9, 14):
+        watch.see(step, {"length/truncated": 0.0, "grad_norm": 1.0})
+    assert watch.note == ""
 
 
 @pytest.fixture
