@@ -26,7 +26,7 @@ from clients.preflight.parallel import refuse_indivisible_heads
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_file import MetricsLog
-from clients.runs.progress import Progress
+from clients.runs.progress import Progress, write_preview
 from protos.errors import DistillError, InvalidInput
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.copies import RunCopies
@@ -63,9 +63,11 @@ from student_trainer.model.loading import (
 )
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator, max_over_ranks
+from student_trainer.parallel.launcher import is_main_process
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
 from student_trainer.parallel.tensor_parallel import check_divisible
 from student_trainer.parallel.time_limit import time_limit
+from student_trainer.preview import preview_of
 from student_trainer.rewards import Rewards
 from student_trainer.rollout_client.connection import (
     EngineConnection,
@@ -111,6 +113,10 @@ def assemble(
     None unless the job is offline. `service`: None if this process samples. Raises a DistillError.
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
+    if is_main_process():
+        write_preview(
+            run, lambda: preview_of(config)
+        )  # before the checks of the data, which may refuse it
     tokenizer, reader = load_tokenizer(config.student), _load_image_reader(config, stores)
     vocab_size, make_method = _prepare_method(config, teachers, stores, rewards, tokenizer, reader)
     accelerator = _build_accelerator(config)

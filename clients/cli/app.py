@@ -16,6 +16,7 @@ from clients.cli.commands import (
     logs_and_files,
     plan,
     plot,
+    preview,
     run,
     submit,
     token,
@@ -78,6 +79,7 @@ app.add_typer(config_commands.app, name="config")
 app.add_typer(teacher_commands.app, name="teacher")
 app.command("pair")(plan.pair)
 app.command("plan")(plan.plan)
+app.command("preview")(preview.preview)
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)
 app.command("demo")(demo.demo)

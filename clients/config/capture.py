@@ -16,7 +16,7 @@ from clients.config.tables.common import (
     StudentConfig,
     Table,
 )
-from clients.config.tables.data import PromptKeys
+from clients.config.tables.data import LeftOutShare, PromptKeys
 from clients.config.tables.labels import Labels
 from clients.config.tables.teacher import TeacherConfig
 from clients.config.unused import Rule, refuse_unused
@@ -55,6 +55,8 @@ class CaptureData(PromptKeys):
     """Column with the path of an image, or a list, as in `on_policy`; a running service scores."""
     text_column: str = "text"
     """Column with the document; every token is scored (form `text`)."""
+    max_left_out: LeftOutShare = 0.2
+    """The capture fails before it scores if a larger share of the records is left out."""
     tokenizer: str | None = None
     """Directory or hub id; default: the tokenizer of `student.model` or `teacher.model`."""
 
@@ -218,6 +220,11 @@ class CaptureJob(Table):
                 data.form == "messages",
                 "data.messages_column",
                 "it belongs to data.form = 'messages'; leave it out, or set this form",
+            ),
+            (
+                data.form != "text",
+                "data.max_left_out",
+                "plain text is packed, and none is left out; leave it out",
             ),
             (
                 data.form == "text",

@@ -17,6 +17,8 @@ TOOLS = "tools"
 # Chat templates silently drop messages with an unknown role.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELD = "data.messages_column"
+# The keys of an answer's reasoning, as chat templates name it.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _COLUMN = re.compile(r"\{(\w+)\}")
 
 
@@ -52,9 +54,12 @@ class Conversation:
         return replace(self, messages=self.messages[:-1]) if self.is_answered else self
 
     def up_to_answer(self) -> Conversation:
-        """Return the conversation up to its last assistant message; empty if there is none."""
+        """Return the conversation up to its last assistant message that is learned.
+
+        It is empty if there is none.
+        """
         end = len(self.messages)
-        while end and self.messages[end - 1]["role"] != "assistant":
+        while end and not is_learned(self.messages[end - 1]):
             end -= 1
         return replace(self, messages=self.messages[:end])
 
@@ -70,6 +75,18 @@ class Conversation:
                 messages[number] = {**messages[number], "content": content}
                 return replace(self, messages=tuple(messages))
         return replace(self, messages=(*messages, {"role": "user", "content": text}))
+
+
+def is_learned(message: Message) -> bool:
+    """Return whether a message is one of the assistant without `weight = 0` or `train = false`."""
+    is_off = message.get("weight") == 0 or message.get("train") is False
+    return bool(message["role"] == "assistant" and not is_off)
+
+
+def has_content(message: Message) -> bool:
+    """Return whether an assistant's message has a text, reasoning or a tool call."""
+    parts = (message.get(key) for key in ("tool_calls", *_REASONING))
+    return any(parts) or bool(text_of_content(message.get("content")).strip())
 
 
 def columns_named(context: str) -> Sequence[str]:
@@ -163,6 +180,13 @@ def _check_message(message: Message, location: str, *, parts: bool) -> None:
             f"{location} has tool_calls that are no list of objects",
             field=_FIELD,
             hint='write a list like [{"type": "function", "function": {...}}], or leave it out',
+        )
+    if message.get("weight", 1) not in (0, 1) or message.get("train", True) not in (True, False):
+        raise InvalidInput(
+            f"{location} has a weight that is neither 0 nor 1, or a train that is no boolean",
+            field=_FIELD,
+            hint="weight = 0 or train = false: the message is not learned; data.weight_column has"
+            " other weights, of records",
         )
     content = message.get("content")
     if parts and isinstance(content, list) and all(map(_is_part, content)):

@@ -6,6 +6,7 @@ Training, captures and evaluations share these functions, so that all see the sa
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,11 @@ from typing import Any
 from clients.data.conversation import TOOLS, Conversation, conversation_in
 from clients.data.records import images_of, text_of
 from protos.errors import InvalidInput
+
+log = logging.getLogger(__name__)
+
+# Arguments of chat templates that hold the date of today.
+_DATES = ("date_string", "current_date")
 
 # Roles of messages with instructions.
 _SYSTEM = ("system", "developer")
@@ -227,6 +233,27 @@ def check_chat_template(prompt_format: PromptFormat, template: str | None) -> No
                 field="data.template_arguments",
                 hint=f"did you mean {similar_names[0]!r}?" if similar_names else "leave it out",
             )
+
+
+def warn_of_date(prompt_format: PromptFormat, template: str | None) -> None:
+    """Log a warning if the chat template writes the date of today."""
+    if warning := date_warning(prompt_format, template):
+        log.warning("%s", warning)
+
+
+def date_warning(prompt_format: PromptFormat, template: str | None) -> str:
+    """Return a sentence if the chat template writes the date of today, otherwise ""."""
+    if not prompt_format.chat_template or "strftime_now" not in (template or ""):
+        return ""
+    # Llama and SmolLM take the date as an argument, and write today's without it.
+    name = next((name for name in _DATES if name in str(template)), None)
+    if name in prompt_format.template_arguments:
+        return ""
+    remedy = f'; data.template_arguments = {{ {name} = "26 Jul 2024" }} fixes it' if name else ""
+    return (
+        "the chat template writes today's date, so that the same record has other tokens tomorrow"
+        f"{remedy}"
+    )
 
 
 def template_text(chat_template: Any) -> str | None:

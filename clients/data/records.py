@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from clients.data.outside import parse_json, parse_number, parse_text
 from protos.errors import InvalidInput
 from protos.extras import install_command
+
+log = logging.getLogger(__name__)
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
@@ -245,6 +248,32 @@ def weight_of(record: Mapping[str, Any], column: str, location: str) -> float:
             hint="correct the row, or remove it",
         ) from error
     return weight
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Return counts in words, without those that are 0: `12 too long, 3 without an answer`."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
+def check_left_out(
+    left_out: int, records: int, reasons: Mapping[str, int], most: float, field: str
+) -> None:
+    """Log how many of the first `records` are left out, by reason.
+
+    Raises InvalidInput, naming `field`, if they are more than the share `most` of them.
+    """
+    if not left_out:
+        return
+    sentence = f"{left_out:,} of {records:,} records ({left_out / records:.0%}) are left out"
+    sentence += f": {describe_counts(reasons)}"
+    if left_out > most * records:
+        raise InvalidInput(
+            sentence,
+            field=field,
+            hint=f"correct the data or the limit, or raise data.max_left_out, which is {most:g};"
+            " distill preview shows the records",
+        )
+    log.warning("%s: %s", field, sentence)
 
 
 def _has_splits(path: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clients.data.preview import Preview, parse_preview
 from clients.jobs.job import Job, JobEvent, JobState
 from clients.runs.directory import RunDirectory, Status
 from clients.runs.metrics_file import Point, read_points
@@ -33,6 +34,7 @@ class Notes:
     environment: Mapping[str, str] = field(default_factory=dict)
     samples_step: int = 0
     samples: Sequence[Mapping[str, Any]] = ()
+    preview: Preview | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def notes_in(path: Path) -> Notes:
         environment=_read_mapping(path / "environment.json"),
         samples_step=int(newest.stem.removeprefix("step-")) if newest else 0,
         samples=_read_objects(newest) if newest else (),
+        preview=_read_preview(RunDirectory(path).preview),
     )
 
 
@@ -136,6 +139,13 @@ def _read_mapping(path: Path) -> dict[str, str]:
         if isinstance(content, dict)
         else {}
     )
+
+
+def _read_preview(path: Path) -> Preview | None:
+    try:
+        return parse_preview(path.read_bytes())
+    except (OSError, ValueError):  # an older version wrote none, or another one
+        return None
 
 
 def _read_objects(path: Path) -> list[Mapping[str, Any]]:

@@ -8,6 +8,7 @@ The owner is the server or the CLI that started the program.
     control.json    written by the owner: a request to stop
     teacher.json    written by the owner: the address of the teacher that it started for the job
     environment.json, code.diff  software, hardware and code of the newest attempt
+    preview.json    what the job learns from, token by token; written once, at the first start
     metrics.jsonl   one JSON object per step; no step occurs twice, even after a resume
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim
     checkpoints/step-000050/   samples/   tb/
@@ -72,7 +73,7 @@ class Control:
 
 # Files and directories that a report needs besides the metrics. They are small, and readable while
 # the job runs.
-NOTES = ("environment.json", "samples")
+NOTES = ("environment.json", "preview.json", "samples")
 _STATUS, _CONTROL = TypeAdapter(Status), TypeAdapter(Control)
 
 
@@ -120,6 +121,11 @@ class RunDirectory:
     def metrics(self) -> Path:
         """Path of the metrics; `metrics_file.py` defines the format."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def preview(self) -> Path:
+        """Path of the preview of the data; `clients/data/preview.py` defines the format."""
+        return self.path / "preview.json"
 
     @property
     def checkpoints(self) -> Path:

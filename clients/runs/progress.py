@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
 import signal
 import sys
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clients.config.kinds import AnyJob
-from clients.runs.directory import RunDirectory, Status, Verdict
+from clients.data.preview import Preview
+from clients.runs.directory import RunDirectory, Status, Verdict, replace_file
 from clients.runs.fence import require_unfenced
 from protos.errors import DistillError, ExitCode, Unavailable, WrongState
 
@@ -198,6 +200,40 @@ def prepare() -> Callable[[], bool]:
 
     signal.signal(signal.SIGTERM, on_sigterm)
     return lambda: terminated
+
+
+def print_reply(work: Callable[[], str]) -> int:
+    """Print the JSON text that `work` returns, or its DistillError, and return the exit code.
+
+    A command starts such a program where it may not import the packages of the program itself.
+    """
+    try:
+        print(work())
+    except DistillError as error:
+        fields = {
+            "code": error.code.value,
+            "message": error.message,
+            "field": error.field,
+            "hint": error.hint,
+        }
+        print(json.dumps({"error": fields}))
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+    return int(ExitCode.OK)
+
+
+def write_preview(run: RunDirectory, make_preview: Callable[[], Preview]) -> None:
+    """Write the preview of a job into its run directory, unless an earlier attempt has done so.
+
+    If the data cannot be read the job has none, and fails later with the error of its program.
+    """
+    if run.preview.exists():
+        return
+    try:
+        replace_file(run.preview, make_preview().to_json())
+    except DistillError as error:
+        logging.warning("the job has no preview: %s", error)
 
 
 def run_program(

@@ -31,6 +31,7 @@ from distill_server.dashboard.gate import STATIC, DashboardGate
 from distill_server.dashboard.job_details import (
     attempts_of,
     checkpoints_of,
+    preview_in,
     sample_steps,
     samples_of,
 )
@@ -245,6 +246,11 @@ class Pages:
         records = await self.streams.files.call(read_samples)
         return JSONResponse({"samples": records})
 
+    async def preview(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/preview: what the job learns from; null before it has started."""
+        run = self._find_run(request)
+        return JSONResponse({"preview": await self.streams.files.call(partial(preview_in, run))})
+
     async def cancel(self, request: Request) -> Response:
         """POST /api/jobs/JOB/cancel with {"now": BOOL}: cancel the job and return it."""
         body = await _parse_body(request, _CancelBody)
@@ -296,6 +302,7 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> 
         Route(f"{job_path}/attempts", pages.attempts),
         Route(f"{job_path}/checkpoints", pages.checkpoints),
         Route(f"{job_path}/usage", pages.usage),
+        Route(f"{job_path}/preview", pages.preview),
         Route(f"{job_path}/samples", pages.sample_steps),
         Route(f"{job_path}/samples/{{step:int}}", pages.samples),
         Route(f"{job_path}/cancel", pages.cancel, methods=["POST"]),

@@ -1,4 +1,4 @@
-"""The attempts, checkpoints and transcripts of a job."""
+"""The attempts, checkpoints, transcripts and the preview of a job."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from clients.data.preview import parse_preview
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.store import JobStore
@@ -127,6 +129,14 @@ def samples_of(run: RunDirectory, step: int) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def preview_in(run: RunDirectory) -> dict[str, Any] | None:
+    """Return the preview as a JSON record; None if there is none, or no valid one."""
+    try:
+        return asdict(parse_preview(_read_start(run.preview)))
+    except (NotFound, ValueError):
+        return None
 
 
 def _read_start(path: Path) -> bytes:

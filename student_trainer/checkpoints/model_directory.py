@@ -96,7 +96,7 @@ def save_configuration(path: Path, model: Any, dtype: torch.dtype, tokenizer: An
     config.save_pretrained(path)
     if model.can_generate():
         generation_config = copy.deepcopy(model.generation_config)
-        ends = end_ids(model, tokenizer)
+        ends = end_ids(model.generation_config, tokenizer)
         if ends:
             generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
         generation_config.save_pretrained(path)

@@ -17,12 +17,14 @@ from clients.data.prompt_format import (
     check_chat_template,
     check_generation,
     template_text,
+    warn_of_date,
 )
 from clients.data.template_parts import TemplateParts
 from clients.data.tokens.answers import answered_ids, assistant_ids, completion_ids
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import (
     ALL_IDS,
+    Encoder,
     ItemsOfSteps,
     ModelIds,
     OmissionCounter,
@@ -57,14 +59,13 @@ class Example:
         return MaskedSequence(ids, self.start, torch.from_numpy(self.mask), weight=weight)
 
 
-def load_examples(
+def example_encoding(
     config: SFTJob, tokenizer: Any, model_ids: ModelIds = ALL_IDS
-) -> tuple[ItemsOfSteps[Example], list[Example]]:
-    """Return the training examples and the held-out ones.
+) -> tuple[RecordReader, Encoder[Example]]:
+    """Return what reads the records of a job and what makes examples of them.
 
-    Records without an answer, and sequences of more than `method.max_tokens` tokens, are left out
-    and counted in the log as they are met. Raises InvalidInput as `load_items` does, or if the chat
-    template cannot be used for the job.
+    Records without an answer, and sequences of more than `method.max_tokens` tokens, are left out,
+    and counted. Raises InvalidInput if the chat template cannot be used for the job.
     """
     template = template_text(tokenizer.chat_template)
     check_chat_template(config.data.prompt_format, template)
@@ -79,7 +80,22 @@ def load_examples(
         learns_all_answers=learns_all_answers,
     )
     reader = RecordReader(config.data, needs_answers=True, needs_questions=not learns_all_answers)
-    return load_items(reader, encoder, held_out=config.eval.prompts, seed=config.seed)
+    return reader, encoder
+
+
+def load_examples(
+    config: SFTJob, tokenizer: Any, model_ids: ModelIds = ALL_IDS
+) -> tuple[ItemsOfSteps[Example], list[Example]]:
+    """Return the training examples and the held-out ones.
+
+    Raises InvalidInput as `load_items` and `example_encoding` do.
+    """
+    warn_of_date(config.data.prompt_format, template_text(tokenizer.chat_template))
+    return load_items(
+        *example_encoding(config, tokenizer, model_ids),
+        held_out=config.eval.prompts,
+        seed=config.seed,
+    )
 
 
 class _ExampleEncoder:
@@ -101,10 +117,9 @@ class _ExampleEncoder:
         self._max_tokens = max_tokens
         self._model_ids = model_ids
         self._learns_all_answers = learns_all_answers
-        self._too_long = OmissionCounter(
-            f"sequences so far that are longer than method.max_tokens = {max_tokens}"
-        )
-        self._empty = OmissionCounter("records so far that have no answer")
+        self._too_long = OmissionCounter(f"sequences longer than method.max_tokens = {max_tokens}")
+        self._empty = OmissionCounter("records without an answer to learn")
+        self.omissions = (self._too_long, self._empty)
 
     def is_doubtful(self, record: PromptRecord) -> bool:
         """Return whether the prompt may have no tokens, or parts that cannot be used."""

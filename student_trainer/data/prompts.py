@@ -16,8 +16,14 @@ from numpy.typing import NDArray
 
 from clients.config.tables.data import DataConfig
 from clients.data.images import ImageReader
-from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
-from clients.data.records import DataSet
+from clients.data.preview import SURVEY, SURVEY_WITH_IMAGES
+from clients.data.prompt_format import (
+    PromptFormat,
+    check_chat_template,
+    template_text,
+    warn_of_date,
+)
+from clients.data.records import DataSet, check_left_out
 from clients.data.template_parts import TemplateParts
 from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
@@ -49,8 +55,27 @@ class Prompt:
     images: SequenceImages | None = None
 
 
+class OmissionCounter:
+    """Counts the records that are left out for one reason, and logs the count at 1, 2, 4, 8, ..."""
+
+    def __init__(self, description: str) -> None:
+        """`description`: the records, for the message, such as "prompts that are too long"."""
+        self.description = description
+        self.count = 0
+
+    def add(self) -> None:
+        """Count one record."""
+        self.count += 1
+        if self.count & (self.count - 1) == 0:
+            log.warning("left out so far: %d %s", self.count, self.description)
+
+
 class Encoder(Protocol[Encoded]):
     """Converts records to the training items of a job, such as prompts."""
+
+    @property
+    def omissions(self) -> Sequence[OmissionCounter]:
+        """The counts of the records without an item, by reason."""
 
     def is_doubtful(self, record: PromptRecord) -> bool:
         """Return whether `encode` may refuse the record; it is then encoded before training."""
@@ -63,21 +88,6 @@ class Encoder(Protocol[Encoded]):
 
     def no_items_error(self, field: str) -> InvalidInput:
         """Return the error for data whose records are all left out."""
-
-
-class OmissionCounter:
-    """Counts the records that are left out, and logs the count at 1, 2, 4, 8, ..."""
-
-    def __init__(self, description: str) -> None:
-        """`description`: the records, for the message, such as "prompts that are too long"."""
-        self._description = description
-        self._count = 0
-
-    def add(self) -> None:
-        """Count one record."""
-        self._count += 1
-        if self._count & (self._count - 1) == 0:
-            log.warning("left out %d %s", self._count, self._description)
 
 
 @dataclass(frozen=True)
@@ -141,8 +151,9 @@ class _PromptEncoder:
         self._parts = TemplateParts(form, tokenizer)
         self._reader = reader
         self._too_long = OmissionCounter(
-            f"prompts so far that are longer than method.max_prompt_tokens = {max_tokens}"
+            f"prompts longer than method.max_prompt_tokens = {max_tokens}"
         )
+        self.omissions = (self._too_long,)
 
     def is_doubtful(self, record: PromptRecord) -> bool:
         """Return whether the prompt may have no tokens, or parts that cannot be used."""
@@ -225,11 +236,18 @@ class PromptSet(Generic[Item]):
         self._next_number = 0
         self._stream = self._iterate_from(0)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether every record is left out. Tokenizes records until one has an item."""
-        order = permutation(len(self._records), self._seed, 0)
-        return all(self._encode_prompt(int(index)) is None for index in order)
+    def survey(self, count: int) -> tuple[int, int]:
+        """Encode the first `count` records of the order of training.
+
+        Returns the number of items, at least 1 unless every record is left out, and of records.
+        """
+        items = records = 0
+        for index in permutation(len(self._records), self._seed, 0):
+            if records >= count and items:
+                break
+            records += 1
+            items += self._encode_prompt(int(index)) is not None
+        return items, records
 
     def of_step(self, step: int, count: int) -> list[Item]:
         """Return the `count` items of `step` (from 1), independent of earlier calls.
@@ -294,33 +312,40 @@ class MixedSets(Generic[Item]):
         return [next(items_of_sets[number]) for number in sources]
 
 
-def load_prompts(
+def prompt_encoding(
     data: DataConfig,
     tokenizer: Any,
     *,
-    held_out: int,
     max_tokens: int,
-    seed: int,
     teachers: Collection[str] = (),
     with_fields: bool = False,
     reader: ImageReader | None = None,
     vision_teachers: Collection[str] = (),
     model_ids: ModelIds = ALL_IDS,
-) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
-    """Return the training prompts and the held-out prompts.
+) -> tuple[RecordReader, Encoder[Prompt]]:
+    """Return what reads the records of a job and what makes prompts of them.
 
-    Prompts of more than `max_tokens` tokens are left out, and counted in the log when they are
-    tokenized. `with_fields`: keep all columns of the records. `reader`: of their images, if the job
-    has any. `vision_teachers`: the names of the teachers that read images.
-
-    Raises InvalidInput as `load_items` does, or if a prompt has no tokens or one that is not in
-    `model_ids`, names a teacher that is
-    not in `teachers` (checked if `teachers` is not empty), or needs another chat template.
+    Prompts of more than `max_tokens` tokens are left out, and counted. `with_fields`: keep all
+    columns of the records. `reader`: of their images, if the job has any. `vision_teachers`: the
+    names of the teachers that read images. Raises InvalidInput if the prompts need another chat
+    template.
     """
     check_chat_template(data.prompt_format, template_text(tokenizer.chat_template))
     encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens, reader, model_ids)
-    records = RecordReader(data, teachers, with_fields, vision_teachers=vision_teachers)
-    return load_items(records, encoder, held_out=held_out, seed=seed)
+    return RecordReader(data, teachers, with_fields, vision_teachers=vision_teachers), encoder
+
+
+def load_prompts(
+    data: DataConfig, tokenizer: Any, *, held_out: int, seed: int, **options: Any
+) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
+    """Return the training prompts and the held-out prompts; `options`: see `prompt_encoding`.
+
+    Raises InvalidInput as `load_items` and `prompt_encoding` do, or if a prompt has no tokens or
+    one that is not in `model_ids`, or names a teacher that is not in `teachers` (checked if
+    `teachers` is not empty).
+    """
+    warn_of_date(data.prompt_format, template_text(tokenizer.chat_template))
+    return load_items(*prompt_encoding(data, tokenizer, **options), held_out=held_out, seed=seed)
 
 
 def load_items(
@@ -332,7 +357,8 @@ def load_items(
     if it is set, otherwise out of `data.path`. Training has those of `data.path`, mixed with those
     of `data.mix`.
 
-    Raises InvalidInput if a file or column is missing, a record cannot be used, or none is left.
+    Raises InvalidInput if a file or column is missing, a record cannot be used, none is left, or
+    more than `data.max_left_out` of the first SURVEY records are left out.
     """
     data = reader.data
 
@@ -346,8 +372,16 @@ def load_items(
 
     def build_set(set_records: Sequence[PromptRecord], field: str) -> PromptSet[Item]:
         prompt_set = PromptSet(set_records, lambda record: encoder.encode(record, field), seed)
-        if prompt_set.is_empty:
+        counts = [omission.count for omission in encoder.omissions]
+        surveyed = SURVEY_WITH_IMAGES if data.image_column else SURVEY
+        items, record_count = prompt_set.survey(surveyed)
+        if not items:
             raise encoder.no_items_error(field)
+        reasons = {
+            omission.description: omission.count - count
+            for omission, count in zip(encoder.omissions, counts, strict=True)
+        }
+        check_left_out(record_count - items, record_count, reasons, data.max_left_out, field)
         return prompt_set
 
     field = "data.eval_path" if data.eval_path else "data.path"

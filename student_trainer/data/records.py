@@ -54,16 +54,21 @@ class RecordReader:
 
     def read(self, source: DataSet) -> Iterator[PromptRecord]:
         """Yield the records in order. Raises InvalidInput at a record that cannot be used."""
+        for where, record in self.rows(source):
+            yield self.build_record(record, where, Path(source.path).parent)
+
+    def rows(self, source: DataSet) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the place of each row, for messages, and its columns, unchecked."""
         columns = [*self.data.prompt_format.columns, self.data.answer_column]
         if self.teachers:
             columns.append(self.data.teacher_column)
         if self.data.weight_column is not None:
             columns.append(self.data.weight_column)
         for number, record in enumerate(source.records([] if self.with_fields else columns), 1):
-            where = f"row {number} of {source.path}"
-            yield self._build_record(record, where, Path(source.path).parent)
+            yield f"row {number} of {source.path}", record
 
-    def _build_record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
+    def build_record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
+        """Check a row. `folder`: of the data. Raises InvalidInput if it cannot be used."""
         data, prompt_format = self.data, self.data.prompt_format
         conversation = prompt_format.conversation(record, where)
         if self.needs_answers and prompt_format.messages_column is not None:

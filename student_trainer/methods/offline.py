@@ -259,7 +259,7 @@ def offline_method(
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
     objective = _make_objective(config, store, tail, isinstance(other_store, CrossTokenizerStore))
-    read_sequence = _choose_reader(config, other_store, images)
+    read_sequence = choose_reader(config, other_store, images)
     sampling_options: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
     sampling_options["vocab_size"] = student.full.vocab_size
     engine_rollouts = None
@@ -307,7 +307,7 @@ def offline_method(
     return Method(objective, steps.of_step, evaluation, facts=facts, rollouts_ahead=rollouts_ahead)
 
 
-def _choose_reader(
+def choose_reader(
     config: OfflineJob,
     other_store: CrossTokenizerStore | SpecialTokenStore | None,
     images: ImageReader | None,
@@ -355,6 +355,7 @@ def load_task_prompts(config: OfflineJob, tokenizer: Any, longest: int) -> list[
     data = DataConfig(
         path=path,
         eval_path=path,
+        max_left_out=1.0,
         prompt_column=config.data.prompt_column,
         messages_column=config.data.messages_column,
         answer_column=config.data.answer_column,

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -112,6 +113,15 @@ def _load_probed_tokenizer(model: str, **options: Any) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(model, **options)
     tokenizer("a text, \u2603 and a character that no vocabulary has: \U0010fffd")
     return tokenizer
+
+
+def load_generation_config(student: StudentConfig) -> Any:
+    """Return the generation config that a loaded student has: of its file, or of its config."""
+    revision = None if Path(student.model).is_dir() else student.revision
+    try:
+        return GenerationConfig.from_pretrained(student.model, revision=revision)
+    except (OSError, ValueError):
+        return GenerationConfig.from_model_config(load_config(student))
 
 
 def load_image_reader(student: StudentConfig, field: str = "data.image_column") -> ImageReader:

@@ -120,7 +120,7 @@ class Sampler:
         self._never = never
         self._equal_lengths = equal_lengths
         self._rope_switch = rope_switch(model.config.get_text_config())
-        self._ends = end_ids(model, tokenizer)
+        self._ends = end_ids(model.generation_config, tokenizer)
         # Read after the end of a sequence only; the tokenizer's own may be an id without embedding.
         self._pad = 0
 

@@ -19,13 +19,13 @@ from clients.config.tables.common import StudentConfig
 from clients.data.models.files import use_caches_if_away
 from clients.data.object_urls import is_object_url
 from clients.data.prompt_format import template_text
-from clients.data.records import DataSet
+from clients.data.records import DataSet, check_left_out
 from clients.data.tokens.tokenizer import tokens_of
 from clients.preflight.files import check_here
 from clients.preflight.teachers import check_capture
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_file import MetricsLog
-from clients.runs.progress import Progress
+from clients.runs.progress import Progress, write_preview
 from clients.store.copies import files_on_disk
 from clients.store.objects import ObjectFolder
 from clients.store.writer import StoreWriter
@@ -34,10 +34,12 @@ from protos.errors import DistillError, InvalidInput, Unavailable
 from teacher_service.capture.facts import build_metadata
 from teacher_service.capture.filling import fill
 from teacher_service.capture.plan import CapturePlan, make_plan, read_plan
+from teacher_service.capture.preview import preview_of
 from teacher_service.capture.recorder import PHASE, CaptureStopped, Recorder
 from teacher_service.capture.sequences import SequenceReader
 from teacher_service.capture.sources import EngineSource, QuerySettings, RowSource, ServiceSource
 from teacher_service.capture.teacher import TeacherFacts, load_engine
+from teacher_service.capture.tokenizing import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,8 @@ def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: in
     if is_object_url(store_path):
         _check_storage(store_path, progress.stop_asked)
     _check_hub(job)
-    tokenizer = _load_tokenizer(job)
+    tokenizer = load_tokenizer(job)
+    write_preview(run, lambda: preview_of(job, tokenizer))
     query_settings = QuerySettings.from_job(job)
     with _open_teacher(job) as (teacher, make_source):
         teacher.require_same_tokens(tokenizer)
@@ -148,32 +151,6 @@ def _check_storage(url: str, stopped: Callable[[], bool]) -> None:
 def _check_hub(job: CaptureJob) -> None:
     if not all(Path(name).exists() for key, name in named_files(job) if key != "teacher.model"):
         use_caches_if_away()
-
-
-def _load_tokenizer(job: CaptureJob) -> Any:
-    from transformers import AutoTokenizer
-
-    candidates = {
-        "data.tokenizer": (job.data.tokenizer, None),
-        "student.model": (job.student.model, job.student.revision) if job.student else ("", None),
-        "teacher.model": (job.teacher.model, None),
-    }
-    for field, (name, revision) in candidates.items():
-        if not name:
-            continue
-        try:
-            return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidInput(
-                f"cannot load the tokenizer of {name}: {' '.join(str(error).split())[:300]}",
-                field=field,
-                hint="give a Hugging Face directory or hub id with a tokenizer",
-            ) from error
-    raise InvalidInput(
-        "no tokenizer is given",
-        field="data.tokenizer",
-        hint="set it to the teacher's tokenizer: a Hugging Face directory or a hub id",
-    )
 
 
 def _student_width(student: StudentConfig) -> int:
@@ -262,6 +239,11 @@ def _load_or_make_plan(
             field="data.path",
             hint="give more data, or a larger method.max_tokens",
         )
+    if job.data.form != "text":
+        left_out = plan.too_long + plan.empty
+        reasons = {"too long": plan.too_long, "with nothing to score": plan.empty}
+        records = len(plan) + left_out
+        check_left_out(left_out, records, reasons, job.data.max_left_out, "data.path")
     log.info(
         "%d sequences with %d rows in %d files%s",
         len(plan),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.config.capture import CaptureData
-from clients.data.prompt_format import check_chat_template, template_text
+from clients.data.prompt_format import check_chat_template, template_text, warn_of_date
 from clients.data.records import DataSet
 from protos.errors import InvalidInput
 from teacher_service.capture.tokenizing import LocatedRecord, RecordEncoder, encode_records
@@ -61,7 +61,7 @@ class SequenceReader:
         context: str | None = None,
     ) -> None:
         """`processes`: see `encode_records`. `context`: text that only the teacher reads."""
-        self._context = context
+        self._encoder = RecordEncoder(data, tokenizer, context)
         self._data = data
         self._source = DataSet(data.path, data.name, data.split)
         self._tokenizer = tokenizer
@@ -76,8 +76,14 @@ class SequenceReader:
         if self._data.form == "text":
             yield from self._pack_documents()
             return
-        check_chat_template(self._data.prompt_format, template_text(self._tokenizer.chat_template))
-        for ids, start, images, prompt in self._encode_records():
+        template = template_text(self._tokenizer.chat_template)
+        check_chat_template(self._data.prompt_format, template)
+        warn_of_date(self._data.prompt_format, template)
+        yield from self.read(self.located_records())
+
+    def read(self, records: Iterator[LocatedRecord]) -> Iterator[CaptureSequence]:
+        """Yield the sequences of some records, and count those that are left out."""
+        for ids, start, images, prompt in self._encode_records(records):
             sequence = CaptureSequence(ids, start, images, prompt)
             if not len(ids):
                 self.empty += 1
@@ -86,16 +92,16 @@ class SequenceReader:
             else:
                 yield sequence
 
-    def _encode_records(self) -> Iterator[tuple[NDArray[np.int32], int, bytes, NDArray[np.int32]]]:
-        encoder = RecordEncoder(self._data, self._tokenizer, self._context)
-        for chunk in encode_records(
-            self._locate_records(encoder.columns), encoder, self._processes
-        ):
+    def _encode_records(
+        self, records: Iterator[LocatedRecord]
+    ) -> Iterator[tuple[NDArray[np.int32], int, bytes, NDArray[np.int32]]]:
+        for chunk in encode_records(records, self._encoder, self._processes):
             self.records += len(chunk.lengths)
             yield from chunk.records()
 
-    def _locate_records(self, columns: tuple[str, ...]) -> Iterator[LocatedRecord]:
-        for number, record in enumerate(self._source.records(columns), 1):
+    def located_records(self) -> Iterator[LocatedRecord]:
+        """Yield the records of the data set, not yet encoded, with their places for messages."""
+        for number, record in enumerate(self._source.records(self._encoder.columns), 1):
             yield f"row {number} of {self._data.path}", record
 
     def _pack_documents(self) -> Iterator[CaptureSequence]:
@@ -108,7 +114,7 @@ class SequenceReader:
                 hint="use another tokenizer, or another form",
             )
         buffered_ids = np.empty(0, np.int32)
-        for ids, *_ in self._encode_records():
+        for ids, *_ in self._encode_records(self.located_records()):
             self.empty += not len(ids)
             # Some tokenizers start texts with the end token, so a document is never cut at one.
             has_end_token = not len(ids) or ids[-1] == end_id

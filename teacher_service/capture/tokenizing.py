@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.config.capture import CaptureData
+from clients.config.capture import CaptureData, CaptureJob
 from clients.data.conversation import with_context
 from clients.data.images import digest_of, read_image, stored_images
 from clients.data.records import images_of, text_of
@@ -179,6 +179,33 @@ class RecordEncoder:
     ) -> tuple[list[int], list[int]]:
         text = text_of(record, self._data.text_column, "data.text_column", location)
         return [], self._tokenizer(text)["input_ids"] if text else []
+
+
+def load_tokenizer(job: CaptureJob) -> Any:
+    """Return the tokenizer of a capture. Raises InvalidInput if there is none to load."""
+    from transformers import AutoTokenizer
+
+    candidates = {
+        "data.tokenizer": (job.data.tokenizer, None),
+        "student.model": (job.student.model, job.student.revision) if job.student else ("", None),
+        "teacher.model": (job.teacher.model, None),
+    }
+    for field, (name, revision) in candidates.items():
+        if not name:
+            continue
+        try:
+            return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(
+                f"cannot load the tokenizer of {name}: {' '.join(str(error).split())[:300]}",
+                field=field,
+                hint="give a Hugging Face directory or hub id with a tokenizer",
+            ) from error
+    raise InvalidInput(
+        "no tokenizer is given",
+        field="data.tokenizer",
+        hint="set it to the teacher's tokenizer: a Hugging Face directory or a hub id",
+    )
 
 
 def encode_records(

@@ -89,6 +89,7 @@ def test_the_project_has_what_every_project_has() -> None:
 
 def test_the_wheel_ships_what_is_not_python(wheel: set[str]) -> None:
     shipped = {"clients/cli/demos/demo_job.toml", "clients/cli/plots/report.css"}
+    shipped.add("clients/cli/plots/preview.css")
     shipped |= {f"{package}/py.typed" for package in PACKAGES}
     assert shipped | {"protos/teacher.proto", "protos/teacher_pb2.pyi"} <= wheel
     pages = {str(path.relative_to(ROOT)) for path in ROOT.glob("distill_server/*/static/*")}

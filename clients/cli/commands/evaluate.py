@@ -6,8 +6,6 @@ import difflib
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clients.cli.output import Output
+from clients.cli.program import parse_reply, run_program
 from clients.cli.settings import settings_of
-from protos.errors import ExitCode, InternalFault, InvalidInput, NotFound, error_of
+from protos.errors import ExitCode, InvalidInput, NotFound
 from protos.extras import require_extra
 
 if TYPE_CHECKING:
@@ -259,37 +258,14 @@ def _config_digest(config: ExamConfig) -> str:
 
 def _run_evaluation(config: ExamConfig, output: Output) -> tuple[int, str]:
     """Run the evaluation program, which may load torch; return its exit code and stdout."""
-    program = subprocess.Popen(
-        [sys.executable, "-P", "-m", "student_trainer.exam"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if output.quiet else None,
-        text=True,
-    )
-    with program:
-        try:
-            stdout, _ = program.communicate(config.model_dump_json())
-        except KeyboardInterrupt:  # the terminal sends SIGINT to the program too
-            program.wait()
-            return int(ExitCode.INTERRUPTED), ""
-    return program.returncode, stdout
+    return run_program(["student_trainer.exam"], config.model_dump_json(), output)
 
 
 def _print_results(reply: tuple[int, str], config: ExamConfig, output: Output) -> ExitCode:
-    code, stdout = reply
-    if code == ExitCode.INTERRUPTED:
+    if reply[0] == ExitCode.INTERRUPTED:
         output.say("stopped; run the same command again to resume")
         return ExitCode.INTERRUPTED
-    try:
-        document = json.loads(stdout)
-    except ValueError:
-        ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise InternalFault(
-            f"the evaluation {ending}", hint="run the same command again to resume"
-        ) from None
-    if "error" in document:
-        error = document["error"]
-        raise error_of(error["code"], error["message"], field=error["field"], hint=error["hint"])
+    document = json.loads(parse_reply(reply, "the evaluation"))
     if output.as_json:
         output.result({"out": config.out, "models": document["models"]}, "")
     else:

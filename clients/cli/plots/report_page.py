@@ -6,10 +6,10 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from clients.cli.plots.panels import Curve, Panel, choose_ticks, panels_of, smooth_curve
+from clients.cli.plots.preview_page import html_page, render_preview
 from clients.cli.plots.stages import Bar, Stage, bars_of, stages_of
 from clients.jobs.record import JobRecord
 from clients.jobs.view import KL, duration
@@ -125,26 +125,20 @@ def _pixel_y(height: float) -> float:
 def report_page(record: JobRecord) -> str:
     """Return the HTML page; all text from the job is escaped."""
     job = record.job
-    style = files("clients.cli.plots").joinpath("report.css").read_text()
     body = [
         f"<h1>{escape(job.name)}</h1>",
         f'<p class="soft">{escape(job.id)}, {escape(job.kind)}</p>',
         _render_verdict(record),
         f'<div class="tiles">{"".join(_render_tiles(record))}</div>',
         *_render_curves(record),
+        *_render_preview(record),
         *_render_timings(record),
         *_render_samples(record),
         _render_table("Configuration", dict(_flatten(json.loads(job.config_json or "{}")))),
         _render_table("Environment", record.notes.environment),
         f'<p class="soft">Made by distill report, {time.strftime("%Y-%m-%d %H:%M")}.</p>',
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(job.id)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</body>\n</html>\n"
-    )
+    return html_page(job.id, body)
 
 
 def _render_verdict(record: JobRecord) -> str:
@@ -171,6 +165,13 @@ def _render_tiles(record: JobRecord) -> Iterator[str]:
             yield _render_tile(
                 label, f"{first_value:{format_spec}} &rarr; {last_value:{format_spec}}"
             )
+    for label, metric in (
+        ("answers cut at method.max_new_tokens", "length/truncated"),
+        ("updates skipped: gradient not finite", "grad_norm/skipped"),
+    ):
+        values = [value for _, value in record.series(metric)]
+        if any(values):
+            yield _render_tile(label, f"{sum(values) / len(values):.0%}")
     tokens = sum(value for _, value in record.series("tokens"))
     if tokens:
         has_teacher = not record.metrics.isdisjoint(KL.values())
@@ -210,6 +211,12 @@ def _render_timings(record: JobRecord) -> list[str]:
     figure = f"<figure><figcaption>seconds a step</figcaption>{bars_svg(stages, bars)}</figure>"
     table = f'<div class="card"><table>{rows}</table></div>'
     return [f'<h2>Time in steps</h2><div class="stages">{figure}{table}</div>']
+
+
+def _render_preview(record: JobRecord) -> Iterator[str]:
+    if record.notes.preview is not None:
+        yield "<h2>What the job learns from</h2>"
+        yield from render_preview(record.notes.preview)
 
 
 def _render_samples(record: JobRecord) -> Iterator[str]:

@@ -75,6 +75,9 @@ class PromptKeys(Table):
         )
 
 
+LeftOutShare = Annotated[float, Field(ge=0, le=1)]
+
+
 class MixConfig(Table):
     """Another data set, mixed into the prompts of every step; it has the same columns."""
 
@@ -111,6 +114,8 @@ class DataConfig(PromptKeys):
     """Column with a number >= 0 that multiplies the loss of the record's sequences."""
     mix: tuple[MixConfig, ...] = ()
     """Other data sets, each { path, share, name, split }; the rest of a step is from `path`."""
+    max_left_out: LeftOutShare = 0.2
+    """A job fails at its start if a larger share of its first 1,000 records is left out."""
     eval_path: str | None = None
     """File of held-out prompts. Default: `eval.prompts` prompts are taken out of `path`."""
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.conversation import Conversation, require_question
+from clients.data.conversation import Conversation, has_content, is_learned, require_question
 from clients.data.prompt_format import PromptFormat, plain_ids
 from clients.data.template_parts import has_text, require_answer_text
 from clients.data.tokens.continuation import continuation_ids
@@ -35,14 +35,16 @@ def answered_ids(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids before the last assistant message, and those of it and its end token.
 
-    Later messages are left out. Both lists are empty if there is no assistant message. Raises
-    InvalidInput if no message precedes it, or if the chat template renders the preceding messages
-    differently with and without it.
+    The message is the last one that is learned. Later messages are left out. Both lists are empty
+    if there is none, or if it has no content. Raises InvalidInput if no message precedes it, or if
+    the chat template renders the preceding messages differently with and without it.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
         return [], []
     require_question(conversation, location)
+    if not has_content(conversation.messages[-1]):
+        return [], []
     prompt = prompt_format.rendered(
         tokenizer, conversation.unanswered(), location, add_answer_start=True
     )
@@ -73,8 +75,10 @@ def assistant_ids(
     """Return the token ids of a conversation, and for each whether it is part of an answer.
 
     Answers are the tokens that the chat template marks with {% generation %}, and an end token
-    after them. The conversation is cut after the last answer, where an end token is appended if
-    there is none. Both results are empty if there is no assistant message.
+    after them, but for messages that are not learned. The conversation is cut
+    after the last answer, where an end token is appended if there is none. Both results are empty
+    if there is no assistant message. Raises InvalidInput if some messages are not learned, and the
+    template does not mark each message once.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
@@ -82,6 +86,7 @@ def assistant_ids(
     encoding = prompt_format.tokenized(tokenizer, conversation, location)
     ids = np.array(encoding["input_ids"])
     is_answer = np.array(encoding["assistant_masks"], dtype=bool)
+    _unmark_messages(is_answer, conversation, location)
     end = answer_end(tokenizer)
     if end is not None:
         eos = tokenizer.eos_token_id
@@ -92,6 +97,27 @@ def assistant_ids(
     if length and end is not None and not is_end[length - 1]:
         ids, is_answer = np.append(ids, end), np.append(is_answer, True)
     return ids.tolist(), is_answer
+
+
+def _unmark_messages(
+    is_answer: NDArray[np.bool_], conversation: Conversation, location: str
+) -> None:
+    """Set the tokens of the assistant's messages that are not learned to False."""
+    answers = [message for message in conversation.messages if message["role"] == "assistant"]
+    learned = [is_learned(message) for message in answers]
+    if all(learned):
+        return
+    edges = np.flatnonzero(np.diff(is_answer, prepend=False, append=False))
+    if len(edges) != 2 * len(answers):
+        raise InvalidInput(
+            f"the chat template marks {len(edges) // 2} parts of {location}, which has"
+            f" {len(answers)} assistant messages, so weight = 0 and train = false apply to none",
+            field="data.messages_column",
+            hint="put one {% generation %} around each assistant message in the template, or remove"
+            " the keys",
+        )
+    for first, end in edges.reshape(-1, 2)[~np.array(learned)]:
+        is_answer[first:end] = False
 
 
 def _with_end(ids: list[int], end: int | None, eos: int | None) -> list[int]:
@@ -123,14 +149,14 @@ def answer_end(tokenizer: Any) -> int | None:
     return cached[1]
 
 
-def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids of all tokens that end an answer of `model`, sorted.
+def end_ids(generation_config: Any, tokenizer: Any) -> list[int]:
+    """Return the ids of all tokens that end an answer of a model, sorted.
 
     They are the end tokens of the tokenizer, of its chat template, and of the model's generation
     config. Samplers stop at each of them, and an export names them all.
     """
     ends: set[int] = set()
-    config_ends = getattr(model.generation_config, "eos_token_id", None)
+    config_ends = getattr(generation_config, "eos_token_id", None)
     for ids in (tokenizer.eos_token_id, answer_end(tokenizer), config_ends):
         ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return sorted(ends)

@@ -9,6 +9,7 @@ import {badge, bar, el, setText} from "./dom.js";
 import {ago, duration, heldOutOf, klOf, number, percent, waitOf, whyQueued} from "./figures.js";
 import {History} from "./history.js";
 import {LogView} from "./log_view.js";
+import {PreviewView} from "./preview_view.js";
 import {SamplesView} from "./samples_view.js";
 import {Fault, follow, get, repeat} from "./server.js";
 import {StagesView} from "./stages_view.js";
@@ -48,6 +49,7 @@ class JobPage {
     const path = `api/jobs/${encodeURIComponent(this.job.id)}`;
     this.history = new History(this.job.started_at);
     this.log = new LogView(path);
+    this.preview = new PreviewView(path);
     this.samples = new SamplesView(path);
     this.attempts = new AttemptsView(path);
     this.checkpoints = new CheckpointsView(path);
@@ -82,7 +84,7 @@ class JobPage {
     this.root.append(
       el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / ", el("code", {}, job.id)),
       el("div", {class: "title"}, el("h1", {}, job.name), this.state, this.actions?.element ?? null),
-      this.reason, this.progress, this.facts,
+      this.reason, this.progress, this.preview.element, this.facts,
       el("div", {class: "cards"}, this.attempts.element, this.usage.element),
       el("h2", {}, "Curves"), this.curves.view.element, this.curves.nothing, this.curves.main,
       this.curves.others, this.stages.element, this.samples.element, this.checkpoints.element, this.log.element,
@@ -132,7 +134,7 @@ class JobPage {
     if (state === "QUEUED") await this.refresh();
     if (this.looked && this.job.ended_at) return;
     this.looked = true;
-    await Promise.all([this.attempts.refresh(), this.checkpoints.refresh()]);
+    await Promise.all([this.attempts.refresh(), this.checkpoints.refresh(), this.preview.refresh()]);
   }
 
   learn(job) {
@@ -185,6 +187,7 @@ class JobPage {
       ["reward", number(metrics["reward/mean"])],
       ["held-out loss", number(heldOutOf(metrics))],
       ["accuracy", percent(metrics["eval/accuracy"])],
+      ["cut answers", metrics["length/truncated"] ? percent(metrics["length/truncated"]) : "-"],
       ["tokens/s", number(metrics.tokens_per_sec)],
       ["teacher wait", percent(waitOf(metrics))],
       ["attempt", String(job.attempt)],

@@ -88,7 +88,7 @@ class VllmRolloutEngine:
         except InvalidInput as error:
             raise InvalidInput(error.message, field="--model", hint=error.hint) from error
         self._shapes = snapshot_shapes(skeleton)
-        self._ends = end_ids(skeleton, self._tokenizer)
+        self._ends = end_ids(skeleton.generation_config, self._tokenizer)
         self._vocab_size = int(skeleton.config.get_text_config().vocab_size)
         self._lora_rank = lora_rank
         adapters = None

@@ -32,6 +32,7 @@ READING = [
     *("/api/access", "/api/jobs", "/api/jobs/x", "/api/jobs/x/events", "/api/jobs/x/log"),
     *("/api/jobs/x/samples", "/api/jobs/x/samples/5", "/api/teachers", "/metrics"),
     *("/api/jobs/x/attempts", "/api/jobs/x/checkpoints", "/api/jobs/x/usage"),
+    "/api/jobs/x/preview",
     "/no/such/page",
 ]
 CHANGING = ["/api/jobs/x/cancel", "/api/jobs/x/resume", "/api/jobs", "/", "/metrics"]

@@ -11,6 +11,7 @@ import pytest
 from clients.config.on_policy import OnPolicyJob, OnPolicyTeacher
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig
+from clients.data.preview import Preview, RecordPreview, TokenRun, TokenView
 from clients.jobs.client import DistillClient
 from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.site import TOKENS, Site
@@ -97,6 +98,11 @@ def test_a_hostile_name_is_text(site: Site, browser: Browser) -> None:
     samples.mkdir()
     sample = {"<b>prompt</b>": "<script>window.hit=1</script>", "turns": [{"x": "</dd><script>"}]}
     (samples / "step-000001.jsonl").write_text(json.dumps(sample) + "\n")
+    text = "<script>window.hit=1</script>\n"
+    view = TokenView("student", 9, 4, (TokenRun("learned", (text, "</bdi>")),))
+    record = RecordPreview(text, f"left out: {text}", (view,), ((text, text),))
+    preview = Preview("sft", (text,), ((text, text),), (record,))
+    (site.runs / job / "preview.json").write_text(preview.to_json())
     with (site.runs / job / "logs" / "attempt-1" / "rank-0.log").open("a") as log:
         log.write("<script>window.hit=1</script>\n")
     browser.open(f"{site.url}/#/")
@@ -106,6 +112,11 @@ def test_a_hostile_name_is_text(site: Site, browser: Browser) -> None:
     browser.run("document.querySelectorAll('main details').forEach(d => d.open = true)")
     eventually(lambda: "</dd><script>" in browser.text(".samples"))
     eventually(lambda: "window.hit=1</script>\n" in browser.text(".log"))
+    learned = [text.replace("\n", "\\n\n"), "</bdi>"]
+    eventually(lambda: browser.texts(".preview bdi.learned") == learned)
+    compare = "document.querySelector('.preview').compareDocumentPosition"
+    above = f"return {compare}(document.querySelector('h2'))"
+    assert browser.run(above) & 4, "the preview comes first"
     assert HOSTILE in browser.text(".config")
     assert browser.run("return [window.hit ?? null, document.scripts.length]") == [None, 1]
     # Trusted Types: the browser refuses innerHTML even from our own scripts.

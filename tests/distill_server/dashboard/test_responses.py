@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from clients.config.on_policy import OnPolicyJob, OnPolicyTeacher
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig
+from clients.data.preview import Preview
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import JobStore
 from protos.rpc.ports import free_ports
@@ -193,6 +194,21 @@ def test_samples_are_read_as_far_as_they_are_whole(site: Site) -> None:
     assert returned_samples == [json.loads(line) for line in lines]
     assert site.ask(f"{path}/100").status == 404
     assert site.ask(f"{path}/7").status == 404
+
+
+def test_a_preview_is_sent_if_it_is_valid(site: Site) -> None:
+    job = site.submit(max_steps=1)
+    path, file = f"/api/jobs/{job}/preview", site.runs / job / "preview.json"
+    assert site.ask(path).json() == {"preview": None}
+    preview = Preview("sft", ("<b>",), (("records", "3"),), ())
+    file.write_text(preview.to_json())
+    expected = {"method": "sft", "warnings": ["<b>"], "facts": [["records", "3"]], "records": []}
+    assert site.ask(path).json() == {"preview": expected}
+    file.write_text('{"method": 7}')
+    assert site.ask(path).json() == {"preview": None}
+    file.unlink()
+    file.symlink_to("/etc/passwd")
+    assert site.ask(path).json() == {"preview": None}
 
 
 @pytest.mark.parametrize("name", ["../server.sqlite", "%2e%2e%2fserver.sqlite", "..", "%00"])

@@ -90,16 +90,28 @@ def test_long_prompts_are_left_out_and_counted(
     data: DataConfig, words: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """10 of 30 prompts are short enough: 5 are held out, and each epoch has the other 5."""
+    data = data.model_copy(update={"max_left_out": 1.0})
     chosen, held_out = load(data, words, max_tokens=4)
     epochs = [{p.answer for p in chosen.of_step(step, 5)} for step in range(1, 5)]
     assert all(epoch == epochs[0] for epoch in epochs)
     assert epochs[0] | {p.answer for p in held_out} == {str(n + 1) for n in range(10)}
-    counts = [int(message.split()[2]) for message in caplog.messages]
+    messages = [message for message in caplog.messages if message.startswith("left out so far")]
+    counts = [int(message.split()[4]) for message in messages]
     assert counts == [1, 2, 4, 8, 16], "all 20 have been met"
     same_chosen, _ = load(data, words, max_tokens=4)
     assert keys(same_chosen.of_step(90, 3)) == keys(
         [chosen.of_step(267 + n, 1)[0] for n in (1, 2, 3)]
     )
+
+
+def test_more_records_are_left_out_than_a_job_allows(data: DataConfig, words: Any) -> None:
+    """20 of 30 prompts are too long; those that precede a held-out one are not counted again."""
+    with pytest.raises(
+        InvalidInput,
+        match=r"^data.path: (\d+) of \d+ records \(\d\d%\) are left out: \1 prompts longer"
+        r" than method.max_prompt_tokens = 4; correct .* data.max_left_out, which is 0.2",
+    ):
+        load(data, words, max_tokens=4)
 
 
 def test_the_order_is_that_of_all_prompts_at_once(data: DataConfig, words: Any) -> None:
@@ -118,6 +130,7 @@ def test_skipped_steps_do_not_restart_an_epoch(
     data: DataConfig, words: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     """Rounds of dynamic sampling skip steps (1, 4, 7, 8, 10, ...); each epoch is permuted once."""
+    data = data.model_copy(update={"max_left_out": 1.0})
     one_by_one, _ = load(data, words, max_tokens=max_tokens)
     expected = [keys(one_by_one.of_step(step, 3)) for step in range(1, 41)]
     epochs: list[int] = []
@@ -149,6 +162,7 @@ def test_only_prompts_that_are_needed_are_tokenized(
         return ids(form, tokenizer, conversation, where)
 
     monkeypatch.setattr(PromptFormat, "ids", record_question)
+    monkeypatch.setattr(prompts, "SURVEY", 1)
     chosen, _ = load(data, words)
     assert len(questions) == 6, "5 held out, and one to know that there is a training prompt"
     for _ in range(2):

@@ -206,16 +206,16 @@ def test_what_is_left_out_is_counted(
     records += [{"prompt": "1" * 24, "answer": "1"}, {"prompt": "2" * 20, "answer": "333"}]
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = tiny.sft_job(material, data__path=str(path), eval__prompts=2)
+    config = tiny.sft_job(material, data__path=str(path), eval__prompts=2, data__max_left_out=0.5)
     training, held_out = load_examples(config, words)
     examples = training.of_step(1, 10) + held_out
     lengths = {len(example.token_ids) for example in examples}
     assert lengths == {6, 7, 24}, "24 tokens with the end token just fit"
     counts = [message for message in caplog.messages if message.startswith("left out")]
     assert sorted(counts) == [
-        "left out 1 records so far that have no answer",
-        "left out 1 sequences so far that are longer than method.max_tokens = 24",
-        "left out 2 sequences so far that are longer than method.max_tokens = 24",
+        "left out so far: 1 records without an answer to learn",
+        "left out so far: 1 sequences longer than method.max_tokens = 24",
+        "left out so far: 2 sequences longer than method.max_tokens = 24",
     ]
 
 
@@ -301,13 +301,17 @@ def test_a_conversation_without_an_answer_is_left_out(
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"m": m}) + "\n" for m in (talk, talk[:1], talk)))
     config = tiny.sft_job(
-        chats, data__path=str(path), data__messages_column="m", data__eval_path=str(path)
+        chats,
+        data__path=str(path),
+        data__messages_column="m",
+        data__eval_path=str(path),
+        data__max_left_out=0.5,
     )
     training, _ = load_examples(config, words)
     assert [words.decode(example.token_ids) for example in training.of_step(1, 2)] == [
         "U1+1=A2<|end|>"
     ] * 2
-    assert "left out 1 records so far that have no answer" in caplog.messages
+    assert "left out so far: 1 records without an answer to learn" in caplog.messages
 
 
 def test_more_tokens_than_the_student_reads(material: tiny.Material, tmp_path: Path) -> None:
@@ -341,6 +345,25 @@ def test_a_run_without_an_update_fails(
         pytest.raises(Corrupt, match="nothing was learned"),
     ):
         trainer.train()
+    assert not (tmp_path / "run" / "export").exists()
+
+
+def test_a_run_whose_tokens_all_have_the_weight_0_fails(
+    material: tiny.Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so at the first step, and fails after as many as skipped updates are allowed."""
+    records = [{"prompt": f"{n}+1=", "answer": str(n + 1), "w": 0} for n in range(20)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = tiny.sft_job(
+        material, data__path=str(path), data__weight_column="w", train__max_skipped_updates=2
+    )
+    with (
+        trainer_of(tmp_path / "run", config) as trainer,
+        pytest.raises(Corrupt, match=r"^data.path: step 3: the gradient is zero"),
+    ):
+        trainer.train()
+    assert "step 1: the gradient is zero: no token is learned; update skipped" in caplog.messages
     assert not (tmp_path / "run" / "export").exists()
 
 

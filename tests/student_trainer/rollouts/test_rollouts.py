@@ -262,7 +262,7 @@ def test_rollouts_end_where_the_chat_template_ends_answers() -> None:
     words = base_with_template()
     model = tiny.model(characters=CHARACTERS + BASE_ENDS, seed=2, spread=0.2)
     (turn,) = words(BASE_ENDS, add_special_tokens=False)["input_ids"]
-    assert end_ids(model, words) == sorted([turn, words.eos_token_id])
+    assert end_ids(model.generation_config, words) == sorted([turn, words.eos_token_id])
     sampler = Sampler(model, words, top_k=0, temperature=1.0)
     prompts = [torch.tensor([number % 5 + 1]) for number in range(64)]
     noise = [rollout_noise(number, 0, 40) for number in range(64)]
@@ -279,5 +279,5 @@ def test_the_export_names_all_ends(tmp_path: Path) -> None:
     model = tiny.model(characters=CHARACTERS + BASE_ENDS)
     export_model(tmp_path / "export", model=model, tokenizer=words)
     stored = GenerationConfig.from_pretrained(tmp_path / "export")
-    assert stored.eos_token_id == end_ids(model, words)
+    assert stored.eos_token_id == end_ids(model.generation_config, words)
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == BASE

@@ -139,7 +139,8 @@ def make_messages(prompt: str, answer: str) -> list[dict[str, str]]:
 def test_a_context_that_makes_a_prompt_too_long(words: Path, tmp_path: Path) -> None:
     records = [{"prompt": text([1] * n), "answer": "t2", "hint": text([3] * 40)} for n in (5, 30)]
     data = write_lines(tmp_path / "data.jsonl", records)
-    _, store = capture_here(tmp_path / "run", job(data, words, teacher__context="{hint} "))
+    changes = {"teacher__context": "{hint} ", "data__max_left_out": 0.5}
+    _, store = capture_here(tmp_path / "run", job(data, words, **changes))
     facts = LogitDataset(store).metadata
     assert (facts["sequences"], facts["too_long"]) == ("1", "1")
     with pytest.raises(InvalidInput, match="no column 'hints'"):
@@ -326,7 +327,11 @@ def test_a_part_without_work_says_so(
 def test_records_that_are_left_out_are_told(words: Path, tmp_path: Path) -> None:
     long = ([1], [2] * 50)
     data = write_pairs(tmp_path / "some.jsonl", [([1], [2, 3]), long, ([1], []), long])
-    capture_here(tmp_path / "run", job(data, words, method__max_tokens=20))
+    config = job(data, words, method__max_tokens=20)
+    with pytest.raises(InvalidInput, match=r"3 of 4 records \(75%\) are left out: 2 too long"):
+        capture_here(tmp_path / "other", config)
+    config = job(data, words, method__max_tokens=20, data__max_left_out=0.75)
+    capture_here(tmp_path / "run", config)
     status = RunDirectory(tmp_path / "run").read_status()
     assert status is not None
     assert status.phase == "capturing (left out: 2 too long, 1 with nothing to score)"

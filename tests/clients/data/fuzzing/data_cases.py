@@ -75,7 +75,7 @@ class DataCase:
         return SFTJob.model_validate(
             {
                 "student": {"model": model},
-                "data": self.table(path),
+                "data": self.table(path) | {"max_left_out": 1.0},
                 "method": method,
                 "eval": {"prompts": 1, "every": 1},
             }

@@ -155,6 +155,11 @@ class Reader:
         if len(messages) == 1:
             raise Refusal("nothing is before the answer")
         self.require_parts(messages, tools)
+        keys = ("tool_calls", *REASONING)
+        if not (messages[-1].get("content") or "").strip() and not any(
+            messages[-1].get(key) for key in keys
+        ):
+            return None  # an end token alone is not learned
         prompt = render(self.template, messages[:-1], tools, start_answer=True).text
         text = render(self.template, messages, tools, start_answer=False).text
         question = render(self.template, messages[:-1], tools, start_answer=False).text

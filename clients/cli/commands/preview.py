@@ -1,0 +1,115 @@
+"""`distill preview`: what a job will learn, token by token, before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clients.cli.output import Output
+from clients.cli.program import parse_reply, run_program
+from clients.cli.settings import JobFileArgument, SetOption, settings_of
+from protos.errors import ExitCode, InvalidInput
+from protos.extras import require_extra
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from clients.data.preview import Preview, TokenView
+
+# Two shades of each kind, so that neighbouring tokens differ.
+_STYLES = {
+    "context": ("bright_black", "white"),
+    "learned": ("black on green", "black on bright_green"),
+    "end": ("bold white on blue", "bold white on blue"),
+    "sampled": ("black on yellow", "black on yellow"),
+    "hidden": ("dim italic", "dim italic"),
+}
+# Without colours.
+_BRACKETS = {"learned": "[]", "end": "[]", "sampled": "<>", "hidden": "()"}
+
+
+def preview(
+    context: typer.Context,
+    job: JobFileArgument,
+    sets: SetOption = None,
+    records: Annotated[int, typer.Option(min=1, max=100, help="Number of records to show.")] = 5,
+    page: Annotated[
+        Path | None, typer.Option("-o", metavar="FILE", help="Write an HTML page instead.")
+    ] = None,
+) -> ExitCode:
+    """Show what a job will learn, token by token, before anything is trained.
+
+    It reads the first records as the program of the job does, and shows what the student and the
+    teacher read: tokens that are learned, context, end tokens, and text that no token stands for.
+    It counts the records that are left out of the first 1,000. No teacher and no GPU is needed.
+    """
+    from clients.cli.plots.preview_page import preview_page
+    from clients.config.capture import CaptureJob
+    from clients.config.evaluation import EvalJob
+    from clients.config.file import load_job
+    from clients.data.preview import parse_preview
+    from clients.preflight.files import check_files
+
+    output = settings_of(context).output
+    if page is not None and page.suffix.lower() not in (".html", ".htm"):
+        raise InvalidInput(
+            f"{page} is not an HTML file", field="-o", hint="give a name that ends in .html"
+        )
+    config = load_job(job, sets or []).config
+    if isinstance(config, EvalJob):
+        raise InvalidInput(
+            "an evaluation learns nothing", field="method.type", hint="preview a job that trains"
+        )
+    require_extra("train", "a preview", field="JOB.toml")
+    check_files(config)
+    is_capture = isinstance(config, CaptureJob)
+    module = "teacher_service.capture.preview" if is_capture else "student_trainer.preview"
+    reply = run_program([module, "--records", str(records)], config.model_dump_json(), output)
+    if reply[0] == ExitCode.INTERRUPTED:
+        return ExitCode.INTERRUPTED
+    document = parse_reply(reply, "the preview")
+    if page is not None:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(preview_page(config.name, parse_preview(document)))
+        output.result({"path": str(page)}, str(page))
+    elif output.as_json:
+        print(document.strip())
+    else:
+        _print_preview(parse_preview(document), output)
+    return ExitCode.OK
+
+
+def _print_preview(preview: Preview, output: Output) -> None:
+    from rich.text import Text
+
+    console = output.console(stderr=False)
+    is_colored = console.color_system is not None and output.color
+    for warning in preview.warnings:
+        console.print(Text(f"! {warning}", style="bold red"))
+    for name, text in preview.facts:
+        console.print(Text(f"{name}: {text}", style="bright_black"))
+    for record in preview.records:
+        console.print()
+        console.print(Text(record.where, style="bold"), Text(record.problem, style="bold red"))
+        for view in record.views:
+            counts = f"{view.reader}: {view.tokens:,} tokens, {view.learned:,} learned"
+            console.print(Text(counts, style="bright_black"))
+            console.print(_tokens_text(view, is_colored=is_colored))
+        for part, text in record.lost:
+            console.print(Text(f"no token for the {part}: ", style="red"), Text(text, "strike"))
+
+
+def _tokens_text(view: TokenView, *, is_colored: bool) -> Text:
+    from rich.text import Text
+
+    line = Text()
+    for run in view.runs:
+        brackets = "" if is_colored else _BRACKETS.get(run.kind, "")
+        line.append(brackets[:1])
+        for number, text in enumerate(run.texts):
+            style = _STYLES[run.kind][number % 2] if is_colored else ""
+            line.append(text.replace("\n", "\\n\n"), style)
+        line.append(brackets[1:])
+    return line

@@ -1,0 +1,75 @@
+"""The preview of a job as HTML without scripts: a page, and a section of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from importlib.resources import files
+
+from clients.data.preview import Preview, RecordPreview, TokenView
+
+_LEGEND = (
+    ("context", "context: read, not learned"),
+    ("learned", "learned"),
+    ("end", "learned, and ends an answer"),
+    ("sampled", "written by the student"),
+)
+
+
+def html_page(title: str, body: Iterator[str] | list[str]) -> str:
+    """Return a page with the style of reports."""
+    style = "".join(
+        files("clients.cli.plots").joinpath(name).read_text()
+        for name in ("report.css", "preview.css")
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def preview_page(name: str, preview: Preview) -> str:
+    """Return the page of `distill preview`; all text from the job is escaped."""
+    heading = f'<h1>{escape(name)}</h1><p class="soft">preview, {escape(preview.method)}</p>'
+    return html_page(name, [heading, *render_preview(preview)])
+
+
+def render_preview(preview: Preview) -> Iterator[str]:
+    """Yield the parts of the section on what a job learns from."""
+    for warning in preview.warnings:
+        yield f'<p class="warning">{escape(warning)}</p>'
+    facts = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in preview.facts
+    )
+    yield f'<div class="card"><table>{facts}</table></div>'
+    keys = (f'<span class="token {kind}">{label}</span>' for kind, label in _LEGEND)
+    yield f'<p class="tokens legend">{" ".join(keys)}</p>'
+    yield from map(_render_record, preview.records)
+
+
+def _render_record(record: RecordPreview) -> str:
+    problem = f' <span class="failed">{escape(record.problem)}</span>' * bool(record.problem)
+    lost = "".join(
+        f'<p class="lost"><b>no token for the {escape(part)}:</b>'
+        f" <del><bdi>{escape(text)}</bdi></del></p>"
+        for part, text in record.lost
+    )
+    views = "".join(map(_render_view, record.views))
+    return f'<div class="card"><b>{escape(record.where)}</b>{problem}{lost}{views}</div>'
+
+
+def _render_view(view: TokenView) -> str:
+    spans = (
+        f'<bdi class="token {run.kind}">{_render_text(text)}</bdi>'
+        for run in view.runs
+        for text in run.texts
+    )
+    counts = f"{escape(view.reader)}: {view.tokens:,} tokens, {view.learned:,} learned"
+    return f'<p class="soft">{counts}</p><p class="tokens">{"".join(spans)}</p>'
+
+
+def _render_text(text: str) -> str:
+    return escape(text).replace("\n", "<i>\\n</i>\n")

@@ -1,0 +1,344 @@
+"""The preview of a job: what a model will read and learn, token by token, before any training.
+
+A program reads the first records with the functions that training uses (`SurveyedRecord`), and
+`build_preview` counts all of them and shows some. Texts of records are untrusted: control
+characters and invisible ones become escapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+
+from clients.data.conversation import Conversation, text_of_content
+from clients.data.prompt_format import PromptFormat
+from clients.data.records import describe_counts
+from protos.errors import InvalidInput
+
+# Records that a preview counts, and that a job encodes before its first step. Images take longer.
+SURVEY, SURVEY_WITH_IMAGES = 1000, 32
+SHOWN = 5  # records that a preview shows, unless asked for others
+# Tokens that are shown: the first and the last of a run, and all of a sequence.
+_FIRST, _LAST, _MOST = 240, 80, 1500
+_MOST_LOST, _LOST_CHARS = 20, 400
+_TELLING = 4  # characters; a shorter message of the user may also begin an answer
+
+TokenKind = Literal["context", "learned", "end", "sampled", "hidden"]
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Consecutive tokens of one kind, and the text of each.
+
+    context: read only. learned: learned. end: learned, and ends an answer. sampled: a description
+    of what the student will write. hidden: a number of tokens that are not shown.
+    """
+
+    kind: TokenKind
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """A sequence as one model reads it; tokens, learned: their numbers, shown or not."""
+
+    reader: str
+    tokens: int
+    learned: int
+    runs: tuple[TokenRun, ...]
+
+
+@dataclass(frozen=True)
+class RecordPreview:
+    """A record. problem: why it is not used, or "". lost: (part, text) without any token."""
+
+    where: str
+    problem: str
+    views: tuple[TokenView, ...]
+    lost: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The preview of a job. facts: (name, text)."""
+
+    method: str
+    warnings: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+    records: tuple[RecordPreview, ...]
+
+    def to_json(self) -> str:
+        """Return the preview as a JSON object in one line."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+_PREVIEW = TypeAdapter(Preview)
+
+
+def parse_preview(document: str | bytes) -> Preview:
+    """Parse what `Preview.to_json` returns. Raises ValueError if it is something else."""
+    return _PREVIEW.validate_json(document)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInput:
+    """Token ids int [T] as `reader` reads them; learned bool [T].
+
+    sampled: what the student writes after them, in words; "" if it writes nothing.
+    """
+
+    tokenizer: Any
+    ids: NDArray[Any]
+    learned: NDArray[np.bool_]
+    reader: str = "student"
+    sampled: str = ""
+
+    @classmethod
+    def from_start(
+        cls, tokenizer: Any, ids: NDArray[Any], start: int, reader: str = "student"
+    ) -> ModelInput:
+        """Return an input whose tokens from `start` on are learned."""
+        return cls(tokenizer, ids, np.arange(len(ids)) >= start, reader)
+
+
+@dataclass(frozen=True)
+class SurveyedRecord:
+    """A record after tokenization. inputs: the student's first; none if the record is not used.
+
+    left_out: the reason for which training skips it. refused: the error with which it fails. lost:
+    (part, text) that no token stands for. others: (part, text) that a student should not learn.
+    """
+
+    where: str
+    inputs: tuple[ModelInput, ...] = ()
+    left_out: str = ""
+    refused: str = ""
+    lost: tuple[tuple[str, str], ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+
+
+def build_preview(
+    method: str,
+    surveyed: Iterable[SurveyedRecord],
+    *,
+    shown: int,
+    ends: Mapping[int, str],
+    facts: Iterable[tuple[str, str]] = (),
+    warnings: Iterable[str] = (),
+    max_left_out: float = 1.0,
+    are_ended: bool = True,
+) -> Preview:
+    """Count all records and show the first `shown`.
+
+    `ends`: the tokens that end an answer, by id. `are_ended`: whether a learned answer must end
+    with one of them; the pieces of a packed text need not.
+    """
+    records, previews = 0, list[RecordPreview]()
+    left_out, lost, wrong = Counter[str](), Counter[str](), Counter[str]()
+    refused = answers = endless = learned = 0
+    lengths = list[int]()
+    for record in surveyed:
+        records += 1
+        refused += bool(record.refused)
+        left_out.update([record.left_out] * bool(record.left_out))
+        lost.update({part for part, _ in record.lost})
+        for student in record.inputs[:1]:
+            lengths.append(len(student.ids))
+            learned += int(student.learned.sum())
+            wrong.update(set(_learned_parts(student, record.others)))
+            last_ids = student.ids[student.learned & ~np.append(student.learned[1:], False)]
+            answers += len(last_ids)
+            endless += int((~np.isin(last_ids, list(ends))).sum())
+        if len(previews) < shown:
+            previews.append(_preview_record(record, ends))
+    faults, of_all = list[str](), f"of {records:,} records"
+    if refused:
+        faults.append(f"{refused:,} {of_all} are refused, so the job will fail")
+    if count := left_out.total():
+        fate = ", so the job will fail" if count > max_left_out * records else ""
+        share = f"{count:,} {of_all} ({count / records:.0%}) are left out{fate}"
+        faults.append(f"{share}: {describe_counts(left_out)}")
+    faults += [f"no token stands for a {part} in {n:,} {of_all}" for part, n in lost.items()]
+    faults += [f"a {part} is learned in {n:,} {of_all}" for part, n in wrong.items()]
+    if endless and are_ended:
+        faults.append(
+            f"{endless:,} of {answers:,} learned answers do not end with an end token: the student"
+            " does not learn to stop"
+        )
+    counts = [("records", f"{len(lengths):,} of the first {records:,} are used")]
+    if lengths:
+        middle, high = np.percentile(lengths, [50, 95])
+        spread = f"median {middle:,.0f}, 95% at most {high:,.0f}, longest {max(lengths):,}"
+        counts.append(("tokens a record", spread))
+    if learned:
+        counts.append(("learned", f"{learned / sum(lengths):.0%} of the tokens"))
+    named_ends = ", ".join(f"{text} (id {token_id})" for token_id, text in ends.items())
+    return Preview(
+        method,
+        (*faults, *warnings),
+        (*counts, ("end tokens", named_ends or "none"), *facts),
+        tuple(previews),
+    )
+
+
+def _preview_record(record: SurveyedRecord, ends: Collection[int]) -> RecordPreview:
+    problem = f"left out: {record.left_out}" if record.left_out else ""
+    return RecordPreview(
+        visible(record.where),
+        visible(f"refused: {record.refused}" if record.refused else problem),
+        tuple(_view_tokens(model_input, ends) for model_input in record.inputs),
+        tuple((part, visible(text[:_LOST_CHARS])) for part, text in record.lost[:_MOST_LOST]),
+    )
+
+
+def _view_tokens(model_input: ModelInput, ends: Collection[int]) -> TokenView:
+    ids, learned = model_input.ids.tolist(), model_input.learned.tolist()
+    runs, position, shown = list[TokenRun](), 0, 0
+
+    def add(kind: TokenKind, part: Sequence[int]) -> None:
+        runs.append(TokenRun(kind, tuple(token_texts(model_input.tokenizer, part))))
+
+    def hide(count: int) -> None:
+        runs.append(TokenRun("hidden", (f"{count:,} more tokens",)))
+
+    for kind, group in groupby(zip(ids, learned, strict=True), lambda token: _kind(token, ends)):
+        part = [token_id for token_id, _ in group]
+        if shown > _MOST:
+            hide(len(ids) - position)
+            break
+        if len(part) <= _FIRST + _LAST:
+            add(kind, part)
+        else:
+            add(kind, part[:_FIRST])
+            hide(len(part) - _FIRST - _LAST)
+            add(kind, part[-_LAST:])
+        position, shown = position + len(part), shown + min(len(part), _FIRST + _LAST)
+    if model_input.sampled:
+        runs.append(TokenRun("sampled", (model_input.sampled,)))
+    return TokenView(model_input.reader, len(ids), sum(learned), tuple(runs))
+
+
+def _kind(token: tuple[int, bool], ends: Collection[int]) -> TokenKind:
+    token_id, is_learned = token
+    return "context" if not is_learned else "end" if token_id in ends else "learned"
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; of a part of a character, its name in the vocabulary."""
+    texts = []
+    for token_id, name in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
+        text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        if str(name).startswith("\u2581") and not text.startswith(" "):
+            text = f" {text}"  # decoding removes the first space of a text
+        texts.append(visible(str(name) if "\ufffd" in text or not text else text))
+    return texts
+
+
+def visible(text: str) -> str:
+    """Return a text with escapes for the characters that are not printable, but line breaks."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def _learned_parts(model_input: ModelInput, others: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the parts whose text is among the learned tokens."""
+    edges = np.flatnonzero(np.diff(model_input.learned, prepend=False, append=False))
+    spans = [
+        _without_spaces(model_input.tokenizer.decode(model_input.ids[first:end]))
+        for first, end in (edges.reshape(-1, 2) if others else ())
+    ]
+    for part, text in others:
+        compact = _without_spaces(text)
+        if len(compact) >= _TELLING and any(span.startswith(compact) for span in spans):
+            yield part
+
+
+def messages_of_others(
+    prompt_format: PromptFormat, row: Mapping[str, Any]
+) -> tuple[tuple[str, str], ...]:
+    """Return the (part, text) of the messages in a row that are not the assistant's."""
+    messages = row.get(prompt_format.messages_column or "")
+    return tuple(
+        (f"{message['role']} message", text_of_content(message.get("content")))
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") != "assistant"
+    )
+
+
+def lost_in_row(
+    prompt_format: PromptFormat, tokenizer: Any, row: Mapping[str, Any], *, is_answered: bool
+) -> tuple[tuple[str, str], ...]:
+    """Return the (part, text) of a row that its rendered text lacks; spaces may differ.
+
+    `is_answered`: the text ends with the last answer that is learned; otherwise with the prompt.
+    The parts are texts and reasoning of messages, names and arguments of tool calls, and names of
+    tools. Without a chat template nothing is lost.
+    """
+    if not prompt_format.renders(tokenizer):
+        return ()
+    try:
+        conversation = prompt_format.conversation(row, "the record")
+        conversation = conversation if is_answered else conversation.unanswered()
+        read_part = conversation.up_to_answer() if is_answered else conversation
+        rendered = prompt_format.rendered(
+            tokenizer, read_part, "the record", add_answer_start=not is_answered
+        )
+    except InvalidInput:  # the record is refused
+        return ()
+    written, lost = _without_spaces(rendered), []
+    source = _without_spaces("\0".join(text for _, text in _parts(read_part)))
+    for part, text in _parts(conversation):
+        escaped = (json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+        forms = {_without_spaces(form) for form in (text, *escaped)}
+        # The argument of a call may also be in another message.
+        expected = source.count(_without_spaces(text)) if part == "tool call" and text else 1
+        if sum(map(written.count, forms)) < expected:
+            pieces = re.split(r"(?<=>)|\n", text)
+            missing = [piece for piece in pieces if _without_spaces(piece) not in written]
+            lost.append((part, "\n".join(missing) or text))
+    return tuple(lost)
+
+
+def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    for message in conversation.messages:
+        role = message["role"]
+        yield f"{role} message", text_of_content(message.get("content"))
+        for key in ("reasoning_content", "thinking"):
+            yield f"reasoning of the {role} message", str(message.get(key) or "")
+        for text in _leaves(message.get("tool_calls")):
+            yield "tool call", text
+    for tool in conversation.tools or ():
+        function = tool.get("function")
+        named = function if isinstance(function, Mapping) else tool
+        yield "tool", str(named.get("name", ""))
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the texts and numbers in tool calls, whose arguments may be JSON text."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            yield value
+            return
+    if isinstance(value, Mapping):
+        value = [entry for key, entry in value.items() if key not in ("id", "type", "index")]
+    if isinstance(value, list | tuple):
+        for entry in value:
+            yield from _leaves(entry)
+    elif value is not None and not isinstance(value, bool):
+        yield str(value)
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())

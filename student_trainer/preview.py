@@ -1,0 +1,234 @@
+"""python -m student_trainer.preview [--records N] < job as JSON: the program of `distill preview`.
+
+The records go through the functions that training uses: `data/examples.py`, `data/prompts.py`, the
+readers of stores, and the prompts of teachers and anchors. It loads tokenizers, and no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar, assert_never
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clients.config.kinds import AnyTraining, parse_job
+from clients.config.offline import OfflineJob
+from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
+from clients.config.tables.common import StudentConfig, TrainingJob
+from clients.data.preview import (
+    SHOWN,
+    SURVEY,
+    SURVEY_WITH_IMAGES,
+    ModelInput,
+    Preview,
+    SurveyedRecord,
+    build_preview,
+    lost_in_row,
+    messages_of_others,
+    token_texts,
+)
+from clients.data.prompt_format import date_warning, template_text
+from clients.data.records import DataSet
+from clients.data.tokens.answers import end_ids
+from clients.runs.progress import print_reply
+from clients.store.copies import files_on_disk
+from protos.errors import DistillError, InvalidInput
+from student_trainer.cross_tokenizer.store import open_cross_tokenizer_store
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.data.examples import Example, example_encoding
+from student_trainer.data.prompts import Encoder, ModelIds, Prompt, prompt_encoding
+from student_trainer.data.records import RecordReader
+from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import TokenSequence
+from student_trainer.loop.optimizer import schedule_warning
+from student_trainer.methods.offline import choose_reader
+from student_trainer.methods.rl_prompts import context_prompt, load_rl_prompts
+from student_trainer.model.loading import (
+    load_config,
+    load_generation_config,
+    load_image_reader,
+    load_tokenizer,
+)
+from student_trainer.teachers.teacher_input import reads_another_prompt, teacher_prompt
+
+Item = TypeVar("Item")
+# Returns what each model reads of a prompt or an example.
+ReadInputs = Callable[[Item], tuple[ModelInput, ...]]
+
+
+def preview_of(config: AnyTraining, shown: int = SHOWN) -> Preview:
+    """Return the preview of a job.
+
+    Raises a DistillError if its data, its chat template or its tokenizer cannot be used.
+    """
+    tokenizer, data = load_tokenizer(config.student), config.data
+    ends = end_ids(load_generation_config(config.student), tokenizer)
+    facts = [("student", config.student.model)]
+    if not isinstance(config, SFTJob | OfflineJob):
+        facts.append(("sampled", f"at most {config.method.max_new_tokens} tokens an answer"))
+    warnings = [schedule_warning(config.train, config.max_steps)]
+    if data is not None:
+        warnings.append(date_warning(data.prompt_format, template_text(tokenizer.chat_template)))
+    return build_preview(
+        config.method.type,
+        _survey(config, tokenizer),
+        shown=shown,
+        ends=dict(zip(ends, token_texts(tokenizer, ends), strict=True)),
+        facts=facts,
+        warnings=[warning for warning in warnings if warning],
+        max_left_out=getattr(data, "max_left_out", 1.0),
+    )
+
+
+def _survey(config: AnyTraining, tokenizer: Any) -> Iterator[SurveyedRecord]:
+    ids = ModelIds.of_tokenizer(tokenizer, load_config(config.student).get_text_config().vocab_size)
+    match config:
+        case OfflineJob():
+            return _survey_store(config, tokenizer)
+        case SFTJob():
+            examples = example_encoding(config, tokenizer, ids)
+            return _survey_data(*examples, tokenizer, lambda item: _example(item, tokenizer))
+        case OnPolicyJob() | RLJob():
+            read_inputs = _prompt_reading(config, tokenizer)
+            if config.data is None:
+                prompts = load_rl_prompts(config, tokenizer, model_ids=ids).training.of_step(1, 32)
+                return (
+                    SurveyedRecord(f"task {number}", read_inputs(prompt))
+                    for number, prompt in enumerate(prompts, 1)
+                )
+            teachers = config.teachers if isinstance(config, OnPolicyJob) else ()
+            images = load_image_reader(config.student) if config.data.image_column else None
+            prompt_options: Mapping[str, Any] = {
+                "max_tokens": config.method.max_prompt_tokens,
+                "teachers": teachers,
+                "vision_teachers": teachers,
+                "with_fields": True,
+                "reader": images,
+                "model_ids": ids,
+            }
+            encoding = prompt_encoding(config.data, tokenizer, **prompt_options)
+            return _survey_data(*encoding, tokenizer, read_inputs)
+        case _:
+            assert_never(config)
+
+
+def _survey_data(
+    reader: RecordReader, encoder: Encoder[Item], tokenizer: Any, read_inputs: ReadInputs[Item]
+) -> Iterator[SurveyedRecord]:
+    """Yield the first records of each data set of a job."""
+    data = reader.data
+    sets = [(data.path, data.name, data.split)]
+    sets += [(mixed.path, mixed.name, mixed.split) for mixed in data.mix]
+    count = (SURVEY_WITH_IMAGES if data.image_column else SURVEY) // len(sets)
+    for path, name, split in sets:
+        rows = reader.rows(DataSet(path, name, split))
+        for where, row in islice(rows, count):
+            left_out, refused, inputs = "", "", tuple[ModelInput, ...]()
+            counts = [omission.count for omission in encoder.omissions]
+            try:
+                item = encoder.encode(reader.build_record(row, where, Path(path).parent), "data")
+                inputs = () if item is None else read_inputs(item)
+            except InvalidInput as error:
+                refused = str(error)
+            for omission, count in zip(encoder.omissions, counts, strict=True):
+                left_out = omission.description if omission.count > count else left_out
+            is_answered = reader.needs_answers and data.messages_column is not None
+            lost = lost_in_row(data.prompt_format, tokenizer, row, is_answered=is_answered)
+            others = messages_of_others(data.prompt_format, row)
+            yield SurveyedRecord(where, inputs, left_out, refused, lost, others)
+
+
+def _example(example: Example, tokenizer: Any) -> tuple[ModelInput, ...]:
+    return (_sequence_input(example.sequence, tokenizer),)
+
+
+def _sequence_input(sequence: TokenSequence, tokenizer: Any) -> ModelInput:
+    learned = np.zeros(len(sequence.token_ids), dtype=bool)
+    learned[sequence.places.numpy()] = True
+    return ModelInput(tokenizer, sequence.token_ids.numpy(), learned)
+
+
+def _prompt_reading(config: OnPolicyJob | RLJob, tokenizer: Any) -> ReadInputs[Prompt]:
+    """Return a function that makes the inputs of a prompt: the student's, and other prompts."""
+    readers: list[tuple[str, Any, Callable[[Rollout], Tensor]]] = []
+    teacher = config.teacher
+    if teacher is not None and teacher.tokenizer != "same":
+        # With "auto" the service names its tokenizer, unless the job starts the teacher.
+        if name := teacher.model if teacher.tokenizer == "auto" else teacher.tokenizer:
+            teacher_tokenizer = load_tokenizer(StudentConfig(model=name))
+            prompt = teacher_prompt(config, teacher_tokenizer)
+            readers.append(("teacher", teacher_tokenizer, prompt))
+    elif teacher is not None and reads_another_prompt(config):
+        readers.append(("teacher", tokenizer, teacher_prompt(config, tokenizer)))
+    if isinstance(config, RLJob) and (anchor_prompt := context_prompt(config, tokenizer, None)):
+        readers.append(("anchor", tokenizer, anchor_prompt))
+    sampled = f"the student samples at most {config.method.max_new_tokens} tokens here"
+
+    def read_inputs(prompt: Prompt) -> tuple[ModelInput, ...]:
+        rollout = Rollout(
+            torch.from_numpy(prompt.ids).long(),
+            len(prompt.ids),
+            head_ids=torch.empty(0, 0),
+            token_logprobs=torch.empty(0),
+            truncated=True,
+            answer=prompt.answer,
+            fields=prompt.fields,
+            text=prompt.text,
+        )
+        all_ids = [("student", tokenizer, rollout.token_ids)]
+        all_ids += [(name, words, read_prompt(rollout)) for name, words, read_prompt in readers]
+        return tuple(
+            ModelInput(words, ids.numpy(), np.zeros(len(ids), dtype=bool), name, sampled)
+            for name, words, ids in all_ids
+        )
+
+    return read_inputs
+
+
+def _survey_store(config: OfflineJob, tokenizer: Any) -> Iterator[SurveyedRecord]:
+    """Yield the first sequences of a store, as the student reads them."""
+    stores = open_stores(config)
+    store = stores.training
+    longest = getattr(
+        load_config(config.student).get_text_config(), "max_position_embeddings", None
+    )
+    other_store = open_cross_tokenizer_store(config, stores, tokenizer, longest)
+    images = load_image_reader(config.student, "data.path") if store.has_images else None
+    read = choose_reader(config, other_store, images)
+    count = SURVEY if images is None else SURVEY_WITH_IMAGES
+    for index in range(min(count, len(store.data))):
+        where = f"sequence {index} of {store.path}"
+        try:
+            sequence = read(store.data, index).sequence
+        except DistillError as error:
+            yield SurveyedRecord(where, refused=str(error))
+        else:
+            yield SurveyedRecord(where, (_sequence_input(sequence, tokenizer),))
+
+
+def main() -> int:
+    """Print the preview of the job on stdin as JSON, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="student_trainer.preview", description=__doc__)
+    parser.add_argument("--records", type=int, default=SHOWN)
+    shown = parser.parse_args().records
+    logging.basicConfig(level=logging.ERROR)
+
+    def work() -> str:
+        config = parse_job(sys.stdin.read())
+        assert isinstance(config, TrainingJob), "the command chooses the program"
+        return preview_of(files_on_disk(config), shown).to_json()
+
+    return print_reply(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

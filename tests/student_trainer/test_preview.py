@@ -1,0 +1,194 @@
+"""The preview of each method, by sequences written by hand, and faults that it must show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from clients.config.kinds import AnyTraining
+from clients.data.preview import Preview, parse_preview
+from clients.runs.directory import RunDirectory
+from protos.errors import InvalidInput
+from student_trainer.preview import preview_of
+from tests.clients.data.test_prompt_format import CHARACTERS, MARKED
+from tests.student_trainer import tiny
+from tests.student_trainer.methods.test_sft import trainer_of
+from tests.student_trainer.small_store import sums, write_store
+
+CALL = {"type": "function", "function": {"name": "SUA", "arguments": {"n": "42"}}}
+WITH_CALLS = MARKED.replace(
+    "{{ m.content }}{% endgen",
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | string }}{% endfor %}"
+    "{% endgen",
+)
+
+
+def texts(preview: Preview, record: int = 0) -> list[str]:
+    """Return each view of a record; learned tokens in brackets, sampled ones in angle brackets."""
+    brackets = {"learned": "[]", "end": "[]", "sampled": "<>"}
+    lines = []
+    for view in preview.records[record].views:
+        line = f"{view.reader}: "
+        for run in view.runs:
+            opening, closing = brackets.get(run.kind, ("", ""))
+            line += opening + "".join(run.texts) + closing
+        lines.append(line.replace("][", ""))
+    return lines
+
+
+def write(path: Path, records: Sequence[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+MakeJob = Callable[..., AnyTraining]
+
+
+@pytest.fixture
+def chat_job(material: tiny.Material, tmp_path: Path) -> MakeJob:
+    """Returns a function that makes a job for conversations and a chat template."""
+
+    def make_job(template: str, messages: Sequence[Any], **changes: Any) -> AnyTraining:
+        words = tiny.tokenizer(CHARACTERS)
+        words.chat_template = template
+        model = tiny.model(characters=CHARACTERS)
+        student = tiny.save(model, words, tmp_path / "student")
+        path = write(tmp_path / "talk.jsonl", [{"m": messages}] * 9)
+        chats = tiny.Material(Path(path), material.teacher, student)
+        options = {"data__messages_column": "m", "method__max_tokens": 512, "eval__prompts": 2}
+        return tiny.sft_job(chats, **options | changes)
+
+    return make_job
+
+
+def talk(*contents: Any) -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[n % 2], **(content if isinstance(content, dict) else {"content": content})}
+        for n, content in enumerate(contents)
+    ]
+
+
+def test_sft(material: tiny.Material, tmp_path: Path) -> None:
+    records = [{"prompt": "12+3=", "answer": "15"}, {"prompt": "1=", "answer": ""}]
+    config = tiny.sft_job(material, data__path=write(tmp_path / "a.jsonl", records))
+    preview = preview_of(config)
+    assert texts(preview) == ["student: 12+3=[15<|end|>]"]
+    assert preview.records[1].problem == "left out: records without an answer to learn"
+    assert "1 of 2 records (50%) are left out, so the job will fail" in preview.warnings[0]
+    assert ("end tokens", "<|end|> (id 0)") in preview.facts
+
+
+def test_on_policy_and_what_the_teacher_reads(chat_job: MakeJob) -> None:
+    config = chat_job(MARKED, talk("1+1=", "2"))
+    values = config.model_dump(include={"student", "data", "eval"}, exclude_unset=True)
+    from clients.config.on_policy import OnPolicyJob
+
+    config = OnPolicyJob.model_validate(
+        {
+            **values,
+            "teacher": {"address": "localhost:1", "context": "{answer}+"},
+            "method": {"max_new_tokens": 6},
+        }
+    )
+    sampled = "<the student samples at most 6 tokens here>"
+    preview = preview_of(config)
+    assert texts(preview) == [f"student: U1+1=A{sampled}", f"teacher: U2+1+1=A{sampled}"]
+    assert not preview.warnings
+    assert ("sampled", "at most 6 tokens an answer") in preview.facts
+
+
+def test_rl_and_what_the_anchor_reads(material: tiny.Material) -> None:
+    config = tiny.rl_job(material, anchor__context="{answer}=")
+    first = json.loads(material.prompts.read_text().splitlines()[0])
+    sampled = "<the student samples at most 6 tokens here>"
+    assert texts(preview_of(config)) == [
+        f"student: {first['prompt']}{sampled}",
+        f"anchor: {first['answer']}={first['prompt']}{sampled}",
+    ]
+
+
+def test_offline(material: tiny.Material, tmp_path: Path) -> None:
+    """The last sequence has no end token, as one that the teacher's limit has cut."""
+    model = AutoModelForCausalLM.from_pretrained(material.teacher)
+    sequences = sums(12)
+    sequences[-1] = (sequences[-1][0][:-1], sequences[-1][1])
+    store = write_store(tmp_path / "store", model, sequences)
+    preview = preview_of(tiny.offline_job(material, store, eval__prompts=2), shown=2)
+    words = tiny.tokenizer()
+    ids, start = sequences[1]
+    assert texts(preview, 1) == [
+        f"student: {words.decode(ids[:start])}[{words.decode(ids[start:])}]"
+    ]
+    assert len(preview.records) == 2
+    assert "1 of 12 learned answers do not end with an end token" in preview.warnings[0]
+
+
+def test_all_answers_and_flags(chat_job: MakeJob) -> None:
+    messages = talk("1+1=", {"content": "2", "weight": 0}, "2+2=", "4")
+    preview = preview_of(chat_job(MARKED, messages, method__train_on="all"))
+    assert texts(preview) == ["student: U1+1=A2<|end|>U2+2=A[4<|end|>]"]
+
+
+def test_a_wrong_mask_is_seen(chat_job: MakeJob) -> None:
+    """The template marks the user's messages: the answers are context, and no end is learned."""
+    template = (
+        "{% for m in messages %}{{ m.role[0] | upper }}{% if m.role == 'user' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}<|end|>"
+        "{% endif %}{% endfor %}"
+    )
+    preview = preview_of(chat_job(template, talk("1+1=", "2"), method__train_on="all"))
+    assert texts(preview) == ["student: U[1+1=<|end|>]"]
+    assert preview.warnings == ("a user message is learned in 9 of 9 records",)
+
+
+def test_a_missing_end_token_is_seen(chat_job: MakeJob) -> None:
+    """An answer before the last one ends without an end token."""
+    template = MARKED.replace("{% endgeneration %}<|end|>", "{% endgeneration %}")
+    preview = preview_of(chat_job(template, talk("1+1=", "2", "2+2=", "4"), method__train_on="all"))
+    assert texts(preview) == ["student: U1+1=A[2]U2+2=A[4<|end|>]"]
+    assert "9 of 18 learned answers do not end with an end token" in preview.warnings[0]
+
+
+def test_a_system_message_that_is_left_out_is_seen(chat_job: MakeJob) -> None:
+    template = MARKED.replace("for m in messages", "for m in messages if m.role != 'system'")
+    messages = [{"role": "system", "content": "N"}, *talk("1+1=", "2")]
+    config = chat_job(template, messages)
+    preview = preview_of(config)
+    assert preview.warnings[0] == "9 of 9 records are refused, so the job will fail"
+    assert "leaves out the system message of row 1" in preview.records[0].problem
+    assert preview.records[0].lost == (("system message", "N"),)
+
+
+def test_arguments_of_a_tool_call_that_are_left_out_are_seen(chat_job: MakeJob) -> None:
+    """Training does not refuse them: the name of the function is there."""
+    template = WITH_CALLS.replace("c.function | string", "c.function.name")
+    messages = talk("1+1=", {"content": None, "tool_calls": [CALL]})
+    preview = preview_of(chat_job(template, messages))
+    assert texts(preview) == ["student: U1+1=A[SUA<|end|>]"]
+    assert preview.records[0].lost == (("tool call", "42"),)
+    assert "no token stands for a tool call in 9 of 9 records" in preview.warnings
+
+
+def test_a_run_has_the_preview_also_if_its_data_is_refused(
+    material: tiny.Material, tmp_path: Path
+) -> None:
+    records = [{"prompt": "1+1=", "answer": "2" if n % 4 else ""} for n in range(40)]
+    path = write(tmp_path / "a.jsonl", records)
+    config = tiny.sft_job(material, data__path=path, eval__prompts=2)
+    with (
+        pytest.raises(InvalidInput, match=r"data.path: \d+ of \d+ records \(2\d%\) are left out: "),
+        trainer_of(tmp_path / "run", config),
+    ):
+        pass
+    preview = parse_preview(RunDirectory(tmp_path / "run").preview.read_text())
+    assert texts(preview, 1) == ["student: 1+1=[2<|end|>]"]
+    assert "10 of 40 records (25%) are left out, so the job will fail" in preview.warnings[0]
+    config = tiny.sft_job(material, data__path=path, eval__prompts=2, data__max_left_out=0.3)
+    with trainer_of(tmp_path / "other", config):
+        pass
