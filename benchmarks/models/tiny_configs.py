@@ -114,6 +114,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     # Its checkpoints have these entries. The class has no defaults that work.
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": GROUPS}},

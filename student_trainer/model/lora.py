@@ -7,6 +7,7 @@ so that training starts from the plain model.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,10 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
 
     An adapter learns where the model calls the module, and the logits depend on the result: not on
     that of an indexer, which chooses keys. A subclass that computes something else, such as a
-    product in groups, has none. State-space mixers (Mamba) pass the weights of all their
-    modules but the input projection to a fused kernel, if it is installed. Experts are called by
-    some tokens only, and count as called.
+    product in groups, has none; nor have modules that share a weight (Zamba): the export has the
+    weight once. State-space mixers (Mamba) pass the weights of all their modules but the input
+    projection to a fused kernel, if it is installed. Experts are called by some tokens only, and
+    count as called.
     """
     text_modules = set(body_of(model).modules())
     names = {
@@ -99,14 +101,22 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
         zero = output.new_zeros(1).requires_grad_()
         return output + offsets.setdefault(module, zero)
 
-    plain_modules = {module for module in names if type(module).forward in _PLAIN_FORWARDS}
+    uses = Counter(id(module.weight) for module in names)
+    plain_modules = {
+        module
+        for module in names
+        if type(module).forward in _PLAIN_FORWARDS and uses[id(module.weight)] == 1
+    }
     handles = [module.register_forward_hook(add_offset) for module in plain_modules]
+    was_training = model.training
+    model.train()  # in training, Gemma 3n reads weights that it calls in evaluation
     try:
         with torch.enable_grad():
             ids = torch.arange(4, device=model.device)[None]
             logits = model(input_ids=ids, use_cache=False).logits
             gradients = torch.autograd.grad(logits.sum(), [*offsets.values()], allow_unused=True)
     finally:
+        model.train(was_training)
         for handle in handles:
             handle.remove()
     learning_modules = set(names) - text_modules if with_images else set()

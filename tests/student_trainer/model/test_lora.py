@@ -145,9 +145,11 @@ def test_a_mixture_of_experts_is_refused_before_it_learns() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # those of the model's own code
-@pytest.mark.parametrize("kind", ["mamba", "falcon_h1", "jamba", "granitemoehybrid"])
-def test_adapters_of_state_space_models_all_learn(kind: str) -> None:
-    """Kernels read the weights of other modules of a mixer, so an adapter there changes nothing."""
+@pytest.mark.parametrize(
+    "kind", ["mamba", "falcon_h1", "jamba", "granitemoehybrid", "gemma3n_text", "dots3_note"]
+)
+def test_adapters_all_learn_in_models_that_read_weights_without_a_call(kind: str) -> None:
+    """As do the kernels of state-space mixers, Gemma 3n in training, and indexers of keys."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_tiny_config(CONFIG_MAPPING[kind], kind))
     add_adapters(model, config(Path("unused")))
@@ -156,10 +158,21 @@ def test_adapters_of_state_space_models_all_learn(kind: str) -> None:
     assert {name.split(".")[-1] for name in targets if ".mamba." in name or "mixer" in name} <= {
         "in_proj"
     }
-    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    model.train()(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert [name for name, adapter in adapters.items() if adapter.grad is None] == []
     assert len(adapters) == 2 * len(targets)
+
+
+def test_modules_that_share_a_weight_have_no_adapters() -> None:
+    """The merged export has the weight once."""
+    model = tiny.model(layers=2)
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    second.weight = first.weight
+    add_adapters(model, config(Path("unused")))
+    targets = model.peft_config["default"].target_modules
+    assert len(targets) == 2 * 6
+    assert not any("up_proj" in name for name in targets)
 
 
 def test_adapters_that_peft_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
