@@ -56,6 +56,13 @@ class TokenView:
     learned: int
     runs: tuple[TokenRun, ...]
 
+    @property
+    def counts(self) -> str:
+        """The numbers in words; an answer that is not sampled yet has none to learn."""
+        is_sampled = any(run.kind == "sampled" for run in self.runs)
+        learned = "" if is_sampled else f", {self.learned:,} learned"
+        return f"{self.reader}: {self.tokens:,} tokens{learned}"
+
 
 @dataclass(frozen=True)
 class RecordPreview:

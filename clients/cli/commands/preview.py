@@ -94,8 +94,7 @@ def _print_preview(preview: Preview, output: Output) -> None:
         console.print()
         console.print(Text(record.where, style="bold"), Text(record.problem, style="bold red"))
         for view in record.views:
-            counts = f"{view.reader}: {view.tokens:,} tokens, {view.learned:,} learned"
-            console.print(Text(counts, style="bright_black"))
+            console.print(Text(view.counts, style="bright_black"))
             console.print(_tokens_text(view, is_colored=is_colored))
         for part, text in record.lost:
             console.print(Text(f"no token for the {part}: ", style="red"), Text(text, "strike"))

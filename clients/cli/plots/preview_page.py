@@ -67,8 +67,7 @@ def _render_view(view: TokenView) -> str:
         for run in view.runs
         for text in run.texts
     )
-    counts = f"{escape(view.reader)}: {view.tokens:,} tokens, {view.learned:,} learned"
-    return f'<p class="soft">{counts}</p><p class="tokens">{"".join(spans)}</p>'
+    return f'<p class="soft">{escape(view.counts)}</p><p class="tokens">{"".join(spans)}</p>'
 
 
 def _render_text(text: str) -> str:

@@ -49,9 +49,14 @@ function card({where, problem, views, lost}) {
     lost.map(([part, text]) =>
       el("p", {class: "lost"}, el("b", {}, `no token for the ${part}: `), el("del", {}, el("bdi", {}, text)))),
     views.flatMap((view) => [
-      el("p", {class: "hint"}, `${view.reader}: ${view.tokens} tokens, ${view.learned} learned`),
+      el("p", {class: "hint"}, counts(view)),
       el("p", {class: "tokens"}, view.runs.flatMap((run) => run.texts.map((text) => token(run.kind, text)))),
     ]));
+}
+
+function counts({reader, tokens, learned, runs}) {
+  const sampled = runs.some(({kind}) => kind === "sampled");
+  return `${reader}: ${tokens} tokens${sampled ? "" : `, ${learned} learned`}`;
 }
 
 /** A token, isolated from the writing direction of its neighbours; line breaks are marked. */
