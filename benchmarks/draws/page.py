@@ -83,8 +83,8 @@ Made by `python -m benchmarks.draws.training --data train.jsonl {options}`: {ste
 of {prompts} answers of at most {tokens} tokens, learning rate {learning_rate}, seeds: {seeds}. The
 KL is the exact KL(student||teacher) per token, over the student's answers to {held_out} held-out
 questions, in nats; at step 0 it is {before:.3f}. *ids* and *bytes* are those of a row. *to exact*
-is the mean difference from the exact loss with the same seed, with its standard error over
-seeds.{missing}
+is the last KL minus that of the run with the exact loss and the same seed: mean and standard error
+over seeds.{missing}
 
 ![Held-out KL of each loss](draws-training-{name}.png)
 

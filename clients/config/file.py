@@ -234,7 +234,10 @@ def localized(config: AnyJob) -> AnyJob:
 
 
 def replaced(container: Any, dotted: str, value: str) -> Any:
-    """Return a copy of a job, a table or a tuple of tables with another value at a key."""
+    """Return a copy of `container` in which the key `dotted` has the value `value`.
+
+    `container`: a job, a table or a tuple of tables; `dotted`: for example `data.mix.0.path`.
+    """
     key, _, inner_key = dotted.partition(".")
     if isinstance(container, tuple):
         changed_table = replaced(container[int(key)], inner_key, value)

@@ -186,7 +186,7 @@ class _Upload:
         return UploadProgress(self.local.key, self.sent_bytes, size)
 
     def begin(self, missing: Sequence[pb.MissingFile]) -> None:
-        """Store which files the server does not have yet."""
+        """Store the list of missing files, each with the offset of its first missing byte."""
         self.missing = missing
         missing_bytes = sum(
             self.sources[missing_file.sha256][1] - missing_file.offset for missing_file in missing

@@ -90,7 +90,10 @@ class Quotas:
         return self._phase_by_owner.get(owner, "")
 
     def count_start(self, job: Job, gpus: int) -> None:
-        """Count a job that starts in this pass."""
+        """Add a job that is about to start, and its GPUs, to its owner's usage.
+
+        Later jobs of the same scheduling pass see it.
+        """
         usage = self._usage_by_owner.setdefault(job.owner, _Usage())
         usage.jobs += 1
         usage.gpus += gpus

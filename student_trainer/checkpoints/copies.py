@@ -223,8 +223,9 @@ class RunCopies:
             stored_values = _comparable_values(parse_job(job_text))
         except ValidationError as error:
             raise WrongState(
-                f"{self._url} has the copies of a job that this version cannot read",
-                hint="name another place, or use the version that made them",
+                f"{self._url} has copies of another job, whose job.json this version of"
+                " distill-service cannot read",
+                hint="set checkpoint.copy_to to another URL, or use the version that wrote them",
             ) from error
         if difference := first_difference(stored_values, _comparable_values(self._config)):
             key, stored_value, own_value = difference

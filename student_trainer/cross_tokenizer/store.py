@@ -337,7 +337,7 @@ def open_cross_tokenizer_store(
 def _refuse_match(config: OfflineJob, reason: str) -> None:
     if config.method.match != "row":
         raise InvalidInput(
-            f"has no effect: {reason}, so its rows are used as they are",
+            f"has no effect: {reason}, so no alignment is needed",
             field="method.match",
             hint="leave it out",
         )

@@ -177,9 +177,10 @@ def make_batch(
 
 
 def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
-    """Join blocks into Rows of N, float32 on `device`.
+    """Return the teacher's rows of all blocks, one after the other, float32 on `device`.
 
-    sample_logprobs are those of the draws [N, M], or the mean [N, 1] of the tail samples, if any.
+    `sample_logprobs`: [N, M] of the M ids that the student drew from its tail; [N, 1], their mean,
+    if the teacher drew them; otherwise None.
     """
     draws = [block.draw_logprobs for block in blocks if block.draw_logprobs is not None]
     means = [block.tail_sample_logprob for block in blocks if block.tail_sample_logprob is not None]

@@ -83,7 +83,7 @@ class AnswerStore:
         self._file.close()
 
     def get(self, prompt: int, sample: int) -> StoredAnswer | None:
-        """Return the answer (prompt, sample), or None if it is not stored."""
+        """Return answer number `sample` to prompt number `prompt`, or None if it is not stored."""
         return self._answers.get((prompt, sample))
 
     def add(self, *answers: StoredAnswer) -> None:

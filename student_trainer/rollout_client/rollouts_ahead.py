@@ -255,7 +255,11 @@ class _RunningOrder:
         self._scored_rollouts[index] = rollout, rows
 
     def collect(self, sampling: Iterator[tuple[int, Rollout]], indices: Sequence[int]) -> None:
-        """Add the rollouts as they end, in a thread; indices[i]: the prompt index of rollout i."""
+        """Start a thread that takes each rollout of `sampling` as soon as it arrives.
+
+        `indices[i]`: index, in this order's prompts, of the prompt of rollout i. `completion` ends
+        with the thread, with its error if it has one.
+        """
         self.completion = Future()
 
         def take_rollouts() -> None:

@@ -70,7 +70,7 @@ class Schedule:
 
     @property
     def running_count(self) -> int:
-        """Number of orders that are sampled."""
+        """Number of orders that are being sampled now."""
         return len(self._running_entries)
 
     @property

@@ -33,10 +33,11 @@ Answer = Callable[[teacher_pb2.ScoreRequest], AsyncIterator[teacher_pb2.ScoreChu
 
 
 class RequestParts:
-    """The messages of one unfinished request of a stream; their bytes count in `share`.
+    """Collects the messages of one request of a stream until the request is complete.
 
-    A message with `more` is followed by further ids or images of its request, see
-    protos/teacher.proto.
+    `share`: the stream's part of the memory budget, from which the bytes of the messages are taken.
+    If the field `more` of a message is true, a message with further ids or images of the same
+    request follows (protos/teacher.proto).
     """
 
     def __init__(self, share: BudgetShare) -> None:

@@ -125,7 +125,8 @@ class TeacherConfig(TeacherLink):
     """A teacher service, with the number of head ids of its rows."""
 
     top_k: Count | None = None
-    """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16; see tail."""
+    """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16
+    with draws from the tail, 64 without."""
     tail_draws: TailDraws = 48
     """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
     context: str | None = None

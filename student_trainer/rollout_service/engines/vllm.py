@@ -316,7 +316,10 @@ class VllmRolloutEngine:
                 if length is not None:
                     return EndedSequence(index, length, ended=False, closed=True)
         if completion.finish_reason not in ("stop", "length"):
-            raise Unavailable(f"vLLM gave up a sequence: {completion.finish_reason}")
+            raise Unavailable(
+                f"vLLM ended a sequence early: finish_reason {completion.finish_reason!r}",
+                hint="see the log of the rollout service",
+            )
         return EndedSequence(index, len(tokens), ended=tokens[-1] in self._ends, closed=False)
 
     async def _fetch_tokens(
