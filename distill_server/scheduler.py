@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from clients.config.kinds import AnyJob, processes_of
+from clients.config.kinds import AnyJob
 from clients.config.tables.after import outputs_in
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import Control, RunDirectory, Status, replace_file
@@ -264,7 +264,7 @@ class Scheduler:
         self._runner.start(
             run,
             attempt=attempt.number,
-            processes=processes_of(config),
+            processes=config.processes,
             from_step=attempt.from_step,
             share=due.share,
         )

@@ -14,16 +14,13 @@ from pathlib import Path
 from clients.config.capture import CaptureJob
 from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyTraining
-from clients.config.offline import OfflineJob
-from clients.config.rl import RLJob
 from clients.preflight.files import check_files, check_here
-from clients.preflight.teachers import check_length, check_teachers
+from clients.preflight.teachers import check_teachers
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import AttemptDied, Progress, prepare, run_to_verdict
 from clients.runs.started_services import connected
 from clients.store.copies import files_on_disk
 from protos.errors import WrongState
-from student_trainer.data.captured_stores import open_stores
 from student_trainer.parallel.launcher import end_with_launcher, is_main_process
 from student_trainer.rewards import Rewards, make_rewards
 from student_trainer.rollout_client.local_services import rollout_services
@@ -99,26 +96,21 @@ def _run_attempt(
     config = files_on_disk(config)
     check_here(config, run.path)
     config = connected(config, run.path)
-    stores = open_stores(config) if isinstance(config, OfflineJob) else None
     check_hub(config)
     with connect(config) as teachers:
         check_teachers(config, {name: teacher.info for name, teacher in teachers.items()})
-        if stores is not None:
-            longest = stores.training.longest + config.method.max_new_tokens
-            for teacher in teachers.values():
-                check_length(longest, teacher.label, teacher.info.max_length)
         with rollout_services(config) as service, _open_rewards(config) as rewards:
             from student_trainer.assembly import assemble
 
             return assemble(
-                config, run, teachers, stores, progress, attempt, from_step, rewards, service
+                config, run, teachers, progress, attempt, from_step, rewards, service
             ).train()
 
 
 def _open_rewards(config: AnyTraining) -> AbstractContextManager[Rewards | None]:
-    if not isinstance(config, RLJob) or config.reward is None:
+    if config.reward_table is None:
         return nullcontext()
-    return make_rewards(config.reward, processes=config.train.processes)
+    return make_rewards(config.reward_table, processes=config.processes)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
-from clients.config.tables.common import StudentConfig, TrainingJob
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.job import TrainingJob
 from clients.data.preview import (
     SHOWN,
     SURVEY,
@@ -73,7 +74,7 @@ def preview_of(config: AnyTraining, shown: int = SHOWN) -> Preview:
     tokenizer, data = load_tokenizer(config.student), config.data
     ends = end_ids(load_generation_config(config.student), tokenizer)
     facts = [("student", config.student.model)]
-    if not isinstance(config, SFTJob | OfflineJob):
+    if config.samples:
         facts.append(("sampled", f"at most {config.method.max_new_tokens} tokens an answer"))
     warnings = [schedule_warning(config.train, config.max_steps)]
     if data is not None:
@@ -105,7 +106,7 @@ def _survey(config: AnyTraining, tokenizer: Any) -> Iterator[SurveyedRecord]:
                     SurveyedRecord(f"task {number}", read_inputs(prompt))
                     for number, prompt in enumerate(prompts, 1)
                 )
-            teachers = config.teachers if isinstance(config, OnPolicyJob) else ()
+            teachers = tuple(name for name in config.teacher_addresses if name)
             images = load_image_reader(config.student) if config.data.image_column else None
             prompt_options: Mapping[str, Any] = {
                 "max_tokens": config.method.max_prompt_tokens,

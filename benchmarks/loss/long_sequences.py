@@ -157,14 +157,14 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
             stack.enter_context(
                 patch("student_trainer.model.student.find_logit_map", return_value=None)
             )
-        trainer = assemble(config, run, teachers, None, progress, 1, None)
+        trainer = assemble(config, run, teachers, progress, 1, None)
         started = time.monotonic()
-        pending = trainer._steps(1).updates[0]
+        pending = trainer.method.steps(1).updates[0]
         wait([item.rows for item in pending])
         written = time.monotonic()
         before = resident_before()
-        means, _ = trainer._learn(pending)
-        norm = trainer._update(config.train.learning_rate)
+        means, _ = trainer.learner.add_gradients(pending)
+        norm = trainer.learner.update(1, config.train.learning_rate)
         return {
             "peak_mib": (resident_peak() - before) / MIB,
             "loss": means["loss"],

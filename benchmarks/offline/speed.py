@@ -26,9 +26,8 @@ from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress
 from clients.store.writer import StoreWriter
 from student_trainer.assembly import assemble
-from student_trainer.data.captured_stores import open_stores
 from student_trainer.methods import offline
-from student_trainer.methods.offline import StoredSteps
+from student_trainer.methods.offline_steps import StoredSteps
 from student_trainer.model.loading import load_tokenizer
 from student_trainer.teachers.source import PendingRows
 from teacher_service.capture.filling import fill
@@ -85,7 +84,7 @@ def _time_steps(path: Path, config: OfflineJob) -> list[float]:
     """Return the seconds of each step of a run, without the first one, which warms up."""
     run = RunDirectory.create(path, config)
     progress = _make_progress(run, config.max_steps)
-    verdict = assemble(config, run, {}, open_stores(config), progress, 1, None).train()
+    verdict = assemble(config, run, {}, progress, 1, None).train()
     assert verdict == "succeeded"
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return [record["time/step"] for record in records if "time/step" in record][1:]

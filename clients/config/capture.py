@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from clients.config.tables.after import After, check_outputs
-from clients.config.tables.common import (
-    Count,
-    Name,
-    Priority,
-    ResourcesConfig,
-    StudentConfig,
-    Table,
-)
-from clients.config.tables.data import LeftOutShare, PromptKeys
-from clients.config.tables.labels import Labels
+from clients.config.tables.common import Count, Name, StudentConfig, Table
+from clients.config.tables.data import DataFile, LeftOutShare, PromptKeys, columns_of
+from clients.config.tables.job import Extra, JobConfig
 from clients.config.tables.teacher import TeacherConfig
 from clients.config.unused import Rule, refuse_unused
 from clients.data.object_urls import place_of
@@ -128,30 +121,19 @@ class CaptureConfig(Table):
         return full_store if count == 1 else f"{full_store.rstrip('/')}/shard-{index}-of-{count}"
 
 
-class CaptureJob(Table):
+class CaptureJob(JobConfig):
     """A capture job."""
 
+    program = "teacher_service.capture"
+    preview_program = "teacher_service.capture.preview"
+    max_steps: ClassVar[int] = 0  # it counts sequences, and their number depends on the data
     data: CaptureData
     method: CaptureConfig
     teacher: CaptureTeacher = CaptureTeacher()
     student: StudentConfig | None = None
     """The student; only its tokenizer and its number of logits are used."""
-    name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
-    """Name for people; the job id is made from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the tail samples."""
-    resources: ResourcesConfig = ResourcesConfig()
-    priority: Priority = 0
-    """Priority in a server's queue: higher starts first, equal in order of submission."""
-    after: After = ()
-    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
-    labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
-    """Names and values to find and group jobs by: `distill ls --label NAME=VALUE`."""
-
-    @model_validator(mode="after")
-    def _reads_outputs(self) -> Self:
-        check_outputs(self)
-        return self
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
@@ -234,6 +216,47 @@ class CaptureJob(Table):
         ]
 
     @property
-    def max_steps(self) -> int:
-        """Always 0: a capture counts sequences, and their number is known only from the data."""
-        return 0
+    def extras(self) -> Sequence[Extra]:
+        """The extras of the teacher, and of Ray."""
+        ray = ("ray", "a capture on Ray", "method.ray")
+        teacher = ("teacher", "a capture", "method.type")
+        return [teacher, *([] if self.method.ray is None else [ray])]
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of the engine; a capture on Ray takes those of its engines there."""
+        return 1 if self.method.ray is not None else max(1, self.teacher.gpus or 1)
+
+    @property
+    def started_teacher(self) -> None:
+        """Always None: a capture loads its model itself."""
+        return None
+
+    @property
+    def teacher_addresses(self) -> Mapping[str, str | list[str]]:
+        """The address of the service that scores; empty if the capture loads the model."""
+        loads_model = self.teacher.model is not None or self.method.ray is not None
+        return {} if loads_model else super().teacher_addresses
+
+    @property
+    def data_files(self) -> Sequence[DataFile]:
+        """The data; a capture scores the tokens that a fine-tuning job would learn."""
+        data, columns = self.data, columns_of("teacher.context", self.teacher.context)
+        if data.form == "text":
+            columns = (("data.text_column", data.text_column), *columns)
+            return [DataFile("data.path", data.path, columns)]
+        return [
+            DataFile(
+                "data.path",
+                data.path,
+                columns,
+                data.prompt_format,
+                answers=True,
+                answer_column=data.answer_column,
+                learns_answers=True,
+            )
+        ]
+
+    def outputs(self, run: Path) -> Mapping[str, str | Path]:
+        """Return the directory or URL of the rows. `run`: the run directory."""
+        return {"store": self.method.store_in(run)}

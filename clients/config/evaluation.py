@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.after import After, check_outputs
-from clients.config.tables.common import Count, Name, Priority, ResourcesConfig, Table
-from clients.config.tables.data import DataConfig, prompt_rules
-from clients.config.tables.labels import Labels
+from clients.config.tables.common import Count, Name, Table
+from clients.config.tables.data import DataConfig, DataFile, prompt_rules
+from clients.config.tables.job import Extra, JobConfig
 from clients.config.tables.reward import RewardConfig
 from clients.config.unused import Rule, refuse_unused
+
+RESULTS = "eval"  # directory of the answers and the results, in the run directory
 
 
 class EvaluatedModel(Table):
@@ -47,25 +50,19 @@ def evaluated_data_rules(data: DataConfig | None) -> list[Rule]:
     ]
 
 
-class EvalJob(Table):
+class EvalJob(JobConfig):
     """An evaluation of one model, the job of `distill eval`."""
 
+    program = "student_trainer.exam.job"
+    preview_program = ""
+    max_steps: ClassVar[int] = 0  # it counts answers, and their number depends on the data
     student: EvaluatedModel
     method: EvalMethod
     reward: RewardConfig
     data: Annotated[DataConfig | None, Field(validate_default=True)] = None
     """The prompts. Leave the table out if a reasoning_gym task generates them."""
-    name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
-    """Name for people; the job id is made from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the choice of prompts and of the sampling."""
-    resources: ResourcesConfig = ResourcesConfig()
-    priority: Priority = 0
-    """Priority in a server's queue: higher starts first, equal in order of submission."""
-    after: After = ()
-    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
-    labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
-    """Names and values to find and group jobs by: `distill ls --label NAME=VALUE`."""
 
     @field_validator("data")
     @classmethod
@@ -78,11 +75,6 @@ class EvalJob(Table):
         if data is None and not is_generated:
             raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
         return data
-
-    @model_validator(mode="after")
-    def _reads_outputs(self) -> Self:
-        check_outputs(self)
-        return self
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
@@ -101,11 +93,18 @@ class EvalJob(Table):
         )
 
     @property
-    def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """As OnPolicyJob.teacher_addresses: empty, because the job has no teacher."""
-        return {}
+    def extras(self) -> Sequence[Extra]:
+        """The extra of the trainer, whose sampler answers."""
+        return [("train", "an evaluation", "method.type")]
 
     @property
-    def max_steps(self) -> int:
-        """Always 0: an evaluation counts answers, and their number depends on the data."""
-        return 0
+    def data_files(self) -> Sequence[DataFile]:
+        """The prompts."""
+        answers = self.reward.needs_reference
+        if self.data is None:
+            return ()
+        return self.data.files(training_answers=answers, held_out_answers=answers)
+
+    def outputs(self, run: Path) -> Mapping[str, str | Path]:
+        """Return the directory of the answers and the results. `run`: the run directory."""
+        return {"results": run / RESULTS}

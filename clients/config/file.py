@@ -15,7 +15,7 @@ from clients.config.kinds import AnyJob, kind_of
 from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config.problems import describe, fields, holds_text
 from clients.config.sweep import LABEL, SweepFault, SweepPoint, points_of
-from clients.config.tables.after import FILE_KEYS, is_output, outputs_in
+from clients.config.tables.after import is_output, named_values, outputs_in
 from clients.data.object_urls import is_object_url, redact_place
 from protos.errors import InvalidInput
 
@@ -260,24 +260,11 @@ def named_urls(config: AnyJob) -> list[tuple[str, str]]:
 
 
 def _named_places(config: AnyJob) -> list[tuple[str, str]]:
-    values_by_key = [
-        (key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS
-    ]
-    named_values = [(".".join(key), name) for key, name in values_by_key]
-    mixed = getattr(getattr(config, "data", None), "mix", ())
-    named_values += [
-        (f"data.mix.{number}.path", mixed_set.path) for number, mixed_set in enumerate(mixed)
-    ]
-    placeholders = (
-        "",
-        None,
-        "same",
-        "auto",
-    )  # "same" and "auto" are values of the keys `tokenizer`
+    # "same" and "auto" are values of the keys `tokenizer`.
     return [
         (key, name)
-        for key, name in named_values
-        if name not in placeholders and not is_output(name)
+        for key, name in named_values(config)
+        if name not in ("", "same", "auto") and not is_output(name)
     ]
 
 

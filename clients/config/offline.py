@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Count, Name, Table, TrainingJob
-from clients.config.tables.data import PromptKeys, prompt_rules
+from clients.config.tables.common import Count, Name, Table
+from clients.config.tables.data import DataFile, PromptKeys, prompt_rules
+from clients.config.tables.job import TrainingJob
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
 from clients.config.tables.teacher import TeacherLink, started_rules
 from clients.config.unused import Rule, refusal, refuse_unused
-from clients.data.object_urls import is_object_url, place_of
+from clients.data.object_urls import place_of
 from clients.data.prompt_format import PromptFormat
 
 
@@ -43,11 +46,6 @@ class OfflineData(PromptKeys):
     @classmethod
     def _is_a_place(cls, path: str | None) -> str | None:
         return path and place_of(path)
-
-    @property
-    def at_url(self) -> bool:
-        """True if a store is in an object storage."""
-        return any(is_object_url(place) for place in (self.path, self.eval_path or ""))
 
     @property
     def training_paths(self) -> list[tuple[str, str]]:
@@ -120,13 +118,12 @@ class OfflineJob(TrainingJob):
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
-        is_evaluated = self.eval.metric != "none"
-        samples_answers = is_evaluated or self.method.on_policy_fraction > 0
+        samples_answers = self.is_evaluated or self.method.on_policy_fraction > 0
         return refuse_unused(
             self,
             [
                 (
-                    is_evaluated,
+                    self.is_evaluated,
                     "data.eval_prompts",
                     "these prompts are only for eval.metric = 'exact_match'; set it",
                 ),
@@ -188,11 +185,39 @@ class OfflineJob(TrainingJob):
         return [(False, keys, f"{reason}method.on_policy_fraction")]
 
     @property
-    def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """As OnPolicyJob.teacher_addresses; empty if the job has no teacher."""
-        return {} if self.teacher is None else {"": self.teacher.address}
+    def prompt_format(self) -> PromptFormat | None:
+        """The format of the prompts in `data.eval_prompts`."""
+        return None if self.data.eval_prompts is None else self.data.prompt_format
 
     @property
-    def sequences_per_step(self) -> int:
-        """Number of sequences in a step, over all processes."""
-        return self.train.prompts_per_step
+    def longest_sequence(self) -> int:
+        """Tokens of an answer, at most; the prompts are those of the store."""
+        return self.method.max_new_tokens
+
+    @property
+    def answers_per_step(self) -> int:
+        """Number of stored prompts that the student answers in one process, at most."""
+        answers = self.method.on_policy_fraction * self.train.prompts_per_step
+        return math.ceil(answers / self.processes)
+
+    @property
+    def data_files(self) -> Sequence[DataFile]:
+        """The prompts and reference answers for `eval.metric`."""
+        data = self.data
+        if not self.is_evaluated or data.eval_prompts is None:
+            return ()
+        return [
+            DataFile(
+                "data.eval_prompts",
+                data.eval_prompts,
+                prompts=data.prompt_format,
+                answers=True,
+                answer_column=data.answer_column,
+            )
+        ]
+
+    @property
+    def stores(self) -> Mapping[str, str]:
+        """The training store and, if the job names one, the held-out store."""
+        held_out = {} if self.data.eval_path is None else {"data.eval_path": self.data.eval_path}
+        return {"data.path": self.data.path, **held_out}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -12,13 +13,14 @@ from clients.config.tables.common import (
     Name,
     Table,
     Tail,
-    TrainingJob,
     check_tail,
 )
-from clients.config.tables.data import DataConfig, check_beside_images, prompt_rules
+from clients.config.tables.data import DataConfig, DataFile, columns_of, prompt_rules
+from clients.config.tables.job import TrainingJob
 from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
 from clients.config.tables.teacher import (
     OtherTokens,
+    RowRequest,
     TeacherConfig,
     other_tokens_rules,
     started_rules,
@@ -87,6 +89,8 @@ class OnPolicyConfig(Table):
 class OnPolicyJob(TrainingJob):
     """An on-policy job. Three lines are enough: student.model, teacher.address, data.path."""
 
+    samples = True
+    aligns_tokens: ClassVar[bool] = True  # those of another tokenizer, by bytes
     data: DataConfig
     teacher: OnPolicyTeacher = OnPolicyTeacher()
     teachers: dict[Name, Address] = {}  # noqa: RUF012 (pydantic copies it)
@@ -113,12 +117,12 @@ class OnPolicyJob(TrainingJob):
             (self.teacher.context is None, "teacher.context"),
             (self.teacher.template_arguments is None, "teacher.template_arguments"),
         ]
-        check_beside_images(self, self.data, [*rules, *in_trainer_rules(self.rollouts)])
+        self._check_beside_images(self.data, [*rules, *in_trainer_rules(self.rollouts)])
         return self
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
-        has_several_teachers, is_evaluated = bool(self.teachers), self.eval.metric != "none"
+        has_several_teachers = bool(self.teachers)
         return refuse_unused(
             self,
             [
@@ -156,7 +160,7 @@ class OnPolicyJob(TrainingJob):
                     "the job has no `teachers`; name them there",
                 ),
                 (
-                    is_evaluated,
+                    self.is_evaluated,
                     "data.answer_column",
                     "answers are only read with eval.metric = 'exact_match'; set it",
                 ),
@@ -193,11 +197,45 @@ class OnPolicyJob(TrainingJob):
         return self.teacher.tail_draws if self.method.tail_mode == "bucket+teacher_samples" else 0
 
     @property
-    def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """The addresses of the teachers by name. A single teacher has the name ""."""
-        return self.teachers or {"": self.teacher.address}
+    def teacher_addresses(self) -> Mapping[str, str | list[str]]:
+        """The addresses of `teachers`, or of the single teacher, whose name is ""."""
+        return self.teachers or super().teacher_addresses
 
     @property
-    def sequences_per_step(self) -> int:
-        """Number of sequences in a step, over all processes."""
-        return self.train.prompts_per_step * self.method.rollouts_per_prompt
+    def alignment_keys(self) -> Sequence[str]:
+        """The keys that are set, of those that only apply to tokens aligned by bytes."""
+        return () if self.method.horizon == "word" else ("method.horizon",)
+
+    @property
+    def row_request(self) -> RowRequest:
+        """What the job asks its teachers for."""
+        return RowRequest(
+            top_k=self.top_k,
+            top_k_key="teacher.top_k",
+            temperature=self.method.temperature,
+            sequence_tokens=self.longest_sequence,
+            answer_tokens=self.method.max_new_tokens,
+            of_student=self.method.student_head,
+            draws=self.draws,
+            tail="bucket+sampled",
+            teacher_head="set method.head = 'teacher', use 'forward_kl'",
+            tail_samples=self.tail_samples,
+        )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt with its answer, at most."""
+        return self.method.max_prompt_tokens + self.method.max_new_tokens
+
+    @property
+    def data_files(self) -> Sequence[DataFile]:
+        """The prompts."""
+        teacher_column = (("data.teacher_column", self.data.teacher_column),)
+        return self.data.files(
+            training_answers=False,
+            held_out_answers=self.is_evaluated,
+            columns=(
+                *(teacher_column if self.teachers else ()),
+                *columns_of("teacher.context", self.teacher.context),
+            ),
+        )

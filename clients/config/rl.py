@@ -5,18 +5,22 @@ Each option's source is in docs/methods.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+import math
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import FORMER_TAIL, SampledEvalConfig, TrainingJob
-from clients.config.tables.data import DataConfig, check_beside_images, prompt_rules
-from clients.config.tables.environment import SearchConfig
+from clients.config.tables.common import FORMER_TAIL, SampledEvalConfig
+from clients.config.tables.data import DataConfig, DataFile, columns_of, prompt_rules
+from clients.config.tables.environment import PASSAGES, SearchConfig
+from clients.config.tables.job import Extra, TrainingJob
 from clients.config.tables.reward import HARMLESS, RewardConfig
 from clients.config.tables.rl_method import UNWEIGHTED, AnchorConfig, RLConfig
 from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
 from clients.config.tables.teacher import (
     OtherTokens,
+    RowRequest,
     TeacherLink,
     other_tokens_rules,
     started_rules,
@@ -32,6 +36,11 @@ class RLTeacher(OtherTokens, TeacherLink):
 class RLJob(TrainingJob):
     """A reinforcement learning job."""
 
+    samples = True
+    learns_from_zero = True
+    aligns_tokens: ClassVar[bool] = False  # the KL compares rows of the same tokens
+    alignment_keys: ClassVar[Sequence[str]] = ()
+    teacher_context: ClassVar[str] = ""  # here it is `anchor.context` that has a text
     method: RLConfig
     eval: SampledEvalConfig = SampledEvalConfig()
     teacher: RLTeacher | None = None
@@ -151,7 +160,7 @@ class RLJob(TrainingJob):
                 "teacher.template_arguments",
             ),
         )
-        check_beside_images(self, self.data, [*method_rules, *in_trainer_rules(self.rollouts)])
+        self._check_beside_images(self.data, [*method_rules, *in_trainer_rules(self.rollouts)])
         return self
 
     @model_validator(mode="after")
@@ -165,18 +174,17 @@ class RLJob(TrainingJob):
 
     def _rules_of_rewards(self) -> list[Rule]:
         method, reward = self.method, self.reward
-        learns_from_reward = reward is not None and method.reward_weight > 0
         no_reward = "the student learns from no reward; leave it out, or add the table `reward`"
         return [
             (reward is not None or not method.reward_weight, "method.reward_weight", no_reward),
-            (learns_from_reward, "method.advantages", no_reward),
+            (self._learns_from_reward, "method.advantages", no_reward),
             (
-                learns_from_reward and method.advantages != "gae",
+                self.learns_from_groups,
                 "method.dynamic_sampling",
                 "no advantage comes from a group; leave it out, or learn from a reward without gae",
             ),
             (
-                reward is not None or self.eval.metric != "none",
+                reward is not None or self.is_evaluated,
                 "eval.samples eval.temperature",
                 "held-out answers are not scored; leave it out, or set eval.metric or a reward",
             ),
@@ -186,7 +194,7 @@ class RLJob(TrainingJob):
                 "there is no critic; leave it out, or set method.advantages = 'gae'",
             ),
             (
-                learns_from_reward or method.kl_in == "reward",
+                self._learns_from_reward or method.kl_in == "reward",
                 "method.clip_low method.clip_high method.dual_clip method.ratio",
                 "there is no policy gradient; leave it out, or add the table `reward`",
             ),
@@ -196,7 +204,7 @@ class RLJob(TrainingJob):
                 "comparing texts takes no time; leave it out",
             ),
             (
-                reward is not None or self.eval.metric != "none",
+                reward is not None or self.is_evaluated,
                 "data.answer_column",
                 "answers are only read by rewards and by eval.metric; leave it out",
             ),
@@ -253,12 +261,15 @@ class RLJob(TrainingJob):
             ),
         ]
 
+    @property
+    def _learns_from_reward(self) -> bool:
+        return self.reward is not None and self.method.reward_weight > 0
+
     def _weighs_sampled_tokens(self, has_kl: bool) -> bool:
         """Return whether a term of the loss is multiplied by importance weights."""
         method = self.method
-        learns_from_reward = self.reward is not None and method.reward_weight > 0
         is_kl_sampled = method.top_k == 0 or method.tail_mode not in UNWEIGHTED
-        return learns_from_reward or method.kl_in == "reward" or (has_kl and is_kl_sampled)
+        return self._learns_from_reward or method.kl_in == "reward" or (has_kl and is_kl_sampled)
 
     @property
     def prompt_format(self) -> PromptFormat:
@@ -267,11 +278,6 @@ class RLJob(TrainingJob):
             return self.data.prompt_format
         assert self.reward is not None, "one of them has the prompts"
         return PromptFormat(template=self.reward.template)
-
-    @property
-    def teacher_context(self) -> str:
-        """As OnPolicyJob.teacher_context; here it is `anchor.context` that has a text."""
-        return ""
 
     @property
     def draws(self) -> int:
@@ -283,11 +289,90 @@ class RLJob(TrainingJob):
         return method.tail_draws if draws_from_tail else 0
 
     @property
-    def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """As OnPolicyJob.teacher_addresses; empty if the job has no teacher."""
-        return {} if self.teacher is None else {"": self.teacher.address}
+    def extras(self) -> Sequence[Extra]:
+        """The extras of training, and of the environment."""
+        search = ("rl", "the search environment", "environment.type")
+        return [*super().extras, *([] if self.environment is None else [search])]
 
     @property
-    def sequences_per_step(self) -> int:
-        """Number of sequences in a step, over all processes."""
-        return self.train.prompts_per_step * self.method.rollouts_per_prompt
+    def row_request(self) -> RowRequest:
+        """What the job asks its teacher for."""
+        method = self.method
+        return RowRequest(
+            top_k=method.top_k,
+            top_k_key="method.top_k",
+            temperature=method.temperature,
+            sequence_tokens=self.longest_sequence,
+            answer_tokens=method.max_new_tokens,
+            of_student=method.divergence == "reverse_kl",
+            draws=self.draws,
+            # As the baseline of a KL reward, only `bucket` needs no draws.
+            tail="bucket" if method.kl_in == "reward" else "bucket+sampled",
+            teacher_head="use 'forward_kl'",
+        )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt with its answer, at most."""
+        return self.method.max_prompt_tokens + self.method.max_new_tokens
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Number of answers of one process in an update, at most: whole groups."""
+        prompts = self.train.prompts_per_step / self.method.updates_per_step / self.processes
+        return self.rollouts_per_prompt * math.ceil(prompts)
+
+    @property
+    def max_processes(self) -> int:
+        """Largest number of processes that each get a prompt of every update."""
+        prompts = self.train.prompts_per_step // self.method.updates_per_step
+        return min(super().max_processes, prompts)
+
+    @property
+    def answers_per_step(self) -> int:
+        """Number of answers that one process samples in a step, at most: whole groups."""
+        prompts = math.ceil(self.train.prompts_per_step / self.processes)
+        return self.rollouts_per_prompt * prompts
+
+    @property
+    def answers_per_evaluation(self) -> int:
+        """Number of held-out answers, over all processes."""
+        return self.eval.prompts * self.eval.samples
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether the loss has a KL to an EMA of the student."""
+        return self.method.beta > 0
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantages are of a critic."""
+        return self.method.advantages == "gae"
+
+    @property
+    def learns_from_head(self) -> bool:
+        """Whether the loss has a KL over a head; rewards alone may move the mass anywhere."""
+        method = self.method
+        has_kl = method.beta > 0 or (self.teacher is not None and method.teacher_beta > 0)
+        return has_kl and bool(method.top_k) and method.kl_in == "loss"
+
+    @property
+    def learns_from_groups(self) -> bool:
+        """Whether the advantages come from groups; a critic needs no differences in them."""
+        return self._learns_from_reward and not self.has_critic
+
+    @property
+    def data_files(self) -> Sequence[DataFile]:
+        """The prompts, and the passages of a retriever that is no service."""
+        files = []
+        if self.data is not None:
+            needs_answers = self.reward is not None and self.reward.needs_reference
+            files = self.data.files(
+                training_answers=needs_answers,
+                held_out_answers=needs_answers or self.is_evaluated,
+                columns=columns_of("anchor.context", self.anchor.context),
+            )
+        if self.environment is not None and not self.environment.remote:
+            key = "environment.retriever"
+            files.append(DataFile(key, self.environment.retriever, ((key, PASSAGES),)))
+        return files

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clients.config.tables.common import Count, Table, TrainingJob
-from clients.config.tables.data import DataConfig, prompt_rules
+from clients.config.tables.common import Count, Table
+from clients.config.tables.data import DataConfig, DataFile, prompt_rules
+from clients.config.tables.job import TrainingJob
 from clients.config.unused import refuse_unused
 
 
@@ -33,12 +35,11 @@ class SFTJob(TrainingJob):
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
         has_conversations = self.data.messages_column is not None
-        samples_answers = self.eval.metric != "none"
         return refuse_unused(
             self,
             [
                 (
-                    samples_answers,
+                    self.is_evaluated,
                     "method.max_new_tokens",
                     "the student samples no answers; leave it out, or set eval.metric",
                 ),
@@ -48,7 +49,7 @@ class SFTJob(TrainingJob):
                     "a prompt has one answer; set data.messages_column, or leave it out",
                 ),
                 (
-                    samples_answers or not has_conversations,
+                    self.is_evaluated or not has_conversations,
                     "data.answer_column",
                     "the answers are messages of data.messages_column; leave it out",
                 ),
@@ -59,11 +60,21 @@ class SFTJob(TrainingJob):
         )
 
     @property
-    def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """As OnPolicyJob.teacher_addresses: empty, because the job has no teacher."""
-        return {}
+    def learns_all_turns(self) -> bool:
+        """Whether every message of the assistant is learned."""
+        return self.method.train_on == "all"
 
     @property
-    def sequences_per_step(self) -> int:
-        """Number of sequences in a step, over all processes."""
-        return self.train.prompts_per_step
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt with its answer, at most."""
+        return self.method.max_tokens
+
+    @property
+    def learns_from_head(self) -> bool:
+        """Always false: there is no teacher."""
+        return False
+
+    @property
+    def data_files(self) -> Sequence[DataFile]:
+        """The prompts with their answers."""
+        return self.data.files(training_answers=True, held_out_answers=True, learns_answers=True)

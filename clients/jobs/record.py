@@ -84,7 +84,6 @@ def record_of_run(path: Path | str) -> JobRecord:
     config = run.config()
     status = run.read_status() or Status(attempt=1, verdict="running", phase="starting")
     points = read_points(run.metrics)
-    max_steps = getattr(config, "max_steps", 0)
     job = Job(
         id=run.path.resolve().name,
         name=config.name,
@@ -94,7 +93,7 @@ def record_of_run(path: Path | str) -> JobRecord:
         phase=status.phase,
         attempt=status.attempt,
         step=points[-1].step if points else status.step,
-        max_steps=status.max_steps or max_steps,
+        max_steps=status.max_steps or config.max_steps,
         created_at=0.0,
         started_at=0.0,
         ended_at=0.0,

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clients.config.kinds import AnyTraining, SamplingJob
-from clients.config.offline import OfflineJob
-from clients.config.rl import RLJob
-from clients.config.sft import SFTJob
+from clients.config.kinds import AnyTraining
 from clients.config.tables.common import LoraConfig
+from clients.config.tables.job import TrainingJob
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.data.models.shape import ModelShape, read_shape
 from clients.data.object_urls import is_object_url
@@ -71,7 +69,7 @@ class MemoryPlan:
 def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> MemoryPlan:
     """Return the plan of a job. `shape`: sizes of its student. `memory`: GiB of a GPU."""
     usable = round(USABLE * memory * GIB)
-    longest = longest_stored(job) if isinstance(job, OfflineJob) else None
+    longest = longest_stored(job)
     load = load_of(job, shape, longest, usable=usable)
     stage_parts = {
         name: resident_bytes(load) | parts for name, parts in stage_bytes(load).items() if parts
@@ -116,16 +114,8 @@ def load_of(
     """
     processes, token_budget = job.train.processes, job.train.tokens_per_micro_batch
     sequence_tokens, update_sequences, step_sequences = _sequence_counts(job, longest)
-    is_off_policy = isinstance(job, OfflineJob | SFTJob)
-    sampled_tokens = sequence_tokens + job.method.max_new_tokens * is_off_policy
-    lora, is_rl = job.student.lora, isinstance(job, RLJob)
-    has_critic = isinstance(job, RLJob) and job.method.advantages == "gae"
-    # Each turn is prefilled with all earlier turns.
-    has_turns = isinstance(job, RLJob) and job.environment is not None
-    samples_in_trainer = not isinstance(job, SamplingJob) or job.rollouts.in_trainer
-    answers_per_step = math.ceil(job.train.prompts_per_step / processes)
-    if isinstance(job, RLJob):
-        answers_per_step *= job.method.rollouts_per_prompt
+    sampled_tokens = sequence_tokens + (0 if job.samples else job.method.max_new_tokens)
+    lora = job.student.lora
     load = Load(
         shape=shape,
         processes=processes,
@@ -136,22 +126,23 @@ def load_of(
         line=sequence_tokens,
         sampled=min(max(1, 4 * token_budget // sampled_tokens), step_sequences),
         sampled_line=sampled_tokens,
-        sampled_prompt=sampled_tokens if has_turns else sampled_tokens - job.method.max_new_tokens,
+        # Each turn is prefilled with all earlier turns.
+        sampled_prompt=sampled_tokens - (0 if job.search else job.method.max_new_tokens),
         lora=0 if lora is None else lora.rank,
         train_head=lora is not None and lora.train_head,
-        anchor=isinstance(job, RLJob) and job.method.beta > 0,
+        anchor=job.has_anchor,
         narrow_moments=job.train.optimizer == "adamw_8bit",
-        critic_tokens=answers_per_step * job.method.max_new_tokens if is_rl and has_critic else 0,
+        critic_tokens=job.answers_per_step * job.method.max_new_tokens if job.has_critic else 0,
         cuda=cuda,
         tensor_parallel=job.train.tensor_parallel,
         context_parallel=job.train.context_parallel,
         cpu_offload=job.train.cpu_offload,
     )
-    if samples_in_trainer:
+    rollouts = job.rollout_engine
+    if rollouts is None:
         return load
-    assert isinstance(job, SamplingJob)
-    engine_sleeps = job.rollouts.engine == "vllm" and not job.rollouts.lag
-    engine = _shared_engine(job.rollouts, load, usable)
+    engine_sleeps = rollouts.engine == "vllm" and not rollouts.lag
+    engine = _shared_engine(rollouts, load, usable)
     return replace(load, sampled=0, engine=engine, engine_sleeps=engine_sleeps)
 
 
@@ -176,46 +167,23 @@ def _sequence_counts(job: AnyTraining, longest: int | None) -> tuple[int, int, i
 
     The numbers: sequences of an update, and maximum sequences sampled in a step or an evaluation.
     """
-    processes, train = job.train.processes, job.train
-    eval_sequences = math.ceil(job.eval.prompts / processes)
-    if isinstance(job, OfflineJob):
-        update_sequences = math.ceil(train.prompts_per_step / processes)
-        on_policy_sequences = math.ceil(
-            job.method.on_policy_fraction * train.prompts_per_step / processes
-        )
-        sequence_tokens = longest or train.tokens_per_micro_batch
-        return (
-            sequence_tokens,
-            update_sequences,
-            max(on_policy_sequences, eval_sequences * (job.eval.metric != "none")),
-        )
-    if isinstance(job, SFTJob):
-        update_sequences = math.ceil(train.prompts_per_step / processes)
-        return job.method.max_tokens, update_sequences, eval_sequences * (job.eval.metric != "none")
-    sequence_tokens = job.method.max_prompt_tokens + job.method.max_new_tokens
-    group_size = job.method.rollouts_per_prompt
-    if not isinstance(job, RLJob):
-        update_sequences = math.ceil(train.prompts_per_step * group_size / processes)
-        return sequence_tokens, update_sequences, max(update_sequences, eval_sequences)
-    update_sequences = group_size * math.ceil(
-        train.prompts_per_step / job.method.updates_per_step / processes
-    )
-    return (
-        sequence_tokens,
-        update_sequences,
-        max(group_size * math.ceil(train.prompts_per_step / processes), eval_sequences),
-    )
+    micro_batch = job.train.tokens_per_micro_batch
+    sequence_tokens = longest or (micro_batch if job.stores else job.longest_sequence)
+    samples_held_out = job.samples or job.is_evaluated
+    held_out = math.ceil(job.eval.prompts / job.processes) if samples_held_out else 0
+    return sequence_tokens, job.sequences_per_update, max(job.answers_per_step, held_out)
 
 
-def longest_stored(job: OfflineJob) -> int | None:
+def longest_stored(job: TrainingJob) -> int | None:
     """Return the tokens of the longest sequence of the job's store; None if it cannot be read.
 
-    A store at a URL is not read: only the job's program copies it.
+    None too if the job has no store. A store at a URL is not read: the job's program copies it.
     """
-    if is_object_url(job.data.path):
+    path = job.stores.get("data.path")
+    if path is None or is_object_url(path):
         return None
     try:
-        return int(LogitDataset(job.data.path).lengths.max())
+        return int(LogitDataset(path).lengths.max())
     except (DistillError, OSError):
         return None
 
@@ -323,22 +291,12 @@ def _count_enough_processes(
 ) -> int | None:
     """Return the fewest processes, doubled from the job's, that fit with FSDP2; None if none do."""
     count = 2 * job.train.processes
-    while count <= _max_processes(job):
+    while count <= min(_MAX_PROCESSES, job.max_processes):
         tried_job = with_changes(job, {"train": {"processes": count, "sharding": "fsdp2"}})
         if peak_bytes(load_of(tried_job, shape, longest, usable=usable)) <= usable:
             return count
         count *= 2
     return None
-
-
-def _max_processes(job: AnyTraining) -> int:
-    """Return the maximum processes that each get a sequence of every update and evaluation."""
-    max_processes = min(_MAX_PROCESSES, job.sequences_per_step, job.eval.prompts)
-    if isinstance(job, RLJob):
-        max_processes = min(
-            max_processes, job.train.prompts_per_step // job.method.updates_per_step
-        )
-    return max_processes
 
 
 def _is_change(job: AnyTraining, change: _Change) -> bool:

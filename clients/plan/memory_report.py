@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from clients.config.kinds import AnyTraining, gpus_of
+from clients.config.tables.job import TrainingJob
 from clients.plan.memory import host_bytes
 from clients.plan.memory_plan import USABLE, MemoryPlan, gib
 
@@ -41,14 +41,13 @@ def format_summary(plan: MemoryPlan) -> str:
     )
 
 
-def format_engines(config: AnyTraining) -> str:
+def format_engines(config: TrainingJob) -> str:
     """Return a sentence on how trainer and engines divide the GPUs; "" without engine GPUs."""
-    sampling = gpus_of(config) - config.train.processes
-    if not sampling:
+    rollouts = config.rollout_engine
+    if rollouts is None or not rollouts.gpus:
         return ""
-    rollouts = config.rollouts  # type: ignore[union-attr]  # only a job with this table has some
     return (
-        f"Of {gpus_of(config)} GPUs, {config.train.processes} train (the table) and {sampling}"
+        f"Of {config.gpus} GPUs, {config.processes} train (the table) and {rollouts.gpus}"
         f" sample: {rollouts.engine} engines of {rollouts.tensor_parallel_size} each.\n"
     )
 

@@ -7,9 +7,8 @@ import math
 import shutil
 from pathlib import Path
 
-from clients.config.kinds import AnyTraining, SamplingJob
-from clients.config.rl import RLJob
 from clients.config.tables.common import MIN_CHECKPOINTS
+from clients.config.tables.job import TrainingJob
 from clients.data.regular_file import open_regular, read_document
 from clients.runs.directory import RunDirectory
 from clients.runs.file_system import has_room
@@ -23,7 +22,7 @@ _CHECKPOINT_COPIES = {"adamw": 3.0, "adamw_8bit": 1.5}
 _MAX_HEADER_BYTES = 32 << 20
 
 
-def check_space(config: AnyTraining, run: Path, *, here: bool = True) -> None:
+def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
     """Raise WrongState if the disk has too little space for the files of the job.
 
     Those are its checkpoints, its export, and the versions of the weights for rollout engines,
@@ -68,7 +67,7 @@ def check_space(config: AnyTraining, run: Path, *, here: bool = True) -> None:
     )
 
 
-def _field_and_hint(config: AnyTraining, *, by_versions: bool) -> dict[str, str]:
+def _field_and_hint(config: TrainingJob, *, by_versions: bool) -> dict[str, str]:
     """Return field and hint. `by_versions`: only the versions of the weights exceed the space."""
     if by_versions:
         memory = "free disk space, or enlarge /dev/shm, where they are if it has room"
@@ -79,15 +78,13 @@ def _field_and_hint(config: AnyTraining, *, by_versions: bool) -> dict[str, str]
     return {"field": "checkpoint.keep", "hint": hint}
 
 
-def _count_versions(config: AnyTraining, *, here: bool) -> tuple[int, int]:
+def _count_versions(config: TrainingJob, *, here: bool) -> tuple[int, int]:
     """Return the number of versions of the weights in the run directory, and the bytes of one.
 
     (0, 0) if they are in memory, or unknown here: on a cluster, or of a student with adapters.
     """
-    if not here or not isinstance(config, SamplingJob) or config.student.lora is not None:
-        return 0, 0
-    rollouts = config.rollouts
-    if rollouts.in_trainer:
+    rollouts = config.rollout_engine
+    if not here or rollouts is None or config.student.lora is not None:
         return 0, 0
     is_bfloat16 = rollouts.engine == "vllm" and config.student.dtype != "float32"
     version_bytes = (_BFLOAT16 if is_bfloat16 else _FLOAT32) * parameters_of(
@@ -110,10 +107,10 @@ def parameters_of(model: Path) -> int:
         return 0
 
 
-def _file_sizes(config: AnyTraining) -> tuple[int, int]:
+def _file_sizes(config: TrainingJob) -> tuple[int, int]:
     """Return the bytes of a checkpoint and of the export."""
     weights = _FLOAT32 * parameters_of(Path(config.student.model))
-    anchored = weights if isinstance(config, RLJob) and config.method.beta else 0
+    anchored = weights if config.has_anchor else 0
     export = weights + anchored if config.export.dtype == "float32" else (weights + anchored) // 2
     if config.student.lora is not None:
         # A checkpoint contains only the adapters; the export contains the merged weights.

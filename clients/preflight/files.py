@@ -11,10 +11,9 @@ from pathlib import Path
 
 from clients.config.evaluation import EvalJob, EvaluatedModel
 from clients.config.file import named_files, named_urls
-from clients.config.kinds import AnyJob, AnyTraining, SamplingJob
-from clients.config.offline import OfflineJob
-from clients.config.sft import SFTJob
-from clients.config.tables.common import StudentConfig, TrainingJob
+from clients.config.kinds import AnyJob
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.job import JobConfig, TrainingJob
 from clients.data.models.files import (
     refuse_adapter,
     refuse_code,
@@ -30,7 +29,7 @@ from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages, check_trackers
 from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 from clients.preflight.rollouts import check_gpus
-from clients.store.captured_store import captured_store_of
+from clients.store.captured_store import captured_stores
 from protos.errors import InvalidInput
 
 # Keys whose files other programs read too, which make no copies of what is at a URL.
@@ -40,22 +39,19 @@ _ON_DISK = frozenset(
 RELATIVE_PATH_HINT = "relative paths start at the current directory"
 
 
-def check_template(config: AnyTraining | EvalJob) -> None:
-    """Raise InvalidInput if the student's tokenizer has no chat template that the job's keys need.
+def check_template(config: JobConfig, model: str) -> None:
+    """Raise InvalidInput if the tokenizer of `model` has no chat template that the job's keys need.
 
     A hub id, and files that cannot be interpreted, are left to the job's program.
     """
-    path = Path(config.student.model)
-    if config.data is None or not path.is_dir():
-        return
-    if isinstance(config, OfflineJob) and config.data.eval_prompts is None:
+    if config.prompt_format is None or not Path(model).is_dir():
         return
     try:
-        template = chat_template_in(path)
+        template = chat_template_in(Path(model))
     except (OSError, ValueError):
         return
-    check_chat_template(config.data.prompt_format, template)
-    if isinstance(config, SFTJob) and config.method.train_on == "all":
+    check_chat_template(config.prompt_format, template)
+    if config.learns_all_turns:
         check_generation(template)
 
 
@@ -75,23 +71,20 @@ def check_here(
         check_gpus(config)
     check_files(config, hint)
     check_data(config)
-    if isinstance(config, EvalJob):
+    if isinstance(config, TrainingJob | EvalJob):
         check_student(config.student)
-        check_template(config)
-    if not isinstance(config, TrainingJob):
-        return
-    if not here and isinstance(config, SamplingJob) and config.rollouts.gpus:
-        _check_engines(config.student)
-    check_student(config.student)
-    check_tensor_parallel(config)
-    check_context_parallel(config)
-    check_template(config)
-    check_processes(config)
-    check_trackers(config.track)
-    check_space(config, run, here=here)
+        check_template(config, config.student.model)
+    if isinstance(config, TrainingJob):
+        if not here and config.engine_gpus:
+            _check_engines(config.student)
+        check_tensor_parallel(config)
+        check_context_parallel(config)
+        check_processes(config)
+        check_trackers(config.track)
+        check_space(config, run, here=here)
     # A server may have other credentials than the program of the job, which opens the store itself.
-    if isinstance(config, OfflineJob) and not config.data.at_url:
-        captured_store_of(config)
+    if not config.has_remote_store:
+        captured_stores(config)
 
 
 def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
@@ -161,7 +154,7 @@ def _check_engines(student: StudentConfig) -> None:
         )
 
 
-def check_processes(config: AnyTraining) -> None:
+def check_processes(config: TrainingJob) -> None:
     """Raise InvalidInput if a step or an evaluation has fewer sequences than processes.
 
     A process without a sequence would block the others in a collective.

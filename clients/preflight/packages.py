@@ -12,12 +12,8 @@ import urllib.parse
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from clients.config.capture import CaptureJob
-from clients.config.evaluation import EvalJob
-from clients.config.kinds import AnyJob, SamplingJob, started_teacher
-from clients.config.on_policy import OnPolicyJob
-from clients.config.rl import RLJob
-from clients.config.tables.common import StudentConfig, TrackConfig, TrainingJob
+from clients.config.tables.common import StudentConfig, TrackConfig
+from clients.config.tables.job import JobConfig
 from clients.config.tables.reward import GENERATED, RewardConfig
 from clients.data.images import require_pillow
 from protos.errors import InvalidInput
@@ -27,34 +23,24 @@ from protos.extras import install_command, require_extra
 _FLASH_MODULES = ("flash_attn", "flash_attn_interface", "kernels")
 
 
-def check_packages(config: AnyJob) -> None:
+def check_packages(config: JobConfig) -> None:
     """Raise InvalidInput if packages are missing; the hint is the command that installs them."""
-    if isinstance(config, CaptureJob):
-        require_extra("teacher", "a capture", field="method.type")
-        if config.method.ray is not None:
-            require_extra("ray", "a capture on Ray", field="method.ray")
-    if isinstance(config, TrainingJob):
-        require_extra("train", "training", field="method.type")
-        if config.train.optimizer == "adamw_8bit":
-            require_extra("8bit", "the optimizer adamw_8bit", field="train.optimizer")
-        check_attention(config.student)
-    if isinstance(config, SamplingJob):
-        rollouts = config.rollouts
-        # Some builds of vLLM are distributed under other names than that of the extra.
-        if rollouts.engine == "vllm" and rollouts.replicas and find_spec("vllm") is None:
-            require_extra("vllm", "the engine vllm", field="rollouts.engine")
-    if (teacher := started_teacher(config)) is not None:
+    for extra, user, field in config.extras:
+        require_extra(extra, user, field=field)
+    # Some builds of vLLM are distributed under other names than that of the extra.
+    lacks_vllm = find_spec("vllm") is None
+    engine, teacher, student = config.rollout_engine, config.started_teacher, config.trained_student
+    if engine is not None and engine.engine == "vllm" and engine.replicas and lacks_vllm:
+        require_extra("vllm", "the engine vllm", field="rollouts.engine")
+    if teacher is not None:
         require_extra("teacher", "a teacher", field="teacher.model")
-        if teacher.engine == "vllm" and find_spec("vllm") is None:
+        if teacher.engine == "vllm" and lacks_vllm:
             require_extra("vllm", "the engine vllm", field="teacher.engine")
-    if isinstance(config, OnPolicyJob | RLJob) and config.data and config.data.image_column:
-        require_pillow("data.image_column")
-    if isinstance(config, EvalJob):
-        require_extra("train", "an evaluation", field="method.type")
-    if isinstance(config, EvalJob | RLJob):
-        check_reward(config.reward)
-        if isinstance(config, RLJob) and config.environment is not None:
-            require_extra("rl", "the search environment", field="environment.type")
+    if student is not None:
+        check_attention(student)
+        if config.prompt_format is not None and config.prompt_format.image_column is not None:
+            require_pillow("data.image_column")
+    check_reward(config.reward_table)
 
 
 def check_attention(student: StudentConfig) -> None:

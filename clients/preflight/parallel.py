@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clients.config.kinds import AnyTraining
 from clients.config.tables.common import StudentConfig
+from clients.config.tables.job import TrainingJob
 from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
 
@@ -24,7 +24,7 @@ _COUNT_KEYS = {
 }
 
 
-def check_tensor_parallel(config: AnyTraining) -> None:
+def check_tensor_parallel(config: TrainingJob) -> None:
     """Raise InvalidInput if a local student does not divide evenly over a tensor-parallel group.
 
     A student from the hub is checked when the job starts.
@@ -76,7 +76,7 @@ CONTEXT_FIELD = "train.context_parallel"
 _HEADS = "heads of queries"
 
 
-def check_context_parallel(config: AnyTraining) -> None:
+def check_context_parallel(config: TrainingJob) -> None:
     """Raise InvalidInput if a group does not divide the heads of a local student evenly.
 
     A student from the hub is checked when the job starts.

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from clients.config.kinds import AnyJob, SamplingJob
-from clients.config.offline import OfflineJob
+from clients.config.tables.job import JobConfig
 from clients.preflight.teachers import check_length
 from clients.runs.started_services import PLACED_VARIABLE as PLACED
 from protos import rollouts_pb2, rollouts_pb2_grpc
@@ -41,18 +40,15 @@ def gpus_here() -> list[str]:
     return [name.strip() for name in listed.split(",") if name.strip()]
 
 
-def check_gpus(config: AnyJob) -> None:
+def check_gpus(config: JobConfig) -> None:
     """Raise InvalidInput if `rollouts.gpus` asks for more GPUs than this machine has.
 
     Engines that have been placed on a cluster are not checked.
     """
-    if not isinstance(config, SamplingJob) or not config.rollouts.gpus or PLACED in os.environ:
+    if not config.engine_gpus or PLACED in os.environ:
         return
-    trainer_gpus, engine_gpus, available_gpus = (
-        config.train.processes,
-        config.rollouts.gpus,
-        len(gpus_here()),
-    )
+    trainer_gpus, engine_gpus = config.processes, config.engine_gpus
+    available_gpus = len(gpus_here())
     if available_gpus < trainer_gpus + engine_gpus:
         raise InvalidInput(
             f"there are {available_gpus} GPUs; train.processes needs {trainer_gpus} of them and the"
@@ -91,23 +87,21 @@ def another_engine(engine: str, requested: str) -> WrongState:
     )
 
 
-def check_rollouts(config: AnyJob, *, scope: str) -> None:
+def check_rollouts(config: JobConfig, *, scope: str) -> None:
     """Query the services at `rollouts.address`, if the job has any; waits at most 5 s.
 
     `scope`: see `open_channel`. Services that do not answer are logged. Raises Unavailable if none
     answers, InvalidInput if a server is another program or if its sequences are too short for the
     job, and WrongState if it refuses the token, or has another engine or protocol.
     """
-    if not isinstance(config, SamplingJob) or config.rollouts.address is None:
+    engine = config.rollout_engine
+    if engine is None or engine.address is None:
         return
-    configured_addresses = config.rollouts.address
+    configured_addresses = engine.address
     addresses = (
         [configured_addresses] if isinstance(configured_addresses, str) else configured_addresses
     )
     faults: list[DistillError] = []
-    longest = config.method.max_new_tokens
-    if not isinstance(config, OfflineJob):  # its prompts are those of the store
-        longest += config.method.max_prompt_tokens
     with ExitStack() as stack:
         calls = [stack.enter_context(_InfoCall(address, scope)) for address in addresses]
         for address, call in zip(addresses, calls, strict=True):
@@ -117,9 +111,10 @@ def check_rollouts(config: AnyJob, *, scope: str) -> None:
                 faults.append(error)
                 continue
             check_protocol(address, info.protocol)
-            if info.engine != config.rollouts.engine:
-                raise another_engine(info.engine, config.rollouts.engine)
-            check_length(longest, f"rollout service at {address}", info.max_length or None)
+            if info.engine != engine.engine:
+                raise another_engine(info.engine, engine.engine)
+            label = f"rollout service at {address}"
+            check_length(config.longest_sequence, label, info.max_length or None)
     if len(faults) == len(addresses):
         raise Unavailable(
             f"no rollout service answers at {', '.join(addresses)} ({faults[0].message})",

@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from clients.config.capture import CaptureJob
-from clients.config.evaluation import EvalJob
-from clients.config.kinds import AnyJob, started_teacher
-from clients.config.offline import OfflineJob
-from clients.config.on_policy import OnPolicyJob
-from clients.config.rl import RLJob
-from clients.config.sft import SFTJob
+from clients.config.kinds import AnyJob
+from clients.config.tables.job import JobConfig
+from clients.config.tables.teacher import RowRequest
 from clients.preflight.vocabulary import require_narrowing
-from clients.store.captured_store import CapturedStore, captured_store_of
+from clients.store.captured_store import CapturedStore, captured_stores
 from clients.teacher.info import TeacherInfo
 from protos.errors import InvalidInput, WrongState
 
@@ -45,24 +42,18 @@ class TeacherLimits(Protocol):
         """Whether its model reads the images of prompts."""
 
 
-def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
+def services_of(config: JobConfig) -> Mapping[str, str | list[str]]:
     """Return the addresses of the teacher services that the job needs, by name.
 
     A single teacher has the name "". The result is empty if the job needs no service, or one that
     is started for it: `started_teacher.connected` returns the job with its address.
     """
-    if started_teacher(config) is not None:
-        return {}
-    if not isinstance(config, CaptureJob):
-        return config.teacher_addresses
-    loads_its_own = config.teacher.model is not None or config.method.ray is not None
-    return {} if loads_its_own else {"": config.teacher.address}
+    return {} if config.started_teacher is not None else config.teacher_addresses
 
 
-def adapter_of(config: AnyJob) -> str:
+def adapter_of(config: JobConfig) -> str:
     """Return the adapter with which the job's teacher scores; "": none."""
-    teacher = None if isinstance(config, EvalJob | SFTJob) else config.teacher
-    return (teacher and teacher.adapter) or ""
+    return (config.teacher_link and config.teacher_link.adapter) or ""
 
 
 def field_of(name: str) -> str:
@@ -83,21 +74,18 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
     """
     _check_images(config, infos)
     for name, info in infos.items():
-        match config:
-            case OnPolicyJob():
-                _check_scorer(info, label_of(name), config, config.top_k, "teacher.top_k")
-            case RLJob():
-                _check_scorer(info, label_of(name), config, config.method.top_k, "method.top_k")
-            case OfflineJob():
-                _check_live_teacher(info, label_of(name), captured_store_of(config)[0])
-            case CaptureJob():
-                check_capture(info, config)
+        if config.row_request is not None:
+            _check_scorer(info, label_of(name), config.row_request)
+        elif (stores := captured_stores(config)) is not None:
+            _check_live_teacher(info, label_of(name), stores[0])
+        elif isinstance(config, CaptureJob):
+            check_capture(info, config)
 
 
-def _check_images(config: AnyJob, infos: Mapping[str, TeacherLimits]) -> None:
+def _check_images(config: JobConfig, infos: Mapping[str, TeacherLimits]) -> None:
     """Check that a teacher reads the images of the prompts; of several, at least one."""
-    data = None if isinstance(config, EvalJob | OfflineJob | SFTJob) else config.data
-    if data is None or data.image_column is None or not infos:
+    prompts = config.prompt_format
+    if prompts is None or prompts.image_column is None or not infos:
         return
     if not any(info.takes_images for info in infos.values()):
         raise InvalidInput(
@@ -148,39 +136,33 @@ def check_length(longest: int, model: str, limit: int | None) -> None:
         )
 
 
-def _check_scorer(
-    info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k: int, key: str
-) -> None:
-    """Check `top_k`, the value of the job's key `key`, and the sequence length."""
+def _check_scorer(info: TeacherInfo, label: str, request: RowRequest) -> None:
+    """Check the limits of a teacher that scores the student's rollouts."""
     hint = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
-    _check_head(info, label, top_k, key, hint)
-    _check_ids(info, label, config, top_k)
-    _check_temperature(info, label, config.method.temperature)
-    # As the baseline of a KL reward, only `bucket` needs no draws.
-    in_reward = isinstance(config, RLJob) and config.method.kl_in == "reward"
-    alternative_tail = "bucket" if in_reward else "bucket+sampled"
-    if config.draws > info.max_tail_draws:
+    _check_head(info, label, request.top_k, request.top_k_key, hint)
+    _check_ids(info, label, request)
+    _check_temperature(info, label, request.temperature)
+    if request.draws > info.max_tail_draws:
         raise InvalidInput(
-            f"the {label} scores {info.max_tail_draws} tail draws per row, not {config.draws}",
+            f"the {label} scores {info.max_tail_draws} tail draws per row, not {request.draws}",
             field="method.tail",
-            hint=f"install the same version on the teacher's machine, or use '{alternative_tail}'",
+            hint=f"install the same version on the teacher's machine, or use '{request.tail}'",
         )
-    if isinstance(config, OnPolicyJob) and config.tail_samples > info.max_tail_samples:
+    if request.tail_samples > info.max_tail_samples:
         raise InvalidInput(
             f"the {label} draws {info.max_tail_samples} tail samples per row, not"
-            f" {config.tail_samples}",
+            f" {request.tail_samples}",
             field="method.tail",
             hint="lower teacher.tail_draws, or set method.tail = 'bucket+sampled'",
         )
-    longest = config.method.max_prompt_tokens + config.method.max_new_tokens
-    check_length(longest, label, info.max_length)
+    check_length(request.sequence_tokens, label, info.max_length)
     # For the reverse KL each query carries the student's head ids and draws, four bytes each.
-    max_ids = info.max_request_bytes * 3 // 16 // config.method.max_new_tokens
-    if _sends_ids(config) and top_k + config.draws > max_ids:
+    max_ids = info.max_request_bytes * 3 // 16 // request.answer_tokens
+    if request.of_student and request.top_k + request.draws > max_ids:
         raise InvalidInput(
-            f"{config.method.max_new_tokens} tokens with {top_k} head ids and {config.draws} draws"
-            " each exceed the size of one query",
-            field=key,
+            f"{request.answer_tokens} tokens with {request.top_k} head ids and {request.draws}"
+            " draws each exceed the size of one query",
+            field=request.top_k_key,
             hint=f"lower it, or the draws: {max_ids} ids fit in a row",
         )
 
@@ -194,32 +176,22 @@ def _check_temperature(info: TeacherLimits, label: str, temperature: float) -> N
         )
 
 
-def _sends_ids(config: OnPolicyJob | RLJob) -> bool:
-    """Whether the rows are at ids of the student, which it sends."""
-    if isinstance(config, OnPolicyJob):
-        return config.method.student_head
-    return config.method.divergence == "reverse_kl"
-
-
-def _check_ids(info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k: int) -> None:
+def _check_ids(info: TeacherInfo, label: str, request: RowRequest) -> None:
     """Check that the teacher scores as many ids of the student as the reverse KL asks for."""
-    max_ids = info.max_chosen_ids
-    if max_ids is None or not _sends_ids(config) or top_k + config.draws <= max_ids:
+    max_ids, ids = info.max_chosen_ids, request.top_k + request.draws
+    if max_ids is None or not request.of_student or ids <= max_ids:
         return
     if not max_ids:
-        alternative = "use 'forward_kl', or a server that scores chosen ids"
         raise InvalidInput(
             f"the {label} scores its own likeliest ids only, and reverse_kl needs the student's",
             field="method.divergence",
-            hint=f"set method.head = 'teacher', {alternative}"
-            if isinstance(config, OnPolicyJob)
-            else alternative,
+            hint=f"{request.teacher_head}, or a server that scores chosen ids",
         )
     raise InvalidInput(
-        f"the {label} scores {max_ids} chosen ids per row, not {top_k} head ids and"
-        f" {config.draws} draws",
+        f"the {label} scores {max_ids} chosen ids per row, not {request.top_k} head ids and"
+        f" {request.draws} draws",
         field="teacher.top_k",
-        hint=f"lower it, or start the server with --max-logprobs {top_k + config.draws + 1}",
+        hint=f"lower it, or start the server with --max-logprobs {ids + 1}",
     )
 
 

@@ -33,6 +33,7 @@ from typing import IO, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from clients.config.evaluation import RESULTS
 from clients.config.kinds import AnyJob, parse_job
 from clients.data.regular_file import open_regular
 from clients.runs.file_system import fsync_directory, lock_file
@@ -164,7 +165,7 @@ class RunDirectory:
     @property
     def evaluation(self) -> Path:
         """Directory of the answers and the results of an evaluation."""
-        return self.path / "eval"
+        return self.path / RESULTS
 
     @property
     def code_diff(self) -> Path:

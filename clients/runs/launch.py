@@ -12,9 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from clients.config.capture import CaptureJob
-from clients.config.evaluation import EvalJob
-from clients.config.kinds import AnyTraining
+from clients.config.tables.common import StudentConfig
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.config.tables.teacher import TeacherLink
 from clients.runs.directory import RunDirectory
@@ -31,13 +29,7 @@ def trainer_command(
     The program resumes from the checkpoint of `from_step`, or from the newest good checkpoint if
     `from_step` is None; it starts from the beginning if there is no checkpoint.
     """
-    match RunDirectory(run).config():
-        case CaptureJob():
-            program = "teacher_service.capture"
-        case EvalJob():
-            program = "student_trainer.exam.job"
-        case _:
-            program = "student_trainer"
+    program = RunDirectory(run).config().program
     # -P: Python imports nothing from the working directory, which may belong to anybody.
     trainer = [sys.executable, "-P", "-m", program, str(run), "--attempt", str(attempt)]
     if from_step is not None:
@@ -76,20 +68,14 @@ def teacher_command(teacher: TeacherLink, port: int, token_file: Path | None = N
     return command
 
 
-def adapter_rank(config: AnyTraining) -> int:
-    """Return the rank of the adapters that an engine gets; 0: it gets all weights."""
-    return config.student.lora.rank_of_engines if config.student.lora else 0
-
-
-def rollouts_command(config: AnyTraining, rollouts: RolloutsConfig) -> list[str]:
+def rollouts_command(student: StudentConfig, rollouts: RolloutsConfig) -> list[str]:
     """Return the command line of a rollout service of a job, without its port and threads."""
-    student = config.student
     command = [sys.executable, "-P", "-m", "student_trainer.rollout_service"]
     command += ["--model", student.model, "--engine", rollouts.engine, "--dtype", student.dtype]
     if student.revision is not None:
         command += ["--revision", student.revision]
-    if rank := adapter_rank(config):
-        command += ["--lora-rank", str(rank)]
+    if student.adapter_rank:
+        command += ["--lora-rank", str(student.adapter_rank)]
     if rollouts.engine == "vllm":
         command += ["--tensor-parallel-size", str(rollouts.tensor_parallel_size)]
         command += ["--gpu-memory-share", str(rollouts.memory_share)]

@@ -13,14 +13,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from clients.config.kinds import AnyJob
+from clients.config.tables.job import JobConfig
 from clients.data.preview import Preview
 from clients.runs.directory import RunDirectory, Status, Verdict, replace_file
 from clients.runs.fence import require_unfenced
 from protos.errors import DistillError, ExitCode, Unavailable, WrongState
 
 _SECONDS_BETWEEN_WRITES = 0.5
+_Job = TypeVar("_Job", bound=JobConfig)
 
 
 class AttemptDied(Exception):
@@ -237,9 +239,12 @@ def write_preview(run: RunDirectory, make_preview: Callable[[], Preview]) -> Non
 
 
 def run_program(
-    name: str, description: str | None, work: Callable[[RunDirectory, AnyJob, Progress], Verdict]
+    kind: type[_Job],
+    name: str,
+    description: str | None,
+    work: Callable[[RunDirectory, _Job, Progress], Verdict],
 ) -> int:
-    """Run one attempt and return the exit code; command-line errors exit with code 2.
+    """Run one attempt of a job of `kind`; return the exit code, 2 if the command line is wrong.
 
     `work` is called while this process holds the lock of the run directory. SIGTERM sets the wish
     to stop that its progress returns.
@@ -251,6 +256,7 @@ def run_program(
     terminated = prepare()
     run = RunDirectory(options.run)
     job = run.config()
+    assert isinstance(job, kind), "trainer_command starts the program of each kind"
     progress = Progress(run, attempt=options.attempt, max_steps=0, main=True, terminated=terminated)
     try:
         with run.held():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from clients.config.kinds import AnyTraining, started_teacher
+from clients.config.kinds import AnyTraining
 from clients.data.regular_file import read_document
 from clients.runs.directory import replace_file
 from protos.errors import Unavailable
@@ -33,7 +33,7 @@ def connected(config: AnyTraining, run: Path) -> AnyTraining:
 
     A job without one is returned as it is. Raises Unavailable if no teacher was started.
     """
-    teacher = started_teacher(config)
+    teacher = config.started_teacher
     if teacher is None:
         return config
     try:

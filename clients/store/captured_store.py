@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clients.config.offline import OfflineConfig, OfflineJob
+from clients.config.tables.job import JobConfig
 from clients.store.copies import manifest_at
 from clients.store.facts import SEQUENCES
 from clients.store.manifest import Manifest
@@ -53,6 +54,11 @@ class CapturedStore:
     def has_images(self) -> bool:
         """True if its sequences may name images."""
         return "image_column" in self.facts
+
+
+def captured_stores(config: JobConfig) -> tuple[CapturedStore, CapturedStore | None] | None:
+    """Return the stores of an offline job, as `captured_store_of`; None of another job."""
+    return captured_store_of(config) if isinstance(config, OfflineJob) else None
 
 
 def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore | None]:

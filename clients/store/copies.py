@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from clients.config.file import named_urls, replaced
 from clients.config.kinds import AnyJob
-from clients.config.offline import OfflineJob
 from clients.data.models.files import MODEL_KEYS, MODEL_SUFFIXES
 from clients.data.object_urls import is_object_url, place_of
 from clients.runs.file_system import lock_file
@@ -85,9 +84,8 @@ def files_on_disk(job: _Job) -> _Job:
     Several processes may call this at the same time: one copies. Raises NotFound, naming the key,
     if there is no such file, OSError if the disk is full, and what ObjectFolder raises.
     """
-    stores = ("data.path", "data.eval_path") if isinstance(job, OfflineJob) else ()
     for key, url in named_urls(job):
-        if key not in stores:
+        if key not in job.stores:
             job = replaced(job, key, str(_copy_files(key, url)))
     return job
 

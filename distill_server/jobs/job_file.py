@@ -7,10 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clients.config.capture import CaptureJob
-from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyJob, parse_job
-from clients.config.rl import RLJob
 from protos.errors import InvalidInput
 
 
@@ -27,14 +24,14 @@ def parse_config(config_json: str) -> AnyJob:
         other_problems = [f"{_format_path(problem)}: {problem['msg']}" for problem in problems[1:]]
         message = "; ".join([problems[0]["msg"], *other_problems])
         raise InvalidInput(message, field=_format_path(problems[0])) from error
-    if isinstance(job, CaptureJob) and job.method.store is not None:
+    if job.output_store is not None:
         # On a server, a job may write only to its run directory.
         raise InvalidInput(
             "a server keeps the rows in the job's own directory",
             field="method.store",
             hint="leave it out; distill pull downloads the rows",
         )
-    if isinstance(job, EvalJob | RLJob) and job.reward is not None and job.reward.file is not None:
+    if job.reward_table is not None and job.reward_table.file is not None:
         raise InvalidInput(
             "a server runs no code that a job names",
             field="reward.file",

@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from clients.config.kinds import AnyJob
-from clients.config.offline import OfflineJob
-from clients.config.on_policy import OnPolicyJob
-from clients.config.rl import RLJob
-from clients.config.tables.common import TrainingJob
 from clients.data.models.shape import logits_in
 from clients.data.tokens.tokenizer import first_difference, tokens_in
 from clients.preflight.files import check_here
@@ -203,14 +199,12 @@ class JobPreflight:
 
     def _compare_with_teachers(self, config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
         # A store at a URL is read only by the job's program, with the credentials of a trainer.
-        if not (isinstance(config, OfflineJob) and config.data.at_url):
+        if not config.has_remote_store:
             check_teachers(config, infos)
-        if not isinstance(config, TrainingJob):
+        # The trainer checks whether another tokenizer can be used.
+        if config.trained_student is None or config.other_tokenizer:
             return
-        teacher = config.teacher if isinstance(config, OnPolicyJob | RLJob) else None
-        if teacher is not None and teacher.tokenizer != "same":
-            return  # the trainer checks whether the other tokenizer can be used
-        student = Path(config.student.model)
+        student = Path(config.trained_student.model)
         for name, addresses in services_of(config).items():
             vocabulary = partial(_fetch_vocabulary, addresses, field_of(name))
             self._tokens.check(student, infos[name], label_of(name), vocabulary)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from clients.config.capture import CaptureJob
 from clients.config.file import replaced
 from clients.config.kinds import AnyJob, parse_job
 from clients.config.tables.after import JobOutput, output_of, outputs_in
@@ -93,5 +92,4 @@ def with_paths(config: AnyJob, runs: Path, jobs: Mapping[str, Job]) -> AnyJob:
 
 def _output_path(job: Job, run: RunDirectory) -> str:
     root = str(artifact_root(job, run, step=None))
-    config = parse_job(job.config_json)
-    return config.method.store_in(run.path) if isinstance(config, CaptureJob) else root
+    return str(parse_job(job.config_json).outputs(run.path).get("store", root))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clients.config.kinds import AnyJob, SamplingJob, gpus_of, processes_of, started_teacher
+from clients.config.kinds import AnyJob
 from clients.config.tables.teacher import TeacherLink
 from protos.errors import InvalidInput
 
@@ -53,7 +53,7 @@ class Machine:
         """Raise InvalidInput if the job requests more than the whole machine has."""
         # Without --cpus, half of the machine's threads are for jobs; processes may use the others.
         threads = self.cpus or max(self.all_cpus, os.cpu_count() or 1)
-        if (processes := processes_of(job)) > threads:
+        if (processes := job.processes) > threads:
             raise InvalidInput(
                 f"{processes} processes need {processes} CPU threads, the server has"
                 f" {threads} for all jobs",
@@ -66,7 +66,7 @@ class Machine:
                 field="resources.cpus",
                 hint="request fewer, or start the server with a larger --cpus",
             )
-        if 0 < (job.resources.gpus or 0) < (needed_gpus := gpus_of(job)) > processes:
+        if 0 < (job.resources.gpus or 0) < (needed_gpus := job.gpus) > processes:
             raise InvalidInput(
                 f"the job asks for {job.resources.gpus} GPUs, its {processes} processes and its"
                 f" rollout engines need {needed_gpus}",
@@ -83,7 +83,7 @@ class Machine:
             )
 
     def _require_room_for_teacher(self, job: AnyJob) -> None:
-        teacher = started_teacher(job)
+        teacher = job.started_teacher
         if teacher is None:
             return
         self.require_teachers()
@@ -106,7 +106,7 @@ class Machine:
             )
 
     def _require_room_for_engines(self, job: AnyJob) -> None:
-        if not self.places_engines and isinstance(job, SamplingJob) and job.rollouts.gpus:
+        if not self.places_engines and job.engine_gpus:
             raise InvalidInput(
                 "a server with --slurm places no rollout engines on GPUs of their own",
                 field="rollouts.gpus",
@@ -158,13 +158,13 @@ class Machine:
     def _count_cpus(self, job: AnyJob) -> int:
         requested_cpus = job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
         # A process needs at least one, as far as there are some.
-        return max(requested_cpus, min(processes_of(job), self.all_cpus))
+        return max(requested_cpus, min(job.processes, self.all_cpus))
 
     def gpus_of_job(self, job: AnyJob) -> int:
         """Return the GPUs that the job holds while it runs; 0 if GPUs are not divided."""
         requested_gpus = job.resources.gpus
         if requested_gpus is None:
-            return 0 if self.gpus is None else gpus_of(job)
+            return 0 if self.gpus is None else job.gpus
         return requested_gpus
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from clients.config.kinds import AnyJob, started_teacher
+from clients.config.kinds import AnyJob
 from clients.config.tables.after import outputs_in
 from clients.config.tables.teacher import TeacherLink
 from clients.jobs.job import Job
@@ -101,7 +101,7 @@ class TeacherNeeds:
         `share` is the job's future share of the machine, `shares` are those in use. Raises
         InvalidInput if its teacher cannot be started.
         """
-        if started_teacher(config) is None:
+        if config.started_teacher is None:
             return TeacherReady()
         attempt = (job.id, job.attempt)
         self._requested_attempts.add(attempt)
@@ -160,6 +160,6 @@ class TeacherNeeds:
 
 def _identify_teacher(config: AnyJob, runs: Path, jobs_read: dict[str, Job]) -> _IdentifiedTeacher:
     """Read the files of the model of a job's teacher to compute its key; blocking."""
-    teacher = started_teacher(with_paths(config, runs, jobs_read))
+    teacher = with_paths(config, runs, jobs_read).started_teacher
     assert teacher is not None
     return _IdentifiedTeacher(key_of(teacher), teacher)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from protos.errors import InvalidInput
 from student_trainer.checkpoints.atomic_directory import write_atomically
 from student_trainer.checkpoints.model_directory import (
     remove_aliases,
@@ -26,10 +28,27 @@ from student_trainer.model.lora import (
     save_adapter_configuration,
     trainable_weights,
 )
-from student_trainer.parallel.shards import full_tensors
+from student_trainer.parallel.collectives import max_over_ranks
+from student_trainer.parallel.shards import full_tensors, local
 from student_trainer.teachers.anchor import Anchor
 
 _CPU = torch.device("cpu")
+
+
+def require_range(accelerator: Accelerator, model: Any, dtype: str) -> None:
+    """Collective. Raise InvalidInput if a weight is beyond the range of `export.dtype`."""
+    if dtype != "float16":
+        return
+    limit = torch.finfo(torch.float16).max
+    shards = ((name, local(weight)) for name, weight in model.named_parameters())
+    beyond = [name for name, shard in shards if shard.numel() and shard.abs().max() > limit]
+    if max_over_ranks(accelerator, len(beyond)):
+        raise InvalidInput(
+            f"{beyond[0] if beyond else 'a weight'} has a number beyond {limit:g}, the largest of"
+            " float16",
+            field="export.dtype",
+            hint='set export.dtype = "bfloat16" in a new job; the last checkpoint is float32',
+        )
 
 
 def export_model(

@@ -126,7 +126,7 @@ def _compare_with_teacher(
     if pair is not None:
         _refuse_unused_keys(config, "student and teacher differ in special tokens only")
         return pair
-    if isinstance(config, RLJob):
+    if not config.aligns_tokens:
         raise InvalidInput(
             "the tokenizers of student and teacher differ in more than special tokens, and the KL"
             " of rl compares rows of the same tokens",
@@ -144,12 +144,10 @@ def _compare_with_teacher(
 
 def _refuse_unused_keys(config: OnPolicyJob | RLJob, reason: str) -> None:
     """Raise InvalidInput if the job sets a key that applies to tokens aligned by bytes only."""
-    if isinstance(config, RLJob):
-        return
-    if config.method.horizon != "word":
+    for key in config.alignment_keys:
         raise InvalidInput(
             f"has no effect: {reason}, and the loss is that of every token",
-            field="method.horizon",
+            field=key,
             hint="leave it out",
         )
 

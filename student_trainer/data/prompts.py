@@ -364,7 +364,8 @@ def load_items(
 
     def read_records(path: str, name: str | None, split: str, field: str) -> list[PromptRecord]:
         is_held_out = field == "data.eval_path"
-        source_reader = replace(reader, data=data.without_weights()) if is_held_out else reader
+        weights = {"weight_column": None} if is_held_out else {}  # held-out prompts have none
+        source_reader = replace(reader, data=data.model_copy(update=weights))
         records_of_set = list(source_reader.read(DataSet(path, name, split, field)))
         for record in filter(encoder.is_doubtful, records_of_set):
             encoder.encode(record, field)  # may raise, and must do so before the first step

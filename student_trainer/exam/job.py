@@ -12,7 +12,6 @@ from typing import Any
 from clients.config.evaluation import EvalJob
 from clients.config.exam import ExamConfig
 from clients.config.file import named_files
-from clients.config.kinds import AnyJob
 from clients.data.models.files import use_caches_if_away
 from clients.preflight.files import check_files, check_here
 from clients.runs.directory import RunDirectory, Verdict
@@ -38,16 +37,15 @@ _JOB_KEYS = {
 
 def main() -> int:
     """Run the attempt and return the exit code; command-line errors exit with code 2."""
-    return run_program("student_trainer.exam.job", __doc__, evaluate)
+    return run_program(EvalJob, "student_trainer.exam.job", __doc__, evaluate)
 
 
-def evaluate(run: RunDirectory, job: AnyJob, progress: Progress) -> Verdict:
+def evaluate(run: RunDirectory, job: EvalJob, progress: Progress) -> Verdict:
     """Run one attempt of an evaluation, which requests the answers that are not on disk.
 
     Returns "succeeded", or "cancelled" if a stop was requested. Raises a DistillError if the model
     or the data cannot be used.
     """
-    assert isinstance(job, EvalJob), "launch.py starts the program of each kind"
     progress.say("preflight", 0)
     check_files(job)
     job = files_on_disk(job)

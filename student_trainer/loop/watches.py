@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 
 from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
-from clients.config.sft import SFTJob
-from clients.config.tables.common import TrainingJob
 from clients.runs.metrics_file import Point
 from student_trainer.teachers.anchor import Anchor
 
@@ -61,13 +59,6 @@ class RewardWatch:
         return f"all rewards equal since step {self._flat_since}"
 
 
-def learns_from_groups(config: TrainingJob) -> bool:
-    """Return whether the advantages come from groups of rewards; a critic needs no differences."""
-    if not isinstance(config, RLJob) or config.reward is None:
-        return False
-    return config.method.reward_weight > 0 and config.method.advantages != "gae"
-
-
 def contraction(
     *, tau: float, update_period: int, learning_rate: float, beta: float, curvature: float
 ) -> float:
@@ -91,6 +82,8 @@ class StabilityWatch:
     effective rate is bounded by its longest step, alpha sqrt(n) for n weights, divided by the norm
     of the gradient.
     """
+
+    note = ""  # nothing for the phase of the job
 
     def __init__(self, config: RLJob, anchor: Anchor) -> None:
         """Collective: measures the norm of the anchor."""
@@ -133,6 +126,8 @@ class HeadWatch:
     Each attempt warns once, so the log of a resumed run has the warning too.
     """
 
+    note = ""  # nothing for the phase of the job
+
     def __init__(self, history: Iterable[Point]) -> None:
         """`history`: metrics before this attempt; their first head mass is the reference."""
         masses = (point.metrics.get(_MASS) for point in history)
@@ -155,19 +150,6 @@ class HeadWatch:
                 mass,
                 self._reference_mass,
             )
-
-
-def learns_from_a_head(config: TrainingJob) -> bool:
-    """Return whether the loss has a KL over a head; rewards alone may move the mass anywhere."""
-    if isinstance(config, SFTJob):
-        return False
-    if not isinstance(config, RLJob):
-        return True
-    method = config.method
-    learns_from_teacher = config.teacher is not None and method.teacher_beta > 0
-    return (
-        bool(method.top_k) and method.kl_in == "loss" and (method.beta > 0 or learns_from_teacher)
-    )
 
 
 class LearningWatch:

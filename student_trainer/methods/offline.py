@@ -12,7 +12,7 @@ One step, in order:
    prompt is used: the student samples a completion (`rollouts/hf.py`) and a live teacher scores it
    (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`. With a table
    `rollouts`, an engine samples (`rollout_client/rollouts_ahead.py`).
-4. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), several
+4. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), several
    to a line if the model allows it, but never stored sequences with sampled ones. It waits for the
    rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors (`ScoredSequence` ->
    `Batch`, both in `data/batch.py`).
@@ -25,236 +25,133 @@ One step, in order:
    word beginnings as control variates, or compares likelihoods (`cross_tokenizer/objectives.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
-`offline_method` connects these parts. `assembly.py` calls it once when an attempt starts.
+`prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls
+both once when an attempt starts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from accelerate import Accelerator
+from numpy import int64
 from numpy.typing import NDArray
 
 from clients.config.offline import OfflineJob
+from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig, PromptKeys
-from clients.data.images import ImageReader, read_stored_images
-from clients.store.dataset import LogitDataset
-from protos.errors import Corrupt, InvalidInput
+from clients.data.images import ImageReader
+from clients.preflight.teachers import check_length
+from protos.errors import DistillError
 from student_trainer.cross_tokenizer.objectives import StoredAnswersObjective
 from student_trainer.cross_tokenizer.special_token_store import SpecialTokenStore
-from student_trainer.cross_tokenizer.store import CrossTokenizerStore
-from student_trainer.data.captured_stores import Stores, TrainingStore, remove_copies
-from student_trainer.data.images import with_images
-from student_trainer.data.order import EpochOrder, permutation
+from student_trainer.cross_tokenizer.store import (
+    CrossTokenizerStore,
+    open_cross_tokenizer_store,
+)
+from student_trainer.data.captured_stores import (
+    Stores,
+    TrainingStore,
+    open_stores,
+    remove_copies,
+)
+from student_trainer.data.order import permutation
 from student_trainer.data.prompts import Prompt, load_prompts
-from student_trainer.data.sequence import TokenSequence
-from student_trainer.loop.step import Step
+from student_trainer.loop.method import Method
 from student_trainer.losses import Tail
-from student_trainer.methods.method import (
-    Method,
+from student_trainer.methods.offline_steps import (
+    Mixture,
+    ReadSequence,
+    StoredSteps,
+    make_image_reading,
+    read,
+)
+from student_trainer.methods.preparation import (
+    Inputs,
+    Preparation,
     held_out_evaluation,
     plain_rollouts,
     sampling_settings,
 )
+from student_trainer.model.loading import load_image_reader, load_tokenizer, vocabulary
 from student_trainer.objectives.distillation import DistillationObjective
-from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollouts.rollouts import Rollouts
+from student_trainer.run.model_checks import (
+    check_stored_length,
+    check_stored_vocabulary,
+    check_stored_width,
+)
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
-from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
-from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
+from student_trainer.teachers.scored_rollouts import ScoredRollouts
+from student_trainer.teachers.source import PendingRows
 
 log = logging.getLogger(__name__)
 
-_STEPS_AHEAD = 2
-# Returns a stored sequence, by its index, with its rows.
-ReadSequence = Callable[[LogitDataset, int], PendingRows]
 
-
-@dataclass(frozen=True)
-class Mixture:
-    """The on-policy part of a step: the student answers the first `count` prompts.
-
-    training: samples the answers. teacher: scores them.
-    """
-
-    training: RolloutsOfSteps
-    teacher: TeacherSource
-    count: int
-
-
-@dataclass(frozen=True)
-class _Share:
-    """This process's part of a step, read from the store.
-
-    stored_sequences: with their rows. prompts: the prompts that the student answers, and the
-    rollout number of each, which fixes its random stream.
-    """
-
-    stored_sequences: list[PendingRows]
-    prompts: tuple[list[Prompt], list[int]]
-
-
-class StoredSteps:
-    """Steps of stored sequences, which a thread verifies and decodes ahead of training.
-
-    At most two steps ahead are in memory. The sequences of a step are a pure function of the seed
-    and the step number.
-    """
-
-    def __init__(
-        self,
-        data: LogitDataset,
-        chosen: NDArray[np.int64],
-        accelerator: Accelerator,
-        *,
-        seed: int,
-        per_step: int,
-        last_step: int,
-        read: ReadSequence,
-        mixture: Mixture | None = None,
-    ) -> None:
-        """Set up the order of the sequences, without reading any.
-
-        `chosen`: int64 indices of the training sequences in `data`. `per_step`: sequences of a step
-        over all processes. `last_step`: the last step to read ahead. `read`: reads a sequence.
-        `mixture`: None if all sequences of a step are stored ones.
-        """
-        self._data = data
-        self._chosen = chosen
-        self._accelerator = accelerator
-        self._order = EpochOrder(len(chosen), seed)
-        self._per_step = per_step
-        self._last_step = last_step
-        self._read_sequence = read
-        self._mixture = mixture
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._reads: dict[int, Future[_Share]] = {}
-
-    def of_step(self, step: int) -> Step:
-        """Collective. Return this process's sequences of `step` (from 1) with their rows.
-
-        If a stored sequence is damaged on one rank, raises Corrupt on all ranks, before the step
-        changes any weight.
-        """
-        for read_step in range(step, min(step + _STEPS_AHEAD, self._last_step) + 1):
-            if read_step not in self._reads:
-                self._reads[read_step] = self._thread.submit(self._read_share, read_step)
-        share = raise_on_all_ranks(self._accelerator, self._reads.pop(step).result)
-        mixture = self._mixture
-        if mixture is None:
-            return Step([share.stored_sequences])
-
-        def select_prompts(number: int) -> tuple[Sequence[Prompt], Sequence[int]]:
-            # An engine may sample for steps that are not read yet.
-            return share.prompts if number == step else self._select_prompts(number)
-
-        sampled_rollouts = mixture.training.of_step(step, select_prompts)
-        mixture.teacher.finish()
-        return Step(
-            [sampled_rollouts + share.stored_sequences],
-            mixture.training.metrics(step, sampled_rollouts),
+def prepare(config: OfflineJob, inputs: Inputs) -> Preparation:
+    """Open the stores, check them against student and teacher, and read the prompts to answer."""
+    stores, max_length = open_stores(config), inputs.max_length
+    store = stores.training
+    longest = store.longest + config.method.max_new_tokens
+    for teacher in inputs.teachers.values():
+        check_length(longest, teacher.label, teacher.info.max_length)
+    has_images = any(opened and opened.has_images for opened in (store, stores.held_out))
+    images = load_image_reader(config.student, "data.path") if has_images else None
+    reader = open_cross_tokenizer_store(config, stores, inputs.tokenizer, max_length)
+    if reader is None:
+        vocab_size = check_stored_vocabulary(
+            store, vocabulary(inputs.tokenizer), inputs.width, _load_stored_tokens(store)
         )
-
-    def _read_share(self, step: int) -> _Share:
-        places, own_indices = self._select_sequences(step)
-        sampled_count = self._mixture.count if self._mixture else 0
-        sequence_indices = [int(self._chosen[places[i]]) for i in own_indices if i >= sampled_count]
-        stored_sequences = [self._read_sequence(self._data, index) for index in sequence_indices]
-        return _Share(stored_sequences, self._select_prompts(step))
-
-    def _select_prompts(self, step: int) -> tuple[list[Prompt], list[int]]:
-        """Return the prompts of a step that the student answers, and their rollout numbers."""
-        places, own_indices = self._select_sequences(step)
-        sampled_indices = [i for i in own_indices if self._mixture and i < self._mixture.count]
-        prompts = [stored_prompt(self._data, int(self._chosen[places[i]])) for i in sampled_indices]
-        return prompts, [(step - 1) * len(places) + i for i in sampled_indices]
-
-    def _select_sequences(self, step: int) -> tuple[Sequence[int], range]:
-        """Return the sequences of a step, as indices of `chosen`, and those of this process."""
-        places = self._order.of_step(step, self._per_step)
-        rank, world = self._accelerator.process_index, self._accelerator.num_processes
-        return places, range(rank, len(places), world)
+        check_stored_length(store, max_length)
+    elif isinstance(reader, SpecialTokenStore):
+        vocab_size = check_stored_width(store, reader.tokens, inputs.width)
+    else:
+        vocab_size = min(inputs.width, reader.tokens)
+    if config.teacher is not None or config.is_evaluated:
+        check_length(longest, "student", max_length)
+    task_prompts = load_task_prompts(config, inputs.tokenizer, store.longest)
+    return Preparation(
+        vocab_size,
+        partial(build, config, inputs, stores, task_prompts, reader, images),
+        images,
+        store,
+    )
 
 
-def read(data: LogitDataset, index: int) -> PendingRows:
-    """Return stored sequence `index` with its rows, already resolved.
-
-    Raises Corrupt if its bytes are damaged; the message names the sequence and what to do.
-    """
-    entry, block = data.decoded(index)
-    ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int64)
-    return PendingRows(TokenSequence(torch.from_numpy(ids), entry.start), resolved(block))
-
-
-def make_image_reading(reader: ImageReader, folder: str | None) -> ReadSequence:
-    """Return a function like `read` for stores whose sequences name images.
-
-    `reader`: of the student. `folder`: the root of the image paths; None: the folder of the
-    captured data. The function raises Corrupt if an image is not the captured one.
-    """
-
-    def read_one(data: LogitDataset, index: int) -> PendingRows:
-        entry, block = data.decoded(index)
-        image_folder = Path(data.metadata["data"]).parent if folder is None else Path(folder)
-        stored_images = read_stored_images(entry.images)
-        where = f"sequence {index} of {data.path}"
-        collapsed_ids = np.frombuffer(entry.token_ids, "<i4")
-        try:
-            ids, images = with_images(
-                collapsed_ids, [image_folder / name for name, _ in stored_images], reader, where
-            )
-        except InvalidInput as error:
-            error.field = "data.image_folder"
-            raise
-        digests = () if images is None else images.digests
-        if digests != tuple(digest for _, digest in stored_images):
-            raise Corrupt(
-                f"the images of {where} are not those that were captured",
-                field="data.image_folder",
-                hint="give the folder of the captured images, or capture again",
-            )
-        start = entry.start + len(ids) - len(collapsed_ids)
-        tokens = torch.from_numpy(ids.astype(np.int64))
-        return PendingRows(TokenSequence(tokens, start, images=images), resolved(block))
-
-    return read_one
+def _load_stored_tokens(store: TrainingStore) -> list[str] | None:
+    """Return the tokens of the store's tokenizer, or None if it is not on this machine."""
+    path = Path(store.facts.get("tokenizer") or "?")
+    if not path.is_dir():
+        return None
+    try:
+        return vocabulary(load_tokenizer(StudentConfig(model=str(path))))
+    except DistillError:
+        return None
 
 
-def stored_prompt(data: LogitDataset, index: int) -> Prompt:
-    """Return the tokens before the scored ones of stored sequence `index`, without an answer."""
-    entry = data.entry(index)
-    return Prompt(np.frombuffer(entry.token_ids, "<i4")[: entry.start].astype(np.int32), "")
-
-
-def offline_method(
+def build(
     config: OfflineJob,
+    inputs: Inputs,
     stores: Stores,
     task_prompts: list[Prompt],
-    teachers: Mapping[str, Connection],
+    other_store: CrossTokenizerStore | SpecialTokenStore | None,
+    images: ImageReader | None,
     accelerator: Accelerator,
     student: Replicated | Sharded,
-    tokenizer: Any,
     engine: EngineConnection | None,
-    other_store: CrossTokenizerStore | SpecialTokenStore | None = None,
-    images: ImageReader | None = None,
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
 
     The loss is the forward KL over the teacher's stored top-k. `task_prompts`: the prompts for
-    exact match, empty if disabled. `teachers`: the live teacher under the name "", needed only if
-    `method.on_policy_fraction` > 0. `engine`: samples the student's answers; None: this process
-    samples. `other_store`: reads the stores if they have another tokenizer. `images`: reads the
-    images that the stores name; None if they name none.
+    exact match, empty if disabled. `other_store`: reads the stores if they have another tokenizer.
+    `images`: reads the images that the stores name; None if they name none. `engine`: samples the
+    student's answers; None: this process samples.
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
@@ -266,11 +163,11 @@ def offline_method(
     if engine is not None:
         engine_rollouts = engine.rollouts(sampling_settings(config, **sampling_options))
     rollouts: Rollouts = engine_rollouts or plain_rollouts(
-        config, student, tokenizer, **sampling_options
+        config, student, inputs.tokenizer, **sampling_options
     )
     mixture = rollouts_ahead = None
     if config.teacher is not None:
-        teacher = _make_teacher(config, store, tail, teachers[""], student.full.vocab_size)
+        teacher = _make_teacher(config, store, tail, inputs.teachers[""], student.full.vocab_size)
         if engine and engine_rollouts:
             rollouts_ahead = engine.rollouts_ahead(config, teacher, engine_rollouts)
         training = rollouts_ahead or ScoredRollouts(student, rollouts, teacher, config.seed)
@@ -299,9 +196,8 @@ def offline_method(
         objective,
         read_held_out,
         task_prompts,
-        tokenizer,
+        inputs.tokenizer,
         rollouts,
-        is_stored=True,
     )
     facts = {"store": store.identity}
     return Method(objective, steps.of_step, evaluation, facts=facts, rollouts_ahead=rollouts_ahead)
@@ -312,7 +208,7 @@ def choose_reader(
     other_store: CrossTokenizerStore | SpecialTokenStore | None,
     images: ImageReader | None,
 ) -> ReadSequence:
-    """Return the function that reads a stored sequence; see `offline_method`."""
+    """Return the function that reads a stored sequence; see `build`."""
     if images is not None:
         return make_image_reading(images, config.data.image_folder)
     return read if other_store is None else other_store.read
@@ -350,7 +246,7 @@ def load_task_prompts(config: OfflineJob, tokenizer: Any, longest: int) -> list[
     cannot be read, lacks a column, or has no prompt that is short enough.
     """
     path = config.data.eval_prompts
-    if config.eval.metric == "none" or path is None:
+    if not config.is_evaluated or path is None:
         return []
     data = DataConfig(
         path=path,
@@ -367,7 +263,7 @@ def load_task_prompts(config: OfflineJob, tokenizer: Any, longest: int) -> list[
     return task_prompts
 
 
-def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[int64], NDArray[int64]]:
     """Return the indices of the training and the held-out sequences, a function of the seed."""
     count = config.eval.prompts
     training_indices = permutation(len(stores.training.data), config.seed, -1)

@@ -13,7 +13,7 @@ One step, in order:
    ids, which the sampler recorded, and ids that the sampler drew from the student's tail
    (`rollouts/tail_draws.py`, tail mode `bucket+draws`). With forward KL it scores its own top-k
    ids and ids that it draws from its own tail (`bucket+teacher_samples`).
-4. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), waits
+4. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), waits
    for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors
    (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the Top-k KL of each token
@@ -24,17 +24,20 @@ One step, in order:
    (`cross_tokenizer/objectives.py`, `cross_tokenizer/losses.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
-`on_policy_method` connects these parts. `assembly.py` calls it once when an attempt starts.
+`prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls
+both once when an attempt starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
 
 from clients.config.on_policy import OnPolicyJob
+from clients.preflight.teachers import check_length
 from student_trainer.cross_tokenizer.comparison import (
     SpecialTokenPair,
     TokenizerPair,
@@ -42,11 +45,16 @@ from student_trainer.cross_tokenizer.comparison import (
 )
 from student_trainer.cross_tokenizer.objectives import CrossTokenizerObjective
 from student_trainer.cross_tokenizer.teacher import CrossTokenizerTeacher
-from student_trainer.data.prompts import ItemsOfSteps, Prompt
+from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
+from student_trainer.loop.method import Method
 from student_trainer.loop.step import Step
-from student_trainer.methods.method import (
-    Method,
+from student_trainer.methods.preparation import (
+    Inputs,
+    Preparation,
+    check_shares,
     held_out_evaluation,
+    load_prompt_images,
+    pair_tokenizers,
     plain_rollouts,
     sampling_settings,
 )
@@ -54,11 +62,12 @@ from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollouts.rollouts import Rollouts
+from student_trainer.run.model_checks import check_top_k
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeachersByName, TeacherSource
-from student_trainer.teachers.teacher_input import teacher_prompt
+from student_trainer.teachers.teacher_input import reads_another_prompt, teacher_prompt
 
 
 class OnPolicySteps:
@@ -117,24 +126,50 @@ class OnPolicySteps:
         return self._answers.sample_and_score(self._held_out, self._held_out_numbers)
 
 
-def on_policy_method(
+def prepare(config: OnPolicyJob, inputs: Inputs) -> Preparation:
+    """Compare the tokenizers of student and teachers, and read the prompts."""
+    images = load_prompt_images(config)
+    pair, vocab_size = pair_tokenizers(config, inputs)
+    check_length(config.longest_sequence, "student", inputs.max_length)
+    prompts = load_prompts(
+        config.data,
+        inputs.tokenizer,
+        held_out=config.eval.prompts,
+        max_tokens=config.method.max_prompt_tokens,
+        seed=config.seed,
+        teachers=config.teachers,
+        # A teacher may render the messages of a record in its own template, or read more columns.
+        with_fields=config.other_tokenizer or reads_another_prompt(config),
+        reader=images,
+        vision_teachers=[
+            name for name, teacher in inputs.teachers.items() if teacher.info.takes_images
+        ],
+    )
+    check_shares(config.data, config.processes, len(prompts[1]))
+    if isinstance(pair, TokenizerPair):
+        pair.log_facts(prompts[1])
+    else:
+        check_top_k(config.top_k, vocab_size, "teacher.top_k")
+    return Preparation(vocab_size, partial(build, config, inputs, prompts, pair), images)
+
+
+def build(
     config: OnPolicyJob,
+    inputs: Inputs,
     prompts: tuple[ItemsOfSteps[Prompt], list[Prompt]],
-    teachers: Mapping[str, Connection],
+    pair: TokenizerPair | SpecialTokenPair | None,
     accelerator: Accelerator,
     student: Replicated | Sharded,
-    tokenizer: Any,
     engine: EngineConnection | None,
-    pair: TokenizerPair | SpecialTokenPair | None = None,
 ) -> Method:
     """Build the method of an on-policy job. The module docstring lists the steps.
 
-    `prompts`: the training prompts and the held-out ones. `teachers`: connections by teacher name;
-    "" is the only teacher of a job without names. `engine`: samples the rollouts; None: this
-    process samples. `pair`: the tokenizers, if those of teacher and student differ. The head of a
-    row is the student's top-k for reverse KL, unless the job chooses the teacher's, and the
+    `prompts`: the training prompts and the held-out ones. `pair`: the tokenizers, if those of
+    teacher and student differ. `engine`: samples the rollouts; None: this process samples. The head
+    of a row is the student's top-k for reverse KL, unless the job chooses the teacher's, and the
     teacher's top-k for forward KL.
     """
+    teachers, tokenizer = inputs.teachers, inputs.tokenizer
     objective: DistillationObjective | CrossTokenizerObjective
     objective = DistillationObjective.on_policy(config.method, tuple(config.teachers))
     sampling_options: dict[str, Any] = {
@@ -173,16 +208,14 @@ def on_policy_method(
     steps = OnPolicySteps(
         config, accelerator, training, held_out, rollouts_ahead or answers, answers
     )
-    task_prompts = held_out if config.eval.metric == "exact_match" else []
     evaluation = held_out_evaluation(
         config,
         accelerator,
         objective,
         steps.held_out,
-        task_prompts,
+        held_out,
         tokenizer,
         rollouts,
-        is_stored=False,
     )
     return Method(objective, steps.of_step, evaluation, rollouts_ahead=rollouts_ahead)
 

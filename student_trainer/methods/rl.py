@@ -24,7 +24,7 @@ One step, in order:
 8. Log-probs of p_old, the student before the first update (`rollouts/old_policy.py`), for the
    policy gradient of the updates after the first one. The updates are repeated
    `method.epochs_per_step` times.
-9. Micro-batches, for each update. The trainer (`loop/trainer.py`) groups the sequences
+9. Micro-batches, for each update. The learner (`loop/learner.py`) groups the sequences
    (`data/packing.py`), waits for the rows of one group (`PendingRLSequence` -> `RLSequence`) and
    makes its tensors (`RLSequence` -> `RLBatch`, both in `objectives/rl.py`).
 10. Loss. `RLObjective` (`objectives/rl.py`) computes the clipped policy gradient
@@ -33,7 +33,8 @@ One step, in order:
 11. Update. The trainer divides by the sum of the weights of all processes, clips the gradient, runs
     AdamW and calls `Anchor.after_update`.
 
-`rl_method` connects these parts. `assembly.py` calls it once when an attempt starts.
+`prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls
+both once when an attempt starts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import cast
 
@@ -50,15 +52,26 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.config.rl import RLJob
+from clients.preflight.teachers import check_length
 from protos.rows.codec import RowBlock
 from student_trainer.critic import CriticAdvantages
+from student_trainer.cross_tokenizer.comparison import TokenizerPair
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
+from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop.evaluation import Evaluation, Samples, TaskEvaluation
+from student_trainer.loop.method import Method, Watch
 from student_trainer.loop.step import Step
+from student_trainer.loop.watches import RewardWatch, StabilityWatch
 from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
-from student_trainer.methods.method import Method
+from student_trainer.methods.preparation import (
+    Inputs,
+    Preparation,
+    check_shares,
+    load_prompt_images,
+    pair_tokenizers,
+)
 from student_trainer.methods.rl_groups import GroupSampler
 from student_trainer.methods.rl_parts import (
     RLMaterial,
@@ -67,6 +80,7 @@ from student_trainer.methods.rl_parts import (
     make_rollouts,
     teacher_sources,
 )
+from student_trainer.methods.rl_prompts import load_rl_prompts
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.rl import RLObjective, RLSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
@@ -74,6 +88,7 @@ from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards.rollout_rewards import RolloutRewards, search_metrics
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollouts.old_policy import OldPolicy
+from student_trainer.run.model_checks import check_top_k
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.scored_rollouts import ScoredRollouts
 from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSource
@@ -272,7 +287,21 @@ def _rollouts_of(pending: Sequence[PendingRows]) -> list[Rollout]:
     return [cast(Rollout, item.sequence) for item in pending]
 
 
-def rl_method(
+def prepare(config: RLJob, inputs: Inputs) -> Preparation:
+    """Compare the tokenizers of student and teacher; read the prompts, and open the retriever."""
+    images = load_prompt_images(config)
+    pair, vocab_size = pair_tokenizers(config, inputs)
+    assert not isinstance(pair, TokenizerPair), "compare_tokenizers refuses it"
+    check_length(config.longest_sequence, "student", inputs.max_length)
+    check_top_k(config.method.top_k, vocab_size, "method.top_k")
+    prompts = load_rl_prompts(config, inputs.tokenizer, images, inputs.model_ids)
+    check_shares(config.data, config.processes, len(prompts.held_out))
+    retriever = None if config.environment is None else make_retriever(config.environment)
+    material = RLMaterial(**vars(inputs), prompts=prompts, retriever=retriever, pair=pair)
+    return Preparation(vocab_size, partial(build, config, material), images)
+
+
+def build(
     config: RLJob,
     material: RLMaterial,
     accelerator: Accelerator,
@@ -290,14 +319,14 @@ def rl_method(
     rollout_rewards = None if rewards is None else RolloutRewards(rewards, material.tokenizer)
     rollouts = make_rollouts(config, material, student, engine)
     anchor, sources = None, teacher_sources(config, material, student)
-    if method.beta:
+    if config.has_anchor:
         tau, period = config.anchor.tau, config.anchor.update_period
         anchor = Anchor(student, tau=tau, update_period=period)
         sources += (anchor_teacher(config, material, anchor, accelerator, student),)
     sources = sources or (NoTeacher(),)
     answers = ScoredRollouts(student, rollouts, sources[0], config.seed)
     critic = None
-    if method.advantages == "gae" and rollout_rewards is not None:
+    if config.has_critic and rollout_rewards is not None:
         critic = CriticAdvantages(accelerator, student, method, config.train.tokens_per_micro_batch)
     objective, old_policy = RLObjective.of(config), None
     if objective.has_policy_gradient:
@@ -325,15 +354,26 @@ def rl_method(
             accelerator,
             material.tokenizer,
             make_rollouts(config, material, student, engine, for_evaluation=True),
-            use_exact_match=config.eval.metric == "exact_match",
+            use_exact_match=config.is_evaluated,
             rollout_rewards=rollout_rewards,
             samples=_sample_settings(config),
         ),
         samples=rollouts.in_process,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
+    watches: list[Watch] = []
+    if config.learns_from_groups:
+        watches.append(RewardWatch())
+    if anchor is not None:
+        watches.append(StabilityWatch(config, anchor))
     return Method(
-        objective, steps.of_step, evaluation, anchor, critic, rollouts_ahead=rollouts_ahead
+        objective,
+        steps.of_step,
+        evaluation,
+        anchor,
+        critic,
+        rollouts_ahead=rollouts_ahead,
+        watches=watches,
     )
 
 

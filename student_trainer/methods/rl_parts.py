@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,8 @@ from accelerate import Accelerator
 from clients.config.rl import RLJob
 from student_trainer.cross_tokenizer.comparison import SpecialTokenPair, build_teacher_input
 from student_trainer.environments.retriever import Retriever
-from student_trainer.methods.method import (
+from student_trainer.methods.preparation import (
+    Inputs,
     plain_rollouts,
     sampling_batch,
     sampling_settings,
@@ -19,34 +19,27 @@ from student_trainer.methods.method import (
 from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
 from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rewards import Rewards
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.rollouts.sampler import Sampler
 from student_trainer.rollouts.search import SearchConversations, SearchRollouts
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
-from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.source import TeacherSource
 
 
 @dataclass(frozen=True)
-class RLMaterial:
+class RLMaterial(Inputs):
     """Everything an RL job loads before the student's weights.
 
-    rewards: None if the job has no reward. retriever: None if it has no environment. max_positions:
-    maximum tokens of the student, None if its configuration states no limit. pair: the special
-    tokens of student and teacher, if these differ.
+    retriever: None if the job has no environment. pair: the special tokens of student and teacher,
+    if these differ.
     """
 
-    tokenizer: Any
     prompts: RLPrompts
-    teachers: Mapping[str, Connection]
-    rewards: Rewards | None
     retriever: Retriever | None
-    max_positions: int | None
-    pair: SpecialTokenPair | None = None
+    pair: SpecialTokenPair | None
 
 
 def engine_rollouts(
@@ -157,5 +150,5 @@ def anchor_teacher(
         temperature=method.temperature,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         top_k=max(method.top_k, 1) if own_head else None,
-        prompt=context_prompt(config, material.tokenizer, material.max_positions),
+        prompt=context_prompt(config, material.tokenizer, material.max_length),
     )

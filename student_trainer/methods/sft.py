@@ -11,7 +11,7 @@ One step, in order:
    `method.train_on = "all"`, those of every assistant message. Prompt tokens are read only.
    `Example` -> `TokenSequence` (`data/sequence.py`) -> `PendingRows` (`teachers/source.py`), whose
    rows are placeholders, because there is no teacher.
-3. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), several
+3. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), several
    to a line if the model allows it, and makes the tensors of a group (`ScoredSequence` -> `Batch`,
    both in `data/batch.py`).
 4. Loss. `CrossEntropyObjective` (`objectives/cross_entropy.py`) is -log p of each learned token
@@ -20,7 +20,8 @@ One step, in order:
 5. Update. The trainer divides by the number of learned tokens of all processes, clips the gradient
    and runs AdamW.
 
-`sft_method` connects these parts. `assembly.py` calls it once when an attempt starts.
+`prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls
+both once when an attempt starts.
 """
 
 from __future__ import annotations
@@ -32,13 +33,22 @@ import numpy as np
 from accelerate import Accelerator
 
 from clients.config.sft import SFTJob
+from clients.preflight.teachers import check_length
 from student_trainer.data.batch import placeholder_rows
-from student_trainer.data.examples import Example
+from student_trainer.data.examples import Example, load_examples
 from student_trainer.data.prompts import ItemsOfSteps
+from student_trainer.loop.method import Method
 from student_trainer.loop.step import one_update
-from student_trainer.methods.method import Method, held_out_evaluation, plain_rollouts
+from student_trainer.methods.preparation import (
+    Inputs,
+    Preparation,
+    check_shares,
+    held_out_evaluation,
+    plain_rollouts,
+)
 from student_trainer.objectives.cross_entropy import CrossEntropyObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.run.model_checks import check_max_tokens
 from student_trainer.teachers.source import PendingRows, resolved
 
 
@@ -77,12 +87,29 @@ def make_pending(example: Example) -> PendingRows:
     return PendingRows(sequence, resolved(rows))
 
 
-def sft_method(
+def prepare(config: SFTJob, inputs: Inputs) -> Preparation:
+    """Read the examples, and check their lengths against the student's."""
+    check_max_tokens(config.method.max_tokens, inputs.max_length)
+    examples = load_examples(config, inputs.tokenizer, inputs.model_ids)
+    held_out = examples[1]
+    check_shares(config.data, config.processes, len(held_out))
+    if config.is_evaluated:
+        longest = max(len(example.prompt.ids) for example in held_out)
+        check_length(longest + config.method.max_new_tokens, "student", inputs.max_length)
+    return Preparation(
+        inputs.width,
+        lambda accelerator, student, _: build(
+            config, inputs.tokenizer, examples, accelerator, student
+        ),
+    )
+
+
+def build(
     config: SFTJob,
+    tokenizer: Any,
     examples: tuple[ItemsOfSteps[Example], list[Example]],
     accelerator: Accelerator,
     student: Replicated | Sharded,
-    tokenizer: Any,
 ) -> Method:
     """Build the method of a fine-tuning job. The module docstring lists the steps.
 
@@ -92,18 +119,15 @@ def sft_method(
     training, held_out = examples
     objective = CrossEntropyObjective()
     steps = SFTSteps(config, accelerator, training, held_out)
-    task_prompts = (
-        [example.prompt for example in held_out] if config.eval.metric == "exact_match" else []
-    )
+    prompts = [example.prompt for example in held_out]
     rollouts = plain_rollouts(config, student, tokenizer, top_k=0, temperature=1.0)
     evaluation = held_out_evaluation(
         config,
         accelerator,
         objective,
         steps.held_out,
-        task_prompts,
+        prompts,
         tokenizer,
         rollouts,
-        is_stored=True,
     )
     return Method(objective, one_update(steps.of_step), evaluation)

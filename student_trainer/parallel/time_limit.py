@@ -18,9 +18,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from clients.config.kinds import AnyTraining, SamplingJob
-from clients.config.rl import RLJob
-from clients.config.sft import SFTJob
+from clients.config.kinds import AnyTraining
 
 _START_SECONDS = 600.0
 _BYTES_PER_WEIGHT = 24  # float32: the model, AdamW's moments and an anchor, some of them read twice
@@ -30,19 +28,15 @@ _TOKENS_PER_SECOND = 50.0
 
 def time_limit(config: AnyTraining, weights: int) -> timedelta:
     """Return the time limit of the job's collectives. `weights`: parameters of the student."""
-    evaluated_answers = config.eval.prompts * (
-        config.eval.samples if isinstance(config, RLJob) else 1
-    )
-    answers = max(config.sequences_per_step, evaluated_answers) / config.train.processes
+    answers = max(config.sequences_per_step, config.answers_per_evaluation) / config.processes
     seconds = _START_SECONDS + _BYTES_PER_WEIGHT * weights / _BYTES_PER_SECOND
     seconds += answers * config.method.max_new_tokens / _TOKENS_PER_SECOND
-    if not isinstance(config, SFTJob) and config.teacher is not None:
-        seconds += config.teacher.patience_seconds
-    if isinstance(config, SamplingJob) and not config.rollouts.in_trainer:
-        seconds += config.rollouts.patience_seconds
-    if isinstance(config, RLJob):
-        if config.environment is not None:
-            seconds += 4 * config.environment.max_turns * config.environment.timeout_seconds
-        if config.reward is not None:
-            seconds += answers * config.reward.timeout_seconds
+    if config.search is not None:
+        seconds += 4 * config.search.max_turns * config.search.timeout_seconds
+    if config.teacher_link is not None:
+        seconds += config.teacher_link.patience_seconds
+    if config.rollout_engine is not None:
+        seconds += config.rollout_engine.patience_seconds
+    if config.reward_table is not None:
+        seconds += answers * config.reward_table.timeout_seconds
     return timedelta(seconds=seconds)

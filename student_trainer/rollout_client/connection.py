@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from clients.config.kinds import AnyTraining, SamplingJob
+from clients.config.kinds import AnyTraining
 from clients.preflight.rollouts import another_engine
 from clients.runs.directory import RunDirectory
 from clients.runs.identity import run_identity
-from clients.runs.launch import adapter_rank
 from protos.errors import WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.parallel.collectives import raise_on_all_ranks
@@ -55,16 +54,18 @@ and half of it is 72. Once upon a time there was a small house at the edge of a 
 class EngineConnection:
     """The rollout services of a job, and the versions of the weights that they load.
 
-    sleeps: the services free their GPUs' memory while the trainer learns.
+    lag: steps that sampling may be ahead. sleeps: the services free their GPUs' memory while the
+    trainer learns.
     """
 
     client: EngineClient
     accelerator: Accelerator
     channel: WeightChannel
+    lag: int
     sleeps: bool
 
     def rollouts_ahead(
-        self, config: SamplingJob, teacher: TeacherSource, rollouts: EngineRollouts
+        self, config: AnyTraining, teacher: TeacherSource, rollouts: EngineRollouts
     ) -> RolloutsAhead:
         """Return the training rollouts of a job, which `teacher` scores."""
         return RolloutsAhead(
@@ -73,7 +74,7 @@ class EngineConnection:
             self.channel,
             teacher,
             rollouts,
-            lag=config.rollouts.lag,
+            lag=self.lag,
             last_step=config.max_steps,
             sleeps=self.sleeps,
         )
@@ -103,7 +104,7 @@ def wait_for_shared_gpus(
     """
     if service is None or accelerator.device.type != "cuda":
         return
-    if not cast(SamplingJob, config).rollouts.gpus:
+    if not config.engine_gpus:
         raise_on_all_ranks(accelerator, service.addresses)
 
 
@@ -121,9 +122,9 @@ def connect_engine(
     Waits until the services that the job has started are ready. Raises the error of a service that
     does not start, or that does not fit the student, on all ranks.
     """
-    if service is None:
+    rollouts = config.rollout_engine
+    if service is None or rollouts is None:
         return None
-    rollouts = cast(SamplingJob, config).rollouts
     addresses = raise_on_all_ranks(accelerator, service.addresses)
     addresses, token = broadcast_object_list([addresses, service.token])
     if token:
@@ -134,7 +135,9 @@ def connect_engine(
     lost_file = RunDirectory(run).logs(attempt) / "rollouts-lost.json"
     fail_when_lost(service, client, lost_file, main=accelerator.is_main_process)
     vocab_size = student.trained.model.config.get_text_config().vocab_size
-    info = raise_on_all_ranks(accelerator, lambda: _check_services(client, config, vocab_size))
+    info = raise_on_all_ranks(
+        accelerator, lambda: _check_services(client, config, rollouts.engine, vocab_size)
+    )
     adapters = info.lora_rank > 0
     model = student.trained.model
     # transformers casts weights while it computes, so it needs the float32 weights.
@@ -159,21 +162,21 @@ def connect_engine(
         probe_ids=_probe_ids(tokenizer, vocab_size),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    return EngineConnection(client, accelerator, channel, info.sleeps and not rollouts.lag)
+    sleeps = info.sleeps and not rollouts.lag
+    return EngineConnection(client, accelerator, channel, rollouts.lag, sleeps)
 
 
 def _check_services(
-    client: EngineClient, config: AnyTraining, vocab_size: int
+    client: EngineClient, config: AnyTraining, engine: str, vocab_size: int
 ) -> RolloutServiceInfo:
     """Return the common properties of the services. Raises WrongState if they do not fit the job.
 
     `vocab_size`: number of the student's logits.
     """
-    rollouts = cast(SamplingJob, config).rollouts
     info = client.info(vocab_size)
-    if info.engine != rollouts.engine:
-        raise another_engine(info.engine, rollouts.engine)
-    job_rank = adapter_rank(config)
+    if info.engine != engine:
+        raise another_engine(info.engine, engine)
+    job_rank = config.student.adapter_rank
     if info.lora_rank not in (0, job_rank):
         raise WrongState(
             f"the service at rollouts.address takes adapters of rank {info.lora_rank}, the job has "

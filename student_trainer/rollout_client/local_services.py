@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from clients.config.kinds import AnyTraining, SamplingJob
+from clients.config.kinds import AnyTraining
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.preflight.rollouts import check_gpus, gpus_here
 from clients.runs.launch import rollouts_command
@@ -88,13 +88,6 @@ class RolloutServices:
         return self._addresses
 
 
-def rollouts_of(config: AnyTraining) -> RolloutsConfig | None:
-    """Return the table `rollouts` of a job; None if the trainer's own process samples."""
-    if not isinstance(config, SamplingJob) or config.rollouts.in_trainer:
-        return None
-    return config.rollouts
-
-
 @contextmanager
 def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedServices | None]:
     """Start the services of a job in the main process; they end with the context or the process.
@@ -102,7 +95,7 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
     Starts no service if the job's runner has placed services on a cluster. Yields None if the
     trainer's own process samples.
     """
-    rollouts = rollouts_of(config)
+    rollouts = config.rollout_engine
     if rollouts is None:
         yield None
         return
@@ -126,7 +119,7 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
                 (
                     [
                         *_priority_command(rollouts),
-                        *rollouts_command(config, rollouts),
+                        *rollouts_command(config.student, rollouts),
                         *_sleep_option(rollouts),
                         *("--port", str(port), "--threads", threads),
                         *("--end-with-parent", str(os.getpid())),

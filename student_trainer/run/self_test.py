@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.config.kinds import AnyTraining
-from clients.config.on_policy import OnPolicyJob
-from clients.config.rl import RLJob
+from clients.config.tables.job import TrainingJob
 from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import Layout
@@ -55,11 +53,9 @@ class SelfTest:
         return ", ".join(filter(None, parts))
 
 
-def samples_in_trainer(config: AnyTraining) -> bool:
+def samples_in_trainer(config: TrainingJob) -> bool:
     """Return True if the trainer's own process samples answers for the job."""
-    if isinstance(config, OnPolicyJob | RLJob):
-        return config.rollouts.in_trainer
-    return config.eval.metric != "none"
+    return config.rollout_engine is None and (config.answers_per_step > 0 or config.is_evaluated)
 
 
 def run_self_test(student: Replicated | Sharded, tokenizer: Any, *, samples: bool) -> SelfTest:

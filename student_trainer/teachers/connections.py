@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from clients.config.kinds import AnyTraining
-from clients.config.sft import SFTJob
+from clients.config.tables.job import TrainingJob
 from clients.preflight.teachers import field_of, label_of, services_of
 from clients.teacher.client import TeacherClient, TeacherInfo
 
@@ -28,15 +27,15 @@ class Connection:
 
 
 @contextmanager
-def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:
+def connect(config: TrainingJob) -> Iterator[Mapping[str, Connection]]:
     """Connect to every teacher of the job; yields connections by teacher name.
 
     The name of a single teacher is ""; the mapping is empty if the job needs no teacher. Raises
     Unavailable if a teacher does not answer, WrongState if the addresses of one teacher serve
     different weights. `teacher.prefetch_mib` is divided equally among the teachers.
     """
-    addresses = services_of(config)
-    if isinstance(config, SFTJob) or config.teacher is None:
+    addresses, teacher = services_of(config), config.teacher_link
+    if teacher is None:
         yield {}
         return
     with ExitStack() as stack:
@@ -44,10 +43,10 @@ def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:
             name: stack.enter_context(
                 TeacherClient(
                     address,
-                    patience_seconds=config.teacher.patience_seconds,
-                    max_prefetch_bytes=config.teacher.prefetch_mib * _MIB // len(addresses),
+                    patience_seconds=teacher.patience_seconds,
+                    max_prefetch_bytes=teacher.prefetch_mib * _MIB // len(addresses),
                     field=field_of(name),
-                    adapter=config.teacher.adapter or "",
+                    adapter=teacher.adapter or "",
                 )
             )
             for name, address in addresses.items()

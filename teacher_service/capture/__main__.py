@@ -5,21 +5,19 @@ from __future__ import annotations
 import sys
 
 from clients.config.capture import CaptureJob
-from clients.config.kinds import AnyJob
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import Progress, run_program
 
 
 def main() -> int:
     """Run the attempt and return the exit code; command-line errors exit with code 2."""
-    return run_program("teacher_service.capture", __doc__, _capture)
+    return run_program(CaptureJob, "teacher_service.capture", __doc__, _capture)
 
 
-def _capture(run: RunDirectory, job: AnyJob, progress: Progress) -> Verdict:
+def _capture(run: RunDirectory, job: CaptureJob, progress: Progress) -> Verdict:
     # Imported late: the import takes seconds, and the checks before do not need it.
     from teacher_service.capture.program import capture
 
-    assert isinstance(job, CaptureJob), "launch.py starts the program of each kind"
     return capture(run, job, progress, progress.attempt)
 
 

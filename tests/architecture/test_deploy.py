@@ -11,7 +11,6 @@ import pytest
 from benchmarks.models.memory_plan import format_errors, list_cases, plan_memory
 from clients.cli.app import main
 from clients.config.file import load_job
-from clients.config.kinds import gpus_of
 from clients.config.rl import RLJob
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +58,7 @@ def test_search_is_the_papers() -> None:
 def test_eight_gpus_are_used(name: str) -> None:
     """Half of the GPUs run vLLM engines for sampling."""
     for job in load_jobs_of_page(name):
-        assert (gpus_of(job), job.train.sharding) == (8, "fsdp2")
+        assert (job.gpus, job.train.sharding) == (8, "fsdp2")
         assert (job.rollouts.gpus, job.rollouts.engine, job.rollouts.lag) == (4, "vllm", 1)
         assert (job.train.learning_rate, job.method.beta) == (1e-6, 0.001)
 

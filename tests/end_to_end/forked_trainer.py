@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from clients.config.kinds import processes_of
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import trainer_command
 from protos.rpc import failpoints
@@ -40,7 +39,7 @@ class Forked(Attempt):
     ) -> None:
         """`dying`: the rank of the process in which `failpoint` and `death` are armed."""
         super().__init__(run, number)
-        world = processes_of(run.config())
+        world = run.config().processes
         group = run.logs(number) / "group"
         self._forks = Forks(world, group, train, run.path, number, dying, failpoint, death)
 

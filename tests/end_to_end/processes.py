@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clients.config.kinds import AnyJob, processes_of
+from clients.config.kinds import AnyJob
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import trainer_command
 from tests.distill_server.conftest import Server
@@ -71,7 +71,7 @@ class Launched(Attempt):
 
     def __init__(self, run: RunDirectory, number: int) -> None:
         super().__init__(run, number)
-        processes = processes_of(run.config())
+        processes = run.config().processes
         with run.log_file(number).open("ab") as log:
             self._process = subprocess.Popen(
                 trainer_command(run.path, attempt=number, processes=processes),

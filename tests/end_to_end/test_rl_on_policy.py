@@ -35,7 +35,7 @@ def train_run(path: Path, config: OnPolicyJob | RLJob) -> RunDirectory:
     run = RunDirectory.create(path, config)
     progress = Progress(run, attempt=1, max_steps=STEPS, main=True, terminated=lambda: False)
     with open_rewards(config) as rewards, connect(config) as teachers:
-        assembled_job = assemble(config, run, teachers, None, progress, 1, None, rewards)
+        assembled_job = assemble(config, run, teachers, progress, 1, None, rewards)
         assert assembled_job.train() == "succeeded"
     return run
 

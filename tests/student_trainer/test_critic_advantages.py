@@ -47,12 +47,12 @@ def test_advantages_are_those_of_the_recursion(material: tiny.Material, tmp_path
         method__updates_per_step=1,
     )
     with trainer_of(tmp_path / "run", config) as trainer:
-        values = trainer._critic
+        values = trainer.method.critic
         assert values is not None
-        model = trainer._student.trained.model
+        model = trainer.student.trained.model
         torch.nn.init.normal_(values._critic.linear.weight, std=0.1)
         state_before = {name: tensor.clone() for name, tensor in values.state().items()}
-        step = trainer._steps(1)
+        step = trainer.method.steps(1)
         rewarded = 0
         for item in step.updates[0]:
             rollout = cast(Rollout, item.sequence)
@@ -85,7 +85,7 @@ def test_a_resume_goes_on_with_the_same_critic(material: tiny.Material, tmp_path
     for attempt, from_step in ((1, None), (2, 2)):
         progress = Progress(run, attempt=attempt, max_steps=4, main=True, terminated=lambda: False)
         with make_rewards(config.reward) as rewards:
-            trainer = assemble(config, run, {}, None, progress, attempt, from_step, rewards)
+            trainer = assemble(config, run, {}, progress, attempt, from_step, rewards)
             assert trainer.train() == "succeeded"
         checkpoint_path = run.checkpoints / "step-000004"
         files = [checkpoint_path / "critic.safetensors", run.export / "model.safetensors"]
@@ -104,14 +104,14 @@ def test_a_fault_after_the_critic_has_learned_leaves_no_checkpoint(
     """The critic would be a step ahead of the student. Without a critic, a checkpoint is saved."""
     config = tiny.rl_job(material, method__advantages=advantages, checkpoint__every=50)
     with trainer_of(tmp_path / "run", config) as trainer:
-        learn = trainer._learn
+        learn = trainer.learner.add_gradients
 
         def fail_in_step_2(pending: Any) -> Any:
-            if trainer._step == 1:
+            if trainer.step == 1:
                 raise Unavailable("no teacher")
             return learn(pending)
 
-        monkeypatch.setattr(trainer, "_learn", fail_in_step_2)
+        monkeypatch.setattr(trainer.learner, "add_gradients", fail_in_step_2)
         with pytest.raises(Unavailable):
             trainer.train()
     checkpoint_names = sorted(
@@ -126,9 +126,9 @@ def test_a_critic_goes_on_where_its_weights_are(material: tiny.Material, tmp_pat
     """A checkpoint is loaded on the CPU; the critic stays on its device."""
     config = tiny.rl_job(material, method__advantages="gae")
     with trainer_of(tmp_path / "run", config) as trainer:
-        values = trainer._critic
+        values = trainer.method.critic
         assert values is not None
-        trainer._steps(1)
+        trainer.method.steps(1)
         cpu_state = {name: tensor.cpu() for name, tensor in values.state().items()}
         values.load_state(cpu_state.__getitem__)
-        trainer._steps(2)
+        trainer.method.steps(2)

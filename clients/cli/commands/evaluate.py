@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -244,11 +245,12 @@ def _require_file(file: str, field: str) -> None:
 
 
 def _require_columns(config: ExamConfig) -> None:
-    from clients.preflight.data_files import check_file, expected_prompts, needs_reference
+    from clients.preflight.data_files import check_file
 
     if config.data is not None:
-        answers = needs_reference(config.reward)
-        check_file(expected_prompts("--data", config.data.path, config.data, answers=answers))
+        answers = config.reward.needs_reference
+        [prompts] = config.data.files(training_answers=answers, held_out_answers=answers)
+        check_file(dataclasses.replace(prompts, field="--data"))
 
 
 def _config_digest(config: ExamConfig) -> str:

@@ -32,9 +32,7 @@ def plan(
     the job does not fit, which change makes it fit. Exit code 1: it does not fit.
     """
     from clients.config.file import load_job
-    from clients.config.kinds import gpus_of
-    from clients.config.offline import OfflineJob
-    from clients.config.tables.common import TrainingJob
+    from clients.config.tables.job import TrainingJob
     from clients.plan import memory_report
     from clients.plan.memory_plan import plan_of, shape_of_student
     from clients.preflight.files import check_processes
@@ -53,14 +51,13 @@ def plan(
     check_context_parallel(config)
     output = settings_of(context).output
     memory_plan = plan_of(config, shape_of_student(config), memory)
-    if isinstance(config, OfflineJob) and memory_plan.longest is None:
+    if config.stores and memory_plan.longest is None:
         output.say(
-            f"the store {config.data.path} cannot be read: its sequences count as long as a"
-            " micro-batch"
+            f"the store {config.stores['data.path']} cannot be read: its sequences count as long as"
+            " a micro-batch"
         )
     if output.as_json:
-        trainer_gpus = config.train.processes
-        gpu_shares = {"train": trainer_gpus, "rollouts": gpus_of(config) - trainer_gpus}
+        gpu_shares = {"train": config.processes, "rollouts": config.engine_gpus}
         output.result({**memory_report.plan_record(memory_plan), "gpus": gpu_shares}, "")
     else:
         print(memory_report.format_summary(memory_plan) + memory_report.format_engines(config))

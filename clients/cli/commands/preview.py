@@ -46,8 +46,6 @@ def preview(
     It counts the records that are left out of the first 1,000. No teacher and no GPU is needed.
     """
     from clients.cli.plots.preview_page import preview_page
-    from clients.config.capture import CaptureJob
-    from clients.config.evaluation import EvalJob
     from clients.config.file import load_job
     from clients.data.preview import parse_preview
     from clients.preflight.files import check_files
@@ -58,15 +56,15 @@ def preview(
             f"{page} is not an HTML file", field="-o", hint="give a name that ends in .html"
         )
     config = load_job(job, sets or []).config
-    if isinstance(config, EvalJob):
+    if not config.preview_program:
         raise InvalidInput(
             "an evaluation learns nothing", field="method.type", hint="preview a job that trains"
         )
     require_extra("train", "a preview", field="JOB.toml")
     check_files(config)
-    is_capture = isinstance(config, CaptureJob)
-    module = "teacher_service.capture.preview" if is_capture else "student_trainer.preview"
-    reply = run_program([module, "--records", str(records)], config.model_dump_json(), output)
+    reply = run_program(
+        [config.preview_program, "--records", str(records)], config.model_dump_json(), output
+    )
     if reply[0] == ExitCode.INTERRUPTED:
         return ExitCode.INTERRUPTED
     document = parse_reply(reply, "the preview")

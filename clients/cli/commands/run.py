@@ -136,15 +136,7 @@ def _run_and_conclude(
 
 
 def _output_paths(run: RunDirectory) -> dict[str, Path | str]:
-    from clients.config.capture import CaptureJob
-    from clients.config.evaluation import EvalJob
-
-    config = run.config()
-    if isinstance(config, CaptureJob):
-        return {"run": run.path, "store": config.method.store_in(run.path)}
-    if isinstance(config, EvalJob):
-        return {"run": run.path, "results": run.evaluation}
-    return {"run": run.path}
+    return {"run": run.path, **run.config().outputs(run.path)}
 
 
 def _create_run(job: str, job_overrides: list[str], runs: Path, directory: str) -> RunDirectory:
@@ -205,43 +197,32 @@ def with_absolute_reward(job: Path, config: AnyJob) -> AnyJob:
 
     Raises InvalidInput if the file does not exist.
     """
-    from clients.config.evaluation import EvalJob
-    from clients.config.rl import RLJob
+    from clients.config.file import replaced
 
-    if not isinstance(config, EvalJob | RLJob):
+    if config.reward_table is None or config.reward_table.file is None:
         return config
-    if config.reward is None or config.reward.file is None:
-        return config
-    file = (job.parent / config.reward.file).absolute()
+    file = (job.parent / config.reward_table.file).absolute()
     if not file.is_file():
         hint = "relative paths start at the job file's directory"
         raise InvalidInput(f"no such file: {file}", field="reward.file", hint=hint)
-    reward = config.reward.model_copy(update={"file": str(file)})
-    return config.model_copy(update={"reward": reward})
+    config = replaced(config, "reward.file", str(file))
+    return config
 
 
 def _make_paths_absolute(file: JobFile) -> AnyJob:
     """Return the job of a file with absolute paths, as run directories store it."""
-    from clients.config.file import localized
-
-    return _make_store_absolute(localized(with_absolute_reward(file.path, file.config)))
-
-
-def _make_store_absolute(config: AnyJob) -> AnyJob:
-    """Make `method.store` absolute: a later resume may run in another directory."""
-    from clients.config.capture import CaptureJob
+    from clients.config.file import localized, replaced
     from clients.data.object_urls import is_object_url
 
-    if not isinstance(config, CaptureJob) or config.method.store is None:
+    config: AnyJob = localized(with_absolute_reward(file.path, file.config))
+    if config.output_store is None or is_object_url(config.output_store):
         return config
-    if is_object_url(config.method.store):
-        return config
-    store = str(Path(config.method.store).absolute())
-    return config.model_copy(update={"method": config.method.model_copy(update={"store": store})})
+    # A later resume may run in another directory.
+    config = replaced(config, "method.store", str(Path(config.output_store).absolute()))
+    return config
 
 
 def _reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
-    from clients.config.tables.common import TrainingJob
     from clients.runs.directory import Control, RunDirectory, replace_file
 
     run = RunDirectory(path)
@@ -253,7 +234,7 @@ def _reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
                 f"the run {path} is finished: {status.step} of {status.max_steps} steps",
                 hint="give --set max_steps=N with a larger N to continue it",
             )
-        if max_steps and not isinstance(config, TrainingJob):
+        if max_steps and config.trained_student is None:
             raise InvalidInput(
                 f"a job of method {config.method.type} has no max_steps: it ends with its data",
                 field="max_steps",

@@ -101,17 +101,16 @@ def submit(
 
 def _upload_files(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> list[AnyJob]:
     """Check the files of the jobs, send them to the server, and return the jobs."""
-    from clients.config.tables.common import TrainingJob
-    from clients.preflight.data_files import check_file, data_files
+    from clients.preflight.data_files import check_file
     from clients.preflight.files import check_student
 
     _print_server_paths(output, configs)
     for config in configs:
-        for data_file in data_files(config):
+        for data_file in config.data_files:
             if Path(data_file.path).exists():
                 check_file(data_file)
-        if isinstance(config, TrainingJob):
-            check_student(config.student)
+        if config.trained_student is not None:
+            check_student(config.trained_student)
     return client.upload(configs, UploadReport(output))
 
 

@@ -12,7 +12,6 @@ from types import FrameType
 
 from clients.cli.live.display import display
 from clients.cli.output import Output
-from clients.config.kinds import processes_of
 from clients.jobs.job import TERMINAL, JobEvent, JobState
 from clients.jobs.view import JobView
 from clients.runs.directory import Control, RunDirectory, Status, Verdict
@@ -114,7 +113,7 @@ def run_attempt(
     progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
     follower = RunFollower(run, attempt, config.max_steps)
     with (
-        _run_trainer(run, attempt, processes_of(config), inherited) as trainer,
+        _run_trainer(run, attempt, config.processes, inherited) as trainer,
         _StopSignals(run, output) as signals,
         display(output, progress) as view,
     ):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clients.cli.output import Output
-from clients.config.kinds import AnyJob, started_teacher
+from clients.config.kinds import AnyJob
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import teacher_command
 from clients.runs.started_services import write_address
@@ -40,7 +40,7 @@ def foreground_teacher(
     SIGHUP raise KeyboardInterrupt, as SIGINT does; use it in the main thread. Raises InvalidInput
     with its reason if it cannot start.
     """
-    teacher = started_teacher(config)
+    teacher = config.started_teacher
     if teacher is None:
         yield ()
         return

@@ -29,7 +29,7 @@ After = Annotated[
 ]
 
 # Keys that may name a file or directory, and so may name the output of a job.
-FILE_KEYS: tuple[tuple[str, ...], ...] = (
+_FILE_KEYS: tuple[tuple[str, ...], ...] = (
     ("student", "model"),
     ("data", "path"),
     ("data", "eval_path"),
@@ -72,13 +72,13 @@ def output_of(method: str) -> str:
 
 def outputs_in(job: BaseModel) -> list[JobOutput]:
     """Return the outputs of other jobs that a valid job reads."""
-    matches = ((key, _OUTPUT.fullmatch(value)) for key, value in _iterate_output_values(job))
+    matches = ((key, _OUTPUT.fullmatch(value)) for key, value in _output_values(job))
     return [JobOutput(key, match[1], match[2]) for key, match in matches if match]
 
 
 def check_outputs(job: BaseModel) -> None:
     """Raise ValidationError at a key whose "@" value is no output that the key can read."""
-    for key, value in _iterate_output_values(job):
+    for key, value in _output_values(job):
         kind = _kind_of(job, key)
         if not kind:
             problem = f"reads no output of a job, and {value!r} is one; name a file"
@@ -92,15 +92,18 @@ def _kind_of(job: Any, key: str) -> str:
     """Return the kind of output that the key reads; "" if it reads none."""
     if key in ("student.model", "teacher.model"):
         return "export"
-    offline = job.method.type == "offline"
-    return "store" if offline and key in ("data.path", "data.eval_path") else ""
+    return "store" if key in job.stores else ""
 
 
-def _iterate_output_values(job: Any) -> Iterator[tuple[str, str]]:
-    for table, name in FILE_KEYS:
+def named_values(job: Any) -> Iterator[tuple[str, str]]:
+    """Yield (key, value) of each key of a job that may name a file, a directory or an output."""
+    for table, name in _FILE_KEYS:
         value = getattr(getattr(job, table, None), name, None)
-        if isinstance(value, str) and is_output(value):
+        if isinstance(value, str):
             yield f"{table}.{name}", value
     for number, mixed in enumerate(getattr(getattr(job, "data", None), "mix", ())):
-        if is_output(mixed.path):
-            yield f"data.mix.{number}.path", mixed.path
+        yield f"data.mix.{number}.path", mixed.path
+
+
+def _output_values(job: Any) -> list[tuple[str, str]]:
+    return [(key, value) for key, value in named_values(job) if is_output(value)]

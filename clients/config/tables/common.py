@@ -5,7 +5,7 @@ The string under each field is its description in docs/reference.md and `distill
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -15,12 +15,8 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
-    model_validator,
 )
 
-from clients.config.tables.after import After, check_outputs
-from clients.config.tables.labels import Labels
-from clients.config.unused import refusal
 from clients.data.object_urls import is_object_url, place_of
 
 # The upper end keeps every count within the integers of messages and of SQLite.
@@ -133,6 +129,11 @@ class StudentConfig(Table):
     """Compile the layers (torch.compile): faster updates on a GPU after minutes of compiling."""
     lora: LoraConfig | None = None
     """Train LoRA adapters; use about ten times the learning rate of full training."""
+
+    @property
+    def adapter_rank(self) -> int:
+        """The rank of the adapters that a rollout engine gets; 0: it gets all weights."""
+        return 0 if self.lora is None else self.lora.rank_of_engines
 
     @field_validator("attention")
     @classmethod
@@ -299,48 +300,3 @@ class ResourcesConfig(Table):
     """GPUs reserved for this job; default: one per process, and `rollouts.gpus`, if it has GPUs."""
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads of all processes together; default: the server's `--threads-per-job`."""
-
-
-Priority = Annotated[int, Field(ge=-100, le=100)]
-
-
-class TrainingJob(Table):
-    """Keys of every training method."""
-
-    student: StudentConfig
-    name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
-    """Name for people; the job id is made from it."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of everything random: equal seeds give equal weights on the same machine."""
-    max_steps: Count = 500
-    """Optimizer steps."""
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    export: ExportConfig = ExportConfig()
-    track: TrackConfig = TrackConfig()
-    resources: ResourcesConfig = ResourcesConfig()
-    priority: Priority = 0
-    """Priority in a server's queue: higher starts first, equal in order of submission."""
-    after: After = ()
-    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
-    labels: Labels = {}
-    """Names and values to find and group jobs by: `distill ls --label NAME=VALUE`."""
-
-    @model_validator(mode="after")
-    def _reads_outputs(self) -> Self:
-        check_outputs(self)
-        return self
-
-    @model_validator(mode="after")
-    def _divides_plain_layers(self) -> Self:
-        if self.train.tensor_parallel > 1 and self.student.lora is not None:
-            remedy = "cannot divide adapters; leave it out, or remove the table student.lora"
-            raise refusal(self, "train.tensor_parallel", remedy)
-        if self.train.tensor_parallel > 1 and self.student.compile:
-            remedy = "cannot divide compiled layers; leave it or student.compile out"
-            raise refusal(self, "train.tensor_parallel", remedy)
-        if self.train.context_parallel > 1 and self.student.compile:
-            remedy = "cannot divide the tokens of compiled layers; leave it or student.compile out"
-            raise refusal(self, "train.context_parallel", remedy)
-        return self

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, field_validator
 
-from clients.config.tables.common import Name, Table, TrainingJob
-from clients.config.unused import Rule, refusal
+from clients.config.tables.common import Name, Table
+from clients.config.unused import Rule
+from clients.data.conversation import columns_named
 from clients.data.prompt_format import PromptFormat
 
 # Arguments that the program passes itself to the renderer of chat templates (transformers).
@@ -31,6 +32,35 @@ _RENDERING = {
     "tools",
     "truncation",
 }
+
+
+# Column names by the keys that set them.
+Columns: TypeAlias = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A data file of a job, and what is read of its records.
+
+    field: the key that names the file. columns: columns that must exist besides those of prompts.
+    prompts: how a record becomes a prompt; None if the records are no prompts. answers: reference
+    answers are read too, from `answer_column` or from a conversation. learns_answers: the answers
+    are learned or captured; those of a conversation are always its messages.
+    """
+
+    field: str
+    path: str
+    columns: Columns = ()
+    prompts: PromptFormat | None = None
+    answers: bool = False
+    answer_column: str = "answer"
+    weight_column: str | None = None
+    learns_answers: bool = False
+
+
+def columns_of(key: str, context: str | None) -> Columns:
+    """Return the columns that the text of a key names in braces."""
+    return tuple((key, column) for column in columns_named(context or ""))
 
 
 def checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -126,9 +156,34 @@ class DataConfig(PromptKeys):
             raise ValueError("the shares must add up to less than 1; data.path has the rest")
         return mix
 
-    def without_weights(self) -> DataConfig:
-        """Return the table for held-out data, whose weights are not read."""
-        return self.model_copy(update={"weight_column": None})
+    def files(
+        self,
+        *,
+        training_answers: bool,
+        held_out_answers: bool,
+        columns: Columns = (),
+        learns_answers: bool = False,
+    ) -> list[DataFile]:
+        """Return the files of the training prompts and of the held-out ones; see `DataFile`.
+
+        `training_answers`, `held_out_answers`: whether their reference answers are read.
+        """
+        prompts = DataFile(
+            "data.path",
+            self.path,
+            columns,
+            self.prompt_format,
+            training_answers,
+            self.answer_column,
+            self.weight_column,
+            learns_answers,
+        )
+        files = [replace(prompts, field=key, path=path) for key, path in self.training_paths]
+        held_out = replace(prompts, answers=held_out_answers)
+        if self.eval_path is None:  # the held-out prompts are taken out of `path`
+            return [held_out if held_out_answers else files[0], *files[1:]]
+        field = "data.eval_path"
+        return [*files, replace(held_out, field=field, path=self.eval_path, weight_column=None)]
 
     @property
     def training_paths(self) -> list[tuple[str, str]]:
@@ -170,23 +225,3 @@ def prompt_rules(data: PromptKeys | None) -> list[Rule]:
             "the prompts are the conversations of data.messages_column; leave one of them out",
         ),
     ]
-
-
-def check_beside_images(
-    job: TrainingJob, data: DataConfig | None, method_rules: Iterable[tuple[bool, str]]
-) -> None:
-    """Raise ValidationError if a job with images has a key that does not work with them.
-
-    `method_rules`: pairs of the method; whether the key is compatible, and the key.
-    """
-    if data is None or data.image_column is None:
-        return
-    rules = [
-        *method_rules,
-        (job.train.sharding == "none", "train.sharding"),
-        (not job.student.compile, "student.compile"),
-    ]
-    for is_compatible, key in rules:
-        if not is_compatible:
-            problem = "does not work with data.image_column; leave one of them out"
-            raise refusal(job, key, problem)

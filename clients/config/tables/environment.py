@@ -10,6 +10,7 @@ from clients.config.tables.common import Count, Name, Table
 from clients.data.records import FILE_SUFFIXES
 
 URL_SCHEMES = ("http://", "https://")
+PASSAGES = "contents"  # the column of a file of passages
 
 
 class SearchConfig(Table):

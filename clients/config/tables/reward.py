@@ -88,6 +88,13 @@ class RewardConfig(Table):
         return value
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether answers are compared with the column `data.answer_column`."""
+        if self.task is not None or self.type == "python":
+            return False
+        return self.type != "regex" or re.compile(self.pattern or "").groups > 0
+
+    @property
     def task(self) -> str | None:
         """The reasoning_gym task that generates the prompts; None if they come from the data."""
         return self.type.removeprefix(GENERATED) if self.type.startswith(GENERATED) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -87,6 +88,29 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
             "the service at teacher.address has its own; leave it out, or set teacher.model",
         ),
     ]
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """The rows that a job asks its teachers for, of sequences that the student samples.
+
+    top_k: head ids per row, the value of `top_k_key`. temperature: of the rows. sequence_tokens,
+    answer_tokens: most tokens of a prompt with its answer, and of the answer. of_student: the rows
+    are at ids of the student, which it sends. draws: ids that it sends besides its head.
+    tail: the value of `method.tail` that needs no draws. teacher_head: what gives rows at the
+    teacher's ids. tail_samples: ids that the teacher draws.
+    """
+
+    top_k: int
+    top_k_key: str
+    temperature: float
+    sequence_tokens: int
+    answer_tokens: int
+    of_student: bool
+    draws: int
+    tail: str
+    teacher_head: str
+    tail_samples: int = 0
 
 
 class OtherTokens(Table):

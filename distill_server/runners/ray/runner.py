@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from clients.config.kinds import AnyJob, SamplingJob
+from clients.config.kinds import AnyJob
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import rollouts_command, trainer_command
 from distill_server.runners.cluster import Cluster, Jobs
@@ -131,16 +131,16 @@ def _engine_fields(config: AnyJob, share: Share, processes: int) -> dict[str, An
     Services that share the trainer's GPUs are not included: the trainer starts them.
     """
     gpus = len(share.gpus or ())
-    if not isinstance(config, SamplingJob) or not config.rollouts.gpus:
+    rollouts, student = config.rollout_engine, config.trained_student
+    if student is None or rollouts is None or not rollouts.gpus:
         return {"gpus": -(-gpus // processes)}
-    rollouts = config.rollouts
     # Without --gpus, or with resources.gpus = 0, the cluster counts only CPUs, as for the trainer.
     trainer_gpus = max(0, gpus - rollouts.gpus)
     return {
         "gpus": -(-trainer_gpus // processes),
         "engines": rollouts.replicas,
         "engine_gpus": rollouts.tensor_parallel_size if gpus else 0,
-        "engine_arguments": rollouts_command(config, rollouts)[1:],
+        "engine_arguments": rollouts_command(student, rollouts)[1:],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from clients.config.kinds import gpus_of, parse_job
+from clients.config.kinds import parse_job
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.tables.rollouts import RolloutsConfig
@@ -40,9 +40,9 @@ def test_who_samples(table: dict[str, object], in_trainer: bool, replicas: int) 
 
 def test_engines_have_gpus_of_their_own() -> None:
     job = make_on_policy_job(engine="vllm", gpus=3)
-    assert gpus_of(job) == 1 + 3
-    assert gpus_of(make_on_policy_job(engine="vllm")) == 1, "it shares the trainer's"
-    assert gpus_of(parse_job(job.model_dump_json())) == 4
+    assert job.gpus == 1 + 3
+    assert make_on_policy_job(engine="vllm").gpus == 1, "it shares the trainer's"
+    assert parse_job(job.model_dump_json()).gpus == 4
 
 
 @pytest.mark.parametrize(

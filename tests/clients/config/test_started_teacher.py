@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from clients.config.file import load_job
-from clients.config.kinds import gpus_of, started_teacher
 from clients.config.on_policy import OnPolicyJob
 from clients.preflight.teachers import services_of
 from clients.runs.launch import teacher_command
@@ -59,29 +58,29 @@ def test_keys_that_do_not_go_together(tmp_path: Path, lines: list[str], problem:
 
 def test_the_command_and_the_gpus(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path, RL, 'teacher.model = "--insecure"')).config
-    teacher = started_teacher(job)
+    teacher = job.started_teacher
     assert teacher is not None
     assert teacher.gpus_of_model == 1
     assert "--model=--insecure" in teacher_command(teacher, 0)
     assert not services_of(job)
     lines = ['teacher.model = "m"', 'teacher.engine = "vllm"', "teacher.gpus = 4"]
-    teacher = started_teacher(load_job(write_job(tmp_path, *lines)).config)
+    teacher = load_job(write_job(tmp_path, *lines)).config.started_teacher
     assert teacher is not None
     command = teacher_command(teacher, 7, Path("tokens"))
     assert command[command.index("--tensor-parallel-size") + 1] == "4"
     assert command[-2:] == ["--token-file", "tokens"]
     cpu_job = load_job(write_job(tmp_path, 'teacher.model = "m"', 'teacher.device = "cpu"')).config
-    teacher = started_teacher(cpu_job)
+    teacher = cpu_job.started_teacher
     assert teacher is not None
     assert teacher.gpus_of_model == 0
-    assert started_teacher(load_job(write_job(tmp_path)).config) is None
+    assert load_job(write_job(tmp_path)).config.started_teacher is None
 
 
 def test_the_gpus_of_a_capture(tmp_path: Path) -> None:
     """The capture's own engine divides each layer among its GPUs, so the job reserves them."""
     lines = ['method.type = "capture"', 'teacher.model = "m"', 'teacher.engine = "vllm"']
-    assert gpus_of(load_job(write_job(tmp_path, *lines)).config) == 1
-    assert gpus_of(load_job(write_job(tmp_path, *lines, "teacher.gpus = 8")).config) == 8
+    assert load_job(write_job(tmp_path, *lines)).config.gpus == 1
+    assert load_job(write_job(tmp_path, *lines, "teacher.gpus = 8")).config.gpus == 8
 
 
 def test_the_address_of_an_attempt(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clients.config.kinds import AnyTraining, parse_job
-from clients.config.tables.common import TrainingJob
+from clients.config.tables.job import TrainingJob
 from clients.data.models.shape import shape_of
 from clients.plan import memory_plan
 from clients.plan.memory import resident_bytes, sampling_bytes
@@ -97,7 +97,8 @@ def test_adapters_are_no_advice_for_groups_of_processes() -> None:
 
 
 def test_the_store_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LogitStore(tmp_path, write=True, metadata=META) as store:
+    metadata = META | {"vocab_size": "100", "top_k": "4", "tail_samples": "0"}
+    with LogitStore(tmp_path, write=True, metadata=metadata) as store:
         store.append([entry(number, rows=number) for number in (40, 99, 7)])
     opened_paths = []
 

@@ -12,7 +12,7 @@ import pytest
 from clients.cli.app import main
 from clients.config.file import load_job
 from clients.config.kinds import AnyTraining
-from clients.config.tables.common import TrainingJob
+from clients.config.tables.job import TrainingJob
 from clients.data.models.shape import shape_of
 from clients.plan.memory import activation_bytes, learning_bytes, scoring_bytes
 from clients.plan.memory_plan import load_of, plan_of

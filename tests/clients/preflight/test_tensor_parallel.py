@@ -10,7 +10,7 @@ import pytest
 
 from clients.cli.app import main
 from clients.config.file import load_job
-from clients.config.tables.common import TrainingJob
+from clients.config.tables.job import TrainingJob
 from clients.preflight.parallel import check_tensor_parallel
 from protos.errors import InvalidInput
 from tests.clients.plan.test_memory import QWEN_7B  # 28 heads of queries, 4 of keys

@@ -107,7 +107,7 @@ class Trainer:
         directory = run.logs(1)
         directory.mkdir(parents=True)
         rollouts: RolloutsConfig = config.rollouts
-        arguments = rollouts_command(config, rollouts)[1:]
+        arguments = rollouts_command(config.student, rollouts)[1:]
         process = EngineProcess(arguments, ENVIRONMENT, str(run.path), 1)
         self.engines = Engines(process, len(nodes), directory, lambda n: FakeActor(nodes[n]))
         assert self.engines.start({"here"})

@@ -74,9 +74,9 @@ class FirstUpdate:
     @classmethod
     def of(cls, config: OfflineJob, path: Path) -> FirstUpdate:
         with trainer_of(RunDirectory.create(path, config)) as trainer:
-            means, _ = trainer._learn(trainer._steps(1).updates[0])
-            sequences = [item.sequence for item in trainer._steps(1).updates[0]]
-            model = trainer._student.trained.model
+            means, _ = trainer.learner.add_gradients(trainer.method.steps(1).updates[0])
+            sequences = [item.sequence for item in trainer.method.steps(1).updates[0]]
+            model = trainer.student.trained.model
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         return cls(means, sequences, model, gradients)

@@ -145,7 +145,7 @@ def test_the_same_tokenizer_is_the_usual_job(
     for tokenizer in ("same", "auto"):
         config = job(material, store, data__tokenizer=tokenizer)
         with trainer_of(RunDirectory.create(tmp_path / tokenizer, config)) as trainer:
-            losses.append(trainer._learn(trainer._steps(1).updates[0])[0])
+            losses.append(trainer.learner.add_gradients(trainer.method.steps(1).updates[0])[0])
     assert losses[0]["loss"] == losses[1]["loss"]
     assert "topk/student_mass" in losses[1]
     config = job(material, store, data__tokenizer="auto", method__match="word")
@@ -167,7 +167,7 @@ def test_sequences_that_are_too_long_are_left_out(
     tiny.save(short_model, words, tmp_path / "short")
     config = job(replace(pair, student=tmp_path / "short"), store)
     with trainer_of(RunDirectory.create(tmp_path / "run", config)) as trainer:
-        means, _ = trainer._learn(trainer._steps(1).updates[0])
+        means, _ = trainer.learner.add_gradients(trainer.method.steps(1).updates[0])
     assert 0 < means["pair/left_out"] <= 1
 
 

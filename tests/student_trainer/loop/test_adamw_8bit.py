@@ -176,11 +176,10 @@ def test_a_job_with_the_key_trains_and_resumes(material: tiny.Material, tmp_path
             progress = Progress(
                 run, attempt=attempt, max_steps=end, main=True, terminated=lambda: False
             )
-            trainer = assemble(config, run, {}, None, progress, attempt, None)
+            trainer = assemble(config, run, {}, progress, attempt, None)
             assert trainer.train() == "succeeded"
             assert any(
-                hasattr(moments["exp_avg"], "codes")
-                for moments in trainer._optimizer.state.values()
+                hasattr(moments["exp_avg"], "codes") for moments in trainer.optimizer.state.values()
             )
         return {
             point.step: point.metrics["loss"] for point in read_points(run.metrics) if point.step

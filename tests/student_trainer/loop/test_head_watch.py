@@ -9,7 +9,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.metrics_file import Point, read_points
 from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
-from student_trainer.loop.watches import HeadWatch, learns_from_a_head
+from student_trainer.loop.watches import HeadWatch
 from student_trainer.rewards import make_rewards
 from tests.student_trainer import tiny
 
@@ -55,8 +55,8 @@ def test_a_resumed_run_is_held_to_its_first_step(caplog: pytest.LogCaptureFixtur
 def test_only_a_head_that_is_learned_from_is_watched(
     material: tiny.Material, changes: dict[str, Any], watched: bool
 ) -> None:
-    assert learns_from_a_head(tiny.rl_job(material, **changes)) == watched
-    assert learns_from_a_head(tiny.job(material))
+    assert tiny.rl_job(material, **changes).learns_from_head == watched
+    assert tiny.job(material).learns_from_head
 
 
 def test_the_trainer_knows_what_its_run_began_with(material: tiny.Material, tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_the_trainer_knows_what_its_run_began_with(material: tiny.Material, tmp_
     for attempt, from_step in ((1, None), (2, 1)):
         progress = Progress(run, attempt=attempt, max_steps=2, main=True, terminated=lambda: False)
         with make_rewards(config.reward) as rewards:
-            trainer = assemble(config, run, {}, None, progress, attempt, from_step, rewards)
+            trainer = assemble(config, run, {}, progress, attempt, from_step, rewards)
             points_before = read_points(run.metrics)
             assert trainer.train() == "succeeded"
     assert [point.step for point in points_before] == [0, 1]
-    (watch,) = (head_watch for head_watch in trainer._watches if isinstance(head_watch, HeadWatch))
+    (watch,) = (head_watch for head_watch in trainer.watches if isinstance(head_watch, HeadWatch))
     assert watch._reference_mass == points_before[1].metrics["topk/student_mass"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from student_trainer.loop.watches import RewardWatch, learns_from_groups
+from student_trainer.loop.watches import RewardWatch
 from tests.end_to_end.processes import metrics_of
 from tests.student_trainer import tiny
 from tests.student_trainer.methods.test_rl import trainer_of
@@ -41,8 +41,7 @@ def test_it_warns_once_after_five_steps(caplog: pytest.LogCaptureFixture) -> Non
 def test_only_groups_are_watched(
     material: tiny.Material, changes: dict[str, Any], learns: bool
 ) -> None:
-    assert learns_from_groups(tiny.rl_job(material, **changes)) == learns
-    assert not learns_from_groups(tiny.job(material))
+    assert tiny.rl_job(material, **changes).learns_from_groups == learns
 
 
 def test_a_job_whose_rewards_are_all_equal(
@@ -52,10 +51,10 @@ def test_a_job_whose_rewards_are_all_equal(
     changes = {"reward__pattern": "never", "method__beta": 0.0, "max_steps": 6, "eval__every": 9}
     with trainer_of(tmp_path / "run", tiny.rl_job(material, **changes)) as trainer:
         phases: list[str] = []
-        say = trainer._progress.say
-        trainer._progress.say = lambda phase, step: (phases.append(phase), say(phase, step))[1]  # type: ignore[method-assign, func-returns-value]
+        say = trainer.progress.say
+        trainer.progress.say = lambda phase, step: (phases.append(phase), say(phase, step))[1]  # type: ignore[method-assign, func-returns-value]
         assert trainer.train() == "succeeded"
-    lines = metrics_of(trainer._run)[1:]
+    lines = metrics_of(trainer.run)[1:]
     assert all(line["reward/flat_groups"] == 1 and line["grad_norm"] == 0 for line in lines)
     assert sum("policy gradient is zero" in record.getMessage() for record in caplog.records) == 1
     assert "training (all rewards equal since step 1)" in phases

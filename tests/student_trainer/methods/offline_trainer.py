@@ -9,7 +9,6 @@ from clients.config.offline import OfflineJob
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
-from student_trainer.data.captured_stores import open_stores
 from student_trainer.loop.trainer import Trainer
 
 
@@ -18,7 +17,7 @@ def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
     config = run.config()
     assert isinstance(config, OfflineJob)
     progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
-    trainer = assemble(config, run, {}, open_stores(config), progress, 1, None)
+    trainer = assemble(config, run, {}, progress, 1, None)
     yield trainer
-    assert trainer._metrics is not None
-    trainer._metrics.close()
+    assert trainer.metrics is not None
+    trainer.metrics.close()

@@ -66,8 +66,8 @@ def cut_to(rollout: Rollout, length: int) -> Rollout:
 def learn_update(
     trainer: Trainer, pending: list[Any], layout: Layout
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    trainer._student.trained.layout = layout
-    means, _ = trainer._learn(pending)
+    trainer.student.trained.layout = layout
+    means, _ = trainer.learner.add_gradients(pending)
     return means, gradient_of(trainer)
 
 
@@ -85,7 +85,7 @@ def test_on_policy(material: tiny.Material, tmp_path: Path, draws: int) -> None:
         changes["method__tail"] = "bucket+sampled"
     run = RunDirectory.create(tmp_path / "run", tiny.job(material, **changes))
     trainer, _, _ = on_policy_trainer(material, run)
-    pending = cut_to_lengths(list(trainer._steps(1).updates[0]))
+    pending = cut_to_lengths(list(trainer.method.steps(1).updates[0]))
     assert_shared(pending)
     padded_means, expected = learn_update(trainer, pending, "padded")
     packed_means, gradients = learn_update(trainer, pending, "lines")
@@ -112,12 +112,12 @@ def test_rl(material: tiny.Material, tmp_path: Path, changes: dict[str, Any]) ->
     grads: dict[Layout, Any] = {}
     for layout in cast(list[Layout], ["padded", "lines"]):
         with trainer_of(tmp_path / layout, config) as trainer:
-            assert trainer._student.full.layout == "lines"  # found by the probe
-            trainer._student.full.layout = layout
+            assert trainer.student.full.layout == "lines"  # found by the probe
+            trainer.student.full.layout = layout
             trainer._train_step(1)
-            answers = cast(Any, trainer._steps).__self__._answers
+            answers = cast(Any, trainer.method.steps).__self__._answers
             answers._rollouts = Ragged(answers._rollouts)
-            first_update, second_update = trainer._steps(2).updates
+            first_update, second_update = trainer.method.steps(2).updates
             steps[layout] = [*first_update, *second_update]
             grads[layout] = (
                 learn_update(trainer, list(first_update), layout),
@@ -173,7 +173,7 @@ def test_the_order_of_micro_batches_is_that_of_the_requests(
     run = RunDirectory.create(tmp_path / "run", config)
     trainer, student, _ = on_policy_trainer(material, run)
     student.layout = "lines"
-    pending = cut_to_lengths(list(trainer._steps(1).updates[0]))
+    pending = cut_to_lengths(list(trainer.method.steps(1).updates[0]))
     expected = learn_update(trainer, pending, "lines")
     groups = micro_batches(pending, MAX_TOKENS, "lines")
     order = {id(item): number for number, item in enumerate(pending)}
@@ -202,7 +202,7 @@ def test_the_order_of_micro_batches_is_that_of_the_requests(
     student.forward = answer_and_forward  # type: ignore[method-assign]
     answer(places[0])
     with ThreadPoolExecutor(1) as pool:  # waiting for later rows would hang
-        learn = pool.submit(trainer._learn, waiting_items)
+        learn = pool.submit(trainer.learner.add_gradients, waiting_items)
         try:
             means, _ = learn.result(timeout=60)
         finally:

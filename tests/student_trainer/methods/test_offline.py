@@ -18,7 +18,8 @@ from clients.store.dataset import LogitDataset
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.loop.trainer import Trainer
-from student_trainer.methods.offline import StoredSteps, _split, load_task_prompts, read
+from student_trainer.methods.offline import _split, load_task_prompts
+from student_trainer.methods.offline_steps import StoredSteps, read
 from student_trainer.model.loading import load_model
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
@@ -37,8 +38,8 @@ def store(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def learn_first_step(trainer: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return means and gradients of the first step."""
-    means, _ = trainer._learn(trainer._steps(1).updates[0])
-    model = trainer._student.trained.model
+    means, _ = trainer.learner.add_gradients(trainer.method.steps(1).updates[0])
+    model = trainer.student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return means, grads
@@ -73,8 +74,8 @@ def test_the_gradient_is_that_of_the_formula(
     )
     with trainer_of(RunDirectory.create(tmp_path / "run", config)) as trainer:
         means, gradients = learn_first_step(trainer)
-        step = [item.sequence for item in trainer._steps(1).updates[0]]
-    model = trainer._student.trained.model
+        step = [item.sequence for item in trainer.method.steps(1).updates[0]]
+    model = trainer.student.trained.model
     teacher = load_model(config.student.model_copy(update={"model": str(material.teacher)}))
     texts = [(sequence.token_ids.tolist(), sequence.start) for sequence in step]
     losses = torch.cat([expected_loss(model, teacher, text, 0.4) for text in texts])

@@ -40,7 +40,7 @@ def clipped_share(trainer: Trainer, items: Sequence[PendingRLSequence]) -> float
     """Return the share of tokens whose ratio is outside the clip range, for any advantage."""
     share = 0.0
     for advantage in (-1.0, 1.0):
-        means, _ = trainer._learn(
+        means, _ = trainer.learner.add_gradients(
             [replace(item, advantage=torch.tensor(advantage)) for item in items]
         )
         assert means["ratio/kl"] > 0
@@ -69,19 +69,19 @@ def test_identical_weights_in_bfloat16_clip_nothing(
         method__temperature=1.0,
     )
     with trainer_of(tmp_path / "run", config) as trainer:
-        for number, update in enumerate(trainer._steps(1).updates):
+        for number, update in enumerate(trainer.method.steps(1).updates):
             items = [add_rounding(cast(PendingRLSequence, item)) for item in update]
             assert all((item.old_logprobs is None) == (number == 0) for item in items)
             sampler_items = [use_sampler_logprobs(item) for item in items]
             assert clipped_share(trainer, items) == 0
             assert clipped_share(trainer, sampler_items) > 0.5
-            trainer._optimizer.zero_grad()
+            trainer.optimizer.zero_grad()
 
 
 def test_the_log_probs_are_those_before_the_step(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(material, method__updates_per_step=2, method__temperature=HOT)
     with trainer_of(tmp_path / "run", config) as trainer:
-        _, second = trainer._steps(1).updates
+        _, second = trainer.method.steps(1).updates
         for item in second:
             old_logprobs = cast(PendingRLSequence, item).old_logprobs
             assert old_logprobs is not None

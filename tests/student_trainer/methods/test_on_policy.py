@@ -17,7 +17,8 @@ from protos.errors import Corrupt
 from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
-from student_trainer.loop.trainer import Parts, Trainer
+from student_trainer.loop.method import Method
+from student_trainer.loop.trainer import Trainer
 from student_trainer.losses import exact_kl
 from student_trainer.methods.on_policy import OnPolicySteps
 from student_trainer.model.loading import load_model, load_tokenizer
@@ -64,26 +65,28 @@ def make_trainer(
     progress = Progress(
         run, attempt=1, max_steps=config.max_steps, main=True, terminated=lambda: False
     )
-    parts = Parts(
+    evaluation = Evaluation(
+        accelerator,
+        objective,
+        steps.held_out,
+        TaskEvaluation(held_out, accelerator, words, rollouts),
+        samples=rollouts.in_process,
+        tokens_per_micro_batch=48,
+    )
+    trainer = Trainer(
+        config,
+        run,
+        progress,
+        Method(objective, steps.of_step, evaluation),
         step=0,
         accelerator=accelerator,
         student=replicated,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
         tokenizer=words,
-        objective=objective,
-        steps=steps.of_step,
         copies=RunCopies(config, run, 1, accelerator, progress),
-        evaluation=Evaluation(
-            accelerator,
-            objective,
-            steps.held_out,
-            TaskEvaluation(held_out, accelerator, words, rollouts),
-            samples=rollouts.in_process,
-            tokens_per_micro_batch=48,
-        ),
         metrics=open_metrics(run, attempt=1, last_step=None, track=config.track) if log else None,
     )
-    return Trainer(config, run, progress, parts), student, teacher
+    return trainer, student, teacher
 
 
 def gradients(student: Student) -> dict[str, Tensor]:
@@ -103,7 +106,7 @@ def test_micro_batches_change_nothing(material: tiny.Material, tmp_path: Path, t
     for number, size in enumerate((100_000, tokens)):
         run = new_run(material, tmp_path / str(number), train__tokens_per_micro_batch=size)
         trainer, student, _ = make_trainer(material, run)
-        metrics, _ = trainer._learn(trainer._steps(1).updates[0])
+        metrics, _ = trainer.learner.add_gradients(trainer.method.steps(1).updates[0])
         results.append((metrics, gradients(student)))
     (whole_metrics, whole_grads), (cut_metrics, cut_grads) = results
     assert whole_metrics["tokens"] == cut_metrics["tokens"]
@@ -119,8 +122,8 @@ def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: 
     trainer, student, teacher = make_trainer(
         material, new_run(material, tmp_path / "run"), top_k=VOCABULARY
     )
-    pending = trainer._steps(1).updates[0]
-    means, _ = trainer._learn(pending)
+    pending = trainer.method.steps(1).updates[0]
+    means, _ = trainer.learner.add_gradients(pending)
     found_gradients = gradients(student)
 
     total = torch.zeros((), dtype=torch.float64)
@@ -146,10 +149,10 @@ def test_a_gradient_that_is_no_number_changes_nothing(
     """Two updates in a row may be skipped, a third raises; a finite gradient resets the count."""
     run = new_run(material, tmp_path / "run", train__max_skipped_updates=2)
     trainer, student, _ = make_trainer(material, run)
-    pending = trainer._steps(1).updates[0]
+    pending = trainer.method.steps(1).updates[0]
 
     def update(bad: float | None) -> dict[str, float]:
-        learn = trainer._learn
+        learn = trainer.learner.add_gradients
 
         def learn_spoiled(items: Any) -> Any:
             means = learn(items)
@@ -157,11 +160,11 @@ def test_a_gradient_that_is_no_number_changes_nothing(
                 next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
             return means
 
-        trainer._learn = learn_spoiled  # type: ignore[method-assign]
+        trainer.learner.add_gradients = learn_spoiled  # type: ignore[method-assign]
         try:
-            return trainer._learn_and_update(pending, 0.1)
+            return trainer.learner.learn(1, pending, 0.1)
         finally:
-            trainer._learn = learn  # type: ignore[method-assign]
+            trainer.learner.add_gradients = learn  # type: ignore[method-assign]
 
     for _ in range(2):
         weights_before = {name: p.detach().clone() for name, p in student.named_parameters()}
@@ -202,7 +205,7 @@ def test_weights_multiply_the_loss_of_their_sequences(
     """The sum is divided by the number of tokens, not of weights; metrics count tokens once."""
     run = RunDirectory.create(tmp_path / "run", tiny.job(material))
     trainer, student, _ = make_trainer(material, run)
-    pending = trainer._steps(1).updates[0]
+    pending = trainer.method.steps(1).updates[0]
     weights = [0.0, 0.5, 1.0, 3.0] * 2
     assert len(pending) == len(weights)
     weighted_items = [
@@ -211,7 +214,7 @@ def test_weights_multiply_the_loss_of_their_sequences(
     ]
 
     def learn_items(items: Any) -> tuple[dict[str, float], Tensor]:
-        means, _ = trainer._learn(items)
+        means, _ = trainer.learner.add_gradients(items)
         gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
         student.zero_grad()
         return means, gradient

@@ -39,12 +39,12 @@ def trainer_of(path: Path, config: RLJob) -> Iterator[Trainer]:
     run = RunDirectory.create(path, config)
     progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
     with nullcontext() if config.reward is None else make_rewards(config.reward) as rewards:
-        trainer = assemble(config, run, {}, None, progress, 1, None, rewards)
+        trainer = assemble(config, run, {}, progress, 1, None, rewards)
         try:
             yield trainer
         finally:
-            assert trainer._metrics is not None
-            trainer._metrics.close()
+            assert trainer.metrics is not None
+            trainer.metrics.close()
 
 
 class ForeignTokens:
@@ -64,12 +64,12 @@ class ForeignTokens:
 
 
 def write_with_foreign_tokens(trainer: Trainer) -> None:
-    answers = cast(Any, trainer._steps).__self__._answers
+    answers = cast(Any, trainer.method.steps).__self__._answers
     answers._rollouts = ForeignTokens(answers._rollouts)
 
 
 def gradient_of(trainer: Trainer) -> dict[str, Tensor]:
-    model = trainer._student.trained.model
+    model = trainer.student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return grads
@@ -87,12 +87,12 @@ def run_plain_passes(
     trainer: Trainer, items: Sequence[PendingRows]
 ) -> Iterator[tuple[PendingRLSequence, Tensor, Tensor, Tensor]]:
     """Yield (item, log p [T, V], log q [T, V] of the anchor, log p/mu [T]) in float64."""
-    model = trainer._student.trained.model
-    assert trainer._anchor is not None
+    model = trainer.student.trained.model
+    assert trainer.method.anchor is not None
     pending = [cast(PendingRLSequence, item) for item in items]
     rollouts = [cast(Rollout, item.sequence) for item in pending]
     # All items first: in_student_place() swaps weights, which an autograd graph must not span.
-    with trainer._anchor.in_student_place():
+    with trainer.method.anchor.in_student_place():
         anchor_logprobs = [completion_logprobs(model, rollout, HOT) for rollout in rollouts]
     for item, rollout, log_q in zip(pending, rollouts, anchor_logprobs, strict=True):
         logits = model(input_ids=rollout.token_ids[None]).logits[0, rollout.start - 1 : -1]
@@ -116,7 +116,7 @@ def expected_gradient(
         loss = -torch.minimum(ratio * item.advantage, clipped_ratio * item.advantage)
         loss = loss + beta * exact_kl(log_p, log_q, direction="reverse")
         losses.append(loss[is_own])
-    if trainer._config.method.aggregate == "token-mean":
+    if trainer.config.method.aggregate == "token-mean":
         torch.cat(losses).mean().backward()
     else:
         torch.stack([loss.mean() for loss in losses]).mean().backward()
@@ -151,9 +151,9 @@ def test_the_gradient_is_that_of_the_formula(
         if foreign:
             write_with_foreign_tokens(trainer)
         trainer._train_step(1)
-        first, second = trainer._steps(2).updates
-        trainer._learn_and_update(first, 0.01)
-        means, _ = trainer._learn(second)
+        first, second = trainer.method.steps(2).updates
+        trainer.learner.learn(1, first, 0.01)
+        means, _ = trainer.learner.add_gradients(second)
         gradients = gradient_of(trainer)
         by_sequence = config.method.ratio == "sequence"
         expected = expected_gradient(trainer, second, config.method.beta, by_sequence)
@@ -171,14 +171,17 @@ def test_updates_take_the_steps_prompts_in_turn(material: tiny.Material, tmp_pat
     for updates in (1, 2):
         config = tiny.rl_job(material, method__updates_per_step=updates, method__temperature=HOT)
         with trainer_of(tmp_path / str(updates), config) as trainer:
-            step = trainer._steps(1)
+            step = trainer.method.steps(1)
             ids_by_run.append(
                 [item.sequence.token_ids.tolist() for u in step.updates for item in u]
             )
             assert [len(update) for update in step.updates] == [32 // updates] * updates
             means = trainer._train_step(1)
-            assert trainer._anchor is not None
-            assert (trainer._anchor.updates, trainer._anchor.version) == (updates, updates // 2)
+            assert trainer.method.anchor is not None
+            assert (trainer.method.anchor.updates, trainer.method.anchor.version) == (
+                updates,
+                updates // 2,
+            )
             assert means["anchor/version"] == updates // 2
             assert means["tokens"] == sum(len(ids) for ids in ids_by_run[-1]) - prompts_of(step)
             assert (means["ratio/mean"] == pytest.approx(1, abs=1e-6)) == (updates == 1)
@@ -195,7 +198,7 @@ def test_truncated_answers_can_be_left_out(material: tiny.Material, tmp_path: Pa
         material, method__mask_truncated=True, method__temperature=HOT, method__updates_per_step=1
     )
     with trainer_of(tmp_path / "run", config) as trainer:
-        (pending,) = trainer._steps(1).updates
+        (pending,) = trainer.method.steps(1).updates
         items = [cast(PendingRLSequence, item) for item in pending]
         assert all(item.is_included != cast(Rollout, item.sequence).truncated for item in items)
         # A random student hardly ever ends: mark some answers as ended.
@@ -203,11 +206,11 @@ def test_truncated_answers_can_be_left_out(material: tiny.Material, tmp_path: Pa
             replace(item, is_included=True, weight=float(item.sequence.learned)) for item in items
         ]
         masked_items = [replace(item, is_included=False, weight=0.0) for item in items]
-        trainer._learn([*ended_items[:12], *masked_items[12:]])
+        trainer.learner.add_gradients([*ended_items[:12], *masked_items[12:]])
         gradients = gradient_of(trainer)
-        trainer._learn(ended_items[:12])
+        trainer.learner.add_gradients(ended_items[:12])
         assert_near(gradients, gradient_of(trainer), 1e-5)
-        means, _ = trainer._learn(masked_items)
+        means, _ = trainer.learner.add_gradients(masked_items)
         assert means["loss"] == 0
         assert all(not grad.any() for grad in gradient_of(trainer).values())
 
@@ -223,8 +226,8 @@ def test_a_pull_that_is_a_reward(material: tiny.Material, tmp_path: Path) -> Non
     )
     with trainer_of(tmp_path / "run", config) as trainer:
         trainer._train_step(1)
-        (pending,) = trainer._steps(2).updates
-        trainer._learn(pending)
+        (pending,) = trainer.method.steps(2).updates
+        trainer.learner.add_gradients(pending)
         gradients = gradient_of(trainer)
         losses = []
         for item, log_p, log_q, log_ratio in run_plain_passes(trainer, pending):
@@ -250,7 +253,7 @@ def test_a_pull_that_is_a_reward_is_clipped_as_one(material: tiny.Material, tmp_
     )
     with trainer_of(tmp_path / "run", config) as trainer:
         with torch.no_grad():
-            trainer._student.trained.model.get_output_embeddings().weight.mul_(1.5)
+            trainer.student.trained.model.get_output_embeddings().weight.mul_(1.5)
         assert trainer._train_step(1)["ratio/clipped"] > 0
 
 
@@ -289,14 +292,14 @@ def test_every_kind_trains_evaluates_and_explains_its_metrics(
     config = tiny.rl_job(material, max_steps=2, eval__every=2, **changes)
     with trainer_of(tmp_path / "run", config) as trainer:
         assert trainer.train() == "succeeded"
-    first, _, last = metrics_of(trainer._run)
+    first, _, last = metrics_of(trainer.run)
     assert metrics.__doc__ is not None
     explained = {line.split()[0].strip(",;") for line in metrics.__doc__.splitlines() if line}
     names = {name for name in last if not name.startswith("time/")}
     assert names - {"attempt", "step"} <= explained
     assert {"eval/accuracy", "ratio/clipped", "entropy", "time/anchor"} <= last.keys()
     assert ("eval/anchor/accuracy" in first) == ("kl/anchor" in last) == bool(config.method.beta)
-    lines = (trainer._run.samples / "step-000002.jsonl").read_text().splitlines()
+    lines = (trainer.run.samples / "step-000002.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert all({"prompt", "answer", "reference"} <= sample.keys() for sample in samples)
     assert all(("reward" in sample) == (config.reward is not None) for sample in samples)

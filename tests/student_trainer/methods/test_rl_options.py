@@ -48,7 +48,7 @@ PAIRS: dict[str, Any] = {
 
 def groups_of(trainer: Trainer, step: int) -> list[tuple[list[list[int]], bool]]:
     """Return (token ids of the answers, whether rewards differ) of each group of a step."""
-    (update, *later_updates) = trainer._steps(step).updates
+    (update, *later_updates) = trainer.method.steps(step).updates
     items = [cast(PendingRLSequence, item) for part in (update, *later_updates) for item in part]
     groups = []
     for first in range(0, len(items), SIZE):
@@ -79,7 +79,7 @@ def test_rounds_replace_groups_with_equal_rewards(material: tiny.Material, tmp_p
     config = tiny.rl_job(material, **PAIRS, method__dynamic_sampling=ROUNDS)
     with trainer_of(tmp_path / "rounds", config) as trainer:
         for step in (3, 1, 4, 2):
-            step_of_rounds = trainer._steps(step)
+            step_of_rounds = trainer.method.steps(step)
             assert texts_of(step_of_rounds) == expected[step]
             assert [len(update) for update in step_of_rounds.updates] == [PROMPTS * SIZE // 2] * 2
             metrics = {name: value.tolist() for name, value in step_of_rounds.metric_sums.items()}
@@ -99,13 +99,13 @@ def test_rounds_that_find_nothing_end(material: tiny.Material, tmp_path: Path) -
         method__dynamic_sampling=2,
     )
     with trainer_of(tmp_path / "run", config) as trainer:
-        step = trainer._steps(1)
+        step = trainer.method.steps(1)
         assert step.metric_sums["sampling/rounds"].tolist() == [2, 1]
         assert step.metric_sums["sampling/dropped"].tolist() == [PROMPTS, 1]
         assert trainer._train_step(1)["reward/flat_groups"] == 1
     plain_config = tiny.rl_job(material, **PAIRS)
     with trainer_of(tmp_path / "plain", plain_config) as trainer:
-        expected = [ids for update in texts_of(trainer._steps(1)) for ids in update]
+        expected = [ids for update in texts_of(trainer.method.steps(1)) for ids in update]
     assert sorted(expected) == sorted(ids for update in texts_of(step) for ids in update)
 
 
@@ -125,11 +125,11 @@ def test_the_second_epoch_has_the_gradient_of_the_formula(
         anchor={"tau": 1.0},
     )
     with trainer_of(tmp_path / "run", config) as trainer:
-        first, second = trainer._steps(1).updates
+        first, second = trainer.method.steps(1).updates
         assert [a.sequence for a in first] == [b.sequence for b in second]
         assert all(cast(PendingRLSequence, item).old_logprobs is None for item in first)
-        trainer._learn_and_update(first, 0.05)
-        means, _ = trainer._learn(second)
+        trainer.learner.learn(1, first, 0.05)
+        means, _ = trainer.learner.add_gradients(second)
         gradients = gradient_of(trainer)
         expected = expected_gradient(trainer, second, config.method.beta, by_sequence=False)
         assert_near(gradients, expected, 2e-3)
@@ -140,7 +140,7 @@ def test_the_second_epoch_has_the_gradient_of_the_formula(
 def test_epochs_repeat_the_updates(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(material, method__epochs_per_step=3, method__temperature=HOT)
     with trainer_of(tmp_path / "run", config) as trainer:
-        step = trainer._steps(1)
+        step = trainer.method.steps(1)
         first_update, second_update, *later_updates = texts_of(step)
         assert later_updates == [first_update, second_update, first_update, second_update]
         old_logprobs = [
@@ -155,8 +155,8 @@ def test_epochs_repeat_the_updates(material: tiny.Material, tmp_path: Path) -> N
                 # p_old is the sampling policy.
                 assert (item_logprobs - sampler_logprobs).abs().max() < 1e-5
         trainer._train_step(1)
-        assert trainer._anchor is not None
-        assert trainer._anchor.updates == 6
+        assert trainer.method.anchor is not None
+        assert trainer.method.anchor.updates == 6
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
@@ -164,8 +164,8 @@ def test_the_critic_learns_as_often(material: tiny.Material, tmp_path: Path, epo
     config = tiny.rl_job(material, method__advantages="gae", method__epochs_per_step=epochs)
     with trainer_of(tmp_path / "run", config) as trainer:
         trainer._train_step(1)
-        assert trainer._critic is not None
-        assert trainer._critic.state()["linear.weight/step"] == 2 * epochs
+        assert trainer.method.critic is not None
+        assert trainer.method.critic.state()["linear.weight/step"] == 2 * epochs
 
 
 # Betas. -------------------------------------------------------------------------------------------
@@ -176,15 +176,15 @@ def test_adam_has_the_betas_of_the_job(material: tiny.Material, tmp_path: Path) 
     betas = (0.6, 0.8)
     config = tiny.rl_job(material, train__adam_betas=betas, train__max_grad_norm=1e9)
     with trainer_of(tmp_path / "run", config) as trainer:
-        weight = next(trainer._student.trained.parameters())
+        weight = next(trainer.student.trained.parameters())
         value = weight.detach().double().clone()
         mean, square = torch.zeros_like(value), torch.zeros_like(value)
         for update, scale in enumerate((1.0, -0.3), 1):
             grad = scale * torch.linspace(-1, 1, weight.numel()).view_as(weight)
-            for parameter in trainer._student.trained.parameters():
+            for parameter in trainer.student.trained.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             weight.grad = grad.clone()
-            trainer._update(0.01)
+            trainer.learner.update(1, 0.01)
             mean = betas[0] * mean + (1 - betas[0]) * grad.double()
             square = betas[1] * square + (1 - betas[1]) * grad.double() ** 2
             unbiased = mean / (1 - betas[0] ** update), square / (1 - betas[1] ** update)
@@ -208,11 +208,11 @@ def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_
     with trainer_of(tmp_path / "run", config) as trainer:
         evaluated = trainer._evaluate()
         assert trainer._evaluate() == evaluated
-        evaluation = cast(Any, trainer._evaluation)._task_evaluation
+        evaluation = cast(Any, trainer.method.evaluation)._task_evaluation
         prompts = [prompt for _, prompt in evaluation._prompts]
         rollouts = HuggingFaceRollouts(
-            trainer._student.full.model,
-            trainer._tokenizer,
+            trainer.student.full.model,
+            trainer.tokenizer,
             top_k=1,
             temperature=temperature,
             max_new_tokens=6,
@@ -223,7 +223,7 @@ def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_
             # -1 to -len(prompts) are the held-out rollouts of eval/kl.
             numbers = [-1 - len(prompts) - index * samples - n for n in range(samples)]
             (batch,) = rollouts.generate([prompt] * samples, numbers, seed=config.seed)
-            answers = [rollout.answer_text(trainer._tokenizer) for rollout in batch]
+            answers = [rollout.answer_text(trainer.tokenizer) for rollout in batch]
             rewards[index] = [bool(re.search("1", text)) for text in answers]
         assert evaluated["eval/reward"] == pytest.approx(rewards.mean())
         error = rewards.mean(1).std(ddof=1) / len(prompts) ** 0.5
@@ -234,13 +234,13 @@ def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_
 def test_samples_do_not_depend_on_the_processes(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(material, eval__samples=2, eval__temperature=HOT)
     with trainer_of(tmp_path / "run", config) as trainer:
-        evaluation = cast(Any, trainer._evaluation)._task_evaluation
+        evaluation = cast(Any, trainer.method.evaluation)._task_evaluation
         prompts = [prompt for _, prompt in evaluation._prompts]
         shares = [
             TaskEvaluation(
                 prompts,
                 cast(Any, SimpleNamespace(process_index=rank, num_processes=3)),
-                trainer._tokenizer,
+                trainer.tokenizer,
                 evaluation._rollouts,
                 rollout_rewards=evaluation._rollout_rewards,
                 samples=Samples(2, config.seed, first=-1 - len(prompts)),

@@ -53,16 +53,16 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
 def trainer_of(path: Path, config: SFTJob) -> Iterator[Trainer]:
     run = RunDirectory.create(path, config)
     progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
-    trainer = assemble(config, run, {}, None, progress, 1, None)
+    trainer = assemble(config, run, {}, progress, 1, None)
     yield trainer
-    assert trainer._metrics is not None
-    trainer._metrics.close()
+    assert trainer.metrics is not None
+    trainer.metrics.close()
 
 
 def learn_step(trainer: Trainer, step: int = 1) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return means and gradients of a step."""
-    means, _ = trainer._learn(trainer._steps(step).updates[0])
-    model = trainer._student.trained.model
+    means, _ = trainer.learner.add_gradients(trainer.method.steps(step).updates[0])
+    model = trainer.student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return means, grads
@@ -134,8 +134,8 @@ def test_the_loss_is_the_cross_entropy(
     config = tiny.sft_job(material if kind == "prompts" else chats, **changes)
     with trainer_of(tmp_path / "run", config) as trainer:
         means, gradients = learn_step(trainer)
-        step = [item.sequence.token_ids for item in trainer._steps(1).updates[0]]
-        assert trainer._student.full.layout == "lines"
+        step = [item.sequence.token_ids for item in trainer.method.steps(1).updates[0]]
+        assert trainer.student.full.layout == "lines"
     words = AutoTokenizer.from_pretrained(config.student.model)
     texts = [words.decode(ids) for ids in step]
     losses, weights, model = reference_losses(config, texts, all_answers=kind == "all")
@@ -155,7 +155,7 @@ def test_held_out_loss(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.sft_job(material)
     with trainer_of(tmp_path / "run", config) as trainer:
         evaluated = trainer._evaluate()
-        held_out_ids = [item.sequence.token_ids for item in trainer._evaluation._held_out()]
+        held_out_ids = [item.sequence.token_ids for item in trainer.method.evaluation._held_out()]
     words = AutoTokenizer.from_pretrained(config.student.model)
     losses, _, _ = reference_losses(config, [words.decode(ids) for ids in held_out_ids])
     assert len(held_out_ids) == config.eval.prompts
@@ -339,7 +339,7 @@ def test_a_run_without_an_update_fails(
 ) -> None:
     """Fewer steps than skipped updates are allowed in a row."""
     config = tiny.sft_job(material, max_steps=3, train__max_skipped_updates=10)
-    monkeypatch.setattr("student_trainer.loop.trainer.clip_gradients", lambda *_: float("nan"))
+    monkeypatch.setattr("student_trainer.loop.learner.clip_gradients", lambda *_: float("nan"))
     with (
         trainer_of(tmp_path / "run", config) as trainer,
         pytest.raises(Corrupt, match="nothing was learned"),

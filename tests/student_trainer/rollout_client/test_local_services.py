@@ -16,7 +16,7 @@ import pytest
 
 from clients.config.on_policy import OnPolicyJob
 from clients.config.tables.common import StudentConfig
-from clients.runs.launch import adapter_rank, rollouts_command
+from clients.runs.launch import rollouts_command
 from protos.errors import DistillError, InvalidInput, Unavailable
 from student_trainer.rollout_client import local_services
 from student_trainer.rollout_client.local_services import (
@@ -74,8 +74,8 @@ def test_an_engine_is_told_the_rank_of_the_adapters(lora: Any, rank: int) -> Non
     config = job(engine="vllm")
     student = StudentConfig(model="s", lora=lora)
     config = config.model_copy(update={"student": student})
-    assert adapter_rank(config) == rank
-    command = rollouts_command(config, config.rollouts)
+    assert config.student.adapter_rank == rank
+    command = rollouts_command(config.student, config.rollouts)
     assert ("--lora-rank" in command) == (rank > 0)
     if rank:
         assert command[command.index("--lora-rank") + 1] == str(rank)

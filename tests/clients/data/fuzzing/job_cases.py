@@ -29,7 +29,7 @@ def run_job_case(random: Random, folder: Path) -> str:
     values["track"]["tensorboard"] = False
     with trainer_of(folder / "run", SFTJob.model_validate(values)) as trainer:
         means, _ = learn_step(trainer)
-        sequences = [pending.sequence for pending in trainer._steps(1).updates[0]]
+        sequences = [pending.sequence for pending in trainer.method.steps(1).updates[0]]
     items = Counter[Item]()
     for sequence in sequences:
         learned = torch.zeros(len(sequence.token_ids), dtype=torch.bool)

@@ -1,0 +1,296 @@
+"""The keys of every job and of every training job, and what other packages ask of a job.
+
+A question about a job, such as which teacher it needs, is a property: the class of a method
+overrides the default, so that no other package tells the methods apart. Properties are no keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from clients.config.tables.after import After, check_outputs
+from clients.config.tables.common import (
+    CheckpointConfig,
+    Count,
+    EvalConfig,
+    ExportConfig,
+    ResourcesConfig,
+    StudentConfig,
+    Table,
+    TrackConfig,
+    TrainConfig,
+)
+from clients.config.tables.data import DataConfig, DataFile
+from clients.config.tables.environment import SearchConfig
+from clients.config.tables.labels import Labels
+from clients.config.tables.reward import RewardConfig
+from clients.config.tables.rollouts import RolloutsConfig
+from clients.config.tables.teacher import RowRequest, TeacherLink
+from clients.config.unused import refusal
+from clients.data.object_urls import is_object_url
+from clients.data.prompt_format import PromptFormat
+
+# An extra of the package, what needs it, and the key that asks for it.
+Extra: TypeAlias = tuple[str, str, str]
+
+
+class JobConfig(Table):
+    """The keys of every job, and the properties of every job."""
+
+    # The module that runs an attempt; `clients/runs/launch.py` describes its protocol.
+    program: ClassVar[str] = "student_trainer"
+    # The module that prints a preview of what the job learns; "": it learns nothing.
+    preview_program: ClassVar[str] = "student_trainer.preview"
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
+    """Name for people; the job id is made from it."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of everything random: equal seeds give equal weights on the same machine."""
+    resources: ResourcesConfig = ResourcesConfig()
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    """Priority in a server's queue: higher starts first, equal in order of submission."""
+    after: After = ()
+    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+    labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
+    """Names and values to find and group jobs by: `distill ls --label NAME=VALUE`."""
+
+    @model_validator(mode="after")
+    def _reads_outputs(self) -> Self:
+        check_outputs(self)
+        return self
+
+    @property
+    def extras(self) -> Sequence[Extra]:
+        """The extras that the job's program needs."""
+        return ()
+
+    @property
+    def processes(self) -> int:
+        """Number of processes of the job's program."""
+        return 1
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of the job: one per process, and those of its rollout engines."""
+        return self.processes + self.engine_gpus
+
+    @property
+    def trained_student(self) -> StudentConfig | None:
+        """The model that the job trains; None if it trains none."""
+        return None
+
+    @property
+    def teacher_link(self) -> TeacherLink | None:
+        """The table `teacher`; None if the job has none."""
+        teacher: TeacherLink | None = getattr(self, "teacher", None)
+        return teacher
+
+    @property
+    def started_teacher(self) -> TeacherLink | None:
+        """The teacher that is started for the job; None if the job needs none."""
+        teacher = self.teacher_link
+        return None if teacher is None or teacher.model is None else teacher
+
+    @property
+    def teacher_addresses(self) -> Mapping[str, str | list[str]]:
+        """The addresses of the teachers by name. A single teacher has the name ""."""
+        return {} if self.teacher_link is None else {"": self.teacher_link.address}
+
+    @property
+    def row_request(self) -> RowRequest | None:
+        """What the job asks its teachers for the student's rollouts; None: nothing."""
+        return None
+
+    @property
+    def other_tokenizer(self) -> bool:
+        """Whether the teacher may have another tokenizer than the student."""
+        return getattr(self.teacher_link, "tokenizer", "same") != "same"
+
+    @property
+    def rollout_engine(self) -> RolloutsConfig | None:
+        """The table `rollouts` if another program than the trainer samples, otherwise None."""
+        rollouts: RolloutsConfig | None = getattr(self, "rollouts", None)
+        return None if rollouts is None or rollouts.in_trainer else rollouts
+
+    @property
+    def engine_gpus(self) -> int:
+        """Number of GPUs of the rollout engines, beside those of the trainer."""
+        return 0 if self.rollout_engine is None else self.rollout_engine.gpus
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a sequence that is learned or sampled, at most; 0 without a limit."""
+        return 0
+
+    @property
+    def reward_table(self) -> RewardConfig | None:
+        """The table `reward`; None if the job has none."""
+        reward: RewardConfig | None = getattr(self, "reward", None)
+        return reward
+
+    @property
+    def search(self) -> SearchConfig | None:
+        """The table `environment`: each answer has turns; None if the job has none."""
+        environment: SearchConfig | None = getattr(self, "environment", None)
+        return environment
+
+    @property
+    def prompt_format(self) -> PromptFormat | None:
+        """The format of the prompts; None if the job reads none."""
+        data = getattr(self, "data", None)
+        prompt_format: PromptFormat | None = data and data.prompt_format
+        return prompt_format
+
+    @property
+    def learns_all_turns(self) -> bool:
+        """Whether every message of the assistant is learned, not the last one alone."""
+        return False
+
+    @property
+    def data_files(self) -> Sequence[DataFile]:
+        """The data files and hub data sets that the job's program reads."""
+        return ()
+
+    @property
+    def stores(self) -> Mapping[str, str]:
+        """The directories or URLs of the stores of rows that the job reads, by key."""
+        return {}
+
+    @property
+    def has_remote_store(self) -> bool:
+        """Whether a store is in an object storage: only the job's program has the credentials."""
+        return any(map(is_object_url, self.stores.values()))
+
+    @property
+    def output_store(self) -> str | None:
+        """The directory or URL for the rows that the job writes, if it names one."""
+        store: str | None = getattr(getattr(self, "method", None), "store", None)
+        return store
+
+    def outputs(self, run: Path) -> Mapping[str, str | Path]:
+        """Return what the job writes besides the files of a training job, by name.
+
+        `run`: the run directory.
+        """
+        return {}
+
+
+class TrainingJob(JobConfig):
+    """The keys of every training method, and the properties of every training job."""
+
+    # Whether the student samples every sequence that it learns.
+    samples: ClassVar[bool] = False
+    # Whether a gradient of zero is an update: rewards may be equal.
+    learns_from_zero: ClassVar[bool] = False
+    student: StudentConfig
+    max_steps: Count = 500
+    """Optimizer steps."""
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+    track: TrackConfig = TrackConfig()
+
+    @model_validator(mode="after")
+    def _divides_plain_layers(self) -> Self:
+        if self.train.tensor_parallel > 1 and self.student.lora is not None:
+            remedy = "cannot divide adapters; leave it out, or remove the table student.lora"
+            raise refusal(self, "train.tensor_parallel", remedy)
+        if self.train.tensor_parallel > 1 and self.student.compile:
+            remedy = "cannot divide compiled layers; leave it or student.compile out"
+            raise refusal(self, "train.tensor_parallel", remedy)
+        if self.train.context_parallel > 1 and self.student.compile:
+            remedy = "cannot divide the tokens of compiled layers; leave it or student.compile out"
+            raise refusal(self, "train.context_parallel", remedy)
+        return self
+
+    def _check_beside_images(
+        self, data: DataConfig | None, method_rules: Iterable[tuple[bool, str]]
+    ) -> None:
+        """Raise ValidationError if a job with images has a key that does not work with them.
+
+        `method_rules`: pairs of the method; whether the key is compatible, and the key.
+        """
+        if data is None or data.image_column is None:
+            return
+        rules = [
+            *method_rules,
+            (self.train.sharding == "none", "train.sharding"),
+            (not self.student.compile, "student.compile"),
+        ]
+        for is_compatible, key in rules:
+            if not is_compatible:
+                problem = "does not work with data.image_column; leave one of them out"
+                raise refusal(self, key, problem)
+
+    @property
+    def extras(self) -> Sequence[Extra]:
+        """The extras that training needs."""
+        has_8bit = self.train.optimizer == "adamw_8bit"
+        optimizers = [("8bit", "the optimizer adamw_8bit", "train.optimizer")] if has_8bit else []
+        return [("train", "training", "method.type"), *optimizers]
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that train."""
+        return self.train.processes
+
+    @property
+    def trained_student(self) -> StudentConfig:
+        """The model that the job trains."""
+        return self.student
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether held-out answers are compared with reference answers."""
+        return self.eval.metric != "none"
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """Number of sequences of a step for each of its prompts."""
+        count: int = getattr(getattr(self, "method", None), "rollouts_per_prompt", 1)
+        return count
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Number of sequences in a step, over all processes."""
+        return self.train.prompts_per_step * self.rollouts_per_prompt
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Number of sequences of one process in an update, at most."""
+        return math.ceil(self.sequences_per_step / self.processes)
+
+    @property
+    def max_processes(self) -> int:
+        """Largest number of processes that each get a sequence of every update and evaluation."""
+        return min(self.sequences_per_step, self.eval.prompts)
+
+    @property
+    def answers_per_step(self) -> int:
+        """Number of answers that one process samples in a step, at most."""
+        return self.sequences_per_update if self.samples else 0
+
+    @property
+    def answers_per_evaluation(self) -> int:
+        """Number of held-out answers, over all processes."""
+        return self.eval.prompts
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether an anchor, another copy of all weights, is trained beside the student."""
+        return False
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the student."""
+        return False
+
+    @property
+    def learns_from_head(self) -> bool:
+        """Whether the loss has a KL over a head of likeliest ids."""
+        return True

@@ -1,0 +1,149 @@
+"""The updates of a step: gradients, micro-batch by micro-batch, then student and anchor."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from clients.config.tables.job import TrainingJob
+from protos.errors import Corrupt
+from protos.rpc.failpoints import failpoint
+from student_trainer.data.batch import Batch, ScoredSequence
+from student_trainer.data.packing import micro_batches
+from student_trainer.loop.efficiency import Efficiency
+from student_trainer.loop.method import Method
+from student_trainer.loop.optimizer import set_learning_rate
+from student_trainer.loop.step_metrics import compute_means, count_lengths, sum_over_ranks
+from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
+from student_trainer.parallel.gradients import clip_gradients
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.teachers.source import PendingRows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Learner:
+    """Updates the student, then the anchor, with the sequences of an update.
+
+    skipped_updates: consecutive ones, up to the last one. has_tokens: whether a token has added to
+    the gradients.
+    """
+
+    config: TrainingJob
+    accelerator: Accelerator
+    student: Replicated | Sharded
+    optimizer: torch.optim.Optimizer
+    method: Method
+    efficiency: Efficiency
+    skipped_updates: int = 0
+    has_tokens: bool = True
+
+    def learn(self, step: int, pending: Sequence[PendingRows], rate: float) -> dict[str, float]:
+        """Collective. Make an update of `step` with learning rate `rate`; return its metrics.
+
+        Raises Corrupt as `update` does.
+        """
+        means, wait_seconds = self.add_gradients(pending)
+        learned_at = time.monotonic()
+        failpoint("gradients-ready")
+        norm = self.update(step, rate)
+        is_skipped = self.skipped_updates > 0
+        if self.method.anchor is not None and not is_skipped:
+            self.method.anchor.after_update()
+        seconds = {"time/optim": time.monotonic() - learned_at}
+        seconds |= {"time/teacher_wait": wait_seconds} if self.config.teacher_addresses else {}
+        return {**means, "grad_norm": norm, "grad_norm/skipped": float(is_skipped), **seconds}
+
+    def add_gradients(self, pending: Sequence[PendingRows]) -> tuple[dict[str, float], float]:
+        """Collective. Add up the gradients of the mean loss over all processes.
+
+        Returns the means of the metrics, and the seconds spent waiting for rows.
+        """
+        flops = torch.tensor([self.efficiency.flops(pending), 0], dtype=torch.float64)
+        lengths = sum_over_ranks(self.accelerator, {**count_lengths(pending), "flops": flops})
+        tokens, flops_of_all = lengths["length/mean"][0], lengths.pop("flops")[0]
+        weight_sum = lengths.pop("counted")[0]
+        # DDP and FSDP average gradients over processes; the loss is divided by the global count.
+        scale = self.student.gradient_ranks / max(weight_sum, 1.0)
+        layout = self.student.full.layout
+        sums: dict[str, Tensor] = {}
+        wait_seconds = 0.0
+        self.student.trained.train()
+        groups = micro_batches(pending, self.config.train.tokens_per_micro_batch, layout)
+        own_groups = len(groups)
+        # All ranks run the same number of micro-batches: a rank with fewer repeats its last one
+        # without rows.
+        groups += groups[-1:] * (max_over_ranks(self.accelerator, own_groups) - own_groups)
+        for group_number, group in enumerate(groups):
+            started_at = time.monotonic()
+            scored_sequences = self._wait_for_rows(group)
+            wait_seconds += time.monotonic() - started_at
+            batch = self.method.objective.batch(scored_sequences, self.student.device, layout)
+            if group_number >= own_groups:
+                batch = batch.without_rows()
+            for group_batch, is_own in self.student.batches_of_group(batch):
+                metric_sums = self._add_batch(
+                    group_batch, scale, last=group_number == len(groups) - 1
+                )
+                if is_own:
+                    sums = {name: sums.get(name, 0) + value for name, value in metric_sums.items()}
+        totals = {**sum_over_ranks(self.accelerator, sums), **lengths}
+        totals["loss"] = (totals["loss"][0], max(weight_sum, 1.0))
+        self.has_tokens = weight_sum > 0
+        return {**compute_means(totals), "tokens": tokens, "flops": flops_of_all}, wait_seconds
+
+    def _add_batch(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
+        """Collective. Add up the gradients of a batch, and return (sum, number) of metrics."""
+        objective = self.method.objective
+        with self.student.synchronized(is_last=last):
+            loss = objective.loss(batch)
+            fused_loss = self.student(batch, loss, objective.temperature, objective.needs_all_rows)
+            self.accelerator.backward(fused_loss.loss_sum * scale)
+        metric_sums = objective.metrics(batch, fused_loss)
+        return metric_sums | {
+            "loss": torch.stack([fused_loss.loss_sum.detach(), fused_loss.loss_sum.new_zeros(())])
+        }
+
+    def _wait_for_rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
+        """Collective. Wait until every rank has the rows of its micro-batch, and return them."""
+        return raise_on_all_ranks(self.accelerator, lambda: [item.wait() for item in group])
+
+    def update(self, step: int, rate: float) -> float:
+        """Update the weights, and return the norm of the gradient before clipping.
+
+        An update is skipped on all ranks if the gradient is not finite, or if no token is learned:
+        all are masked, or have the weight 0. In RL a gradient of zero is an update, because rewards
+        may be equal. Raises Corrupt after more than `train.max_skipped_updates` skipped updates in
+        a row.
+        """
+        set_learning_rate(self.optimizer, rate)
+        norm = clip_gradients(self.student, self.config.train.max_grad_norm)
+        is_finite = math.isfinite(norm)
+        learns = self.has_tokens and (norm > 0 or self.config.learns_from_zero)
+        is_skipped = not (is_finite and learns)
+        if not is_skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.skipped_updates = self.skipped_updates + 1 if is_skipped else 0
+        problem, field = "the gradient is zero: no token is learned", "data.path"
+        remedy = "check masks and weights: distill preview shows what is learned"
+        if not is_finite:
+            problem, field = "the gradient is not finite", "train.learning_rate"
+            remedy = "lower the learning rate and resume from the checkpoint before this step"
+        if self.skipped_updates > self.config.train.max_skipped_updates:
+            raise Corrupt(
+                f"step {step}: {problem}, for the update number {self.skipped_updates} in a row",
+                field=field,
+                hint=remedy,
+            )
+        if is_skipped and self.accelerator.is_main_process:
+            log.warning("step %d: %s; update skipped", step, problem)
+        return norm
