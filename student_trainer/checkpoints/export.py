@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 
 from protos.errors import InvalidInput
 from student_trainer.checkpoints.atomic_directory import write_atomically
 from student_trainer.checkpoints.model_directory import (
     remove_aliases,
-    save_configuration,
     split_weights,
+    write_small_files,
 )
+from student_trainer.checkpoints.next_token_layers import NextTokenLayers
 from student_trainer.checkpoints.tensor_file import PartWriter, build_layout
 from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import (
@@ -28,27 +28,10 @@ from student_trainer.model.lora import (
     save_adapter_configuration,
     trainable_weights,
 )
-from student_trainer.parallel.collectives import max_over_ranks
-from student_trainer.parallel.shards import full_tensors, local
+from student_trainer.parallel.shards import full_tensors
 from student_trainer.teachers.anchor import Anchor
 
 _CPU = torch.device("cpu")
-
-
-def require_range(accelerator: Accelerator, model: Any, dtype: str) -> None:
-    """Collective. Raise InvalidInput if a weight is beyond the range of `export.dtype`."""
-    if dtype != "float16":
-        return
-    limit = torch.finfo(torch.float16).max
-    shards = ((name, local(weight)) for name, weight in model.named_parameters())
-    beyond = [name for name, shard in shards if shard.numel() and shard.abs().max() > limit]
-    if max_over_ranks(accelerator, len(beyond)):
-        raise InvalidInput(
-            f"{beyond[0] if beyond else 'a weight'} has a number beyond {limit:g}, the largest of"
-            " float16",
-            field="export.dtype",
-            hint='set export.dtype = "bfloat16" in a new job; the last checkpoint is float32',
-        )
 
 
 def export_model(
@@ -56,6 +39,7 @@ def export_model(
     *,
     model: Any,
     tokenizer: Any,
+    source: Path | None = None,
     anchor: Anchor | None = None,
     dtype: torch.dtype = torch.float32,
     main: bool = True,
@@ -65,8 +49,11 @@ def export_model(
     Weights are rounded to `dtype`, except those in `adapter/`. LoRA adapters are merged into the
     weights, and also stored alone in `adapter/`. The anchor is written the same way into `anchor/`.
     Besides the model, `main` needs memory for the weights of one layer, or for the embeddings.
+    `source`: the directory of the model that was trained, whose tokenizer files are copied; None
+    if the model was made in memory.
 
-    Raises WrongState if a newer attempt has taken over the run.
+    Raises InvalidInput (`export.dtype`) if `dtype` is float16 and a number is beyond its range, and
+    WrongState if a newer attempt has taken over the run.
     """
     weights = model.state_dict(keep_vars=True)
     models = {"": weights}
@@ -76,7 +63,7 @@ def export_model(
     def write(partial: Path | None) -> None:
         for name, model_weights in models.items():
             _write_model(
-                partial / name if partial else None, model, model_weights, tokenizer, dtype
+                partial / name if partial else None, model, model_weights, tokenizer, source, dtype
             )
 
     if main:
@@ -90,29 +77,38 @@ def _write_model(
     model: Any,
     weights: Mapping[str, Tensor],
     tokenizer: Any,
+    source: Path | None,
     dtype: torch.dtype,
 ) -> None:
     """Collective. Write a model directory; a process whose `path` is None writes nothing."""
+    unread = None
     if path is not None:
         path.mkdir(exist_ok=True)
-        save_configuration(path, model, dtype, tokenizer)
-        tokenizer.save_pretrained(path)
-    write_weights(path, model, weights, dtype)
+        write_small_files(path, model, dtype, tokenizer, source)
+        unread = NextTokenLayers(source, model.config, published_shapes(model))
+        unread.correct_count(path / "config.json")
+    write_weights(path, model, weights, dtype, unread)
     if has_adapters(model):
         adapters = {name: weights[name] for name in trainable_weights(model)}
         write_adapters(path / "adapter" if path is not None else None, model, adapters)
 
 
 def write_weights(
-    path: Path | None, model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype
+    path: Path | None,
+    model: Any,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    unread: NextTokenLayers | None = None,
 ) -> None:
     """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
 
     A process whose `path` is None writes nothing. `weights`: those of the model, or replacements
-    for them, by name. Raises OSError after all collectives.
+    for them, by name. `unread`: tensors that are written too. After all collectives raises OSError,
+    or InvalidInput (`export.dtype`) if a weight is beyond the range of `dtype`, float16.
     """
     published = PublishedWeights(model, weights, dtype)
-    files, index = split_weights(published.sizes, model.num_parameters())
+    sizes = published.sizes | (unread.sizes() if unread is not None else {})
+    files, index = split_weights(sizes, model.num_parameters())
     os_errors: list[OSError] = []
     with ExitStack() as stack:
         writers: dict[str, PartWriter] = {}
@@ -127,8 +123,18 @@ def write_weights(
             with _collect_os_errors(os_errors):
                 for name, weight in group.items():
                     writers[name].write(name, weight)
+        with _collect_os_errors(os_errors):
+            for name, weight in unread.iterate() if unread is not None else ():
+                writers[name].write(name, weight)
     if os_errors:
         raise os_errors[0]
+    if published.overflows:
+        raise InvalidInput(
+            f"{published.overflows[0]} has a number beyond {torch.finfo(dtype).max:g}, the largest"
+            " of float16",
+            field="export.dtype",
+            hint='set export.dtype = "bfloat16"',
+        )
     if path is not None:
         for name, text in index.items():
             (path / name).write_bytes(text)
@@ -138,12 +144,15 @@ class PublishedWeights:
     """The weights of a model as `write_weights` writes them: merged, rounded, renamed.
 
     sizes: each weight by its name in the files, without data, in the order of `iterate_layers`.
+    overflows: names of weights with a number beyond the range of float16, if they are written in
+    it, of the layers that `iterate_layers` has yielded.
     """
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         """`weights`: those of the model, or replacements for them, by name."""
         self._model = model
         self._dtype = dtype
+        self.overflows: list[str] = []
         self._stored = remove_aliases(model, weights)
         sizes = {name: _meta_like(weight) for name, weight in self._stored.items()}
         self._group_by_layer = _group_by_layer(model, sizes, _to_published(model, sizes, dtype))
@@ -163,7 +172,18 @@ class PublishedWeights:
                 {name: self._stored[name] for name in group}, keep=keep(), device=device
             )
             moved = {name: weight.to(device) for name, weight in full.items()}
-            yield _to_published(self._model, moved, self._dtype) if moved else {}
+            if not moved:
+                yield {}
+                continue
+            plain = _merge(self._model, moved)
+            rounded = _round(self._model, plain, self._dtype)
+            if self._dtype == torch.float16:
+                self.overflows += [
+                    name
+                    for name, weight in rounded.items()
+                    if weight.isinf().any() and not plain[name].isinf().any()
+                ]
+            yield _rename(self._model, rounded)
 
 
 def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -219,16 +239,34 @@ def _to_published(
 
     `weights`: unsharded, on the CPU or without data; all weights or those of one layer.
     """
-    plain = merge_adapters(model, weights) if has_adapters(model) else weights
-    rounded = {
-        name: weight.to(dtype) if weight.is_floating_point() else weight
-        for name, weight in plain.items()
+    return _rename(model, _round(model, _merge(model, weights), dtype))
+
+
+def _merge(model: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return merge_adapters(model, weights) if has_adapters(model) else weights
+
+
+def _round(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights in `dtype`; in float32 those that transformers keeps in float32."""
+    dtype_plan = model._get_dtype_plan(dtype)
+    float32_names = build_glob_alternation(list(dtype_plan))[0] if dtype_plan else None
+    return {
+        name: weight
+        if not weight.is_floating_point()
+        else weight.float()
+        if float32_names is not None and float32_names.search(name)
+        else weight.to(dtype)
+        for name, weight in weights.items()
     }
+
+
+def _rename(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of the model by their published names."""
     # transformers records the conversions of the weights that it loads. Checkpoints of this program
     # need none, so the model of a resumed run has an empty list; None selects the default.
     if not getattr(model, "_weight_conversions", None):
         model._weight_conversions = None
-    published: dict[str, Tensor] = revert_weight_conversion(model, rounded)
+    published: dict[str, Tensor] = revert_weight_conversion(model, weights)
     return published
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,12 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from clients.data.models.files import ADAPTER_CONFIG, list_model_files
 from clients.data.tokens.answers import end_ids
+from student_trainer.checkpoints.compatible_files import (
+    make_configuration_compatible,
+    make_tokenizer_compatible,
+)
 from student_trainer.model.lora import has_adapters, save_adapter_configuration
 
 # Limit of a file of weights; transformers' default for `save_pretrained`.
@@ -64,18 +70,18 @@ def split_weights(
     return files, {"model.safetensors.index.json": text.encode()}
 
 
-def collect_small_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+def collect_small_files(model: Any, tokenizer: Any, source: Path | None) -> dict[str, bytes]:
     """Return the files of a model directory that hold no weights, by name.
 
-    They do not change during a run.
+    They do not change during a run. `source`: see `write_small_files`.
     """
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
+        write_small_files(path, model, model.dtype, tokenizer, source)
         if has_adapters(model):
+            (path / "config.json").unlink()
+            (path / "generation_config.json").unlink(missing_ok=True)
             save_adapter_configuration(path, model)
-        else:
-            save_configuration(path, model, model.dtype, tokenizer)
-        tokenizer.save_pretrained(path)
         return {
             str(file.relative_to(path)): file.read_bytes()
             for file in sorted(path.rglob("*"))
@@ -83,22 +89,54 @@ def collect_small_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         }
 
 
-def save_configuration(path: Path, model: Any, dtype: torch.dtype, tokenizer: Any) -> None:
-    """Write the files config.json and generation_config.json, as `save_pretrained` does.
+def write_small_files(
+    path: Path, model: Any, dtype: torch.dtype, tokenizer: Any, source: Path | None
+) -> None:
+    """Write the files of a model directory that hold no weights, for transformers 4 and 5.
 
-    `dtype`: of the stored weights. generation_config.json names all tokens that end an answer, so
-    that a server of the model stops where training did. The configuration of the model itself does
-    not change.
+    `source`: the directory of the model that is trained; its other files, such as those of the
+    tokenizer, are copied. None: the model was made in memory. `dtype`: of the stored weights.
+    """
+    if source is None:
+        tokenizer.save_pretrained(path)
+        if hasattr(model, "image_processor"):  # see model/loading.py
+            model.image_processor.save_pretrained(path)
+    else:
+        for name in list_model_files(source):
+            if _is_carried_over(name):
+                (path / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source / name, path / name)
+    make_tokenizer_compatible(path / "tokenizer_config.json")
+    _save_configuration(path, model, dtype, tokenizer, source)
+
+
+def _is_carried_over(name: str) -> bool:
+    """Return whether a file of a model directory holds no weights and stays as it is."""
+    is_rewritten = name in ("config.json", "generation_config.json", ADAPTER_CONFIG)
+    is_about_weights = name.endswith((".safetensors", ".index.json"))
+    return not is_rewritten and not is_about_weights and not name.startswith("anchor/")
+
+
+def _save_configuration(
+    path: Path, model: Any, dtype: torch.dtype, tokenizer: Any, source: Path | None
+) -> None:
+    """Write the files config.json and generation_config.json; see `write_small_files`.
+
+    generation_config.json names all tokens that end an answer, so that a server of the model stops
+    where training did. The configuration of the model itself does not change.
     """
     config = copy.deepcopy(model.config)
-    config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)
+    make_configuration_compatible(
+        path / "config.json",
+        source / "config.json" if source is not None else None,
+        str(dtype).removeprefix("torch."),
+        is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+    )
     if model.can_generate():
         generation_config = copy.deepcopy(model.generation_config)
         ends = end_ids(model.generation_config, tokenizer)
         if ends:
             generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
         generation_config.save_pretrained(path)
-    if hasattr(model, "image_processor"):  # see model/loading.py
-        model.image_processor.save_pretrained(path)

@@ -37,7 +37,7 @@ from protos.errors import Corrupt, DistillError, InvalidInput, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.checkpoint import collect_contents, delete_old
 from student_trainer.checkpoints.copies import RunCopies
-from student_trainer.checkpoints.export import export_model, require_range
+from student_trainer.checkpoints.export import export_model
 from student_trainer.checkpoints.model_directory import collect_small_files
 from student_trainer.checkpoints.saver import Saver
 from student_trainer.loop.efficiency import Efficiency
@@ -51,7 +51,8 @@ from student_trainer.loop.step_metrics import (
     sum_over_ranks,
 )
 from student_trainer.loop.watches import HeadWatch, LearningWatch
-from student_trainer.parallel.collectives import max_over_ranks
+from student_trainer.model.loading import local_directory
+from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 log = logging.getLogger(__name__)
@@ -86,10 +87,11 @@ class Trainer:
             self.config, accelerator, student, self.optimizer, self.method, self._efficiency
         )
         main, model = accelerator.is_main_process, student.trained.model
+        self._source = local_directory(self.config.student)
         self._saver = Saver(
             accelerator,
             self.run.checkpoints,
-            small_files=collect_small_files(model, self.tokenizer) if main else {},
+            small_files=collect_small_files(model, self.tokenizer, self._source) if main else {},
             facts=self.method.facts,
             before_publication=metrics.sync if metrics is not None else lambda: None,
             after_publication=self._delete_old,
@@ -302,18 +304,27 @@ class Trainer:
             self.copies.begin()
 
     def _export(self) -> None:
+        """Collective. Write the export; in bfloat16 if the range of float16 is too small for it."""
         self.progress.say("exporting", self.step)
-        require_range(self.accelerator, self.student.trained.model, self.config.export.dtype)
+        dtype = getattr(torch, self.config.export.dtype)
+        try:
+            raise_on_all_ranks(self.accelerator, lambda: self._export_in(dtype))
+        except InvalidInput as overflow:
+            if self.accelerator.is_main_process:
+                log.warning("%s: %s. The export is in bfloat16", overflow.field, overflow.message)
+            raise_on_all_ranks(self.accelerator, lambda: self._export_in(torch.bfloat16))
+        self.copies.finish(self.step)
+
+    def _export_in(self, dtype: torch.dtype) -> None:
         export_model(
             self.run.export,
             model=self.student.trained.model,
             tokenizer=self.tokenizer,
+            source=self._source,
             anchor=self.method.anchor,
-            dtype=getattr(torch, self.config.export.dtype),
+            dtype=dtype,
             main=self.accelerator.is_main_process,
         )
-        self.accelerator.wait_for_everyone()
-        self.copies.finish(self.step)
 
 
 def _require_finite(metrics: Mapping[str, float]) -> None:

@@ -93,6 +93,14 @@ def load_config(student: StudentConfig) -> Any:
     return _load_pretrained(student, AutoConfig.from_pretrained)
 
 
+def local_directory(student: StudentConfig) -> Path:
+    """Return the directory of the student's model; that of a hub id is in the hub's cache."""
+    path = Path(student.model)
+    if path.is_dir():
+        return path
+    return Path(cached_file(student.model, "config.json", revision=student.revision)).parent
+
+
 def require_trainable(student: StudentConfig) -> None:
     """Raise InvalidInput if the student's weights are quantised: they cannot learn."""
     config = load_config(student)

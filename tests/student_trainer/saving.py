@@ -21,7 +21,8 @@ LIMIT = timedelta(minutes=10)
 
 def saver_of(root: Path, model: Any, tokenizer: Any, **options: Any) -> Saver:
     accelerator = make_accelerator(LIMIT)
-    return Saver(accelerator, root, small_files=collect_small_files(model, tokenizer), **options)
+    small_files = collect_small_files(model, tokenizer, None)
+    return Saver(accelerator, root, small_files=small_files, **options)
 
 
 def save_checkpoint(

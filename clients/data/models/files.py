@@ -25,6 +25,27 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODEL_KEYS = frozenset({"student.model", "teacher.model", "teacher.tokenizer", "data.tokenizer"})
 MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 
+# Directories inside a model directory whose files programs read, too: chat templates beside the
+# default one, and the anchor of an export.
+TEMPLATES = "additional_chat_templates"
+_MODEL_FOLDERS = (TEMPLATES, "anchor")
+
+
+def is_model_file(name: str) -> bool:
+    """Return whether programs read the file `name` of a model directory, a path relative to it."""
+    *folders, file = name.split("/")
+    known = all(folder in _MODEL_FOLDERS for folder in folders)
+    return known and file.endswith(MODEL_SUFFIXES) and not file.startswith(".")
+
+
+def list_model_files(directory: Path) -> list[str]:
+    """Return the files of a model directory that programs read, relative to it, sorted.
+
+    Export, upload and checkpoint take this list.
+    """
+    names = (path.relative_to(directory).as_posix() for path in directory.rglob("*"))
+    return sorted(name for name in names if is_model_file(name) and (directory / name).is_file())
+
 
 def refuse_code(path: Path, field: str) -> None:
     """Raise InvalidInput, naming `field`, if a model directory has code or pickled weights.

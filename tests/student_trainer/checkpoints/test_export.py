@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from clients.config.tables.common import StudentConfig
 from student_trainer.checkpoints import model_directory
 from student_trainer.checkpoints.export import export_model
 from student_trainer.model.loading import load_model
+from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import untied
@@ -113,6 +115,8 @@ def test_a_checkpoint_names_its_weights_as_save_pretrained_does(tmp_path: Path, 
     )
     expected = {file.name: file.read_bytes() for file in (tmp_path / "expected").iterdir()}
     checkpoint_files = {file.name: file.read_bytes() for file in (path / "model").iterdir()}
+    expected_config = json.loads(expected.pop("config.json"))
+    assert expected_config.items() <= json.loads(checkpoint_files["config.json"]).items()
     assert expected.items() <= checkpoint_files.items()
 
 
@@ -177,3 +181,87 @@ def test_an_export_needs_the_memory_of_a_layer(tmp_path: Path) -> None:
         f"{total / 1e6:.0f} MB of weights, {added_bytes / 1e6:.1f} MB more while they are exported"
     )
     assert added_bytes < total / 8
+
+
+def save_deepseek(path: Path, *, next_token_layer: bool) -> Path:
+    """Save a tiny deepseek_v3 whose config.json counts a layer that transformers ignores."""
+    torch.manual_seed(3)
+    config = DeepseekV3Config(
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        num_nextn_predict_layers=1,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    biases = torch.tensor([4.9916, 5.0009, 4.9933, 5.0021])
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(biases)
+    tiny.save(model, tiny.tokenizer(), path)
+    if next_token_layer:
+        weights = load_file(path / "model.safetensors")
+        layer = {"model.layers.2.eh_proj.weight": torch.randn(4, 8).bfloat16()}
+        save_file({**weights, **layer}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_layers_that_transformers_ignores_are_carried_over(tmp_path: Path) -> None:
+    student = save_deepseek(tmp_path / "student", next_token_layer=True)
+    model = load_model(StudentConfig(model=str(student)))
+    export_model(tmp_path / "export", model=model, tokenizer=tiny.tokenizer(), source=student)
+    name = "model.layers.2.eh_proj.weight"
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    assert torch.equal(weights[name], load_file(student / "model.safetensors")[name])
+    assert weights.keys() == load_file(student / "model.safetensors").keys()
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+
+
+def test_layers_that_are_nowhere_are_not_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    student = save_deepseek(tmp_path / "student", next_token_layer=False)
+    model = load_model(StudentConfig(model=str(student)))
+    export_model(tmp_path / "export", model=model, tokenizer=tiny.tokenizer(), source=student)
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0
+    assert "no layers for num_nextn_predict_layers = 1" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_transformers_keeps_in_float32_is_not_rounded(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Router biases that differ by less than a half-precision number; also the anchor's."""
+    student = save_deepseek(tmp_path / "student", next_token_layer=False)
+    model = load_model(StudentConfig(model=str(student)))
+    anchor = Anchor(spread_student(model), tau=0.5, update_period=1)
+    export_model(
+        tmp_path / "export",
+        model=model,
+        tokenizer=tiny.tokenizer(),
+        source=student,
+        anchor=anchor,
+        dtype=dtype,
+    )
+    original = load_file(student / "model.safetensors")
+    for path in (tmp_path / "export", tmp_path / "export" / "anchor"):
+        weights = load_file(path / "model.safetensors")
+        kept = {name for name, weight in weights.items() if weight.dtype == torch.float32}
+        gate = "model.layers.1.mlp.gate"
+        assert kept == {f"{gate}.e_score_correction_bias", f"{gate}.weight"}
+        assert all(torch.equal(weights[name], original[name]) for name in kept)
+        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
+        assert all(torch.equal(loaded[name], original[name]) for name in kept)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from clients.config.sft import SFTJob
-from clients.config.tables.common import ExportConfig
+from clients.config.tables.common import ExportConfig, LoraConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import Corrupt, InvalidInput
@@ -367,15 +368,27 @@ def test_a_run_whose_tokens_all_have_the_weight_0_fails(
     assert not (tmp_path / "run" / "export").exists()
 
 
-def test_a_float16_export_has_no_infinity(material: tiny.Material, tmp_path: Path) -> None:
-    config = student_with(material, tmp_path, 1e5)
-    config = config.model_copy(update={"max_steps": 1, "export": ExportConfig(dtype="float16")})
-    with (
-        trainer_of(tmp_path / "run", config) as trainer,
-        pytest.raises(InvalidInput, match=r"norm.weight has a number beyond 65504") as caught,
-    ):
+@pytest.mark.parametrize("where", ["weights", "adapters"])
+def test_a_float16_export_has_no_infinity(
+    material: tiny.Material, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """A number beyond float16, also one of merged adapters, makes the export bfloat16, by name."""
+    config = student_with(material, tmp_path, 1e5 if where == "weights" else 1.0)
+    changes: dict[str, Any] = {"max_steps": 1, "export": ExportConfig(dtype="float16")}
+    if where == "adapters":
+        lora = LoraConfig(rank=2)
+        changes["student"] = config.student.model_copy(update={"lora": lora})
+    with trainer_of(tmp_path / "run", config.model_copy(update=changes)) as trainer:
+        if where == "adapters":
+            for name, weight in trainer._student.trained.model.named_parameters():
+                if "layers.0.mlp.up_proj.lora_" in name:
+                    weight.data.fill_(1e3)
         trainer.train()
-    assert caught.value.field == "export.dtype"
+    weights = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert all(weight.isfinite().all() for weight in weights.values())
+    name = "norm.weight" if where == "weights" else "up_proj.weight"
+    assert f"{name} has a number beyond 65504" in caplog.text
 
 
 def student_with(material: tiny.Material, root: Path, value: float) -> SFTJob:

@@ -1,0 +1,89 @@
+"""Files of a model directory that transformers 4 and 5, and programs built on them, read alike.
+
+Version 5 renamed keys: it writes `rope_parameters` where version 4 reads `rope_theta` and
+`rope_scaling` and otherwise takes its defaults. Files that it saves name tokenizer classes that
+version 4 does not have. Therefore a model directory carries over the files of the model that it was
+trained from, and has both names of each key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Of rope_parameters, keys that transformers 4 reads beside rope_scaling, not in it.
+_TOP_LEVEL_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
+# Names in config.json, by model type, where they differ from rope_theta and partial_rotary_factor.
+_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+_ROPE_NAMES = {"gpt_neox": _NEOX_NAMES, "gpt_neox_japanese": _NEOX_NAMES}
+
+
+def make_configuration_compatible(
+    file: Path, original: Path | None, dtype: str, *, is_tied: bool
+) -> None:
+    """Rewrite a config.json of transformers 5 so that transformers 4 reads the same model.
+
+    `original`: config.json of the model that was trained. Its entries are kept if it is of the same
+    type, so that a program that reads that model reads this one. `dtype`: of the stored weights.
+    `is_tied`: whether the head is the input embeddings.
+    """
+    saved = json.loads(file.read_text("utf-8"))
+    config = saved
+    if original is not None and original.is_file():
+        original_config = json.loads(original.read_text("utf-8"))
+        if original_config.get("model_type") == saved["model_type"]:
+            config = {**original_config, "architectures": saved["architectures"]}
+    text, saved_text = config.get("text_config", config), saved.get("text_config", saved)
+    for part in (config, text):
+        part["tie_word_embeddings"] = is_tied
+    _set_dtype(config, dtype)
+    rope_parameters = saved_text.get("rope_parameters")
+    if rope_parameters:
+        text.setdefault("rope_parameters", rope_parameters)
+        names = _ROPE_NAMES.get(text.get("model_type", ""), {})
+        for key, value in _old_rope_keys(rope_parameters).items():
+            name = names.get(key, key)
+            if text.get(name) is None:
+                text[name] = value
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def make_tokenizer_compatible(file: Path) -> None:
+    """Rewrite a tokenizer_config.json of transformers 5 so that transformers 4 reads it too."""
+    if not file.is_file():
+        return
+    config = json.loads(file.read_text("utf-8"))
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    tokens = config.get("extra_special_tokens")
+    if isinstance(tokens, list):  # transformers 4 reads a table by name
+        del config["extra_special_tokens"]
+        config.setdefault("additional_special_tokens", tokens)
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Set the dtype under both names, also in nested configurations that name one."""
+    for value in config.values():
+        if isinstance(value, dict) and value.keys() & {"dtype", "torch_dtype"}:
+            _set_dtype(value, dtype)
+    config["dtype"] = config["torch_dtype"] = dtype
+
+
+def _old_rope_keys(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of transformers 4 for `rope_parameters`, which may be by layer type."""
+    by_layer_type = {key: part for key, part in rope_parameters.items() if isinstance(part, dict)}
+    if not by_layer_type:
+        keys = {key: rope_parameters[key] for key in _TOP_LEVEL_ROPE_KEYS if key in rope_parameters}
+        scaling = {
+            key: value for key, value in rope_parameters.items() if key not in _TOP_LEVEL_ROPE_KEYS
+        }
+        if scaling.keys() - {"rope_type", "type"} or scaling.get("rope_type") != "default":
+            keys["rope_scaling"] = scaling
+        return keys
+    keys = _old_rope_keys(by_layer_type.get("full_attention", {}))
+    if "sliding_attention" in by_layer_type:
+        keys["rope_local_base_freq"] = by_layer_type["sliding_attention"]["rope_theta"]
+    return keys
