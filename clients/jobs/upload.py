@@ -14,7 +14,7 @@ import grpc
 
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob
-from clients.data.models.files import MODEL_KEYS, MODEL_SUFFIXES
+from clients.data.models.files import MODEL_KEYS, list_model_files
 from clients.data.records import FILE_SUFFIXES, DataSet, images_of
 from clients.jobs.connection import ServerConnection
 from protos import distill_pb2 as pb
@@ -261,10 +261,11 @@ def _list_files(key: str, place: Path) -> LocalFiles:
             hint="name a file or a directory",
         )
     else:
-        files = _model_files(place) if key in MODEL_KEYS else _folder_files(key, place)
-        source_by_path = {
-            f"{place.name}/{path.relative_to(place).as_posix()}": path for path in files
-        }
+        if key in MODEL_KEYS:
+            names = list_model_files(place)
+        else:
+            names = [path.relative_to(place).as_posix() for path in _folder_files(key, place)]
+        source_by_path = {f"{place.name}/{name}": place / name for name in names}
     if not source_by_path:
         raise InvalidInput(f"{place} has no files to send", field=key, hint="name another one")
     if len(source_by_path) > MAX_UPLOAD_FILES:
@@ -282,13 +283,6 @@ def _list_files(key: str, place: Path) -> LocalFiles:
                 " directories",
             )
     return LocalFiles(key, place, source_by_path)
-
-
-def _model_files(place: Path) -> Iterator[Path]:
-    """Yield the files of a model that programs read, and those of the anchor in it."""
-    for path in (*sorted(place.iterdir()), *sorted(place.glob("anchor/*"))):
-        if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".") and path.is_file():
-            yield path
 
 
 def _folder_files(key: str, place: Path) -> Iterator[Path]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from clients.config.file import named_urls, replaced
 from clients.config.kinds import AnyJob
-from clients.data.models.files import MODEL_KEYS, MODEL_SUFFIXES
+from clients.data.models.files import MODEL_KEYS, TEMPLATES, is_model_file
 from clients.data.object_urls import is_object_url, place_of
 from clients.runs.file_system import lock_file
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
@@ -98,13 +98,16 @@ def _copy_files(key: str, url: str) -> Path:
         is_model = key in MODEL_KEYS
         folder = ObjectFolder(url if is_model else parent)
         facts = folder.facts("" if is_model else name)
+        if is_model:
+            facts |= {
+                f"{TEMPLATES}/{file}": file_facts
+                for file, file_facts in ObjectFolder(f"{url}/{TEMPLATES}").facts().items()
+            }
     except DistillError as error:
         error.field = key
         raise
     if is_model:
-        facts = {
-            file: file_facts for file, file_facts in facts.items() if file.endswith(MODEL_SUFFIXES)
-        }
+        facts = {file: file_facts for file, file_facts in facts.items() if is_model_file(file)}
     if not facts:
         kind = "model" if is_model else "file"
         raise NotFound(f"there is no {kind} at {url}", field=key, hint="correct the URL")
@@ -118,7 +121,8 @@ def _copy_files(key: str, url: str) -> Path:
             path = place / file if is_model else place
             if not path.exists():
                 log.info("copying %s of %s to %s", file, url, copy)
-                partial = path.with_name(f"{file}.tmp")
+                path.parent.mkdir(exist_ok=True)
+                partial = path.with_name(f"{path.name}.tmp")
                 folder.digest(file, partial)
                 partial.rename(path)
     return place

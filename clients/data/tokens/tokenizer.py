@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from clients.data.models.files import TEMPLATES
 from clients.data.regular_file import open_regular, read_document
 
 
@@ -73,7 +74,7 @@ def chat_template_in(model: Path) -> str | None:
     transformers prefers chat_template.jinja, and reads tokenizer_config.json without it. Raises
     OSError or ValueError if a file cannot be interpreted.
     """
-    files = [model / "chat_template.jinja", *(model / "additional_chat_templates").glob("*.jinja")]
+    files = [model / "chat_template.jinja", *(model / TEMPLATES).glob("*.jinja")]
     texts = [_read_template(file) for file in files if file.exists()]
     if not texts and (model / "tokenizer_config.json").exists():
         document = read_document(model / "tokenizer_config.json")

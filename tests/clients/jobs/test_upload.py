@@ -58,6 +58,7 @@ def test_what_exists_here_is_sent_and_nothing_else(working_directory: Path) -> N
 
 def test_of_a_model_what_programs_read(working_directory: Path) -> None:
     needed_names = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors"]
+    needed_names += ["additional_chat_templates/tool_use.jinja"]
     other_names = ["pytorch_model.bin", "optimizer.pt", ".git/config", "checkpoint-5/config.json"]
     anchor_names = ["anchor/config.json", "anchor/model.safetensors"]
     write_files(
@@ -70,7 +71,8 @@ def test_of_a_model_what_programs_read(working_directory: Path) -> None:
         "anchor/optimizer.pt",
     )
     sent_names = files_by_key(make_job(student={"model": "student"}))["student.model"]
-    assert sent_names == [f"student/{name}" for name in (*needed_names, *anchor_names)]
+    expected_names = sorted([*needed_names, *anchor_names])
+    assert sent_names == [f"student/{name}" for name in expected_names]
 
 
 def test_a_device_is_not_sent(working_directory: Path) -> None:
