@@ -12,8 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from clients.data.conversation import TOOLS, Conversation, conversation_in
 from clients.data.records import images_of, text_of
+from clients.data.tokens.control_tokens import (
+    encode_marked,
+    is_marked,
+    mark_names_in,
+    marked_ids,
+)
 from protos.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -97,6 +105,7 @@ class PromptFormat:
         template fails.
         """
         if self.renders(tokenizer):
+            conversation = mark_names_in(tokenizer, conversation, location)
             return plain_ids(
                 tokenizer, self.rendered(tokenizer, conversation, location, add_answer_start=True)
             )
@@ -125,18 +134,29 @@ class PromptFormat:
     ) -> Mapping[str, list[int]]:
         """Return `input_ids` and `assistant_masks` of a conversation, as transformers makes them.
 
-        Raises InvalidInput as `rendered` does.
+        Names of control tokens in its texts are plain text. Raises InvalidInput as `rendered` does.
         """
+        marked = mark_names_in(tokenizer, conversation, location)
         encoding = self._apply_template(
             tokenizer,
-            conversation,
+            marked,
             location,
             add_answer_start=False,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        return {name: encoding[name] for name in ("input_ids", "assistant_masks")}
+        ids, is_answer = encoding["input_ids"], encoding["assistant_masks"]
+        text = self.rendered(tokenizer, marked, location, add_answer_start=False)
+        if not is_marked(text):
+            return {"input_ids": ids, "assistant_masks": is_answer}
+        # By characters, because the ids of placeholders are others than those of the names.
+        answer_characters = np.zeros(len(text), bool)
+        for (start, end), mark in zip(encoding.encodings[0].offsets, is_answer, strict=True):
+            answer_characters[start:end] |= bool(mark)
+        marked_encoding = encode_marked(tokenizer, text)
+        masks = [int(answer_characters[s:e].any()) for s, e in marked_encoding.offsets]
+        return {"input_ids": list(marked_encoding.ids), "assistant_masks": masks}
 
     def _apply_template(
         self,
@@ -193,7 +213,9 @@ def check_generation(template: str | None) -> None:
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text without adding special tokens."""
+    """Return the token ids of a text, which may have placeholders, without adding tokens."""
+    if is_marked(text):
+        return marked_ids(tokenizer, text)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 

@@ -15,18 +15,22 @@ from clients.data.conversation import Conversation, has_content, is_learned, req
 from clients.data.prompt_format import PromptFormat, plain_ids
 from clients.data.template_parts import has_text, require_answer_text
 from clients.data.tokens.continuation import continuation_ids
+from clients.data.tokens.control_tokens import mark_names, mark_names_in
 from protos.errors import InvalidInput
 
 
 def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> list[int]:
     """Return the token ids of an answer and its end token; [] for an empty answer.
 
-    The end is that of the chat template, if prompts go through it.
+    The end is that of the chat template, if prompts go through it. Names of control tokens in the
+    answer are then plain text, except one at its end.
     """
     if not answer:
         return []
-    eos = tokenizer.eos_token_id
-    end = answer_end(tokenizer) if prompt_format.renders(tokenizer) else eos
+    end = eos = tokenizer.eos_token_id
+    if prompt_format.renders(tokenizer):
+        end = answer_end(tokenizer)
+        answer = mark_names(tokenizer, answer, "an answer", is_answer=True)
     return _with_end(continuation_ids(tokenizer, answer), end, eos)
 
 
@@ -45,6 +49,7 @@ def answered_ids(
     require_question(conversation, location)
     if not has_content(conversation.messages[-1]):
         return [], []
+    conversation = mark_names_in(tokenizer, conversation, location)
     prompt = prompt_format.rendered(
         tokenizer, conversation.unanswered(), location, add_answer_start=True
     )

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from clients.data.tokens.control_tokens import is_marked, marked_ids
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -21,9 +23,11 @@ _BACKENDS: WeakKeyDictionary[Any, Tokenizer | None] = WeakKeyDictionary()
 def continuation_ids(tokenizer: Any, text: str, *, split_special_tokens: bool = False) -> list[int]:
     """Return the token ids of `text`, with nothing before them.
 
-    The text of a prompt's ids and these is the prompt and `text`. `split_special_tokens`: read the
-    names of special tokens as plain text.
+    The text of a prompt's ids and these is the prompt and `text`, which may have placeholders of
+    `mark_names`. `split_special_tokens`: read the names of special tokens as plain text.
     """
+    if is_marked(text):
+        return marked_ids(tokenizer, text, without_first_space)
     backend = _backend_without_space(tokenizer)
     if backend is None:
         ids: list[int] = tokenizer(

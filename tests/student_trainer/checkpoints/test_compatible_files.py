@@ -201,13 +201,13 @@ def test_transformers_4_reads_the_same_model(tmp_path: Path) -> None:
     add_own_head(headed)
     exports["own head"] = export(headed, tmp_path / "export" / "own head")
     exports["again"] = export(exports["llama"], tmp_path / "export" / "again")
-    found = transformers_4.read(packages, tmp_path / "results", list(exports.values()))
+    results = transformers_4.read(packages, tmp_path / "results", list(exports.values()))
     for name, path in exports.items():
         expected = transformers_4.read_directory(path)
-        error = (found[f"{path}/logits"] - expected["logits"]).abs().max()
+        error = (results[f"{path}/logits"] - expected["logits"]).abs().max()
         print(f"{name:12} {float(error):.1e}")
-        assert found[f"{path}/ids"].tolist() == expected["ids"].tolist(), name
+        assert results[f"{path}/ids"].tolist() == expected["ids"].tolist(), name
         assert AutoTokenizer.from_pretrained(path).all_special_tokens[-2:] == list(CONTROL)
         torch.testing.assert_close(
-            found[f"{path}/logits"], expected["logits"], atol=1e-4, rtol=1e-4, msg=name
+            results[f"{path}/logits"], expected["logits"], atol=1e-4, rtol=1e-4, msg=name
         )

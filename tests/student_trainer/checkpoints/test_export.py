@@ -259,9 +259,9 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(
     original = load_file(student / "model.safetensors")
     for path in (tmp_path / "export", tmp_path / "export" / "anchor"):
         weights = load_file(path / "model.safetensors")
-        kept = {name for name, weight in weights.items() if weight.dtype == torch.float32}
+        float32_names = {name for name, weight in weights.items() if weight.dtype == torch.float32}
         gate = "model.layers.1.mlp.gate"
-        assert kept == {f"{gate}.e_score_correction_bias", f"{gate}.weight"}
-        assert all(torch.equal(weights[name], original[name]) for name in kept)
+        assert float32_names == {f"{gate}.e_score_correction_bias", f"{gate}.weight"}
+        assert all(torch.equal(weights[name], original[name]) for name in float32_names)
         loaded = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
-        assert all(torch.equal(loaded[name], original[name]) for name in kept)
+        assert all(torch.equal(loaded[name], original[name]) for name in float32_names)

@@ -1,0 +1,184 @@
+"""Control tokens, such as <|im_end|>, whose names are part of a text.
+
+A chat template writes control tokens between the texts of a conversation. Inside a text the same
+characters are text: a user who asks what <|im_end|> means must not end the turn, and an answer that
+explains it must not teach the token. `mark_names` puts placeholders of the same length in place of
+the names before the template is applied, and `marked_ids` encodes the result: the names that the
+template has written are control tokens, the placeholders are the characters of the names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from clients.data.conversation import Conversation
+from protos.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Private characters of Unicode, one for each control token: in its placeholder, and in the name
+# that a copy of the tokenizer has for it.
+_PLACEHOLDERS, _NAMES = 0xF0000, 0x100000
+_MARKED = re.compile("[\U000f0000-\U000ffffd]")
+_PRIVATE = re.compile("[\U000f0000-\U0010fffd]")
+
+Change = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass
+class _ControlTokens:
+    """The control tokens of a tokenizer.
+
+    names: sorted. pattern: matches any of them; None without any. logged: the names of which the
+    log has told. backends: copies of the tokenizer with private names, by the change made to it.
+    """
+
+    names: list[str]
+    pattern: re.Pattern[str] | None
+    logged: set[str] = field(default_factory=set)
+    backends: dict[Change | None, Tokenizer] = field(default_factory=dict)
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any) -> _ControlTokens:
+        """Read them; a tokenizer that is not one of the package `tokenizers` has none."""
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            return cls([], None)
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        names = {str(token) for token in added_tokens if token.special}
+        ordered = sorted(names | set(tokenizer.all_special_tokens))
+        # Of names that begin alike, the longest one matches.
+        longest_first = sorted(ordered, key=len, reverse=True)
+        return cls(ordered, re.compile("|".join(map(re.escape, longest_first))) if names else None)
+
+
+_CONTROL_TOKENS: WeakKeyDictionary[Any, _ControlTokens] = WeakKeyDictionary()
+
+
+def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = False) -> str:
+    """Return a text with placeholders in place of the names of control tokens.
+
+    `is_answer`: a name at the very end of the text stays, as it ends the answer. The first
+    occurrence of each name is logged, with `location`. Raises InvalidInput if the text has private
+    characters, which placeholders use.
+    """
+    control = _control_tokens_of(tokenizer)
+    if control.pattern is None or control.pattern.search(text) is None:
+        return text
+    if _PRIVATE.search(text):
+        raise InvalidInput(
+            f"{location} has private characters of Unicode beside the name of a control token",
+            field="data.path",
+            hint="remove them from the row",
+        )
+    matches = list(control.pattern.finditer(text))
+    if is_answer and matches[-1].end() == len(text.rstrip()):
+        matches.pop()
+    marked, copied = "", 0
+    for match in matches:
+        name = match[0]
+        if name not in control.logged:
+            control.logged.add(name)
+            log.warning(
+                "%s has the text %r: it is read as these characters, not as the control token",
+                *(location or "a conversation", name),
+            )
+        placeholder = chr(_PLACEHOLDERS + control.names.index(name)) * len(name)
+        marked += text[copied : match.start()] + placeholder
+        copied = match.end()
+    return marked + text[copied:]
+
+
+def mark_names_in(tokenizer: Any, conversation: Conversation, location: str) -> Conversation:
+    """Return a conversation with every text in it as `mark_names` returns it."""
+
+    def mark(value: Any, *, is_answer: bool = False) -> Any:
+        if isinstance(value, str):
+            return mark_names(tokenizer, value, location, is_answer=is_answer)
+        if isinstance(value, Mapping):
+            return {key: mark(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [mark(part) for part in value]
+        return value
+
+    messages = [
+        {
+            key: mark(value, is_answer=key == "content" and message["role"] == "assistant")
+            for key, value in message.items()
+        }
+        for message in conversation.messages
+    ]
+    return replace(conversation, messages=tuple(messages), tools=mark(conversation.tools))
+
+
+def is_marked(text: str) -> bool:
+    """Return whether a text has placeholders of `mark_names`."""
+    return _MARKED.search(text) is not None
+
+
+def marked_ids(tokenizer: Any, text: str, change: Change | None = None) -> list[int]:
+    """Return the token ids of a text with placeholders, without further special tokens.
+
+    `change`: of the document tokenizer.json of the tokenizer, before it encodes.
+    """
+    return list(encode_marked(tokenizer, text, change).ids)
+
+
+def encode_marked(tokenizer: Any, text: str, change: Change | None = None) -> Any:
+    """Return the encoding of a text with placeholders; its offsets are those of `text`."""
+    control = _control_tokens_of(tokenizer)
+    if change not in control.backends:
+        control.backends[change] = _with_private_names(tokenizer, control.names, change)
+
+    def to_private_name(match: re.Match[str]) -> str:
+        return _private_name(control.names.index(match[0]), match[0])
+
+    def to_name(match: re.Match[str]) -> str:
+        name = control.names[ord(match[0][0]) - _PLACEHOLDERS]
+        return name * (len(match[0]) // len(name))
+
+    assert control.pattern is not None, "a text has placeholders of its tokens"
+    renamed = control.pattern.sub(to_private_name, text)
+    plain = re.sub(r"([\U000f0000-\U000ffffd])\1*", to_name, renamed)
+    return control.backends[change].encode(plain, add_special_tokens=False)
+
+
+def _control_tokens_of(tokenizer: Any) -> _ControlTokens:
+    if tokenizer not in _CONTROL_TOKENS:
+        _CONTROL_TOKENS[tokenizer] = _ControlTokens.of_tokenizer(tokenizer)
+    return _CONTROL_TOKENS[tokenizer]
+
+
+def _private_name(number: int, name: str) -> str:
+    return chr(_NAMES + number) * len(name)
+
+
+def _with_private_names(tokenizer: Any, names: list[str], change: Change | None) -> Tokenizer:
+    """Return a copy of the tokenizer whose control tokens have private names of the same length."""
+    backend = tokenizer.backend_tokenizer
+    document = json.loads(backend.to_str())
+    if change is not None:
+        document = change(document)
+    private_names = {name: _private_name(number, name) for number, name in enumerate(names)}
+    for token in document["added_tokens"]:
+        token["content"] = private_names.get(token["content"], token["content"])
+    model = document["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {private_names.get(name, name): i for name, i in vocabulary.items()}
+    else:
+        model["vocab"] = [[private_names.get(name, name), score] for name, score in vocabulary]
+    if model.get("unk_token") in private_names:
+        model["unk_token"] = private_names[model["unk_token"]]
+    copy: Tokenizer = type(backend).from_str(json.dumps(document))
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
