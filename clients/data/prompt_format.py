@@ -134,8 +134,11 @@ class PromptFormat:
     ) -> Mapping[str, list[int]]:
         """Return `input_ids` and `assistant_masks` of a conversation, as transformers makes them.
 
-        Names of control tokens in its texts are plain text. Raises InvalidInput as `rendered` does.
+        Names of control tokens in its texts are plain text. Raises InvalidInput as `rendered` does,
+        or if the chat template that it uses does not mark the assistant's tokens.
         """
+        if isinstance(tokenizer.chat_template, Mapping):  # the one for tools may mark nothing
+            check_generation(tokenizer.get_chat_template(None, conversation.tools))
         marked = mark_names_in(tokenizer, conversation, location)
         encoding = self._apply_template(
             tokenizer,
@@ -282,4 +285,11 @@ def template_text(chat_template: Any) -> str | None:
     """Return the text of a tokenizer's chat template; of several by name, of all of them."""
     if isinstance(chat_template, Mapping):
         chat_template = "\n".join(str(template) for template in chat_template.values())
+    return chat_template or None
+
+
+def default_template(chat_template: Any) -> str | None:
+    """Return the chat template of prompts without tools; of several, that with the name default."""
+    if isinstance(chat_template, Mapping):
+        chat_template = chat_template.get("default")
     return chat_template or None

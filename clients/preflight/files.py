@@ -21,9 +21,14 @@ from clients.data.models.files import (
     refuse_quantised,
 )
 from clients.data.object_urls import is_object_url, place_of, redact_place
-from clients.data.prompt_format import check_chat_template, check_generation
+from clients.data.prompt_format import (
+    check_chat_template,
+    check_generation,
+    default_template,
+    template_text,
+)
 from clients.data.records import FILE_SUFFIXES
-from clients.data.tokens.tokenizer import chat_template_in
+from clients.data.tokens.tokenizer import chat_templates_in
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages, check_trackers
@@ -47,12 +52,12 @@ def check_template(config: JobConfig, model: str) -> None:
     if config.prompt_format is None or not Path(model).is_dir():
         return
     try:
-        template = chat_template_in(Path(model))
+        templates = chat_templates_in(Path(model))
     except (OSError, ValueError):
         return
-    check_chat_template(config.prompt_format, template)
+    check_chat_template(config.prompt_format, template_text(templates))
     if config.learns_all_turns:
-        check_generation(template)
+        check_generation(default_template(templates))
 
 
 def check_here(

@@ -16,6 +16,7 @@ from clients.data.prompt_format import (
     PromptFormat,
     check_chat_template,
     check_generation,
+    default_template,
     template_text,
     warn_of_date,
 )
@@ -67,11 +68,10 @@ def example_encoding(
     Records without an answer, and sequences of more than `method.max_tokens` tokens, are left out,
     and counted. Raises InvalidInput if the chat template cannot be used for the job.
     """
-    template = template_text(tokenizer.chat_template)
-    check_chat_template(config.data.prompt_format, template)
+    check_chat_template(config.data.prompt_format, template_text(tokenizer.chat_template))
     learns_all_answers = config.method.train_on == "all"
     if learns_all_answers:
-        check_generation(template)
+        check_generation(default_template(tokenizer.chat_template))
     encoder = _ExampleEncoder(
         config.data,
         tokenizer,

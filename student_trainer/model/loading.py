@@ -18,7 +18,6 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     GenerationConfig,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -33,6 +32,7 @@ from clients.data.models.files import (
     refuse_missing_files,
     refuse_quantisation,
 )
+from clients.data.tokens import loading as tokens
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
 from student_trainer.model.probes import uses_images
@@ -114,13 +114,11 @@ def load_tokenizer(student: StudentConfig) -> Any:
 
     Raises InvalidInput as `load_config` does, also if it raises for a text.
     """
-    return _load_pretrained(student, _load_probed_tokenizer, checks=(refuse_code,))
 
+    def load(model: str, *, revision: str | None, **_: Any) -> Any:
+        return tokens.load_tokenizer(model, revision)
 
-def _load_probed_tokenizer(model: str, **options: Any) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(model, **options)
-    tokenizer("a text, \u2603 and a character that no vocabulary has: \U0010fffd")
-    return tokenizer
+    return _load_pretrained(student, load, checks=(refuse_code,))
 
 
 def load_generation_config(student: StudentConfig) -> Any:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from clients.data.images import ImageReader, makes_grids
 from clients.data.models.files import check_loaded_weights, quantisation_of
+from clients.data.tokens.loading import load_tokenizer
 from clients.data.tokens.tokenizer import tokens_of
 from protos.errors import InvalidInput
 from teacher_service.models.files import weight_files
@@ -178,7 +179,7 @@ def load_vocabulary(path: Path) -> tuple[str, ...]:
     Raises InvalidInput if the tokenizer cannot be loaded.
     """
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise build_load_error(path, f"its tokenizer: {error}") from error
     return tuple(tokens_of(tokenizer))

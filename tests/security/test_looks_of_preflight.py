@@ -12,7 +12,7 @@ import pytest
 
 from clients.config.offline import OfflineJob
 from clients.data.regular_file import read_document
-from clients.data.tokens.tokenizer import chat_template_in, tokens_in
+from clients.data.tokens.tokenizer import chat_templates_in, tokens_in
 from clients.preflight.disk import parameters_of
 from clients.store.captured_store import captured_store_of
 from clients.store.manifest import read_manifest
@@ -35,13 +35,13 @@ def test_pipes_and_holes_are_not_read(tmp_path: Path) -> None:
         read_manifest(tmp_path)
     os.mkfifo(tmp_path / "chat_template.jinja")
     with pytest.raises(OSError, match="not a regular file"):
-        chat_template_in(tmp_path)
+        chat_templates_in(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     for name in ("config.json", "chat_template.jinja"):
         with (tmp_path / name).open("w") as file:
             file.truncate(1 << 40)
     with pytest.raises(ValueError, match="longer than 1 MiB"):
-        chat_template_in(tmp_path)
+        chat_templates_in(tmp_path)
     with pytest.raises(ValueError, match="longer than 64 MiB"):
         read_document(tmp_path / "config.json")
 

@@ -43,6 +43,7 @@ def first_difference(
     return f"the tokenizers differ: {owner} has {len(tokens)} tokens, the teacher {count}"
 
 
+LEGACY_TEMPLATE = "chat_template.json"
 _MAX_TEMPLATE_BYTES = 1 << 20
 
 
@@ -68,26 +69,31 @@ def tokens_in(model: Path) -> list[str] | None:
         return None
 
 
-def chat_template_in(model: Path) -> str | None:
-    """Return the text of the chat templates of a Hugging Face directory; None if it has none.
+def chat_templates_in(model: Path) -> dict[str, str]:
+    """Return the chat templates of a Hugging Face directory by name; {} if it has none.
 
-    transformers prefers chat_template.jinja, and reads tokenizer_config.json without it. Raises
-    OSError or ValueError if a file cannot be interpreted.
+    The one of most prompts is named "default". chat_template.jinja is preferred, with those beside
+    it, then tokenizer_config.json, then chat_template.json of older models. Raises OSError or
+    ValueError if a file cannot be interpreted.
     """
-    files = [model / "chat_template.jinja", *(model / TEMPLATES).glob("*.jinja")]
-    texts = [_read_template(file) for file in files if file.exists()]
-    if not texts and (model / "tokenizer_config.json").exists():
-        document = read_document(model / "tokenizer_config.json")
-        template_entry = document.get("chat_template") if isinstance(document, dict) else None
-        named_templates = (
-            template_entry if isinstance(template_entry, list) else [{"template": template_entry}]
-        )
-        texts = [
-            entry["template"]
-            for entry in named_templates
-            if isinstance(entry, dict) and entry.get("template")
-        ]
-    return "\n".join(map(str, texts)) or None
+    files = {file.stem: file for file in (model / TEMPLATES).glob("*.jinja")}
+    files["default"] = model / "chat_template.jinja"
+    texts = {name: _read_template(file) for name, file in files.items() if file.exists()}
+    for file in (model / "tokenizer_config.json", model / LEGACY_TEMPLATE):
+        if not texts and file.exists():
+            document = read_document(file)
+            texts = _templates_of(document.get("chat_template")) if document else {}
+    return texts
+
+
+def _templates_of(entry: Any) -> dict[str, str]:
+    """Return the templates of an entry `chat_template`: a text, or a list of names and texts."""
+    named_templates = entry if isinstance(entry, list) else [{"name": "default", "template": entry}]
+    return {
+        str(named.get("name")): str(named["template"])
+        for named in named_templates
+        if isinstance(named, dict) and named.get("template")
+    }
 
 
 def _read_template(file: Path) -> str:

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
+from clients.config.tables.common import StudentConfig
 from clients.data.conversation import conversation_in
 from clients.data.prompt_format import (
     PromptFormat,
     check_chat_template,
     check_generation,
+    default_template,
     template_text,
 )
 from clients.data.tokens.answers import answer_end, answered_ids, assistant_ids, completion_ids
-from clients.data.tokens.tokenizer import chat_template_in
+from clients.data.tokens.tokenizer import chat_templates_in
 from protos.errors import InvalidInput
+from student_trainer.model.loading import load_tokenizer
 from tests.student_trainer import tiny
 
 CHARACTERS = "SUATN0123456789+="
@@ -204,17 +207,40 @@ def test_the_template_of_a_directory(chat_tokenizer: Any, tmp_path: Path) -> Non
     """The template that transformers finds, in each file in which a tokenizer may store it."""
     from transformers import AutoTokenizer
 
-    assert chat_template_in(tmp_path) is None
+    assert chat_templates_in(tmp_path) == {}
     chat_tokenizer.save_pretrained(tmp_path)
     loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert chat_template_in(tmp_path) == template_text(loaded_tokenizer.chat_template) == PLAIN
+    assert chat_templates_in(tmp_path) == {"default": PLAIN}
+    assert template_text(loaded_tokenizer.chat_template) == PLAIN
     (tmp_path / "chat_template.jinja").unlink()
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     for stored_template in (PLAIN, [{"name": "default", "template": PLAIN}]):
         (tmp_path / "tokenizer_config.json").write_text(
             json.dumps(config | {"chat_template": stored_template})
         )
-        assert chat_template_in(tmp_path) == PLAIN
+        assert chat_templates_in(tmp_path) == {"default": PLAIN}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
+    assert chat_templates_in(tmp_path) == {"default": PLAIN}
+    assert load_tokenizer(StudentConfig(model=str(tmp_path))).chat_template == PLAIN
+
+
+def test_the_template_that_is_used_is_the_one_checked(tmp_path: Path) -> None:
+    """{% generation %} in the template for tools does not mark answers without tools."""
+    tokenizer = tiny.tokenizer(CHARACTERS)
+    tokenizer.chat_template = {"default": PLAIN, "tool_use": MARKED}
+    tokenizer.save_pretrained(tmp_path)
+    templates = chat_templates_in(tmp_path)
+    assert templates == {"default": PLAIN, "tool_use": MARKED}
+    with pytest.raises(InvalidInput, match=r"has no {% generation %}"):
+        check_generation(default_template(templates))
+    tokenizer.chat_template = {"default": MARKED, "tool_use": PLAIN}
+    form = PromptFormat(messages_column="m")
+    talk = form.conversation({"m": TALK}, "row 1")
+    assert assistant_ids(form, tokenizer, talk, "row 1")[1].any()
+    talk = form.conversation({"m": TALK, "tools": [{}]}, "row 1")
+    with pytest.raises(InvalidInput, match=r"has no {% generation %}"):
+        assistant_ids(form, tokenizer, talk, "row 1")
 
 
 def test_the_last_answer_and_its_end(chat_tokenizer: Any) -> None:

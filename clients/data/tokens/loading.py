@@ -1,0 +1,82 @@
+"""Loads the tokenizer of a model as its own files define it."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, chat_templates_in
+
+log = logging.getLogger(__name__)
+
+_TOKENIZER_FILE = "tokenizer.json"
+_SENTENCEPIECE_FILE = "tokenizer.model"
+# Where pre-tokenizers and normalizers differ: digits, contractions, spaces, scripts, accents.
+PROBE = (
+    "It's 1234567 + 3.14, DON'T  they'll\t\tsay?!  def f(x):\n    return x**2\n\n\n"
+    "na\u00efve e\u0301t\u00e9 \u4f60\u597d\u4e16\u754c \u3053\u3093 \u0928\u092e\u0938\u094d"
+    " \u0645\u0631\u062d\u0628\u0627 \U0001f600 a_b-c/d <b>\u00bd</b> \u2026 end "
+)
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> Any:
+    """Return the tokenizer of a directory or hub id, as transformers loads it.
+
+    Some classes of transformers replace the pre-tokenizer of tokenizer.json by their own; then the
+    file is used. A chat template may be in chat_template.json, which transformers reads for
+    processors only.
+
+    Raises ValueError if the directory has a SentencePiece file alone and nothing that converts it,
+    and what `from_pretrained` raises.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils.hub import cached_file
+
+    def find_file(name: str) -> Path | None:
+        path = cached_file(
+            model,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return None if path is None else Path(path)
+
+    file = find_file(_TOKENIZER_FILE)
+    if file is None and find_spec("sentencepiece") is None and find_file(_SENTENCEPIECE_FILE):
+        raise ValueError(
+            f"{model} has {_SENTENCEPIECE_FILE} without {_TOKENIZER_FILE}, and the package"
+            " sentencepiece, which converts it, is not installed"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+    if file is not None:
+        tokenizer = _as_in_file(tokenizer, file, model, revision)
+    if not tokenizer.chat_template and (template_file := find_file(LEGACY_TEMPLATE)):
+        tokenizer.chat_template = chat_templates_in(template_file.parent).get("default")
+    tokenizer("a character that no vocabulary has: \U0010fffd")  # some raise for it
+    return tokenizer
+
+
+def _as_in_file(tokenizer: Any, file: Path, model: str, revision: str | None) -> Any:
+    """Return the tokenizer, or one that encodes as tokenizer.json says if it does not."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    # The base class reads the file and changes nothing.
+    if type(tokenizer) is PreTrainedTokenizerFast or not hasattr(tokenizer, "backend_tokenizer"):
+        return tokenizer
+    in_file = Tokenizer.from_file(str(file))
+    in_file.no_truncation()
+    in_file.no_padding()
+    expected_ids = in_file.encode(PROBE, add_special_tokens=False).ids
+    if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == expected_ids:
+        return tokenizer
+    log.warning(
+        "%s of transformers splits texts otherwise than %s of %s; the file is used",
+        *(type(tokenizer).__name__, _TOKENIZER_FILE, model),
+    )
+    return PreTrainedTokenizerFast.from_pretrained(
+        model, revision=revision, trust_remote_code=False
+    )
